@@ -1,0 +1,51 @@
+"""The accelerator of this process, if it has one and uses it. Never starts one.
+
+Asking an accelerator's runtime anything creates a context of some hundred MB on the device, so
+every function here does nothing until the process has initialised the accelerator itself.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+__all__ = ["current_index", "empty_cache", "synchronize", "use_index"]
+
+
+def _runtime() -> ModuleType | None:
+    """``torch.cuda`` or its sibling for the accelerator in use; None if none is in use."""
+    accelerator = torch.accelerator.current_accelerator()  # as built; does not ask the driver
+    if accelerator is None:
+        return None
+    runtime: ModuleType = torch.get_device_module(accelerator)
+    started = getattr(runtime, "is_initialized", torch.accelerator.is_available)
+    return runtime if started() else None
+
+
+def current_index() -> int | None:
+    """Index of the current device, or None without an accelerator in use. Local."""
+    return torch.accelerator.current_device_index() if _runtime() is not None else None
+
+
+def use_index(index: int | None) -> None:
+    """Make a device current in this thread; None does nothing. Local."""
+    if index is not None:
+        torch.accelerator.set_device_index(index)
+
+
+def synchronize() -> None:
+    """Wait until the current device has finished all work queued on it. Local, blocking."""
+    if _runtime() is not None:
+        torch.accelerator.synchronize()
+
+
+def empty_cache() -> None:
+    """Give back to the device what torch's caching allocator holds unused. Local.
+
+    A reload that needs room for communicators otherwise runs out of memory beside gigabytes that
+    the allocator holds free (slime#669, #1086).
+    """
+    runtime = _runtime()
+    if runtime is not None and hasattr(runtime, "empty_cache"):
+        runtime.empty_cache()

@@ -1,0 +1,134 @@
+"""The errors of reloadpg: one root, and for each the built-in that a caller would already catch.
+
+Every message says what happened, the state now, and what to call. This module imports neither
+torch nor any other module of the package, so that it can be used before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "DisagreementError",
+    "GroupDestroyedError",
+    "GroupOffloadedError",
+    "GroupPickleError",
+    "InvalidOptionError",
+    "NotInstalledError",
+    "PatchConflictError",
+    "PeerFailedError",
+    "RebuildError",
+    "ReleaseError",
+    "ReloadpgError",
+    "RendezvousTimeoutError",
+    "format_ranks",
+]
+
+
+class ReloadpgError(RuntimeError):
+    """Root of every error that reloadpg raises on its own account."""
+
+
+class InvalidOptionError(ReloadpgError, ValueError):
+    """An option has a value that cannot be used; nothing was changed."""
+
+
+class NotInstalledError(ReloadpgError):
+    """A lifecycle function was called before ``reloadpg.install()``; nothing was changed."""
+
+
+class PatchConflictError(ReloadpgError):
+    """The patches in place are not the ones asked for, or not ours; nothing was changed."""
+
+
+class GroupOffloadedError(ReloadpgError):
+    """A group was used while it owns no communicator.
+
+    Attributes:
+        group: name of the group.
+        operation: the method that was called on it.
+    """
+
+    def __init__(self, message: str, *, group: str = "", operation: str = "") -> None:
+        super().__init__(message)
+        self.group = group
+        self.operation = operation
+
+
+class GroupDestroyedError(ReloadpgError):
+    """A group was used after ``destroy_process_group``, ``shutdown`` or ``abort``."""
+
+
+class GroupPickleError(ReloadpgError):
+    """A pickled group names a group that the receiving process does not have."""
+
+
+class DisagreementError(ReloadpgError):
+    """The ranks do not ask for the same thing. Raised on all ranks, before anything is touched."""
+
+
+class RendezvousTimeoutError(ReloadpgError, TimeoutError):
+    """Not all ranks reached a phase within the bound.
+
+    Attributes:
+        phase: the phase in which the ranks waited for each other.
+        seconds: the bound.
+        arrived: how many ranks had arrived.
+        missing: the ranks that had not.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        phase: str = "",
+        seconds: float = 0.0,
+        arrived: int = 0,
+        missing: Sequence[int] = (),
+    ) -> None:
+        super().__init__(message)
+        self.phase = phase
+        self.seconds = seconds
+        self.arrived = arrived
+        self.missing = tuple(missing)
+
+
+class PeerFailedError(ReloadpgError):
+    """Another rank failed in a collective step.
+
+    Attributes:
+        rank: the rank that failed.
+        phase: the phase in which it failed.
+        missing: the ranks that gave no sign of life when the failure was made known. A rank that
+            dies makes its neighbours fail first; then it is named here.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int = -1, phase: str = "", missing: Sequence[int] = ()
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.phase = phase
+        self.missing = tuple(missing)
+
+
+class ReleaseError(ReloadpgError):
+    """A group could not be released on this rank; the cause is chained."""
+
+
+class RebuildError(ReloadpgError):
+    """A group could not be built again on this rank; the cause is chained."""
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Ranks as text, with runs as ranges: ``0-3, 7``.
+
+    Local, pure.
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"

@@ -1,0 +1,316 @@
+"""offload, reload, offloaded, status: the lifecycle of a job's reloadable groups.
+
+Both operations are rounds (see ``rendezvous``): all ranks agree before anything is touched, do
+their part, and end with the same verdict. A failure before the first group is touched leaves
+everything as it was; a failure afterwards leaves every group of the job without a communicator
+and in state ``failed``, on all ranks alike, and ``reload()`` called again rebuilds them all.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from . import c10d, devices
+from .connect import Connect, connect_group, validate
+from .construction import Construction
+from .errors import NotInstalledError, ReloadpgError
+from .group import GroupState, ReloadableProcessGroup
+from .operation import OFFLOAD_GATES, RELOAD_GATES, Operation, settings_of
+from .registry import registry
+from .report import GroupStatus, Report, Status
+from .strategies import discard, strategy_named
+from .supervised import Attempt
+
+__all__ = ["offload", "offloaded", "on_offload", "on_reload", "reload", "status"]
+
+logger = logging.getLogger("reloadpg")
+
+# ---------------------------------------------------------------------------------------------
+# public functions
+
+
+def offload(*, collect: bool = False) -> Report:
+    """Release the communicators of all reloadable groups of this job.
+
+    Collective over all ranks of the job; blocking, each wait bounded by the ``timeout`` given to
+    ``install``; idempotent (with everything offloaded already it only meets the other ranks).
+    When it returns, the memory is free on all ranks. Waits for this rank's accelerator work; call
+    it from one thread, with no collective in flight. The groups stay valid objects: queries
+    answer, collectives raise ``GroupOffloadedError`` until :func:`reload`. Gloo groups that
+    bypass, and the CPU side of mixed groups, go on working.
+
+    Before ``init_process_group`` and after ``destroy_process_group`` it does nothing.
+
+    Args:
+        collect: also run a full garbage collection, for communicators that are held by cycles
+            in the caller's code. It costs tens to hundreds of milliseconds in a large process.
+
+    Returns:
+        What was done on this rank.
+
+    Raises:
+        NotInstalledError: ``install`` was not called.
+        DisagreementError: the ranks do not ask for the same; nothing was changed.
+        RendezvousTimeoutError: ranks are missing; it names them.
+        PeerFailedError: another rank failed; it names it.
+        ReleaseError: a group could not be released on this rank.
+    """
+    return _operate("offload", lambda run: _offload(run, collect))
+
+
+def reload(*, connect: Connect = "none") -> Report:
+    """Build the communicators of all offloaded groups again, behind the same objects.
+
+    Collective over all ranks of the job; blocking, each wait bounded by the ``timeout`` given to
+    ``install``; idempotent; may be called again after a failure. WORLD comes first, then the
+    groups in one order that all ranks share, parents before their splits. Each is made by
+    torch's original function with the arguments captured at its creation, and then gets what was
+    set on it afterwards (timeouts, description). Groups that the user destroyed stay destroyed.
+
+    Args:
+        connect: ``none`` leaves each communicator to connect in its first collective;
+            ``eager`` connects all rebuilt ones now, in one order that all ranks share, with an
+            all-reduce of two numbers each; ``canary`` also checks that sum. Equal on all ranks.
+
+    Returns:
+        What was done on this rank.
+
+    Raises:
+        NotInstalledError: ``install`` was not called.
+        DisagreementError: the ranks do not ask for the same; nothing was changed.
+        RendezvousTimeoutError: ranks are missing; it names them.
+        PeerFailedError: another rank failed; it names it.
+        RebuildError: a group could not be built or connected on this rank; the cause is chained.
+        InvalidOptionError: ``connect`` is none of the three.
+    """
+    how = validate(connect)
+    return _operate("reload", lambda run: _reload(run, how))
+
+
+@contextmanager
+def offloaded() -> Iterator[Report]:
+    """Within this block the groups are offloaded; afterwards, whatever happens, reloaded.
+
+    Collective, like :func:`offload` and :func:`reload`. If the body raises, the groups are
+    reloaded (the other ranks wait for it) and the body's exception goes on. If the reload then
+    fails too, its error is logged and the body's exception still goes on.
+
+    Yields:
+        The report of the offload.
+    """
+    report = offload()
+    try:
+        yield report
+    except BaseException:
+        try:
+            reload()
+        except ReloadpgError as error:
+            logger.error("reload after an exception in the offloaded block failed: %s", error)
+        raise
+    reload()
+
+
+def on_offload(callback: Callable[[], object], *, name: str = "") -> Callable[[], None]:
+    """Call something before groups are released: where other libraries' buffers go first.
+
+    Local; callbacks run in the order of registration, in the caller's thread, on every offload
+    that has something to release. One that raises makes the offload fail on all ranks before any
+    group is touched.
+
+    Returns:
+        A function that takes the callback off again; idempotent.
+    """
+    return _register(registry.callbacks.offload, callback, name)
+
+
+def on_reload(callback: Callable[[], object], *, name: str = "") -> Callable[[], None]:
+    """Call something after all groups are live again on all ranks.
+
+    Local; callbacks run in the order of registration, in the caller's thread. One that raises
+    makes the reload fail on all ranks; ``reload()`` can be called again.
+
+    Returns:
+        A function that takes the callback off again; idempotent.
+    """
+    return _register(registry.callbacks.reload, callback, name)
+
+
+def status() -> Status:
+    """How this process stands: installation, generation, and each reloadable group.
+
+    Local, cheap, at any time: before ``install``, while offloaded, after a failure.
+    """
+    options = registry.options
+    world = c10d.world()
+    groups = registry.managed()
+    job = registry._job if registry._job is not None and registry._job.world is world else None
+    states = [group.state for group in groups]
+    worst = next(
+        (s for s in (GroupState.FAILED, GroupState.OFFLOADED) if s in states), GroupState.LIVE
+    )
+    return Status(
+        installed=registry.patches is not None,
+        initialized=world is not None,
+        rank=world.rank() if world is not None else None,
+        world_size=world.size() if world is not None else None,
+        state=worst.value,
+        generation=job.generation if job else 0,
+        cycles=job.cycles if job else 0,
+        options=settings_of(options) if options else {},
+        groups=tuple(_group_status(group) for group in groups),
+        bypassed=len(c10d.known_groups()) - len(groups),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# one operation
+
+
+def _operate(operation: str, body: Callable[[Operation], Report]) -> Report:
+    started = time.perf_counter()
+    options = registry.options
+    if options is None:
+        raise NotInstalledError(
+            f"{operation}() was called and nothing is installed; nothing was changed. Call "
+            "reloadpg.install() before the process groups are created."
+        )
+    with registry.exclusively(operation):
+        job = registry.job(operation)
+        if job is None:
+            return Report(operation, False, 0, note="torch.distributed is not initialized")
+        gates: tuple[str, ...] = OFFLOAD_GATES
+        if operation == "reload":  # with nothing offloaded it ends when all ranks say so
+            gates = RELOAD_GATES if job.released else RELOAD_GATES[:1]
+        run = Operation(
+            job,
+            options,
+            job.rendezvous.open(operation, gates, options.timeout.total_seconds()),
+            strategy_named(options.strategy),
+            registry.managed(),
+            started,
+        )
+        report = body(run)
+        logger.info("%s", report)
+        return report
+
+
+def _offload(run: Operation, collect: bool) -> Report:
+    job, first = run.job, not run.job.released
+    cycles = job.cycles + first
+    live = [group for group in reversed(run.groups) if group.is_live]
+
+    def completed() -> None:
+        job.released = True
+        job.cycles = cycles
+        for group in run.groups:
+            group._settle_offloaded()
+
+    with run.guarded(completed):
+        run.await_earlier("enter")
+        run.round.agree("enter", run.plan())
+        if first:
+            run.call_back(registry.callbacks.offload)
+        with run.timed("device"):
+            run.round.run(
+                "quiesced",
+                lambda _: devices.synchronize(),
+                lambda: "synchronizing the accelerator",
+            )
+        run.round.gate("quiesced")
+        # From here on groups are touched: the operation completes or leaves them all failed.
+        job.released = True
+        run.note(run.each("released", live, run.strategy.release))
+        if collect:
+            with run.timed("collect"):
+                gc.collect()
+        run.round.gate("released")
+    return run.report("" if live else "no live reloadable group")
+
+
+def _reload(run: Operation, connect: Connect) -> Report:
+    job, torn = run.job, run.job.torn
+    was_released, generation = job.released, job.generation + job.released
+
+    def completed() -> None:
+        job.released = job.torn = False
+        job.generation = generation
+
+    with run.guarded(completed):
+        run.await_earlier("enter")
+        here = [repr(g.construction.order) for g in run.groups] if run.replays_shared else []
+        alive = run.round.agree("enter", run.plan(connect=connect), here)
+        if not was_released:
+            # So it is on all ranks: they agreed on the state.
+            return run.report("nothing is offloaded")
+        if run.replays_shared:
+            for order in [order for order in job.shared if repr(order) not in alive]:
+                del job.shared[order]
+        items = _to_rebuild(run)
+        with run.timed("device"):
+            devices.empty_cache()
+        # The round's label makes the name new in each attempt and in each job on one store: no key
+        # of an attempt that failed, or of a job that ended, is ever read by the next one.
+        suffix = f"@{generation}.{run.round.label}"
+
+        def rebuild(item: ReloadableProcessGroup | Construction, attempt: Attempt) -> None:
+            if isinstance(item, ReloadableProcessGroup):
+                run.strategy.rebuild(item, item.group_name + suffix, generation, attempt)
+                return
+            made = item.replay(item.name + suffix)
+            if made is not None:  # destroyed here, alive on other ranks of the same call
+                discard(made)
+
+        with run.timed("store"):
+            run.prepare_store("rebuilt", items, renew=torn)
+        run.note(run.each("rebuilt", items, rebuild))
+        run.round.gate("rebuilt")
+        if connect != "none":
+            with run.timed("connect"):
+                rebuilt = [item for item in items if isinstance(item, ReloadableProcessGroup)]
+                run.each("done", rebuilt, lambda group, _: connect_group(group, connect))
+        run.call_back(registry.callbacks.reload)
+        run.round.gate("done")
+    return run.report("" if items else "no reloadable group here")
+
+
+def _to_rebuild(run: Operation) -> list[ReloadableProcessGroup | Construction]:
+    """What this rank takes part in, in the order that all ranks share."""
+    here: dict[Any, ReloadableProcessGroup | Construction] = dict(run.job.shared)
+    here.update({group.construction.order: group for group in run.groups})
+    return [
+        item
+        for _, item in sorted(here.items(), key=lambda pair: pair[0])
+        if not (isinstance(item, ReloadableProcessGroup) and item.is_live)
+    ]
+
+
+def _register(
+    callbacks: list[tuple[str, Callable[[], object]]], callback: Callable[[], object], name: str
+) -> Callable[[], None]:
+    entry = (name or getattr(callback, "__qualname__", repr(callback)), callback)
+    callbacks.append(entry)
+
+    def remove() -> None:
+        callbacks[:] = [other for other in callbacks if other is not entry]
+
+    return remove
+
+
+def _group_status(group: ReloadableProcessGroup) -> GroupStatus:
+    timeouts = group.current_timeouts()
+    selected = [timeouts[d].total_seconds() for d in group.construction.selected if d in timeouts]
+    return GroupStatus(
+        group.group_name,
+        group.group_desc,
+        group.construction.ranks,
+        group.construction.backend,
+        group.state.value,
+        group.generation,
+        selected[0] if selected else None,
+        group.last_error,
+    )

@@ -1,0 +1,28 @@
+"""Test tools that are part of the library: run a function as the ranks of a job, and an
+accelerator that is simulated (``reloadpg.testing.simulated``).
+
+Names are imported at their first use, so that importing this package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reloadpg.testing import simulated
+    from reloadpg.testing.ranks import RankOutcome, RanksFailedError, run_ranks
+
+__all__ = ["RankOutcome", "RanksFailedError", "run_ranks", "simulated"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "simulated":
+        return importlib.import_module("reloadpg.testing.simulated")
+    if name in __all__:
+        return getattr(importlib.import_module("reloadpg.testing.ranks"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

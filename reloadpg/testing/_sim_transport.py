@@ -1,0 +1,291 @@
+"""What a group of the simulated accelerator owns: memory, and a gloo transport.
+
+A group counts as connected from its first operation: it then takes its memory, and its gloo
+transport is built. Gloo connects pairs of ranks as they talk to each other, so the first
+operation may be a send between two of many members, or a ring of sends.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistBackendError, ProcessGroup, ProcessGroupGloo
+
+from reloadpg import c10d, surface
+
+from ._sim_faults import FaultTable
+from ._sim_ledger import Ledger, Record, SimState
+
+__all__ = ["DEVICES", "NAME", "OPERATIONS", "Communicator", "Process", "SimBackend"]
+
+NAME = "sim"
+DEVICES = ("cpu", "privateuseone")
+"""It serves a device that is not the CPU, as an accelerator's backend does, and the CPU as well,
+so that all of torch.distributed can run on it without one."""
+
+OPERATIONS = surface.COLLECTIVES | {"monitored_barrier", "_start_coalescing"}
+"""Methods that need a communicator, and connect it."""
+
+
+@dataclass
+class Process:
+    """The state of the simulated accelerator in one process."""
+
+    ledger: Ledger
+    faults: FaultTable
+    bytes_per_communicator: int
+    eager: bool
+
+
+class Communicator:
+    """What a group owns from its first use to its end: memory, and a transport."""
+
+    def __init__(self, process: Process, record: Record, store: Store) -> None:
+        self.record = record
+        self.process = process
+        self.backend: SimBackend | None = SimBackend.deferred(self, store)
+        self._size = process.bytes_per_communicator
+        self._group: ProcessGroup | None = None
+        self._connecting = threading.Lock()
+        self._ending = threading.Lock()
+        process.ledger.open(record)
+
+    def use(self, operation: str) -> ProcessGroup:
+        """The transport for one operation; connects at the first.
+
+        Raises:
+            DistBackendError: the group was shut down or aborted.
+        """
+        group = self.transport(operation)
+        record, process = self.record, self.process
+        process.faults.check("collective", operation, record.name, record.desc)
+        process.ledger.used(record)
+        return group
+
+    def transport(self, operation: str) -> ProcessGroup:
+        group = self._group
+        if group is not None:
+            return group
+        with self._connecting:
+            return self._group or self._connect(operation, eager=False)
+
+    def connect(self) -> None:
+        """Connect all members now. Collective, blocking; does nothing if connected."""
+        with self._connecting:
+            if self._group is None:
+                self._connect("eager_connect", eager=True)
+
+    def alive(self, operation: str) -> SimBackend:
+        """The backend.
+
+        Raises:
+            DistBackendError: the group was shut down or aborted.
+        """
+        backend = self.backend
+        if backend is None:
+            record = self.record
+            raise DistBackendError(
+                f"{operation} on group {record.name!r} ({record.desc}) of the simulated "
+                f"accelerator: its communicator was {record.state}. Create a new group."
+            )
+        return backend
+
+    def _connect(self, operation: str, *, eager: bool) -> ProcessGroup:
+        backend, record = self.alive(operation), self.record
+        self.process.faults.check("connect", operation, record.name, record.desc)
+        backend.initialise(eager=eager)
+        group = c10d.group_of_backends(
+            record.rank,
+            record.size,
+            backend.store,
+            dict.fromkeys(DEVICES, ("gloo", backend)),
+        )
+        cast(Any, group)._set_group_name(record.name)
+        with self._ending:
+            self.alive(operation)  # it may have been aborted while this thread waited
+            self.process.ledger.connect(record, self._size)
+            self._group = group
+        return group
+
+    def end(self, operation: str) -> None:
+        """Free the memory and drop the transport; waits for operations in flight. Idempotent."""
+        if self._may_end(operation):
+            self._take(SimState.RELEASED)
+
+    def abort(self, operation: str) -> None:
+        """Like :meth:`end`, but waits for nothing. Idempotent."""
+        if self._may_end(operation):
+            _drop_later(self._take(SimState.RELEASED))
+
+    def collected(self) -> None:
+        """The group object is gone: a leak, unless somebody tried to end it."""
+        if self.backend is not None:
+            state = SimState.RELEASED if self.record.ending else SimState.LEAKED
+            _drop_later(self._take(state))
+
+    def _may_end(self, operation: str) -> bool:
+        if self.backend is None:
+            return False
+        record = self.record
+        record.ending = True
+        self.process.faults.check("release", operation, record.name, record.desc)
+        return True
+
+    def _take(self, state: SimState) -> list[Any]:
+        with self._ending:
+            parts: list[Any] = [self.backend, self._group]
+            self.backend = self._group = None
+            self.process.ledger.close(self.record, state)
+        return parts
+
+
+def _drop_later(parts: list[Any]) -> None:
+    """Drop a backend and its transport, waiting for nothing.
+
+    Destroying a gloo backend waits for its pending operations: until their timeout, if a peer is
+    gone. So a thread does it, and nothing else may hold a reference.
+    """
+    if parts[0] is None or not parts[0].is_ready:
+        return
+    with suppress(RuntimeError):
+        _gloo("abort")(parts[0])
+    with suppress(RuntimeError):  # the interpreter is ending: no new threads
+        threading.Thread(target=parts.clear, name="sim-abort", daemon=True).start()
+
+
+class SimBackend(ProcessGroupGloo):
+    """A ``ProcessGroupGloo`` that is initialised at its first use.
+
+    Until then it only holds the timeout, so that one changed before the first use is honoured:
+    gloo waits for its peers with the timeout that it was constructed with. All attributes of the
+    C++ class that could be reached before are overridden (an uninitialised one crashes).
+    """
+
+    store: Store
+    is_ready: bool
+    """Whether the C++ object beneath is initialised."""
+    _communicator: Communicator
+    _early: Any
+
+    @classmethod
+    def deferred(cls, communicator: Communicator, store: Store) -> SimBackend:
+        """An uninitialised backend. Local: neither sockets nor threads, nothing in the store."""
+        backend = cls.__new__(cls)
+        backend.store = store
+        backend.is_ready = False
+        backend._communicator = communicator
+        backend._early = _gloo("_Options")()
+        backend._early._timeout = communicator.record.timeout
+        return backend
+
+    def initialise(self, *, eager: bool) -> None:
+        """Build the transport.
+
+        Args:
+            eager: wait until all members are connected; otherwise local.
+        """
+        options = self._early
+        options._devices = [_device(lazy=not eager)]
+        record = self._communicator.record
+        # Its own connection: gloo waits in it for its peers, and a wait holds the store's lock.
+        store = c10d.clone_store(self.store)
+        ProcessGroupGloo.__init__(self, store, record.rank, record.size, options)
+        self._early = _gloo("_Options")()
+        self._early._timeout = options._timeout
+        self.is_ready = True
+
+    def rank(self) -> int:
+        return self._communicator.record.rank
+
+    def size(self) -> int:
+        return self._communicator.record.size
+
+    def name(self) -> str:
+        return NAME
+
+    def _get_backend_name(self) -> str:
+        return NAME
+
+    @property
+    def options(self) -> Any:
+        return _gloo("options").__get__(self) if self.is_ready else self._early
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._early._timeout = timeout
+        if self.is_ready:
+            _gloo("_set_default_timeout")(self, timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._set_default_timeout(timeout)
+
+    def memory_stats(self) -> dict[str, int]:
+        """Bytes that the communicator holds now."""
+        return {"total": self._communicator.record.held_bytes}
+
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        """Connect all members now. Collective over the group, blocking, idempotent."""
+        self._communicator.alive("eager_connect")
+        self._communicator.connect()
+
+    def shutdown(self) -> None:
+        self._communicator.end("shutdown")
+
+    def abort(self) -> None:
+        self._communicator.abort("abort")
+
+
+_STATIC = {"Device", "Options", "_Options", "create_default_device", "create_device"}
+
+
+def _gloo(name: str) -> Any:
+    return getattr(ProcessGroupGloo, name)
+
+
+def _backend_members() -> dict[str, Any]:
+    """What ``SimBackend`` does not define itself: nothing of it reaches C++ too early."""
+    members: dict[str, Any] = {}
+    for name in dir(ProcessGroupGloo):
+        if name.startswith("__") or name in _STATIC or name in vars(SimBackend):
+            continue
+        inherited = _gloo(name)
+        if not callable(inherited):
+            members[name] = property(_late_property(inherited))
+        elif name in OPERATIONS:
+            members[name] = _late_method(inherited, name, lambda c, name: c.use(name))
+        elif name != "_pybind11_conduit_v1_":
+            members[name] = _late_method(inherited, name, lambda c, name: c.transport(name))
+    return members
+
+
+def _late_property(inherited: Any) -> Callable[[SimBackend], Any]:
+    return lambda self: inherited.__get__(self) if self.is_ready else None
+
+
+def _late_method(
+    inherited: Any, name: str, prepare: Callable[[Communicator, str], object]
+) -> Callable[..., Any]:
+    def method(self: SimBackend, *args: Any, **kwargs: Any) -> Any:
+        prepare(self._communicator, name)
+        return inherited(self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name, _member in _backend_members().items():
+    setattr(SimBackend, _name, _member)
+
+
+def _device(*, lazy: bool) -> Any:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return _gloo("create_device")(interface=interface, lazy_init=lazy)
+    return _gloo("create_default_device")(lazy_init=lazy)

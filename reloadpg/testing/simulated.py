@@ -1,0 +1,185 @@
+"""A simulated accelerator: backend ``sim``, for jobs and tests on machines without a GPU.
+
+::
+
+    from reloadpg.testing import simulated
+
+    simulated.register()
+    torch.distributed.init_process_group("sim")
+
+Its groups behave as an accelerator's: creating one is local, a communicator comes into being at
+the first use and holds memory until it is released, and a group cannot be used after its
+``shutdown`` or ``abort``. The memory is real, so it can be measured from outside the process; the
+results are gloo's, so they can be compared bit for bit. Everything here is per process.
+
+What must not be assumed of it: it has no streams, and nothing overlaps that does not with gloo;
+it cannot be one half of a mixed group (``cpu:gloo,privateuseone:sim``), since torch takes a group
+that a Python creating function returns for all its devices; it cannot be split.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import Backend
+
+from ._sim_faults import Fault, FaultTable, InjectedFault, InjectedFaultError
+from ._sim_group import SimulatedProcessGroup
+from ._sim_ledger import GroupInfo, Ledger, Record, SimState, Stats
+from ._sim_transport import DEVICES, NAME, Process
+
+__all__ = [
+    "BYTES_VARIABLE",
+    "DEFAULT_BYTES",
+    "NAME",
+    "Fault",
+    "GroupInfo",
+    "InjectedFault",
+    "InjectedFaultError",
+    "SimOptions",
+    "SimState",
+    "SimulatedProcessGroup",
+    "Stats",
+    "clear_faults",
+    "configure",
+    "groups",
+    "inject",
+    "register",
+    "stats",
+]
+
+BYTES_VARIABLE = "RELOADPG_SIM_BYTES"
+"""Environment variable: bytes that each communicator holds, read when a group is created."""
+
+DEFAULT_BYTES = 32 << 20
+
+
+@dataclass
+class SimOptions:
+    """An options object for ``pg_options``, with names that NCCL's has. It has no effect.
+
+    The backend accepts any object; it is kept and shown by :func:`groups`.
+    """
+
+    is_high_priority_stream: bool = False
+    hints: tuple[str, ...] = ()
+
+
+class _State:
+    """The one state of this process; a forked child starts with a fresh one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.hooked = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.ledger = Ledger()
+        self.faults = FaultTable()
+        self.bytes_per_communicator: int | None = None
+        self.eager = False
+
+    def after_fork(self) -> None:
+        self.lock = threading.Lock()
+        self.reset()
+
+
+_state = _State()
+
+
+def register() -> None:
+    """Make ``sim`` a backend of ``torch.distributed``. Local, idempotent, thread-safe."""
+    with _state.lock:
+        if not _state.hooked:
+            os.register_at_fork(after_in_child=_state.after_fork)
+            _state.hooked = True
+        if NAME not in Backend.backend_list:
+            Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
+
+
+def configure(*, bytes_per_communicator: int | None = None, eager: bool | None = None) -> None:
+    """Set what groups created from now on are like. Local.
+
+    Args:
+        bytes_per_communicator: bytes that each holds from its first use; None leaves it as it
+            is (at first: the environment variable ``RELOADPG_SIM_BYTES``, else 32 MiB).
+        eager: whether creation connects all members, as NCCL's does with a bound device:
+            collective and blocking. None leaves it as it is (at first: False).
+    """
+    if bytes_per_communicator is not None:
+        if bytes_per_communicator < 0:
+            raise ValueError(
+                f"configure(bytes_per_communicator={bytes_per_communicator}): must be 0 or more; "
+                "nothing was changed"
+            )
+        _state.bytes_per_communicator = int(bytes_per_communicator)
+    if eager is not None:
+        _state.eager = bool(eager)
+
+
+def stats() -> Stats:
+    """Counters and held memory of this process. Local."""
+    return _state.ledger.stats()
+
+
+def groups(*, ended: bool = False) -> tuple[GroupInfo, ...]:
+    """The groups of this process, in order of creation. Local.
+
+    Args:
+        ended: also the last 1,024 that were released or leaked.
+    """
+    return _state.ledger.groups(ended=ended)
+
+
+def inject(fault: Fault) -> InjectedFault:
+    """Let something go wrong in this process. Local.
+
+    Returns:
+        A handle that counts and clears the fault; also a context manager.
+    """
+    return _state.faults.inject(fault)
+
+
+def clear_faults() -> None:
+    """Remove all faults; threads that they stall go on. Local, idempotent."""
+    _state.faults.clear()
+
+
+def _create(received: Any, options: object) -> SimulatedProcessGroup:
+    """The creating function: what torch calls, with what it received from its caller."""
+    name = str(received.group_id)
+    _state.faults.check("create", "create", name)
+    record = Record(
+        name=name,
+        rank=int(received.group_rank),
+        size=int(received.group_size),
+        ranks=tuple(received.global_ranks_in_group),
+        timeout=received.timeout,
+        pg_options=options,
+    )
+    process = Process(_state.ledger, _state.faults, _bytes(), _state.eager)
+    group = SimulatedProcessGroup(process, record, received.store)
+    if process.eager:
+        try:
+            group._get_backend(torch.device("cpu")).eager_connect_single_device()
+        except BaseException:
+            group.abort()
+            raise
+    return group
+
+
+def _bytes() -> int:
+    if _state.bytes_per_communicator is not None:
+        return _state.bytes_per_communicator
+    text = os.environ.get(BYTES_VARIABLE, "")
+    if not text:
+        return DEFAULT_BYTES
+    if not text.isdecimal():
+        raise ValueError(
+            f"{BYTES_VARIABLE}={text!r}: must be a number of bytes; unset it for 32 MiB"
+        )
+    return int(text)

@@ -1,0 +1,76 @@
+"""What c10d's tables say, read without asking the library."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import types
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d as c10d
+
+_LEAVES = (str, bytes, int, float, bool, type(None), types.ModuleType, types.FunctionType, type)
+
+
+def world_tables() -> dict[str, Any]:
+    """Every table of ``distributed_c10d._world``, by name; what it only computes is left out."""
+    properties = inspect.getmembers(type(c10d._world), lambda value: isinstance(value, property))
+    return {name: getattr(c10d._world, name) for name, _ in properties if name != "pg_config_info"}
+
+
+def lengths() -> dict[str, int]:
+    """How many entries each table has."""
+    return {name: len(table) for name, table in world_tables().items() if hasattr(table, "__len__")}
+
+
+def mentions(target: object) -> list[str]:
+    """Where an object stands in c10d's tables or in any container of the module's globals."""
+    found: list[str] = []
+    seen: set[int] = set()
+    names = {**vars(c10d), **world_tables()}
+    todo = [(name, value) for name, value in names.items() if not name.startswith("__")]
+    while todo:
+        path, value = todo.pop()
+        if value is target:
+            found.append(path)
+        if isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            todo += [(f"{path} (key)", key) for key in value]
+            todo += [(f"{path}[...]", item) for item in value.values()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            todo += [(f"{path}[...]", item) for item in value]
+    return sorted(found)
+
+
+def holders(target: object) -> list[str]:
+    """Python objects that refer to an object, frames left out: where it could be got from."""
+    return sorted(
+        type(referrer).__name__
+        for referrer in gc.get_referrers(target)
+        if not isinstance(referrer, types.FrameType)
+    )
+
+
+def resolves_to(name: str) -> Any:
+    """The group of that name in the C++ registry; None if there is none."""
+    try:
+        return _resolve_process_group(name)
+    except (RuntimeError, ValueError):
+        return None
+
+
+def summed(group: Any, rank: int) -> int:
+    """Sum of ``2**rank`` over a group: names the ranks that took part."""
+    import torch
+
+    tensor = torch.tensor([2**rank])
+    dist.all_reduce(tensor, group=group)
+    return int(tensor)
+
+
+def expected_sum(ranks: Any) -> int:
+    return sum(2**rank for rank in ranks)

@@ -1,0 +1,122 @@
+"""reload(connect=...): none, eager, canary."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reloadpg
+from reloadpg.testing import run_ranks
+
+
+def _start(**options):
+    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=15), **options)
+    dist.init_process_group("gloo")
+    return dist.new_group([0, 1]), dist.new_group([2, 1])
+
+
+def _collectives(log):
+    """Record every all-reduce that a live group is asked for, by group name."""
+    original = reloadpg.ReloadableProcessGroup.allreduce
+
+    def allreduce(self, *args, **kwargs):
+        log.append(self.group_name)
+        return original(self, *args, **kwargs)
+
+    reloadpg.ReloadableProcessGroup.allreduce = allreduce
+
+
+def _connect(rank, world_size, how):
+    _start()
+    log = []
+    _collectives(log)
+    reloadpg.offload()
+    report = reloadpg.reload(connect=how)
+    order = [group.name for group in report.groups]
+    return log, order, "connect" in report.phases_ms
+
+
+@pytest.mark.parametrize("how", ["eager", "canary"])
+def test_every_rebuilt_group_is_connected_in_the_shared_order(how):
+    """One small all-reduce a group, in the order of the rebuild (failure 17)."""
+    for log, order, timed in run_ranks(_connect, 3, args=(how,)):
+        assert log == order
+        assert len(log) >= 2  # WORLD and a pair at least
+        assert timed
+
+
+def test_by_default_nothing_is_connected():
+    """Each communicator connects in its first collective, as torch does it."""
+    for log, order, timed in run_ranks(_connect, 3, args=("none",)):
+        assert log == []
+        assert order
+        assert not timed
+
+
+def _corrupt(rank, world_size):
+    _start()
+    reloadpg.offload()
+    original = reloadpg.ReloadableProcessGroup.allreduce
+
+    def wrong(self, tensors, *args, **kwargs):
+        work = original(self, tensors, *args, **kwargs)
+        work.wait()
+        if rank == 1 and self.group_name == "1":
+            tensors[0] += 1
+        return work
+
+    reloadpg.ReloadableProcessGroup.allreduce = wrong
+    try:
+        reloadpg.reload(connect="canary")
+        error = None
+    except reloadpg.ReloadpgError as caught:
+        error = type(caught).__name__, str(caught)
+    states = sorted({group.state for group in reloadpg.status().groups})
+    reloadpg.ReloadableProcessGroup.allreduce = original
+    reloadpg.reload(connect="canary")
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return error, states, tensor.item(), reloadpg.status().state
+
+
+def test_a_wrong_canary_fails_the_reload_on_all_ranks():
+    """The rank that saw it says so, the others name it; a second reload completes."""
+    results = run_ranks(_corrupt, 3)
+    assert results[1][0][0] == "RebuildError"
+    assert "canary" in results[1][0][1]
+    for rank in (0, 2):
+        assert results[rank][0][0] == "PeerFailedError"
+        assert "rank 1 failed" in results[rank][0][1]
+    for _, states, total, state in results:
+        assert states == ["failed"]
+        assert total == 3
+        assert state == "live"
+
+
+def _disagree(rank, world_size):
+    _start()
+    reloadpg.offload()
+    try:
+        reloadpg.reload(connect="eager" if rank == 0 else "none")
+        error = ""
+    except reloadpg.DisagreementError as caught:
+        error = str(caught)
+    try:
+        reloadpg.reload(connect="perhaps")
+        invalid = ""
+    except ValueError as caught:
+        invalid = str(caught)
+    reloadpg.reload()
+    return error, invalid, reloadpg.status().generation
+
+
+def test_ranks_that_ask_for_different_ways_all_hear_of_it():
+    """Else some would wait in a collective that the others never enter."""
+    for error, invalid, generation in run_ranks(_disagree, 3):
+        assert "connect is eager on rank 0 and none on rank 1" in error
+        assert "perhaps" in invalid
+        assert "canary" in invalid
+        assert generation == 1

@@ -1,0 +1,65 @@
+"""What happens in which order in a cycle, and what happens in no collective."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reloadpg
+from reloadpg import devices, strategies
+from reloadpg.testing import run_ranks
+
+
+def _program(rank, world_size):
+    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo")
+    log = []
+    release, rebuild = strategies.Recreate.release, strategies.Recreate.rebuild
+    empty = devices.empty_cache
+    strategies.Recreate.release = lambda *a, **k: (log.append("release"), release(*a, **k))[1]
+    strategies.Recreate.rebuild = lambda *a, **k: (log.append("rebuild"), rebuild(*a, **k))[1]
+    devices.empty_cache = lambda: (log.append("empty cache"), empty())[1]
+    reloadpg.on_offload(lambda: log.append("on_offload"))
+    reloadpg.on_reload(lambda: log.append("on_reload"))
+    reloadpg.offload()
+    reloadpg.reload()
+    called = []
+
+    def profile(frame, event, _):
+        if event == "call" and "reloadpg" in frame.f_globals.get("__name__", ""):
+            called.append(frame.f_code.co_name)
+
+    tensor = torch.ones(1)
+    sys.setprofile(profile)
+    dist.all_reduce(tensor)
+    sys.setprofile(None)
+    return log, called, tensor.item()
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_ranks(_program, 2)
+
+
+def test_other_libraries_buffers_go_before_the_communicators(results):
+    """on_offload runs before the first release, on_reload after the last rebuild (failure 18)."""
+    for log, _, _ in results:
+        assert log.index("on_offload") < log.index("release")
+        assert log.index("on_reload") > log.index("rebuild")
+
+
+def test_the_caching_allocator_gives_back_before_the_rebuild(results):
+    """Else communicators find no room beside memory that it holds free (failure 29)."""
+    for log, _, _ in results:
+        assert log.index("release") < log.index("empty cache") < log.index("rebuild")
+
+
+def test_nothing_but_the_forwarding_runs_in_a_collective(results):
+    """One Python call of ours; no memory probe, no check of state (failure 30)."""
+    for _, called, total in results:
+        assert called == ["allreduce"]
+        assert total == 2

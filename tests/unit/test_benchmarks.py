@@ -1,0 +1,133 @@
+"""The benchmark scripts run, say what they measured, and fail where a limit is exceeded.
+
+Timing is not tested here: the figures of a quick run mean nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+pytestmark = pytest.mark.matrix
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), str(BENCHMARKS)])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def dispatch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return quick("dispatch.py", tmp_path_factory.mktemp("dispatch") / "figures.json")
+
+
+@pytest.fixture(scope="module")
+def reload(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return quick("reload.py", tmp_path_factory.mktemp("reload") / "figures.json")
+
+
+def quick(script: str, path: Path) -> dict[str, Any]:
+    done = run(str(BENCHMARKS / script), "--quick", "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures: dict[str, Any] = json.loads(path.read_text())
+    return figures
+
+
+def test_dispatch_measures_every_path_on_a_subgroup_and_on_world(dispatch: dict[str, Any]) -> None:
+    """Each call has a native and a proxy time on both kinds of group."""
+    rows = dispatch["rows"]
+    measured = {(row["path"], row["group"]) for row in rows}
+    paths = ("python", "functional", "launch", "query")
+    assert measured == {(path, group) for path in paths for group in ("subgroup", "world")}
+    by_group = [
+        sorted((row["path"], row["call"]) for row in rows if row["group"] == group)
+        for group in ("subgroup", "world")
+    ]
+    assert by_group[0] == by_group[1]
+    assert all(row["native_us"] > 0 and row["proxy_us"] > 0 for row in rows)
+
+
+def test_dispatch_covers_the_collectives(dispatch: dict[str, Any]) -> None:
+    """Every collective of torch.distributed that the fake backend can do is measured."""
+    python = {row["call"] for row in dispatch["rows"] if row["path"] == "python"}
+    assert python >= {
+        *("all_reduce", "broadcast", "reduce", "barrier", "all_to_all", "all_to_all_single"),
+        *("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
+        *("gather", "scatter", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
+        *("all_gather_object", "broadcast_object_list", "all_reduce async"),
+    }
+    for name in ("all_reduce", "all_gather_tensor", "reduce_scatter_tensor", "all_to_all_single"):
+        calls = {row["call"] for row in dispatch["rows"] if row["path"] == "functional"}
+        assert {f"{name} by group", f"{name} by name"} <= calls
+
+
+def test_dispatch_fails_over_a_limit() -> None:
+    """--check ends with exit code 1 as soon as one row is over its limit."""
+    code = (
+        "import sys, dispatch; dispatch.LIMITS['query'] = 0; sys.exit(dispatch.main(sys.argv[1:]))"
+    )
+    over = run("-c", code, "--quick", "--check")
+    assert over.returncode == 1, over.stderr
+    assert "OVER" in over.stdout
+
+
+def test_reload_measures_by_number_of_groups(reload: dict[str, Any]) -> None:
+    """Real gloo ranks and the fake backend, each beside torch's own cost."""
+    assert [(row["backend"], row["groups"]) for row in reload["by_groups"]] == [
+        ("gloo", 1),
+        ("gloo", 3),
+        ("fake", 1),
+        ("fake", 3),
+    ]
+    for row in reload["by_groups"]:
+        assert row["offload_ms"] > 0
+        assert row["reload_ms"] > 0
+        assert row["reload_own_ms"] < row["reload_ms"]
+        assert row["torch_create_ms"] > 0
+
+
+def test_reload_measures_by_job_size(reload: dict[str, Any]) -> None:
+    """The rank's groups stay as many while the job grows; the baseline replays all of them."""
+    small, large = reload["by_job_size"]
+    assert (small["ranks"], large["ranks"]) == (64, 256)
+    assert small["member_groups"] == large["member_groups"] >= 20
+    assert small["job_groups"] < large["job_groups"]
+    for row in (small, large):
+        assert row["speedup"] == pytest.approx(row["replay_all_ms"] / row["reload_ms"])
+
+
+def test_no_full_collection_happens_unasked(reload: dict[str, Any]) -> None:
+    """Offload and reload start no full garbage collection (measured with the automatic one off)."""
+    assert reload["checks"]["collections"]["value"] == 0
+
+
+def test_reload_fails_over_a_limit() -> None:
+    """Each of the four limits makes the verdict bad by itself."""
+    code = """
+import reload
+group = {"groups": 50, "offload_own_ms": 1.0, "reload_own_ms": 1.0, "collections": 0}
+jobs = [{"reload_ms": 2.0, "speedup": 2.0, "collections": 0},
+        {"reload_ms": 2.9, "speedup": 51.0, "collections": 0}]
+print(reload.verdict([group], jobs, 50)["ok"])
+print(reload.verdict([{**group, "reload_own_ms": 10.5}], jobs, 50)["ok"])
+print(reload.verdict([{**group, "collections": 1}], jobs, 50)["ok"])
+print(reload.verdict([group], [jobs[0], {**jobs[1], "reload_ms": 3.1}], 50)["ok"])
+print(reload.verdict([group], [jobs[0], {**jobs[1], "speedup": 49.0}], 50)["ok"])
+"""
+    done = run("-c", code)
+    assert done.stdout.split() == ["True", "False", "False", "False", "False"], done.stderr

@@ -1,0 +1,55 @@
+"""What importing the package does and does not do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import reloadpg
+
+
+def _python(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_importing_the_package_does_not_import_torch():
+    """Nor wrapt; the errors do not need them either."""
+    done = _python(
+        "import sys, reloadpg, reloadpg.errors\n"
+        "print(reloadpg.ReloadpgError.__name__, 'torch' in sys.modules, 'wrapt' in sys.modules)"
+    )
+    assert done.stdout == "ReloadpgError False False\n", done.stderr
+
+
+def test_importing_changes_nothing_in_torch():
+    """No import-time side effects: torch's functions are torch's own until install."""
+    done = _python(
+        "import torch.distributed as dist\n"
+        "before = dist.new_group, dist.split_group, dist.init_process_group\n"
+        "import reloadpg\n"
+        "reloadpg.status, reloadpg.install, reloadpg.ReloadableProcessGroup\n"
+        "print(before == (dist.new_group, dist.split_group, dist.init_process_group))"
+    )
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_every_public_name_can_be_had():
+    """What __all__ lists exists, and the names that RL frameworks use are the same functions."""
+    for name in reloadpg.__all__:
+        assert getattr(reloadpg, name) is not None
+    assert reloadpg.destroy_process_groups is reloadpg.offload
+    assert reloadpg.reload_process_groups is reloadpg.reload
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    """As for any module."""
+    assert not hasattr(reloadpg, "no_such_name")
+
+
+def test_the_lists_of_public_names_agree():
+    """What is found at run time is what is declared for type checkers, and nothing else."""
+    found = {*reloadpg._HOME_OF, *reloadpg._ALIASES, "__version__"}
+    assert set(reloadpg.__all__) == found
+    assert len(reloadpg.__all__) == len(found)

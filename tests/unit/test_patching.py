@@ -1,0 +1,422 @@
+"""install, uninstall, is_installed: what is patched, where, and how it comes off again.
+
+Everything here changes the process, so each body runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import wrapt
+from torch.distributed import device_mesh, distributed_c10d
+
+import reloadpg
+from reloadpg.testing import run_ranks
+
+CREATORS = ("new_group", "split_group", "init_process_group")
+HOMES = (dist, distributed_c10d, device_mesh)
+
+
+def _load_early_alias():
+    spec = importlib.util.spec_from_file_location(
+        "early_alias", Path(__file__).with_name("early_alias.py")
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["early_alias"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _bound():
+    """What the creating functions' names hold, wherever torch binds them."""
+    return {
+        (home.__name__, name): vars(home)[name]
+        for home in HOMES
+        for name in CREATORS
+        if name in vars(home)
+    }
+
+
+def _patches_every_name(rank, world_size):
+    early = _load_early_alias()
+    before = _bound()
+    early_before = dict(vars(early))
+    reloadpg.install()
+    after = _bound()
+    unpatched = [key for key, value in after.items() if value is before[key]]
+    aliases_changed = [
+        name
+        for name in ("new_group", "split_group", "start")
+        if vars(early)[name] is not early_before[name]
+    ]
+    layers = {
+        key: isinstance(value, wrapt.FunctionWrapper)
+        and not isinstance(value.__wrapped__, wrapt.ObjectProxy)
+        for key, value in after.items()
+    }
+    others = [
+        name
+        for name in ("all_reduce", "get_rank", "barrier", "destroy_process_group")
+        if isinstance(getattr(dist, name), wrapt.ObjectProxy)
+    ]
+    late = types.ModuleType("late_alias")
+    exec("from torch.distributed import new_group", vars(late))
+    sys.modules["late_alias"] = late
+    reloadpg.uninstall()
+    restored = all(value is before[key] for key, value in _bound().items())
+    aliases_restored = all(
+        vars(early)[name] is early_before[name] for name in ("new_group", "split_group", "start")
+    )
+    return {
+        "names": len(before),
+        "unpatched": unpatched,
+        "aliases": aliases_changed,
+        "one_layer": all(layers.values()),
+        "others": others,
+        "restored": restored and aliases_restored,
+        "late_restored": vars(late)["new_group"] is dist.new_group,
+    }
+
+
+@pytest.fixture(scope="module")
+def patched():
+    return run_ranks(_patches_every_name, 1)[0]
+
+
+def test_every_name_of_a_creating_function_is_patched(patched):
+    """torch.distributed, distributed_c10d, device_mesh: no name keeps torch's function."""
+    assert patched["names"] >= 6
+    assert patched["unpatched"] == []
+
+
+def test_aliases_imported_before_install_are_patched(patched):
+    """A module that did ``from torch.distributed import new_group`` early is covered."""
+    assert patched["aliases"] == ["new_group", "split_group", "start"]
+
+
+def test_each_name_has_exactly_one_wrapper_and_nothing_else_is_patched(patched):
+    """One wrapt layer over torch's function; collectives and queries are torch's own."""
+    assert patched["one_layer"]
+    assert patched["others"] == []
+
+
+def test_uninstall_leaves_every_name_the_original_object(patched):
+    """Also at names that imported our wrapper after install."""
+    assert patched["restored"]
+    assert patched["late_restored"]
+
+
+def _install_twice(rank, world_size):
+    first = reloadpg.install(min_size=3)
+    wrapper = dist.new_group
+    second = reloadpg.install(min_size=3)
+    same = dist.new_group is wrapper
+    with second:
+        pass
+    still = reloadpg.is_installed()
+    with first:
+        pass
+    return same, still, reloadpg.is_installed()
+
+
+def test_install_twice_with_equal_options_is_a_no_op():
+    """The framework and its dependency both install (failure 24): one wrapper, one owner."""
+    assert run_ranks(_install_twice, 1) == [(True, True, False)]
+
+
+def _conflict(rank, world_size):
+    reloadpg.install(min_size=2)
+    wrapper = dist.new_group
+    try:
+        reloadpg.install(min_size=4)
+    except reloadpg.PatchConflictError as error:
+        return str(error), dist.new_group is wrapper, reloadpg.status().options["min_size"]
+    return None
+
+
+def test_install_with_other_options_is_an_error_that_changes_nothing():
+    """The message has both sets of options and says what to call."""
+    text, same, min_size = run_ranks(_conflict, 1)[0]
+    assert "min_size=4" in text
+    assert "min_size=2" in text
+    assert "uninstall()" in text
+    assert same
+    assert min_size == 2
+
+
+def _bad_options(rank, world_size):
+    found = {}
+    before = _bound()
+    cases = {
+        "backend": {"backends": {"gloo", "nosuch"}},
+        "empty": {"backends": set()},
+        "strategy": {"strategy": "wishful"},
+        "strategy type": {"strategy": ["recreate"]},
+        "size": {"min_size": 0},
+        "bool size": {"min_size": True},
+        "float size": {"min_size": 2.5},
+        "timeout": {"timeout": timedelta(0)},
+        "timeout type": {"timeout": 300},
+    }
+    for name, options in cases.items():
+        try:
+            reloadpg.install(**options)
+        except ValueError as error:
+            found[name] = (isinstance(error, reloadpg.ReloadpgError), str(error))
+    return found, reloadpg.is_installed(), all(v is before[k] for k, v in _bound().items())
+
+
+def test_bad_options_are_named_and_nothing_is_installed():
+    """Unknown backend or strategy, min_size below 1, a timeout that is none: ValueError."""
+    found, installed, untouched = run_ranks(_bad_options, 1)[0]
+    assert sorted(found) == [
+        "backend",
+        "bool size",
+        "empty",
+        "float size",
+        "size",
+        "strategy",
+        "strategy type",
+        "timeout",
+        "timeout type",
+    ]
+    assert all(ours for ours, _ in found.values())
+    assert "nosuch" in found["backend"][1]
+    assert "gloo" in found["backend"][1]  # what is known is listed
+    assert "recreate" in found["strategy"][1]
+    assert not installed
+    assert untouched
+
+
+def _foreign_over_ours(rank, world_size):
+    reloadpg.install()
+    ours = dist.new_group
+
+    def foreign(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    dist.new_group = foreign
+    try:
+        reloadpg.uninstall()
+        text = ""
+    except reloadpg.PatchConflictError as error:
+        text = str(error)
+    held = dist.new_group is foreign and distributed_c10d.new_group is ours
+    installed = reloadpg.is_installed()
+    dist.new_group = ours
+    reloadpg.uninstall()
+    return text, held, installed, reloadpg.is_installed()
+
+
+def test_uninstall_under_a_foreign_wrapper_is_an_error_that_changes_nothing():
+    """It names the place and what is there; once that is gone, uninstall works."""
+    text, held, installed, after = run_ranks(_foreign_over_ours, 1)[0]
+    assert "torch.distributed.new_group" in text
+    assert "foreign" in text
+    assert held
+    assert installed
+    assert not after
+
+
+def _foreign_below(rank, world_size):
+    original = distributed_c10d.new_group
+    calls = []
+
+    def trace(wrapped, instance, args, kwargs):
+        calls.append(kwargs.get("group_desc"))
+        return wrapped(*args, **kwargs)
+
+    # The other library has wrapped one name of several.
+    distributed_c10d.new_group = wrapt.FunctionWrapper(original, trace)
+    before = _bound()
+    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo")
+    traced = distributed_c10d.new_group([0, 1], group_desc="traced")
+    plain = dist.new_group([0, 1], group_desc="plain")
+    reloadpg.offload()
+    reloadpg.reload()
+    generations = [traced.generation, plain.generation]
+    dist.destroy_process_group()
+    reloadpg.uninstall()
+    return calls, generations, all(v is before[k] for k, v in _bound().items())
+
+
+def test_a_foreign_wrapper_below_ours_goes_on_working():
+    """It sees creation and replay; names that it left out are patched too; LIFO undo."""
+    for calls, generations, restored in run_ranks(_foreign_below, 2):
+        assert calls == ["traced", "traced"]
+        assert generations == [1, 1]
+        assert restored
+
+
+def _failing_module(rank, world_size):
+    class Frozen(types.ModuleType):
+        def __setattr__(self, name, value):
+            raise TypeError("frozen module")
+
+        def __getattr__(self, name):
+            raise RuntimeError(f"do not ask me for {name}")
+
+    frozen = Frozen("zz_frozen")
+    vars(frozen)["new_group"] = dist.new_group
+    sys.modules["zz_frozen"] = frozen
+    sys.modules["zz_no_module"] = object()
+    before = _bound()
+    try:
+        reloadpg.install()
+        text = ""
+    except TypeError as error:
+        text = str(error)
+    return text, reloadpg.is_installed(), all(v is before[k] for k, v in _bound().items())
+
+
+def test_a_name_that_cannot_be_patched_rolls_everything_back():
+    """A module that refuses assignment: torch's functions stay everywhere."""
+    assert run_ranks(_failing_module, 1) == [("frozen module", False, True)]
+
+
+def _install_after_init(rank, world_size):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=123))
+    raw = dist.group.WORLD
+    sub = dist.new_group([0, 1])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=20))
+    world = dist.group.WORLD
+    reloadpg.offload()
+    reloadpg.reload()
+    return {
+        "taken_over": isinstance(world, reloadpg.ReloadableProcessGroup) and world is not raw,
+        "generation": world.generation,
+        "timeout": reloadpg.status().groups[0].timeout_s,
+        "sub": type(sub) is dist.ProcessGroup,
+        "warned": [str(w.message) for w in caught if "before reloadpg.install" in str(w.message)],
+        "same": dist.group.WORLD is world,
+    }
+
+
+def test_install_after_init_takes_world_over_and_warns_of_older_groups():
+    """WORLD becomes reloadable with its own timeout; groups made before stay torch's."""
+    for result in run_ranks(_install_after_init, 2):
+        assert result["taken_over"]
+        assert result["generation"] == 1
+        assert result["timeout"] == 123
+        assert result["sub"]
+        assert result["same"]
+        assert len(result["warned"]) == 1
+        assert "1 process groups" in result["warned"][0]
+
+
+def _uninstall_while_offloaded(rank, world_size):
+    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo")
+    reloadpg.offload()
+    try:
+        reloadpg.uninstall()
+        text = ""
+    except reloadpg.PatchConflictError as error:
+        text = str(error)
+    installed = reloadpg.is_installed()
+    reloadpg.reload()
+    reloadpg.uninstall()
+    world = dist.group.WORLD
+    import torch
+
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return text, installed, isinstance(world, reloadpg.ReloadableProcessGroup), tensor.item()
+
+
+def test_uninstall_while_offloaded_is_refused_and_groups_outlive_it():
+    """It says to reload first; afterwards the groups made meanwhile go on working."""
+    for text, installed, proxy, total in run_ranks(_uninstall_while_offloaded, 2):
+        assert "reload()" in text
+        assert installed
+        assert proxy
+        assert total == 2
+
+
+def _in_forked_child(body):
+    """Run body in a forked child; what it returned, as text."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        try:
+            text = repr(body())
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(write, text.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    return text
+
+
+def _fork_with_job(rank, world_size):
+    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo")
+
+    def child():
+        status = reloadpg.status()
+        try:
+            reloadpg.offload()
+        except reloadpg.ReloadpgError as error:
+            return reloadpg.is_installed(), len(status.groups), str(error)
+        return "offloaded the parent's groups"
+
+    text = _in_forked_child(child)
+    reloadpg.offload()
+    reloadpg.reload()
+    return text, dist.group.WORLD.generation
+
+
+def test_a_forked_child_keeps_the_patches_and_cannot_touch_the_parents_groups():
+    """It inherits sockets, not a job (failure 25); the parent goes on undisturbed."""
+    for text, generation in run_ranks(_fork_with_job, 2):
+        assert text.startswith("(True, 0, ")
+        assert "belong to the parent" in text
+        assert generation == 1
+
+
+def _fork_before_init(rank, world_size):
+    reloadpg.install(backends={"gloo"}, min_size=1, timeout=timedelta(seconds=20))
+
+    def child():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        reloadpg.offload()
+        reloadpg.reload()
+        return dist.group.WORLD.generation
+
+    return _in_forked_child(child), reloadpg.status().initialized
+
+
+def test_a_forked_child_can_have_a_job_of_its_own():
+    """Installed in the parent, used in the child, as multiprocessing's fork does it."""
+    assert run_ranks(_fork_before_init, 1) == [("1", False)]
+
+
+def _spawned(rank, world_size):
+    installed = reloadpg.is_installed()
+    with reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=20)):
+        dist.init_process_group("gloo")
+        reloadpg.offload()
+        reloadpg.reload()
+        generation = dist.group.WORLD.generation
+    dist.destroy_process_group()
+    return installed, generation
+
+
+def test_a_spawned_child_installs_for_itself():
+    """A fresh interpreter starts unpatched."""
+    assert run_ranks(_spawned, 2, start_method="spawn") == [(False, 1)] * 2

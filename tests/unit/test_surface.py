@@ -1,0 +1,110 @@
+"""The proxy covers all that the installed torch's ProcessGroup offers."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import reloadpg
+from reloadpg import ReloadableProcessGroup, surface
+from reloadpg.testing import run_ranks
+
+pytestmark = pytest.mark.matrix
+
+
+def test_every_name_of_process_group_is_classified():
+    """A method that a new torch adds must be sorted by somebody who has looked at it."""
+    assert surface.unclassified() == frozenset()
+
+
+def test_the_classes_of_names_do_not_overlap():
+    """Each name is treated in one way."""
+    classes = [
+        surface.COLLECTIVES,
+        surface.CONTROLS,
+        surface.CARRIED,
+        surface.QUERIES,
+        surface.LOCALS,
+    ]
+    assert sum(map(len, classes)) == len(frozenset().union(*classes))
+
+
+@pytest.mark.parametrize("name", sorted(surface.names() - surface.LOCALS))
+def test_nothing_falls_through_to_the_empty_cpp_object(name):
+    """Each name is defined in Python: C++ would find no backend, or a cached C function."""
+    owner = next(cls for cls in ReloadableProcessGroup.__mro__ if name in vars(cls))
+    assert owner is not ProcessGroup
+    assert inspect.isfunction(vars(owner)[name]) or isinstance(vars(owner)[name], property)
+
+
+def test_the_proxy_has_no_attribute_that_torch_would_delegate_to():
+    """From 2.13 new_group delegates to a default group that has a ``new_group``."""
+    assert not hasattr(ReloadableProcessGroup, "new_group")
+    assert "__getattr__" not in vars(ReloadableProcessGroup)
+
+
+class _Silent(ProcessGroup):
+    """An inner group that answers like NCCL's synchronous coalesced calls: no Work at all."""
+
+    def __init__(self, rank, size):
+        super().__init__(rank, size)
+        self.calls = []
+
+    def getGroupName(self):
+        return "silent"
+
+    group_name = property(getGroupName)
+
+    def getBackendName(self):
+        return "silent"
+
+    def _start_coalescing(self, device):
+        pass
+
+
+for _name in surface.names() & surface.COLLECTIVES:
+
+    def _answer(self, *args, _name=_name, **kwargs):
+        self.calls.append(_name)
+
+    setattr(_Silent, _name, _answer)
+
+
+def _none_to_cpp(rank, world_size):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    reloadpg.install(backends={"fake"})
+    group = dist.new_group([0, 1])
+    silent = _Silent(0, 2)
+    group._inner = silent
+    tensor = torch.ones(4)
+    ops = torch.ops._c10d_functional
+    ops.wait_tensor(ops.all_reduce(tensor, "sum", group.group_name))
+    for gathered in ops.all_gather_into_tensor_coalesced([tensor, tensor], 2, group.group_name):
+        ops.wait_tensor(gathered)
+    ops.wait_tensor(ops.broadcast(tensor, 0, group.group_name))
+    with dist.distributed_c10d._coalescing_manager(group, tensor.device, async_ops=True) as work:
+        dist.all_reduce(tensor, group=group)
+    work.wait()
+    asynchronous = dist.all_reduce(tensor, group=group, async_op=True)
+    return len(silent.calls), asynchronous.is_completed()
+
+
+def test_no_work_from_the_inner_group_never_reaches_cpp_as_null():
+    """A synchronous coalesced NCCL call returns None since 2.8; C++ crashed on it (failure 3)."""
+    calls, completed = run_ranks(_none_to_cpp, 1)[0]
+    assert calls >= 5
+    assert completed
+
+
+def test_what_stands_for_a_missing_work_is_complete():
+    """It can be waited for, asked, and chained like any finished Work."""
+    work = surface.COMPLETED_WORK
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.wait()
+    assert work.get_future().wait() == []
