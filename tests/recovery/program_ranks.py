@@ -1,0 +1,288 @@
+"""The ranks that interpret the programs of ``programs``: a pool that runs one after another."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from programs import WORLD, WORLD_TIMEOUT_S, Instruction, Program, contribution
+from torch.distributed import distributed_c10d as c10d
+
+import reloadpg
+from reloadpg.strategies import Recreate
+from reloadpg.testing import RanksFailedError, run_ranks
+
+RANKS = 4
+BOUND_S = 10.0
+"""The library's bound for each wait."""
+PROGRAM_LIMIT_S = 60.0
+"""A rank that takes longer for one program writes its stacks and ends."""
+
+
+class Injected(Exception):
+    """What the tests make a rank raise."""
+
+
+class Faults:
+    """Makes the release or rebuild of this rank's k-th group raise, before or after it is done."""
+
+    def __init__(self) -> None:
+        self._k = -1
+        self._when = ""
+        for name in ("release", "rebuild"):
+            setattr(Recreate, name, self._faulty(getattr(Recreate, name)))
+
+    def arm(self, k: int, when: str) -> None:
+        self._k, self._when = k, when
+
+    def disarm(self) -> None:
+        self._k = -1
+
+    def _faulty(self, original: Callable[..., None]) -> Callable[..., None]:
+        def method(*args: Any) -> None:
+            fires, self._k = self._k == 0, self._k - 1
+            if fires and self._when == "before":
+                raise Injected(self._when)
+            original(*args)
+            if fires:
+                raise Injected(self._when)
+
+        return method
+
+
+class Interpreter:
+    """One rank's run of one program: what it saw after each instruction."""
+
+    def __init__(self, rank: int, faults: Faults) -> None:
+        self._rank = rank
+        self._faults = faults
+        self._groups: dict[int, Any] = {}
+
+    def run(self, number: int, program: Program) -> list[Any]:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False)
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"program/{number}", store),
+            rank=self._rank,
+            world_size=program.size,
+            timeout=timedelta(seconds=WORLD_TIMEOUT_S),
+        )
+        self._groups[WORLD] = dist.group.WORLD
+        try:
+            return [self._step(*step) for step in enumerate(program.instructions)]
+        finally:
+            dist.destroy_process_group()  # in any state, with whatever groups there are
+
+    def _step(self, number: int, instruction: Instruction) -> dict[str, Any]:
+        try:
+            result = getattr(self, f"_{instruction[0]}")(number, *instruction[1:])
+        except (reloadpg.ReloadpgError, RuntimeError) as error:
+            result = [type(error).__name__, getattr(error, "rank", None)]
+            if not isinstance(error, reloadpg.ReloadpgError):
+                result[1] = str(error)
+        status = reloadpg.status()
+        by_name = {group.name: group for group in status.groups}
+        groups = {
+            slot: by_name.pop(group.group_name)
+            for slot, group in self._groups.items()
+            if isinstance(group, reloadpg.ReloadableProcessGroup)
+        }
+        return {
+            "result": result,
+            "state": status.state,
+            "generation": status.generation,
+            "groups": {
+                slot: [g.state, g.generation, g.timeout_s, g.desc] for slot, g in groups.items()
+            },
+            "tables": not by_name and all(map(_is_registered, self._groups.values())),
+        }
+
+    def _create(
+        self, _: int, slot: int, ranks: list[int], form: str, local: bool, desc: str, timeout: int
+    ) -> str:
+        ranks = list(ranks)
+        limit = timedelta(seconds=timeout) if timeout else None
+        if form == "positional":
+            made: Any = dist.new_group(ranks, limit, None, None, local, desc or None)
+        else:
+            made = dist.new_group(
+                ranks=ranks,
+                timeout=limit,
+                use_local_synchronization=local,
+                group_desc=desc or None,
+            )
+        ranks.clear()  # the caller's list is the caller's
+        if made is None:
+            return "none"
+        if made is dist.GroupMember.NON_GROUP_MEMBER:
+            return "no member"
+        self._groups[slot] = made
+        reloadable = isinstance(made, reloadpg.ReloadableProcessGroup)
+        return "reloadable" if reloadable else "as torch made it"
+
+    def _destroy(self, _: int, slot: int, only: int | None) -> str:
+        if slot not in self._groups or only not in (None, self._rank):
+            return ""
+        group = self._groups.pop(slot)
+        dist.destroy_process_group(group)
+        return str(getattr(group, "state", "gone"))
+
+    def _retime(self, _: int, slot: int, seconds: int) -> str:
+        if slot in self._groups:
+            c10d._set_pg_timeout(timedelta(seconds=seconds), self._groups[slot])
+        return ""
+
+    def _collective(self, number: int, slot: int, kind: str) -> Any:
+        if slot not in self._groups:
+            return ""
+        group = self._groups[slot]
+        ranks = dist.get_process_group_ranks(group)
+        mine = torch.tensor([contribution(self._rank, number)])
+        if kind == "all_reduce":
+            dist.all_reduce(mine, group=group)
+            return mine.tolist()
+        if kind == "all_gather":
+            gathered = torch.empty(len(ranks))
+            dist.all_gather_into_tensor(gathered, mine, group=group)
+            return gathered.tolist()
+        place = ranks.index(self._rank)
+        if len(ranks) == 1:
+            return mine.tolist()  # gloo does not send to itself
+        received = torch.empty(1)
+        to_next, from_previous = ranks[(place + 1) % len(ranks)], ranks[place - 1]
+        for work in dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, mine, to_next, group=group),
+                dist.P2POp(dist.irecv, received, from_previous, group=group),
+            ]
+        ):
+            work.wait()
+        return received.tolist()
+
+    def _offload(self, _: int, fault: list[Any] | None) -> list[Any]:
+        inner = [
+            weakref.ref(group._inner)
+            for group in self._groups.values()
+            if isinstance(group, reloadpg.ReloadableProcessGroup) and group.is_live
+        ]
+        return self._operate(reloadpg.offload, fault, inner)
+
+    def _reload(self, _: int, connect: Any, fault: list[Any] | None) -> list[Any]:
+        return self._operate(lambda: reloadpg.reload(connect=connect), fault, [])
+
+    def _operate(
+        self,
+        operation: Callable[[], reloadpg.Report],
+        fault: list[Any] | None,
+        inner: list[weakref.ref[Any]],
+    ) -> list[Any]:
+        if fault is not None and fault[0] == self._rank:
+            self._faults.arm(fault[1], fault[2])
+        try:
+            report = operation()
+        finally:
+            self._faults.disarm()
+        if any(ref() is not None for ref in inner):
+            gc.collect()
+        alive = sum(ref() is not None for ref in inner)
+        return [report.operation, len(report.groups), report.generation, alive]
+
+
+def _is_registered(group: Any) -> bool:
+    """Whether c10d finds this very group by object and by name."""
+    name = c10d._world.pg_names.get(group)
+    return name is not None and c10d._resolve_process_group(name) is group
+
+
+def serve(rank: int, size: int, address: str) -> None:
+    """Interpret programs until there are no more."""
+    faults = Faults()
+    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=BOUND_S))
+    with Client(address, "AF_UNIX") as connection:
+        connection.send(rank)
+        while (task := connection.recv()) is not None:
+            faulthandler.dump_traceback_later(PROGRAM_LIMIT_S, exit=True)
+            number, program = task
+            seen = Interpreter(rank, faults).run(number, program) if rank < program.size else []
+            faulthandler.cancel_dump_traceback_later()
+            connection.send(seen)
+
+
+class PoolBrokenError(Exception):
+    """A rank ended or hung within a program."""
+
+
+class Pool:
+    """Ranks that stay, started at the first program and again after one that broke them."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._count = 0
+        self._connections: dict[int, Connection] = {}
+        self._thread: threading.Thread | None = None
+        self._error = ""
+
+    def run(self, program: Program) -> list[list[Any]]:
+        """By rank, what it saw after each instruction.
+
+        Raises:
+            PoolBrokenError: with the tracebacks, or the stacks of ranks that hung.
+        """
+        if self._thread is None:
+            self._start()
+        self._count += 1
+        try:
+            for connection in self._connections.values():
+                connection.send((self._count, program))
+            return [self._receive(rank) for rank in range(RANKS)][: program.size]
+        except (EOFError, OSError) as cause:
+            self.close()
+            raise PoolBrokenError(self._error) from cause
+
+    def close(self) -> None:
+        """End the ranks; those that hang end at their own limit."""
+        for connection in self._connections.values():
+            try:
+                connection.send(None)
+            except OSError:
+                continue
+        if self._thread is not None:
+            self._thread.join(PROGRAM_LIMIT_S + 30)
+        for connection in self._connections.values():
+            connection.close()
+        self._connections, self._thread = {}, None
+
+    def _receive(self, rank: int) -> list[Any]:
+        if not self._connections[rank].poll(PROGRAM_LIMIT_S + 10):
+            raise EOFError
+        seen: list[Any] = self._connections[rank].recv()
+        return seen
+
+    def _start(self) -> None:
+        self._error = ""
+        with tempfile.TemporaryDirectory() as directory:
+            address = str(Path(directory) / "pool")
+            with Listener(address, "AF_UNIX", backlog=RANKS) as listener:
+                self._thread = threading.Thread(target=self._launch, args=(address,), daemon=True)
+                self._thread.start()
+                for _ in range(RANKS):
+                    connection = listener.accept()
+                    self._connections[connection.recv()] = connection
+
+    def _launch(self, address: str) -> None:
+        try:
+            run_ranks(serve, RANKS, args=(address,), timeout=self._limit)
+        except RanksFailedError as error:
+            self._error = str(error)

@@ -1,0 +1,274 @@
+"""Random programs over process groups, and the model that says what each step must lead to.
+
+A program is plain data: a world size and a list of instructions, which every rank interprets
+(``program_ranks``). The model follows the same instructions without a process group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+
+WORLD = -1
+"""The slot of the default group."""
+WORLD_TIMEOUT_S = 40.0
+DEFAULT_TIMEOUT_S = 1800.0
+"""Torch's own for gloo."""
+
+Instruction = list[Any]
+Expected = dict[str, Any]
+
+
+@dataclass
+class Program:
+    """What all ranks are to do. Its repr is what a failure prints."""
+
+    size: int
+    instructions: list[Instruction]
+
+    def __repr__(self) -> str:
+        lines = "".join(f"\n    {line}," for line in self.instructions)
+        return f"Program(size={self.size}, instructions=[{lines}\n])"
+
+
+@dataclass
+class Group:
+    """A group as it should be. ``holders`` are the members that did not destroy it yet."""
+
+    ranks: tuple[int, ...]
+    desc: str
+    timeout: float
+    holders: set[int] = field(default_factory=set)
+    state: str = "live"
+    generation: int = 0
+
+    def __post_init__(self) -> None:
+        self.holders = set(self.ranks)
+
+    @property
+    def managed(self) -> bool:
+        return len(self.ranks) > 1
+
+    @property
+    def whole(self) -> bool:
+        return self.holders == set(self.ranks)
+
+
+class Model:
+    """The job, and what every rank sees after every instruction."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.groups = {WORLD: Group(tuple(range(size)), "default_pg", WORLD_TIMEOUT_S)}
+        self.released = False
+        self.generation = 0
+        self.store_blocked = False
+        """A creation that was given up holds the store client that new groups would use."""
+        self._names: set[tuple[tuple[int, ...], int]] = set()
+
+    # -- what may come next -------------------------------------------------------------------
+
+    @property
+    def subgroups(self) -> dict[int, Group]:
+        """The groups that some rank still holds, without WORLD."""
+        return {s: g for s, g in self.groups.items() if s != WORLD and g.holders}
+
+    @property
+    def usable(self) -> dict[int, Group]:
+        """The groups that all their members hold."""
+        return {slot: group for slot, group in self.groups.items() if group.whole}
+
+    def local_name(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], int] | None:
+        """What torch names a group after with local synchronization; None where it cannot be used.
+
+        Torch hashes the ranks and the number of groups that the process knows. Members that know
+        different numbers never meet, and a name that was used before finds old keys in the store.
+        """
+        counts = {sum(rank in group.holders for group in self.groups.values()) for rank in ranks}
+        name = (ranks, counts.pop())
+        return None if counts or name in self._names else name
+
+    # -- what must be seen --------------------------------------------------------------------
+
+    def step(self, number: int, instruction: Instruction) -> list[Expected]:
+        """Follow one instruction; what each rank must see afterwards."""
+        results = getattr(self, f"_{instruction[0]}")(number, *instruction[1:])
+        return [{"result": results[rank], **self._seen(rank)} for rank in range(self.size)]
+
+    def _seen(self, rank: int) -> Expected:
+        held = {s: g for s, g in self.groups.items() if g.managed and rank in g.holders}
+        states = {group.state for group in held.values()}
+        return {
+            "state": next((s for s in ("failed", "offloaded") if s in states), "live"),
+            "generation": self.generation,
+            "groups": {
+                slot: [g.state, g.generation, g.timeout, g.desc] for slot, g in held.items()
+            },
+            "tables": True,
+        }
+
+    def _create(
+        self, _: int, slot: int, ranks: list[int], form: str, local: bool, desc: str, timeout: int
+    ) -> list[Any]:
+        members = tuple(sorted(ranks))
+        if local:
+            name = self.local_name(members)
+            assert name is not None, "the program is not legal"
+            self._names.add(name)
+        group = Group(members, desc or "undefined", float(timeout or DEFAULT_TIMEOUT_S))
+        self.groups[slot] = group
+        kind = "reloadable" if group.managed else "as torch made it"
+        outside = "none" if local else "no member"
+        return [kind if rank in members else outside for rank in range(self.size)]
+
+    def _destroy(self, _: int, slot: int, only: int | None) -> list[Any]:
+        group = self.groups[slot]
+        leaving = group.holders if only is None else {only}
+        group.holders = group.holders - leaving
+        done = "destroyed" if group.managed else "gone"
+        return [done if rank in leaving else "" for rank in range(self.size)]
+
+    def _retime(self, _: int, slot: int, seconds: int) -> list[Any]:
+        self.groups[slot].timeout = float(seconds)
+        return [""] * self.size
+
+    def _collective(self, number: int, slot: int, kind: str) -> list[Any]:
+        group = self.groups[slot]
+        values = [contribution(rank, number) for rank in group.ranks]
+        results: list[Any] = [""] * self.size
+        for index, rank in enumerate(group.ranks):
+            if group.state != "live":
+                results[rank] = ["GroupOffloadedError", None]
+            elif kind == "all_reduce":
+                results[rank] = [sum(values)]
+            elif kind == "all_gather":
+                results[rank] = values
+            else:
+                results[rank] = [values[index - 1]]
+        return results
+
+    def _offload(self, _: int, fault: list[Any] | None) -> list[Any]:
+        if self._disagreeing():
+            return [["DisagreementError", None]] * self.size
+        live = [self._count(rank, live=True) for rank in range(self.size)]
+        self.released = True
+        if fault is not None and fault[1] < live[fault[0]]:
+            return self._fail("ReleaseError", fault[0])
+        for group in self._held():
+            group.state = "offloaded"
+        return [["offload", live[rank], self.generation, 0] for rank in range(self.size)]
+
+    def _reload(self, _: int, connect: str, fault: list[Any] | None) -> list[Any]:
+        if self._disagreeing():
+            return [["DisagreementError", None]] * self.size
+        if not self.released:
+            return [["reload", 0, self.generation, 0]] * self.size
+        absent = [self._count(rank, live=False) for rank in range(self.size)]
+        if fault is not None and fault[1] < absent[fault[0]]:
+            self.store_blocked = True
+            return self._fail("RebuildError", fault[0])
+        self.released = self.store_blocked = False
+        self.generation += 1
+        for group in self._held():
+            if group.state != "live":
+                group.state, group.generation = "live", self.generation
+        return [["reload", absent[rank], self.generation, 0] for rank in range(self.size)]
+
+    def _fail(self, own: str, faulty: int) -> list[Any]:
+        for group in self._held():
+            group.state = "failed"
+        return [
+            [own, None] if rank == faulty else ["PeerFailedError", faulty]
+            for rank in range(self.size)
+        ]
+
+    def _held(self) -> list[Group]:
+        return [group for group in self.groups.values() if group.managed and group.holders]
+
+    def _disagreeing(self) -> bool:
+        return any(not group.whole for group in self._held())
+
+    def _count(self, rank: int, *, live: bool) -> int:
+        return sum((g.state == "live") is live for g in self._held() if rank in g.holders)
+
+
+def contribution(rank: int, number: int) -> float:
+    """What a rank brings into the collective of that number: sums of any ranks are distinct."""
+    return float(2**rank + 16 * number)
+
+
+@st.composite
+def programs(draw: Any) -> Program:
+    """Legal programs: each instruction is one that a caller may give in the state it meets."""
+    size = draw(st.sampled_from([4, 3, 2]))
+    model = Model(size)
+    instructions: list[Instruction] = []
+    for number in range(draw(st.integers(6, 16))):
+        kinds = _permitted(model) if number > 1 else ["create"]
+        kind = draw(st.sampled_from(kinds))
+        instruction = [kind, *draw(_ARGUMENTS[kind](model))]
+        model.step(number, instruction)
+        instructions.append(instruction)
+    return Program(size, instructions)
+
+
+def _permitted(model: Model) -> list[str]:
+    """What may come next, as often as it should come."""
+    kinds = ["collective", "collective"]
+    kinds += ["reload"] * (4 if model.released else 1)
+    kinds += ["offload"] * (1 if model.released else 4)
+    if not model.store_blocked:
+        kinds += ["create"] * 3
+    if model.subgroups:
+        kinds.append("destroy")
+    if _live(model):
+        kinds.append("retime")
+    return kinds
+
+
+def _live(model: Model) -> list[int]:
+    return sorted(s for s, g in model.usable.items() if g.managed and g.state == "live")
+
+
+def _faults(model: Model) -> st.SearchStrategy[list[Any] | None]:
+    ranks = st.integers(0, model.size - 1)
+    fault = st.tuples(ranks, st.integers(0, 3), st.sampled_from(["before", "after"])).map(list)
+    return st.booleans().flatmap(lambda yes: fault if yes else st.none())
+
+
+@st.composite
+def _create(draw: Any, model: Model) -> tuple[Any, ...]:
+    ranks = draw(
+        st.lists(st.integers(0, model.size - 1), min_size=1, max_size=model.size, unique=True)
+    )
+    permitted = model.local_name(tuple(sorted(ranks))) is not None
+    return (
+        len(model.groups) - 1,
+        ranks,
+        draw(st.sampled_from(["positional", "keyword"])),
+        draw(st.booleans()) if permitted else False,
+        draw(st.sampled_from(["", "a description"])),
+        draw(st.sampled_from([0, 20, 30])),
+    )
+
+
+@st.composite
+def _destroy(draw: Any, model: Model) -> tuple[Any, ...]:
+    slot = draw(st.sampled_from(sorted(model.subgroups)))
+    group = model.subgroups[slot]
+    partly = group.managed and group.whole and draw(st.integers(0, 3)) == 3
+    return slot, draw(st.sampled_from(group.ranks)) if partly else None
+
+
+_ARGUMENTS: dict[str, Any] = {
+    "create": _create,
+    "destroy": _destroy,
+    "retime": lambda model: st.tuples(st.sampled_from(_live(model)), st.sampled_from([25, 50])),
+    "collective": lambda model: st.tuples(
+        st.sampled_from(sorted(model.usable)), st.sampled_from(["all_reduce", "all_gather", "ring"])
+    ),
+    "offload": lambda model: st.tuples(_faults(model)),
+    "reload": lambda model: st.tuples(st.sampled_from(["none", "canary", "eager"]), _faults(model)),
+}

@@ -1,0 +1,238 @@
+"""What the tests of recovery run on each rank: a job, points to interfere at, and what was seen.
+
+A *point* is a place in an operation, written ``operation.place``: ``offload.enter``,
+``offload.callbacks``, ``offload.quiesced``, ``offload.group3`` (releasing the fourth group),
+``offload.released``, ``reload.enter``, ``reload.group0`` (rebuilding WORLD), ``reload.rebuilt``,
+``reload.callbacks``, ``reload.done``. Gates stand for the moment before this rank arrives there.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+import reloadpg
+from reloadpg.rendezvous import Round
+from reloadpg.strategies import Recreate
+
+RING = ((0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 2, 3))
+"""Overlapping subgroups; with WORLD, each rank is in four groups."""
+BOUND = 2.0
+ALLOWANCE = 5.0
+"""Seconds past the bound within which every rank must have raised."""
+
+OFFLOAD_POINTS = (
+    "offload.enter",
+    "offload.callbacks",
+    "offload.quiesced",
+    "offload.group0",
+    "offload.group3",
+    "offload.released",
+)
+RELOAD_POINTS = (
+    "reload.enter",
+    "reload.group0",
+    "reload.group1",
+    "reload.group3",
+    "reload.rebuilt",
+    "reload.callbacks",
+    "reload.done",
+)
+
+
+@dataclass
+class Seen:
+    """How a call ended on one rank."""
+
+    kind: str
+    text: str
+    seconds: float
+    missing: tuple[int, ...] = ()
+    rank: int = -1
+    cause: str = ""
+
+    def names(self, rank: int) -> bool:
+        """Whether the message names that rank as ``rank N`` or inside a range."""
+        for listed in re.findall(r"[Rr]ank ((?:\d+(?:-\d+)?(?:, )?)+)", self.text):
+            for part in filter(None, listed.split(", ")):
+                low, _, high = part.partition("-")
+                if int(low) <= rank <= int(high or low):
+                    return True
+        return False
+
+
+@dataclass
+class Job:
+    """One rank's part of a job whose gloo groups are reloadable."""
+
+    rank: int
+    groups: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def start(
+        cls,
+        rank: int,
+        *,
+        subgroups: Sequence[Sequence[int]] = RING,
+        bound: float = BOUND,
+        backend: str = "gloo",
+        store: Any = None,
+        size: int | None = None,
+    ) -> Job:
+        reloadpg.install(backends={backend}, timeout=timedelta(seconds=bound))
+        if store is None:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        job = cls(rank)
+        for ranks in subgroups:
+            group = dist.new_group(list(ranks))
+            if rank in ranks and len(ranks) > 1:  # a group of one bypasses
+                job.groups.append(group)
+        dist.barrier()
+        return job
+
+    @property
+    def everything(self) -> list[Any]:
+        return [dist.group.WORLD, *self.groups]
+
+    def sums(self) -> bool:
+        """Whether every group sums over its own members: each contributes a power of two."""
+        for group in self.everything:
+            value = torch.tensor([float(2**self.rank)])
+            try:
+                dist.all_reduce(value, group=group)
+            except reloadpg.GroupOffloadedError:
+                return False
+            if value.item() != sum(2**rank for rank in dist.get_process_group_ranks(group)):
+                return False
+        return True
+
+    def snapshot(self) -> dict[str, Any]:
+        """What an operation that touched nothing must leave alone."""
+        return {
+            "states": [str(group.state) for group in self.everything],
+            "generations": [group.generation for group in self.everything],
+            "inner": [id(group._inner) for group in self.everything],
+            "job": reloadpg.status().generation,
+        }
+
+    def states(self) -> set[str]:
+        return {str(group.state) for group in self.everything}
+
+    def generations(self) -> set[int]:
+        return {group.generation for group in self.everything}
+
+    def refused(self) -> bool:
+        """Whether every group refuses a collective."""
+        for group in self.everything:
+            try:
+                dist.all_reduce(torch.ones(1), group=group)
+            except reloadpg.GroupOffloadedError:
+                continue
+            return False
+        return True
+
+    def inner(self) -> list[weakref.ref[Any]]:
+        return [weakref.ref(group._inner) for group in self.everything]
+
+    def cycle(self) -> bool:
+        """One offload and reload: new generations, old groups gone, right sums."""
+        before, inner = self.generations(), self.inner()
+        reloadpg.offload()
+        gc.collect()
+        gone = all(ref() is None for ref in inner)
+        reloadpg.reload()
+        risen = min(self.generations()) > max(before)
+        return gone and self.sums() and self.states() == {"live"} and risen
+
+
+def rose(before: set[int], after: set[int]) -> bool:
+    return min(after) > max(before)
+
+
+def attempt(call: Callable[[], Any]) -> Seen:
+    """Call something and say how it ended."""
+    begun = time.monotonic()
+    try:
+        call()
+    except BaseException as error:
+        return Seen(
+            type(error).__name__,
+            str(error),
+            time.monotonic() - begun,
+            tuple(getattr(error, "missing", ())),
+            getattr(error, "rank", -1),
+            repr(error.__cause__),
+        )
+    return Seen("", "", time.monotonic() - begun)
+
+
+def interfere(point: str, action: Callable[[], object], *, times: int = 1) -> None:
+    """Do something when this rank comes to a point, the first time or the first few times."""
+    operation, place = point.split(".")
+    left = [times]
+
+    def now() -> None:
+        if left[0]:
+            left[0] -= 1
+            action()
+
+    if place == "callbacks":
+        register = reloadpg.on_offload if operation == "offload" else reloadpg.on_reload
+        register(now, name="interfering")
+    elif place.startswith("group"):
+        _interfere_with_group(operation, int(place[5:]), now)
+    else:
+        passing = Round._pass
+
+        def _pass(self: Round, phase: str, *args: Any, **kwargs: Any) -> Any:
+            if (self.operation, phase) == (operation, place):
+                now()
+            return passing(self, phase, *args, **kwargs)
+
+        Round._pass = _pass  # type: ignore[method-assign]
+
+
+def _interfere_with_group(operation: str, index: int, now: Callable[[], object]) -> None:
+    name = "release" if operation == "offload" else "rebuild"
+    original = getattr(Recreate, name)
+    counts: dict[int, int] = {}
+
+    def method(self: Any, group: Any, *args: Any) -> Any:
+        # One thread does one attempt's groups.
+        thread = threading.get_ident()
+        count = counts.get(thread, 0)
+        counts[thread] = count + 1
+        if count == index:
+            now()
+        return original(self, group, *args)
+
+    setattr(Recreate, name, method)
+
+
+def meet(name: str, size: int, seconds: float = 20.0) -> None:
+    """Wait for all ranks, by other means than the library's."""
+    store = base_store().clone()
+    if store.add(f"test/{name}", 1) == size:
+        store.set(f"test/{name}/all", "1")
+    store.wait([f"test/{name}/all"], timedelta(seconds=seconds))
+
+
+def base_store() -> Any:
+    """The store beneath all prefixes."""
+    store = c10d._world.pg_map[dist.group.WORLD][1]
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store

@@ -1,0 +1,170 @@
+"""Ranks that ask for different things: all raise alike within seconds, and nothing was touched."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from recovery_job import Job, attempt, meet
+
+import reloadpg
+from reloadpg.testing import run_ranks
+
+pytestmark = pytest.mark.matrix
+
+CALLS = [
+    "one calls reload",
+    "group destroyed on one rank",
+    "subset destroyed on one member",
+    "other options on one rank",
+    "other creations on one rank",
+]
+
+
+def disagreements(rank: int, size: int) -> dict[str, Any]:
+    """Each disagreement in turn: what is raised, what changed, whether the job goes on."""
+    job = Job.start(rank, subgroups=((0, 1), (1, 2), (0, 2), (0, 1, 2), (0, 1, 2)), bound=20)
+    found: dict[str, Any] = {}
+
+    def differ(name: str, call: Any, mend: Any = None) -> None:
+        before = job.snapshot()
+        seen = attempt(call)
+        untouched = job.snapshot() == before
+        meet(name, size)
+        if mend is not None:
+            mend()
+        found[name] = {"seen": seen, "untouched": untouched, "goes_on": job.cycle()}
+
+    differ("one calls reload", reloadpg.reload if rank == 2 else reloadpg.offload)
+
+    # A group of all three ranks: destroyed on rank 1 first, on the others once it is noticed.
+    doomed = job.groups.pop(-2)
+    if rank == 1:
+        dist.destroy_process_group(doomed)
+    differ(
+        "group destroyed on one rank",
+        reloadpg.offload,
+        lambda: None if rank == 1 else dist.destroy_process_group(doomed),
+    )
+    pair = job.groups.pop(1) if rank != 1 else None
+    if rank == 0:
+        dist.destroy_process_group(pair)
+    differ(
+        "subset destroyed on one member",
+        reloadpg.offload,
+        lambda: dist.destroy_process_group(pair) if rank == 2 else None,
+    )
+    if rank == 0:
+        reloadpg.uninstall()
+        reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=10))
+
+    def agree_on_options() -> None:
+        if rank == 0:
+            reloadpg.uninstall()
+            reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=20))
+
+    differ("other options on one rank", reloadpg.offload, agree_on_options)
+
+    # Rank 0 makes its part of two groups the other way round: torch's counter goes apart.
+    backends = ["gloo", "cpu:gloo"]
+    for backend in backends if rank else reversed(backends):
+        job.groups.append(dist.new_group([0, 1, 2], backend=backend))
+
+    def destroy_both() -> None:
+        for group in job.groups[-2:]:
+            dist.destroy_process_group(group)
+        del job.groups[-2:]
+
+    differ("other creations on one rank", reloadpg.offload, destroy_both)
+    return found
+
+
+@pytest.fixture(scope="module")
+def disagreed() -> list[dict[str, Any]]:
+    return run_ranks(disagreements, 3, timeout=60)
+
+
+@pytest.mark.parametrize("case", CALLS)
+class TestDisagreement:
+    """Failure 12: ranks that were about to do different things hung."""
+
+    def test_all_ranks_raise_within_seconds(self, disagreed: Any, case: str) -> None:
+        """DisagreementError on all ranks, with one and the same text."""
+        seen = [result[case]["seen"] for result in disagreed]
+        assert [call.kind for call in seen] == ["DisagreementError"] * 3
+        assert len({call.text.split(": ", 1)[1].split(" Nothing")[0] for call in seen}) == 1
+        assert max(call.seconds for call in seen) < 5
+
+    def test_nothing_is_touched(self, disagreed: Any, case: str) -> None:
+        """Generations, states and the live groups behind the objects are what they were."""
+        assert [result[case]["untouched"] for result in disagreed] == [True] * 3
+
+    def test_the_first_difference_is_spelled_out(self, disagreed: Any, case: str) -> None:
+        """With operation, option or group, and the ranks."""
+        text = disagreed[0][case]["seen"].text
+        expected = {
+            "one calls reload": ["rank 0 calls offload() and rank 2 calls reload()"],
+            "group destroyed on one rank": ["of ranks [0-2] exists on rank 0 and not on rank 1"],
+            "subset destroyed on one member": [
+                "of ranks [0, 2] exists on rank 2 and not on rank 0"
+            ],
+            "other options on one rank": ["timeout_s is 10.0 on rank 0 and 20.0 on rank 1"],
+            "other creations on one rank": ["different backends or order", "rank 0 against rank 1"],
+        }[case]
+        assert all(part in text for part in expected), text
+
+    def test_the_job_goes_on_once_the_cause_is_mended(self, disagreed: Any, case: str) -> None:
+        """The next cycle rebuilds every group, with right sums."""
+        assert [result[case]["goes_on"] for result in disagreed] == [True] * 3
+
+
+def one_round_behind(rank: int, size: int) -> dict[str, Any]:
+    """Rank 1 misses a whole offload of the others, and comes to the next call with its first."""
+    job = Job.start(rank, subgroups=((0, 1), (1, 2)), bound=1.5)
+    before = job.snapshot()
+    alone = attempt(reloadpg.offload) if rank != 1 else None
+    meet("behind", size)
+    late = attempt(reloadpg.offload) if rank == 1 else None
+    untouched = job.snapshot() == before
+    meet("late", size)
+    return {"alone": alone, "late": late, "untouched": untouched, "goes_on": job.cycle()}
+
+
+def test_a_rank_one_call_behind() -> None:
+    """It learns at once that the others have given up on it, and all meet in the next call."""
+    results = run_ranks(one_round_behind, 3, timeout=30)
+    for rank, result in enumerate(results):
+        seen = result["late"] if rank == 1 else result["alone"]
+        assert seen.kind == "RendezvousTimeoutError"
+        assert seen.missing == (1,)
+        assert result["untouched"]
+        assert result["goes_on"]
+    assert results[1]["late"].seconds < 0.5
+    assert "This rank came too late" in results[1]["late"].text
+
+
+def one_cycle_ahead(rank: int, size: int) -> dict[str, Any]:
+    """A rank whose groups are a generation behind the others' is not let in."""
+    job = Job.start(rank, subgroups=((0, 1), (1, 2)), bound=10)
+    job.cycle()
+    groups = reloadpg.registry.registry.managed()  # type: ignore[attr-defined]
+    if rank == 1:
+        groups[1].generation -= 1
+    before = job.snapshot()
+    seen = attempt(reloadpg.offload)
+    untouched = job.snapshot() == before
+    if rank == 1:
+        groups[1].generation += 1
+    meet("mended", size)
+    return {"seen": seen, "untouched": untouched, "goes_on": job.cycle()}
+
+
+def test_a_group_one_generation_behind() -> None:
+    """The generations are compared among a group's members, and both are named."""
+    for result in run_ranks(one_cycle_ahead, 3, timeout=30):
+        assert result["seen"].kind == "DisagreementError"
+        assert "generation 1 against 0 (rank 0 against rank 1)" in result["seen"].text
+        assert result["untouched"]
+        assert result["goes_on"]

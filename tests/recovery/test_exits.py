@@ -1,0 +1,198 @@
+"""Interpreters that end in the middle of things: exit codes, and not a word from finalizers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+
+import pytest
+import torch.distributed as dist
+
+PRELUDE = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+import reloadpg
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=2))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+group = dist.new_group([0, 1])
+dist.barrier()
+"""
+
+NOISE = ("Traceback", "Exception ignored", "terminate called", "Fatal", "exception not rethrown")
+
+
+@dataclass
+class Ended:
+    code: int
+    stderr: str
+    stdout: str
+
+    @property
+    def noise(self) -> list[str]:
+        return [line for line in self.stderr.splitlines() if any(word in line for word in NOISE)]
+
+
+def run_interpreters(body: str) -> list[Ended]:
+    """Two fresh interpreters that run the same script as ranks of a job, to their natural end."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = {
+        **os.environ,
+        "MASTER_PORT": str(server.port),
+        "WORLD_SIZE": "2",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PRELUDE + textwrap.dedent(body)],
+            env={**environ, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=45) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return [Ended(p.returncode, e, o) for p, (o, e) in zip(ranks, outputs, strict=True)]
+
+
+def assert_quiet(ended: list[Ended], codes: list[int]) -> None:
+    assert [(end.code, end.noise) for end in ended] == [(code, []) for code in codes], ended
+
+
+def test_exit_while_offloaded() -> None:
+    """An interpreter that ends while its groups are offloaded ends as any other."""
+    assert_quiet(run_interpreters("reloadpg.offload()"), [0, 0])
+
+
+def test_destroy_while_offloaded() -> None:
+    """destroy_process_group() accepts offloaded groups; the proxies are destroyed for good."""
+    ended = run_interpreters(
+        """
+        reloadpg.offload()
+        dist.destroy_process_group(group)
+        world = dist.group.WORLD
+        dist.destroy_process_group()
+        print(group.state, world.state, reloadpg.offload().note, dist.is_initialized())
+        """
+    )
+    assert_quiet(ended, [0, 0])
+    said = "destroyed destroyed torch.distributed is not initialized False"
+    assert [end.stdout.strip() for end in ended] == [said] * 2
+
+
+def test_exit_with_a_worker_that_is_stuck() -> None:
+    """A rebuild that was given up blocks its thread; the interpreter ends all the same."""
+    ended = run_interpreters(
+        """
+        from reloadpg.strategies import Recreate
+        reloadpg.offload()
+        if rank == 1:
+            Recreate.rebuild = lambda *_: time.sleep(60)
+        try:
+            reloadpg.reload()
+        except reloadpg.RendezvousTimeoutError as error:
+            print("gave up")
+        """
+    )
+    assert_quiet(ended, [0, 0])
+    assert [end.stdout.strip() for end in ended] == ["gave up"] * 2
+
+
+def test_a_stuck_worker_that_comes_back_during_the_end() -> None:
+    """Its call returns while the interpreter is taken down: the exit code stays what it was."""
+    ended = run_interpreters(
+        """
+        from reloadpg.strategies import Recreate
+
+        class Slow:
+            def __del__(self, sleep=time.sleep):
+                sleep(6)
+
+        reloadpg.offload()
+        come_back = lambda *_: dist.PrefixStore("a", store).wait(["never"], timedelta(seconds=9))
+        Recreate.rebuild = come_back
+        slow = Slow()
+        try:
+            reloadpg.reload()
+        except reloadpg.RendezvousTimeoutError as error:
+            print("gave up", flush=True)
+        """
+    )
+    assert_quiet(ended, [0, 0])
+
+
+@pytest.mark.parametrize("operation", ["offload", "reload"])
+def test_an_exception_in_the_middle_of_a_step(operation: str) -> None:
+    """Uncaught, it ends the interpreter with code 1 and its own traceback, on all ranks."""
+    ended = run_interpreters(
+        f"""
+        def fail():
+            if rank == 1:
+                raise ValueError("a step failed")
+        reloadpg.on_{operation}(fail)
+        reloadpg.offload()
+        reloadpg.reload()
+        """
+    )
+    assert [end.code for end in ended] == [1, 1]
+    assert "PeerFailedError" in ended[0].stderr
+    assert "ValueError: a step failed" in ended[0].stderr
+    assert "ValueError: a step failed" in ended[1].stderr
+    # A chained traceback has two heads; the other rank has one.
+    assert [len(end.noise) for end in ended] == [1, 2], ended
+
+
+def test_sigterm_in_the_middle_of_a_step() -> None:
+    """With a handler that exits, the rank ends with that code and the other hears of it."""
+    ended = run_interpreters(
+        """
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        reloadpg.on_reload(lambda: rank == 1 and os.kill(os.getpid(), signal.SIGTERM))
+        reloadpg.offload()
+        try:
+            reloadpg.reload()
+        except reloadpg.PeerFailedError as error:
+            print(error.rank, "SystemExit: 143" in str(error))
+        """
+    )
+    assert_quiet(ended, [0, 143])
+    assert ended[0].stdout.strip() == "1 True"
+
+
+def test_interrupt_while_waiting_at_a_gate() -> None:
+    """Ctrl-C reaches a rank that waits for others inside the store."""
+    ended = run_interpreters(
+        """
+        import threading
+        reloadpg.offload()
+        if rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            begun = time.monotonic()
+            try:
+                reloadpg.reload()
+            except KeyboardInterrupt:
+                print(time.monotonic() - begun < 1.5)
+        else:
+            store.wait(["interrupted"], timedelta(seconds=20))
+            try:
+                reloadpg.reload()
+            except reloadpg.PeerFailedError as error:
+                print("KeyboardInterrupt" in str(error))
+        store.set("interrupted", "1")
+        """
+    )
+    assert_quiet(ended, [0, 0])
+    assert [end.stdout.strip() for end in ended] == ["True", "True"]

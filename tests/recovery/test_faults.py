@@ -1,0 +1,407 @@
+"""One rank fails, is interrupted, or is slow: all ranks end alike, and the job goes on."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from recovery_job import (
+    OFFLOAD_POINTS,
+    RELOAD_POINTS,
+    Job,
+    attempt,
+    base_store,
+    interfere,
+    meet,
+)
+
+import reloadpg
+from reloadpg import gates
+from reloadpg.rendezvous import Round
+from reloadpg.strategies import Recreate
+from reloadpg.testing import run_ranks
+
+TWELVE = tuple((0, 1, 2) for _ in range(11))
+"""With WORLD, twelve groups, of which all ranks are members."""
+
+FAULTY = 1
+
+
+class Injected(Exception):
+    """What the tests make a rank raise."""
+
+
+def fault() -> None:
+    raise Injected("injected")
+
+
+def faults_in_every_group(rank: int, size: int, operation: str) -> list[dict[str, Any]]:
+    """For each group: fail there on one rank, see all ranks fail, and retry."""
+    job = Job.start(rank, subgroups=TWELVE, bound=20)
+    found = []
+    for k in range(12):
+        if operation == "reload":
+            reloadpg.offload()
+        inner = job.inner() if operation == "offload" else []
+        armed = [rank == FAULTY]
+
+        def once(armed: list[bool] = armed) -> None:
+            if armed[0]:
+                armed[0] = False
+                fault()
+
+        originals = Recreate.release, Recreate.rebuild
+        interfere(f"{operation}.group{k}", once)
+        seen = attempt(getattr(reloadpg, operation))
+        Recreate.release, Recreate.rebuild = originals  # type: ignore[method-assign]
+        states, refused, status = job.states(), job.refused(), reloadpg.status().state
+        gc.collect()
+        gone = all(ref() is None for ref in inner)
+        again = attempt(getattr(reloadpg, operation))
+        if operation == "offload":
+            offloaded = job.states()
+            reloadpg.reload()
+        else:
+            offloaded = {"offloaded"}
+        found.append(
+            {
+                "seen": seen,
+                "states": states,
+                "refused": refused,
+                "status": status,
+                "gone": gone,
+                "again": again,
+                "offloaded": offloaded,
+                "sums": job.sums(),
+                "live": job.states(),
+                "generations": job.generations(),
+                "keys": base_store().num_keys() - 2 * k,  # two of each meeting of the test's own
+            }
+        )
+        meet(f"{operation}{k}", size)
+    return found
+
+
+@pytest.fixture(scope="module", params=["offload", "reload"])
+def every_group(request: pytest.FixtureRequest) -> tuple[str, list[list[dict[str, Any]]]]:
+    """By rank, what was seen with a fault in each group."""
+    return request.param, run_ranks(faults_in_every_group, 3, args=(request.param,), timeout=120)
+
+
+class TestFaultInEachOfTwelveGroups:
+    """One rank cannot release, or rebuild, the k-th group (failures 26 and 27)."""
+
+    def test_all_ranks_raise_long_before_the_bound(self, every_group: Any) -> None:
+        """The faulty rank raises its own error with the cause, the others name it."""
+        operation, results = every_group
+        own = "ReleaseError" if operation == "offload" else "RebuildError"
+        for k in range(12):
+            for rank, result in enumerate(results):
+                seen = result[k]["seen"]
+                assert seen.kind == (own if rank == FAULTY else "PeerFailedError"), (k, seen)
+                assert seen.seconds < 5, (k, rank, seen)
+                if rank == FAULTY:
+                    assert seen.cause == "Injected('injected')"
+                else:
+                    assert seen.rank == FAULTY
+                    assert "injected" in seen.text
+
+    def test_no_group_is_half_used(self, every_group: Any) -> None:
+        """Every group is failed on every rank and refuses a collective; status says so."""
+        for result in every_group[1]:
+            for found in result:
+                assert found["states"] == {"failed"}
+                assert found["refused"]
+                assert found["status"] == "failed"
+
+    def test_nothing_holds_the_old_groups(self, every_group: Any) -> None:
+        """After a failed offload too, the communicators are gone."""
+        assert all(found["gone"] for result in every_group[1] for found in result)
+
+    def test_the_retry_completes(self, every_group: Any) -> None:
+        """The same call again succeeds, and every group then sums over its own members."""
+        for result in every_group[1]:
+            for k, found in enumerate(result):
+                assert found["again"].kind == "", found["again"]
+                assert found["offloaded"] == {"offloaded"}
+                assert found["sums"]
+                assert found["live"] == {"live"}
+                assert found["generations"] == {k + 1}
+
+    def test_the_store_does_not_grow(self, every_group: Any) -> None:
+        """Failed attempts leave no keys behind once a later attempt has succeeded."""
+        keys = [found["keys"] for found in every_group[1][0]]
+        assert max(keys[6:]) <= max(keys[:6]) + 4, keys
+
+
+def delays(rank: int, size: int) -> dict[str, Any]:
+    """At every point in turn, a rank is held up until another one has logged that it waits."""
+    gates.FIRST_LOG_S = 0.2
+    job = Job.start(rank, bound=15.0)
+    store = base_store().clone()
+    records: list[str] = []
+    point = ""
+
+    class Recorder(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record.getMessage())
+            if rank == 0:
+                store.set(f"test/logged/{point}", "1")
+
+    logging.getLogger("reloadpg").addHandler(Recorder(level=logging.WARNING))
+    originals = Recreate.release, Recreate.rebuild, Round._pass
+    found = {}
+    for point in OFFLOAD_POINTS + RELOAD_POINTS:
+        if rank == FAULTY:
+            key = f"test/logged/{point}"
+            interfere(point, lambda key=key: store.wait([key], timedelta(seconds=10)))
+        records.clear()
+        before = job.generations()
+        seen = [attempt(reloadpg.offload), attempt(reloadpg.reload)]
+        Recreate.release, Recreate.rebuild, Round._pass = originals  # type: ignore[method-assign]
+        found[point] = {
+            "seen": [call.kind for call in seen],
+            "logged": list(records),
+            "risen": min(job.generations()) == max(before) + 1,
+            "sums": job.sums(),
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def delayed() -> list[dict[str, Any]]:
+    return run_ranks(delays, 4, timeout=90)
+
+
+class TestDelayWithinTheBound:
+    """A slow rank delays the others and nothing else."""
+
+    def test_the_operation_succeeds(self, delayed: Any) -> None:
+        """Offload and reload complete, and the sums are right."""
+        for result in delayed:
+            for point, found in result.items():
+                assert found["seen"] == ["", ""], point
+                assert found["risen"], point
+                assert found["sums"], point
+
+    @pytest.mark.parametrize("point", OFFLOAD_POINTS + RELOAD_POINTS)
+    def test_the_wait_is_logged_with_phase_and_missing_rank(self, delayed: Any, point: str) -> None:
+        """A rank that waits says in which phase, and for whom or at which group."""
+        operation = point.split(".")[0]
+        lines = delayed[0][point]["logged"]
+        assert lines
+        assert all(line.startswith(f"{operation}, phase ") for line in lines), lines
+        assert any(
+            f"missing: rank {FAULTY}" in line or "ReloadableProcessGroup" in line for line in lines
+        )
+
+
+def retried(rank: int, size: int) -> list[dict[str, Any]]:
+    """After a failed offload, and after a failed reload: each operation that may come next."""
+    job = Job.start(rank, bound=10)
+    originals = Recreate.release, Recreate.rebuild, Round._pass
+    found = []
+    programs = [
+        ("offload.group1", ["offload", "offload", "reload"]),
+        ("offload.group1", ["offload", "reload"]),
+        ("offload.quiesced", ["offload", "reload", "offload", "reload"]),
+        ("offload.released", ["offload", "offload", "offload", "reload"]),
+        ("reload.group1", ["offload", "reload", "reload"]),
+        ("reload.group1", ["offload", "reload", "offload", "reload"]),
+        ("reload.done", ["offload", "reload", "offload", "offload", "reload"]),
+        ("reload.callbacks", ["offload", "reload", "reload", "reload"]),
+    ]
+    for point, program in programs:
+        if rank == FAULTY:
+            interfere(point, fault)
+        seen = [attempt(getattr(reloadpg, operation)).kind for operation in program]
+        Recreate.release, Recreate.rebuild, Round._pass = originals  # type: ignore[method-assign]
+        found.append(
+            {
+                "point": point,
+                "seen": seen,
+                "sums": job.sums(),
+                "live": job.states(),
+                "cycles": reloadpg.status().cycles,
+                "generation": reloadpg.status().generation,
+            }
+        )
+    return found
+
+
+@pytest.mark.matrix
+def test_every_operation_after_a_failure() -> None:
+    """After a failed offload or reload either operation can be called, and completes (26, 27)."""
+    results = run_ranks(retried, 4, timeout=60)
+    for steps in zip(*results, strict=True):
+        for found in steps:
+            assert sum(kind != "" for kind in found["seen"]) == 1, steps
+            assert found["sums"]
+            assert found["live"] == {"live"}
+        assert len({found["generation"] for found in steps}) == 1
+        assert len({found["cycles"] for found in steps}) == 1
+
+
+class Terminated(SystemExit):
+    """What the tests' handler of SIGTERM raises."""
+
+
+def interrupted(rank: int, size: int) -> list[dict[str, Any]]:
+    """A signal reaches one rank at every point: before it arrives, and while it waits."""
+    job = Job.start(rank, bound=15)
+
+    def terminate(*_: Any) -> None:
+        raise Terminated(143)
+
+    signal.signal(signal.SIGTERM, terminate)
+    originals = Recreate.release, Recreate.rebuild, Round._pass
+    found = []
+
+    def now() -> None:
+        # From whatever thread: the main thread handles it.
+        os.kill(os.getpid(), number)
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.3)  # the work goes on meanwhile, as a blocked call does
+
+    for index, point in enumerate(OFFLOAD_POINTS + RELOAD_POINTS):
+        number = (signal.SIGINT, signal.SIGTERM)[index % 2]
+        if point.startswith("reload"):
+            reloadpg.offload()
+        if rank == FAULTY:
+            interfere(point, now)
+        operation = point.split(".")[0]
+        seen = attempt(getattr(reloadpg, operation))
+        Recreate.release, Recreate.rebuild, Round._pass = originals  # type: ignore[method-assign]
+        states = job.states()
+        again = attempt(getattr(reloadpg, operation))
+        last = attempt(reloadpg.reload)
+        found.append(
+            {
+                "point": point,
+                "seen": seen,
+                "states": states,
+                "again": again,
+                "last": last,
+                "sums": job.sums(),
+                "generation": reloadpg.status().generation,
+            }
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def signalled() -> list[list[dict[str, Any]]]:
+    return run_ranks(interrupted, 4, timeout=120)
+
+
+@pytest.mark.matrix
+class TestOneRankIsInterrupted:
+    """KeyboardInterrupt, or the SystemExit of a SIGTERM handler, in the middle of each phase."""
+
+    def test_its_own_exception_comes_out(self, signalled: Any) -> None:
+        """The interrupted rank raises what its handler raised."""
+        for index, found in enumerate(signalled[FAULTY]):
+            kind = ("KeyboardInterrupt", "Terminated")[index % 2]
+            assert found["seen"].kind == kind, found
+
+    def test_the_others_hear_of_it_at_once(self, signalled: Any) -> None:
+        """They raise PeerFailedError that names it and its exception, far before the bound."""
+        for rank in (0, 2, 3):
+            for index, found in enumerate(signalled[rank]):
+                seen = found["seen"]
+                assert seen.kind == "PeerFailedError", found
+                assert seen.rank == FAULTY
+                assert ("KeyboardInterrupt", "Terminated")[index % 2] in seen.text
+                assert seen.seconds < 4, found
+
+    def test_all_ranks_are_left_in_the_same_state_and_go_on(self, signalled: Any) -> None:
+        """The states agree, and both operations complete afterwards."""
+        for steps in zip(*signalled, strict=True):
+            assert len({frozenset(found["states"]) for found in steps}) == 1, steps
+            assert len({found["generation"] for found in steps}) == 1, steps
+            for found in steps:
+                assert (found["again"].kind, found["last"].kind) == ("", ""), found
+                assert found["sums"], found
+
+
+def interrupted_while_counted(rank: int, size: int) -> list[dict[str, Any]]:
+    """One rank is interrupted just after it was counted at a gate; the others pass that gate."""
+    job = Job.start(rank, bound=15, subgroups=((0, 1), (1, 2), (0, 1, 2)))
+    found = []
+    passing = Round._pass
+    for operation, phases in (
+        ("offload", ("enter", "quiesced", "released")),
+        ("reload", ("enter", "rebuilt", "done")),
+    ):
+        for phase in phases:
+            if operation == "reload":
+                reloadpg.offload()
+
+            def _pass(
+                self: Round, at: str, *args: Any, here: Any = (operation, phase), **kwargs: Any
+            ) -> Any:
+                verdict = self._ask  # the verdict is read and then lost
+                if (self.operation, at) != here or rank != FAULTY:
+                    return passing(self, at, *args, **kwargs)
+
+                def ask(*asked: Any) -> Any:
+                    verdict(*asked)
+                    self._ask = verdict  # type: ignore[method-assign]
+                    raise KeyboardInterrupt
+
+                self._ask = ask  # type: ignore[method-assign]
+                return passing(self, at, *args, **kwargs)
+
+            Round._pass = _pass  # type: ignore[method-assign]
+            seen = attempt(getattr(reloadpg, operation))
+            Round._pass = passing  # type: ignore[method-assign]
+            states = job.states()
+            after = [attempt(reloadpg.offload), attempt(reloadpg.reload)]
+            found.append(
+                {
+                    "at": (operation, phase),
+                    "seen": seen.kind,
+                    "states": states,
+                    "after": after,
+                    "sums": job.sums(),
+                    "status": reloadpg.status().generation,
+                    "cycles": reloadpg.status().cycles,
+                }
+            )
+    return found
+
+
+@pytest.fixture(scope="module")
+def counted() -> list[list[dict[str, Any]]]:
+    return run_ranks(interrupted_while_counted, 3, timeout=90)
+
+
+class TestInterruptedAtTheMomentTheOthersPass:
+    """The verdict on the store, not what the interrupted rank has seen, says what happened."""
+
+    def test_all_ranks_end_in_the_same_state(self, counted: Any) -> None:
+        """Untouched, failed, or, at the last gate, complete on all ranks."""
+        for steps in zip(*counted, strict=True):
+            assert len({frozenset(found["states"]) for found in steps}) == 1, steps
+            _, phase = steps[0]["at"]
+            others = "" if phase in ("released", "done") else "PeerFailedError"
+            assert [found["seen"] for found in steps] == [others, "KeyboardInterrupt", others]
+            if phase == "done":
+                assert steps[0]["states"] == {"live"}
+            elif phase == "released":
+                assert steps[0]["states"] == {"offloaded"}
+
+    def test_the_job_goes_on(self, counted: Any) -> None:
+        """The next offload and reload agree and complete."""
+        for steps in zip(*counted, strict=True):
+            assert len({(found["status"], found["cycles"]) for found in steps}) == 1, steps
+            for found in steps:
+                assert [call.kind for call in found["after"]] == ["", ""], found
+                assert found["sums"]

@@ -1,0 +1,139 @@
+"""A rank that is killed: the others raise within the bound and a little, and name it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from recovery_job import (
+    ALLOWANCE,
+    BOUND,
+    OFFLOAD_POINTS,
+    RELOAD_POINTS,
+    Job,
+    attempt,
+    interfere,
+    meet,
+)
+
+import reloadpg
+from reloadpg.testing import run_ranks
+
+VICTIM = 2
+SURVIVORS = (0, 1, 3)
+
+
+def victim_dies(rank: int, size: int, point: str) -> dict[str, Any]:
+    job = Job.start(rank)
+    if point.startswith("reload"):
+        reloadpg.offload()
+    before = job.snapshot()
+    if rank == VICTIM:
+        interfere(point, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    operation = reloadpg.offload if point.startswith("offload") else reloadpg.reload
+    seen = attempt(operation)
+    return {
+        "seen": seen,
+        "states": job.states(),
+        "untouched": job.snapshot() == before,
+        "refused": "live" in job.states() or job.refused(),
+        "status": reloadpg.status().state,
+    }
+
+
+def survivors_of(point: str) -> list[dict[str, Any]]:
+    outcomes = run_ranks(victim_dies, 4, args=(point,), timeout=30, check=False)
+    assert outcomes[VICTIM].signal == signal.SIGKILL
+    assert [outcomes[rank].exception for rank in SURVIVORS] == [None] * len(SURVIVORS)
+    return [outcomes[rank].result for rank in SURVIVORS]
+
+
+def assert_all_raised_and_named_it(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        seen = result["seen"]
+        assert seen.kind in {"RendezvousTimeoutError", "PeerFailedError", "RebuildError"}, seen
+        assert seen.seconds < BOUND + ALLOWANCE, seen
+        assert seen.names(VICTIM), seen
+
+
+@pytest.mark.parametrize("point", OFFLOAD_POINTS[:3])
+def test_a_rank_killed_before_anything_is_released(point: str) -> None:
+    """All survivors raise, name the dead rank, and keep every group as it was (failure 14)."""
+    results = survivors_of(point)
+    assert_all_raised_and_named_it(results)
+    assert [result["untouched"] for result in results] == [True] * 3
+    assert {result["status"] for result in results} == {"live"}
+
+
+@pytest.mark.parametrize("point", OFFLOAD_POINTS[3:] + RELOAD_POINTS[1:])
+def test_a_rank_killed_while_groups_are_touched(point: str) -> None:
+    """All survivors raise, name the dead rank, and refuse every group (failures 14, 26, 27)."""
+    results = survivors_of(point)
+    assert_all_raised_and_named_it(results)
+    assert [result["states"] for result in results] == [{"failed"}] * 3
+    assert [result["refused"] for result in results] == [True] * 3
+    assert {result["status"] for result in results} == {"failed"}
+
+
+def test_a_rank_killed_before_a_reload_begins() -> None:
+    """All survivors raise, name the dead rank, and stay offloaded."""
+    results = survivors_of("reload.enter")
+    assert_all_raised_and_named_it(results)
+    assert [result["untouched"] for result in results] == [True] * 3
+    assert {result["status"] for result in results} == {"offloaded"}
+
+
+def one_dies_and_one_fails(rank: int, size: int) -> dict[str, Any]:
+    job = Job.start(rank)
+    reloadpg.offload()
+    if rank == VICTIM:
+        interfere("reload.group3", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    if rank == 1:
+        interfere("reload.group3", fail)
+    seen = attempt(reloadpg.reload)
+    return {"seen": seen, "states": job.states()}
+
+
+def fail() -> None:
+    raise RuntimeError("connection reset by a peer")
+
+
+def test_a_rank_whose_death_makes_another_fail_first() -> None:
+    """The neighbour's failure ends the wait before the bound, and the dead rank is named too."""
+    outcomes = run_ranks(one_dies_and_one_fails, 4, timeout=30, check=False)
+    kinds = {0: "PeerFailedError", 1: "RebuildError", 3: "PeerFailedError"}
+    for rank, kind in kinds.items():
+        seen = outcomes[rank].result["seen"]
+        assert seen.kind == kind
+        assert seen.names(VICTIM), seen
+        assert "connection reset by a peer" in seen.text + seen.cause
+
+
+def one_is_late(rank: int, size: int) -> dict[str, Any]:
+    """Rank 2 is held up in a callback for longer than the bound, and then comes."""
+    job = Job.start(rank)
+    reloadpg.offload()
+    if rank == VICTIM:
+        interfere("reload.callbacks", lambda: time.sleep(BOUND + 3))
+    seen = attempt(reloadpg.reload)
+    failed = job.states()
+    meet("late", size)
+    again = attempt(reloadpg.reload)
+    return {"seen": seen, "failed": failed, "again": again, "sums": job.sums()}
+
+
+def test_a_rank_that_comes_after_the_bound() -> None:
+    """It gets the others' verdict as soon as it comes, and a second reload completes."""
+    results = run_ranks(one_is_late, 4, timeout=30)
+    for rank, result in enumerate(results):
+        seen = result["seen"]
+        assert seen.kind == "RendezvousTimeoutError"
+        assert seen.missing == (VICTIM,)
+        late = BOUND + 3 if rank == VICTIM else 0
+        assert max(BOUND, late) <= seen.seconds < max(BOUND, late) + 2
+        assert result["failed"] == {"failed"}
+        assert result["again"].kind == ""
+        assert result["sums"]

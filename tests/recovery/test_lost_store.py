@@ -1,0 +1,75 @@
+"""A store that ends, or stops answering: a clear error on all ranks within the bound."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from recovery_job import ALLOWANCE, BOUND, Job, attempt, interfere
+
+import reloadpg
+from reloadpg.testing import run_ranks
+
+SERVER = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def on_a_store_of_its_own(
+    rank: int, size: int, port: int, server: int, point: str, number: int
+) -> dict[str, Any]:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    job = Job.start(rank, subgroups=((0, 1), (1, 2)), store=store, size=size)
+    if point.startswith("reload"):
+        reloadpg.offload()
+    before = job.snapshot()
+    if rank == 1:
+        interfere(point, lambda: os.kill(server, number))
+    seen = attempt(reloadpg.offload if point.startswith("offload") else reloadpg.reload)
+    again = attempt(reloadpg.reload)
+    return {
+        "seen": seen,
+        "again": again,
+        "untouched": job.snapshot() == before,
+        "states": job.states(),
+    }
+
+
+def with_store_signalled(point: str, number: int) -> list[dict[str, Any]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            args = (port, server.pid, point, number)
+            return run_ranks(on_a_store_of_its_own, 3, args=args, timeout=45)
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["ends", "hangs"])
+@pytest.mark.parametrize("point", ["offload.enter", "reload.group1"])
+def test_all_ranks_get_a_clear_error(point: str, number: int) -> None:
+    """The error names the store and says where it runs; groups are untouched, or all failed."""
+    for result in with_store_signalled(point, number):
+        for seen in (result["seen"], result["again"]):
+            assert seen.kind in {"ReloadpgError", "RendezvousTimeoutError", "RebuildError"}, seen
+            assert "store" in seen.text
+            assert "restart the job" in seen.text, seen
+            assert seen.seconds < BOUND + ALLOWANCE, seen
+        if point == "offload.enter":
+            assert result["untouched"]
+            assert result["states"] == {"live"}
+        else:
+            assert result["states"] == {"failed"}

@@ -1,0 +1,308 @@
+"""Two hosts, made of network namespaces, with torchrun's own rendezvous between them.
+
+Each host has one end of a link and an address of its own inside its namespace; nothing outside of
+the two namespaces is touched. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reloadpg
+
+BOUND_S = 5.0
+ALLOWANCE_S = 5.0
+"""Seconds past the bound within which every rank must have raised."""
+LIMIT_S = 90.0
+"""Seconds for everything that runs on the two hosts."""
+ADDRESSES = ("10.199.0.1", "10.199.0.2")
+LINK = "veth0"
+
+HOST_PROGRAM = '''
+import json, os, sys, time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import reloadpg
+from reloadpg.strategies import Recreate
+
+bound, cut, folder = float(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=bound))
+dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+rank = dist.get_rank()
+groups = [dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([1, 0])]
+
+
+def sums():
+    found = []
+    for group in groups:
+        value = torch.tensor([2.0**rank])
+        dist.all_reduce(value, group=group)
+        found.append(value.item())
+    return found
+
+
+def write(name, text):
+    # The reader must see all of it or nothing.
+    (folder / f"{name}.new").write_text(text)
+    os.replace(folder / f"{name}.new", folder / name)
+
+
+def cut_here():
+    """Let the parent cut the link, and go on when it has."""
+    write(f"here.{rank}", "")
+    fifo = folder / f"go.{rank}"
+    with fifo.open() as go:
+        go.read()
+
+
+seen = {"before": sums(), "group_rank": os.environ["GROUP_RANK"]}
+inner = [id(group._inner) for group in groups]
+if cut == "enter":
+    Round = __import__("reloadpg.rendezvous").rendezvous.Round
+    agree = Round.agree
+
+    def agree_after_cut(self, *args):
+        if self.operation == "reload":
+            cut_here()
+        return agree(self, *args)
+
+    Round.agree = agree_after_cut
+elif cut == "group":
+    rebuild = Recreate.rebuild
+
+    def rebuild_after_cut(self, group, *args):
+        if group is groups[1]:
+            cut_here()
+        return rebuild(self, group, *args)
+
+    Recreate.rebuild = rebuild_after_cut
+elif cut == "callback":
+    reloadpg.on_reload(cut_here)
+reloadpg.offload()
+begun = time.monotonic()
+try:
+    reloadpg.reload()
+    seen["error"] = ""
+except Exception as error:
+    seen["error"] = type(error).__name__
+    seen["timeout"] = isinstance(error, TimeoutError)
+    seen["text"] = str(error)
+seen["seconds"] = time.monotonic() - begun
+seen["states"] = [str(group.state) for group in groups]
+seen["generations"] = [group.generation for group in groups]
+if not seen["error"]:
+    seen["after"] = sums()
+write(f"rank{rank}.json", json.dumps(seen))
+if seen["error"]:
+    os._exit(0)  # the other host cannot be told goodbye
+dist.destroy_process_group()
+'''
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, timeout=20, capture_output=True, text=True)
+
+
+def _why_not() -> str:
+    if os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    if shutil.which("ip") is None:
+        return "needs iproute2 (the command ip)"
+    name = f"rpg{os.getpid()}probe"
+    try:
+        ip("netns", "add", name)
+        ip("netns", "delete", name)
+    except subprocess.CalledProcessError as error:
+        return f"cannot make network namespaces here: {error.stderr.strip()}"
+    return ""
+
+
+REASON = _why_not()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "never")
+
+
+class Hosts:
+    """Two network namespaces with a link between them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names = [f"rpg{os.getpid()}{side}" for side in "ab"]
+        self.launchers: list[subprocess.Popen[bytes]] = []
+
+    def make(self) -> None:
+        for name in self.names:
+            ip("netns", "add", name)
+        first, second = self.names
+        # Both ends are born inside: the machine's own namespace never has the link.
+        ip("-n", first, "link", "add", LINK, "type", "veth", "peer", LINK, "netns", second)
+        for name, address in zip(self.names, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", LINK)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", LINK, "up")
+
+    def cut(self) -> None:
+        for name in self.names:
+            ip("-n", name, "link", "set", LINK, "down")
+
+    def launch(self, *arguments: str) -> None:
+        """Start torchrun on both hosts, with the first as its rendezvous."""
+        program = self.folder / "host_program.py"
+        program.write_text(HOST_PROGRAM)
+        root = str(Path(reloadpg.__file__).parents[1])
+        for name, address in zip(self.names, ADDRESSES, strict=True):
+            variables = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+                "GLOO_SOCKET_IFNAME": LINK,
+                "OMP_NUM_THREADS": "1",
+            }
+            command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
+            command += ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "0"]
+            command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29511"]
+            command += ["--rdzv-id", "two-hosts", "--local-addr", address]
+            # Without it each host looks its own name up, which both have alike, and neither serves.
+            command += ["--rdzv-conf", f"is_host={address == ADDRESSES[0]}"]
+            command += [str(program), *arguments, str(self.folder)]
+            with (self.folder / f"{name}.log").open("wb") as log:
+                self.launchers.append(
+                    subprocess.Popen(
+                        command,
+                        env=variables,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+
+    def logs(self) -> str:
+        return "\n".join((self.folder / f"{n}.log").read_text()[-6000:] for n in self.names)
+
+    def await_files(self, names: list[str], end: float) -> None:
+        """Until all are there; fail with the launchers' output at the end of the time."""
+        while not all((self.folder / name).exists() for name in names):
+            if time.monotonic() > end:
+                pytest.fail(f"{names}: not all written in time\n{self.logs()}")
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        for launcher in self.launchers:
+            for pid in self._inside(launcher):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            launcher.wait(20)
+        for name in self.names:
+            subprocess.run(["ip", "netns", "delete", name], timeout=20, capture_output=True)
+
+    def _inside(self, launcher: subprocess.Popen[bytes]) -> list[int]:
+        """The launcher, and what runs in the two namespaces (ranks have sessions of their own)."""
+        found = [launcher.pid]
+        for name in self.names:
+            text = subprocess.run(
+                ["ip", "netns", "pids", name], timeout=20, capture_output=True, text=True
+            ).stdout
+            found += [int(pid) for pid in text.split()]
+        return found
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[Hosts]:
+    hosts = Hosts(folder)
+    try:
+        hosts.make()
+        yield hosts
+    finally:
+        hosts.end()
+
+
+def results(hosts: Hosts) -> list[dict[str, Any]]:
+    return [json.loads((hosts.folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def one_cycle(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank, what was seen in a cycle with the link up."""
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as hosts:
+        hosts.launch(str(BOUND_S), "never")
+        hosts.await_files(["rank0.json", "rank1.json"], time.monotonic() + LIMIT_S)
+        for launcher in hosts.launchers:
+            assert launcher.wait(30) == 0, hosts.logs()
+        return results(hosts)
+
+
+@pytest.fixture(scope="module", params=["enter", "group", "callback"])
+def cut_cycle(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """By rank, what was seen when the link was cut with both ranks at a place in reload."""
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as hosts:
+        gates = [hosts.folder / f"go.{rank}" for rank in range(2)]
+        for gate in gates:
+            os.mkfifo(gate)
+        hosts.launch(str(BOUND_S), request.param)
+        hosts.await_files(["here.0", "here.1"], time.monotonic() + LIMIT_S)
+        hosts.cut()
+        for gate in gates:
+            gate.write_text("")
+        end = time.monotonic() + BOUND_S + ALLOWANCE_S + 10
+        hosts.await_files(["rank0.json", "rank1.json"], end)
+        return results(hosts)
+
+
+class TestOneCycle:
+    """Offload and reload over two hosts."""
+
+    def test_the_ranks_are_on_different_hosts(self, one_cycle: list[dict[str, Any]]) -> None:
+        """Torchrun counts two nodes."""
+        assert sorted(seen["group_rank"] for seen in one_cycle) == ["0", "1"]
+
+    def test_groups_are_rebuilt(self, one_cycle: list[dict[str, Any]]) -> None:
+        """Every group is live and one generation on, on both hosts."""
+        for seen in one_cycle:
+            assert seen["error"] == "", seen
+            assert seen["states"] == ["live"] * 3
+            assert seen["generations"] == [1] * 3
+
+    def test_sums_are_right(self, one_cycle: list[dict[str, Any]]) -> None:
+        """Each group sums over both hosts before and after."""
+        for seen in one_cycle:
+            assert seen["before"] == seen["after"] == [3.0] * 3
+
+
+class TestLinkCutDuringReload:
+    """The hosts lose each other at the start, in a group's rebuild, or before the last gate."""
+
+    def test_all_ranks_end_within_the_bound(self, cut_cycle: list[dict[str, Any]]) -> None:
+        """Both hosts' ranks raise (failures 14 and 16)."""
+        for seen in cut_cycle:
+            assert seen["error"], seen
+            assert seen["seconds"] < BOUND_S + ALLOWANCE_S, seen
+
+    def test_the_error_says_what_is_missing(self, cut_cycle: list[dict[str, Any]]) -> None:
+        """A TimeoutError that names ranks, or that says that the store does not answer."""
+        for seen in cut_cycle:
+            assert seen["error"] == "RendezvousTimeoutError", seen
+            assert "rank " in seen["text"] or "store" in seen["text"], seen
+
+    def test_no_group_is_half_used(self, cut_cycle: list[dict[str, Any]]) -> None:
+        """No group is live on either host."""
+        for seen in cut_cycle:
+            assert "live" not in seen["states"], seen
+            assert len(set(seen["states"])) == 1, seen
