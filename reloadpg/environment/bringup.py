@@ -1,0 +1,220 @@
+"""Bring-up: validate, meet, agree, and only then make groups."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from reloadpg import c10d
+from reloadpg.environment.adopted import adopt_existing
+from reloadpg.environment.agreement import Claim, agree
+from reloadpg.environment.bounds import as_timedelta
+from reloadpg.environment.detect import detect_environment
+from reloadpg.environment.device import Placement, choose_placement
+from reloadpg.environment.mesh import resolve_mesh_dims
+from reloadpg.environment.mesh_groups import build_mesh
+from reloadpg.environment.model import DistributedEnvironment
+from reloadpg.environment.ownership import abort_groups, end_owned
+from reloadpg.environment.seeds import seed_for, set_seed
+from reloadpg.environment.store import open_store
+from reloadpg.rendezvous import Rendezvous
+from reloadpg.supervised import Attempt
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["DistributedContext", "bring_up", "init_distributed"]
+
+INIT_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(eq=False)
+class DistributedContext:
+    """What bring-up found and made. As a context manager it ends what it owns.
+
+    Leaving it does what leaving ``process_group_scope`` does: nothing if not ``owned``, otherwise
+    a bounded barrier and an orderly destroy, or after an exception an abort. Without ``with``,
+    call ``destroy_distributed()``.
+
+    Attributes:
+        environment: who this process is.
+        device: the device it uses.
+        mesh: the mesh, if ``mesh_dims`` was given.
+        owned: whether this bring-up made the default group. Offload and reload do not change it.
+    """
+
+    environment: DistributedEnvironment
+    device: torch.device
+    mesh: DeviceMesh | None
+    owned: bool
+    exit_timeout: timedelta = field(default=INIT_TIMEOUT, repr=False)
+
+    def __enter__(self) -> DistributedContext:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> Literal[False]:
+        if self.owned:
+            end_owned(error, self.exit_timeout)
+        return False
+
+
+def init_distributed(
+    backend: str | None = None,
+    *,
+    timeout: timedelta | float | None = None,
+    init_timeout: timedelta | float = INIT_TIMEOUT,
+    device: torch.device | str | None = None,
+    device_id: torch.device | int | None = None,
+    mesh_dims: Mapping[str, int] | None = None,
+    seed: int | None = None,
+    adopt: bool = False,
+) -> DistributedContext:
+    """Bring this process into its job: default group, device, mesh and seed.
+
+    Collective over the job; blocking, bounded by ``init_timeout``; signals are handled while it
+    waits. Everything is validated before a socket is opened; ``os.environ`` is never written. The
+    ranks agree through the store on world size, backend, mesh and (host, local rank) before the
+    first collective, so a difference raises on all of them.
+
+    If the default group exists already, it is adopted untouched: ``owned`` is False, and
+    requested settings that it does not have are logged as a warning. Without ``mesh_dims`` this
+    is local.
+
+    Args:
+        backend: as for ``init_process_group``; None takes the device's (gloo, nccl, ...).
+        timeout: timeout of WORLD and of every group of the mesh, before and after reloads; a
+            timedelta, or seconds. None is torch's default for the backend.
+        init_timeout: bound of bring-up and of the barrier when the context is left.
+        device: None takes the accelerator with the local rank's index, or the CPU. If only one
+            device is visible, that one is taken.
+        device_id: bind the default group to the device (torch connects at once, and splits).
+        mesh_dims: sizes for ``resolve_mesh_dims``; None makes no mesh.
+        seed: given to ``set_seed`` with the mesh; None seeds nothing.
+        adopt: an existing group is expected: do not warn about settings that differ.
+
+    Raises:
+        DistributedEnvironmentError, InvalidOptionError, MeshDimensionError: bad input on this
+            rank; nothing was opened, written or made. All are ValueErrors.
+        DisagreementError: the ranks differ; names ranks and values. Raised on all ranks.
+        RendezvousTimeoutError: not all ranks came in time; names the missing. A TimeoutError.
+        PeerFailedError: another rank failed while making the groups.
+    """
+    bound = as_timedelta(timeout, "timeout") if timeout is not None else None
+    init_bound = as_timedelta(init_timeout, "init_timeout")
+    if seed is not None:
+        seed_for(seed, {}, {}, ())
+    if dist.is_initialized():
+        sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, dist.get_world_size())
+        environment, used, mesh = adopt_existing(
+            backend, bound, init_bound, device, sizes, expected=adopt
+        )
+        context = DistributedContext(environment, used, mesh, False, init_bound)
+    else:
+        environment = detect_environment()
+        sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, environment.world_size)
+        placement = choose_placement(backend, device, device_id, environment.local_rank)
+        mesh = bring_up(environment, placement, bound, init_bound, sizes)
+        context = DistributedContext(environment, placement.device, mesh, True, init_bound)
+    if seed is not None:
+        set_seed(seed, context.mesh)
+    return context
+
+
+def bring_up(
+    environment: DistributedEnvironment,
+    placement: Placement,
+    timeout: timedelta | None,
+    init_timeout: timedelta,
+    sizes: Mapping[str, int] | None,
+    *,
+    knows_local_rank: bool = True,
+) -> DeviceMesh | None:
+    """Make the default group and the mesh. Collective, blocking, bounded; input is valid.
+
+    If it raises, this process has no group.
+    """
+    bound = c10d.default_timeout(placement.backend) if timeout is None else timeout
+    store = open_store(environment, init_timeout)
+    if environment.world_size > 1:
+        claim = Claim(
+            rank=environment.rank,
+            world_size=environment.world_size,
+            backend=placement.backend,
+            mesh_dims="none" if sizes is None else " x ".join(f"{n}={s}" for n, s in sizes.items()),
+            host=socket.gethostname(),
+            local_rank=environment.local_rank if knows_local_rank else None,
+        )
+        agree(store, claim, init_timeout)
+    placement.use()
+    try:
+        mesh = _create(environment, placement, store, bound, init_timeout, sizes)
+    except BaseException:
+        abort_groups()
+        raise
+    store.set_timeout(bound)
+    logging.getLogger(__name__).info(
+        "rank %d of %d (%s): made the default group with %s on %s, timeout %g s",
+        environment.rank,
+        environment.world_size,
+        environment.source,
+        placement.backend,
+        placement.device,
+        bound.total_seconds(),
+    )
+    return mesh
+
+
+def _create(
+    environment: DistributedEnvironment,
+    placement: Placement,
+    store: Store,
+    timeout: timedelta,
+    init_timeout: timedelta,
+    sizes: Mapping[str, int] | None,
+) -> DeviceMesh | None:
+    made: list[DeviceMesh | None] = []
+
+    def create(attempt: Attempt) -> None:
+        dist.init_process_group(
+            placement.backend,
+            store=store,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=timeout,
+            device_id=placement.device_id,
+        )
+        mesh = None
+        if sizes is not None and not attempt.abandoned:
+            mesh = build_mesh(sizes, placement.device.type, timeout)
+        if attempt.abandoned:  # the caller has raised; a group made since is nobody's
+            abort_groups()
+        made.append(mesh)
+
+    # A peer that dies between agreement and connection would hold this rank for the whole of
+    # ``timeout``, which is hours by intention. So it is created beside this thread, and a gate
+    # with the bound of bring-up waits for all ranks.
+    gates = None if environment.world_size == 1 else PrefixStore("gates", store)
+    meeting = Rendezvous(gates, environment.rank, environment.world_size)
+    round_ = meeting.open("init_distributed", ("connected",), init_timeout.total_seconds())
+    try:
+        round_.run("connected", create, lambda: "connecting the process groups")
+    except BaseException as error:
+        round_.fail(error)
+        raise
+    round_.gate("connected")
+    return made[0]

@@ -1,0 +1,139 @@
+"""Which device this process uses, and which backend serves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from reloadpg import c10d
+from reloadpg.errors import InvalidOptionError
+
+__all__ = ["Placement", "choose_placement", "parse_backend"]
+
+_CPU_ONLY = frozenset({"gloo", "mpi", "fake"})
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a rank runs on.
+
+    Attributes:
+        device: the device, with an index for accelerators.
+        backend: the backend string for ``init_process_group``.
+        device_id: the device to bind the default group to, or None.
+    """
+
+    device: torch.device
+    backend: str
+    device_id: torch.device | None
+
+    def use(self) -> None:
+        """Make the device current. Local, idempotent; a CPU makes no call to any accelerator."""
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device.type).set_device(self.device.index)
+
+
+def parse_backend(backend: str, *, built: bool = True) -> dict[str, str]:
+    """Backend by device type; one backend for all is under ``""``. Local, pure.
+
+    Args:
+        backend: as for ``init_process_group``.
+        built: also require that this torch is built with it.
+
+    Raises:
+        InvalidOptionError: malformed, or not known to this torch.
+    """
+    text = backend.lower() if isinstance(backend, str) else ""
+    pairs = [item.split(":") if ":" in item else ["", item] for item in text.split(",")]
+    parsed = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[1]}
+    if len(parsed) != len(pairs) or ("" in parsed and len(parsed) > 1):
+        raise _error(f"backend={backend!r} is neither one name nor device:name pairs")
+    unknown = sorted(set(parsed.values()) - {name.lower() for name in c10d.known_backends()})
+    if unknown:
+        known = ", ".join(sorted(c10d.known_backends() - {"undefined"}))
+        raise _error(f"backend={backend!r}: {unknown[0]!r} is not one of {known}")
+    for name in parsed.values():
+        available = getattr(dist, f"is_{name}_available", None)
+        if built and available is not None and not available():
+            raise _error(f"backend={backend!r}: this torch is built without {name}")
+    return parsed
+
+
+def choose_placement(
+    backend: str | None,
+    device: torch.device | str | None,
+    device_id: torch.device | int | None,
+    local_rank: int,
+) -> Placement:
+    """Device and backend of the process with this number on its node. Local.
+
+    Without a device: the accelerator, if there is one and the backend, where named, serves it;
+    otherwise the CPU. Without a backend: the one that torch registered for the device's type.
+
+    Raises:
+        InvalidOptionError: not known, not visible, or not fitting together.
+    """
+    named = parse_backend(backend) if backend is not None else {}
+    try:
+        wanted = torch.device(device) if device is not None else None
+    except (RuntimeError, TypeError) as error:
+        raise _error(f"device={device!r} is not a device") from error
+    if wanted is None:
+        wanted = _accelerator() if not named or not _is_cpu_only(named) else None
+        wanted = wanted or torch.device("cpu")
+    chosen = wanted if wanted.type == "cpu" else _visible(wanted, local_rank)
+    if backend is None:
+        served = dist.Backend.default_device_backend_map
+        if chosen.type not in served:
+            raise _error(f"No backend is registered for device type {chosen.type!r}")
+        backend = str(served[chosen.type])
+        parse_backend(backend)
+    elif "" not in named and chosen.type not in named:
+        raise _error(f"backend={backend!r} names no backend for device {chosen}")
+    return Placement(chosen, backend.lower(), _bound(device_id, chosen))
+
+
+def _is_cpu_only(named: dict[str, str]) -> bool:
+    return all(kind in ("", "cpu") and name in _CPU_ONLY for kind, name in named.items())
+
+
+def _accelerator() -> torch.device | None:
+    # Not torch.cuda.is_available(): on a build for CPUs this asks no device runtime at all.
+    if not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_accelerator()
+
+
+def _visible(wanted: torch.device, local_rank: int) -> torch.device:
+    try:
+        count = int(torch.get_device_module(wanted.type).device_count())
+    except (RuntimeError, AttributeError) as error:
+        raise _error(f"device={str(wanted)!r} is of no type that this torch can use") from error
+    if wanted.index is not None:
+        if wanted.index >= count:
+            raise _error(f"device={str(wanted)!r}, but {count} {wanted.type} devices are visible")
+        return wanted
+    if local_rank < count:
+        return torch.device(wanted.type, local_rank)
+    if count == 1:
+        return torch.device(wanted.type, 0)  # a launcher that shows each task its own device
+    raise _error(f"local_rank={local_rank} has no {wanted.type} device: {count} are visible")
+
+
+def _bound(device_id: torch.device | int | None, device: torch.device) -> torch.device | None:
+    if device_id is None:
+        return None
+    if isinstance(device_id, int):
+        device_id = torch.device(device.type, device_id)
+    if device.type == "cpu" or device_id != device:
+        raise _error(f"device_id={str(device_id)!r} is not this rank's accelerator: {device}")
+    return device_id
+
+
+def _error(what: str) -> InvalidOptionError:
+    return InvalidOptionError(
+        f"{what}. Nothing was started. Correct the argument, or the devices that the launcher "
+        f"makes visible."
+    )

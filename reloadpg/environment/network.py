@@ -1,0 +1,116 @@
+"""Which network interface the communicators should use."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import MutableMapping
+from typing import Any
+
+__all__ = ["configure_network_environment", "detect_ib_interface"]
+
+_TOOL_SECONDS = 10.0
+# Where iproute2 lies when PATH is a user's: without sbin the tool seems to be missing.
+_TOOL_PATHS = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
+_INTERFACE = re.compile(r"[A-Za-z0-9_.@-]+", re.ASCII)
+
+
+def detect_ib_interface() -> str | None:
+    """The first InfiniBand interface (named ``ib*``) that is up and has a usable address.
+
+    Local, bounded (10 s); reads only, through ``ip -json address``. In the kernel's order. An
+    address that is link-local, tentative or a failed duplicate is not usable; ``ib0.8001@ib0``
+    is reported as ``ib0.8001``, the name that NCCL and gloo look up.
+
+    Returns:
+        The name, or None: there is none, or the tool is missing or failed.
+    """
+    for link in _interfaces():
+        name = str(link.get("ifname", "")).partition("@")[0]
+        flags = link.get("flags", [])
+        if not name.startswith("ib") or "UP" not in flags or "LOWER_UP" not in flags:
+            continue
+        if any(_is_usable(address) for address in link.get("addr_info", [])):
+            return name
+    return None
+
+
+def configure_network_environment(
+    environ: MutableMapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Point NCCL and gloo at InfiniBand where nothing else was asked for.
+
+    Local, idempotent; call it before groups are made. What is preset stays. A preset
+    ``NCCL_SOCKET_IFNAME`` is copied to ``GLOO_SOCKET_IFNAME`` if it is one concrete name: NCCL
+    also reads ``^docker`` (all but), ``=eth0`` (exactly), lists and prefixes, which gloo would
+    look up as the name of an interface. ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is left to torch:
+    forcing 1 breaks the flight recorder's dumps; 0 is kept and warned about.
+
+    Args:
+        environ: the variables; ``os.environ`` if None.
+
+    Returns:
+        The changes made: value by variable.
+    """
+    variables = os.environ if environ is None else environ
+    if variables.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
+        logging.getLogger(__name__).warning(
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING=0: a collective whose peer died will wait for ever. "
+            "It is kept; unset it to leave the choice to torch"
+        )
+    preset = variables.get("NCCL_SOCKET_IFNAME")
+    wanted: dict[str, str] = {}
+    if preset is not None:
+        if _is_concrete(preset):
+            wanted["GLOO_SOCKET_IFNAME"] = preset
+    else:
+        found = detect_ib_interface()
+        if found is not None:
+            wanted = {"NCCL_SOCKET_IFNAME": found, "GLOO_SOCKET_IFNAME": found}
+    changes = {name: value for name, value in wanted.items() if name not in variables}
+    variables.update(changes)
+    return changes
+
+
+def _is_concrete(name: str) -> bool:
+    """Whether the value names one interface, also to gloo, which does not match prefixes."""
+    if not _INTERFACE.fullmatch(name):
+        return False
+    existing = [existing for _, existing in socket.if_nameindex()]
+    return name in existing or not any(other.startswith(name) for other in existing)
+
+
+def _interfaces() -> list[dict[str, Any]]:
+    tool = shutil.which("ip") or shutil.which("ip", path=os.pathsep.join(_TOOL_PATHS))
+    if tool is None:
+        return []
+    try:
+        done = subprocess.run(
+            [tool, "-json", "address", "show"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_TOOL_SECONDS,
+            check=True,
+        )
+        listed = json.loads(done.stdout or "[]")
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        logging.getLogger(__name__).debug("interfaces cannot be listed: %s", error)
+        return []
+    return [link for link in listed if isinstance(link, dict)]
+
+
+def _is_usable(entry: dict[str, Any]) -> bool:
+    try:
+        address = ipaddress.ip_address(str(entry.get("local", "")))
+    except ValueError:
+        return False
+    if entry.get("tentative") or entry.get("dadfailed"):
+        return False
+    return not (address.is_link_local or address.is_loopback or address.is_unspecified)

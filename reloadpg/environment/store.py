@@ -1,0 +1,103 @@
+"""The store on which ranks meet before any group exists."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from reloadpg.environment.model import DistributedEnvironment
+from reloadpg.errors import RendezvousTimeoutError
+from reloadpg.supervised import Task
+
+__all__ = ["open_store"]
+
+_GRACE_S = 5.0
+
+
+class _Stores:
+    """The connections of this process: one for each address, kept until it ends.
+
+    Kept, because a second bring-up at the same address otherwise races with the first one's
+    server: a fast rank connected to the server that rank 0 was just about to close.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[tuple[int, str, int], tuple[TCPStore, int]] = {}
+
+    def take(self, environment: DistributedEnvironment, timeout: timedelta) -> tuple[Store, int]:
+        key = (os.getpid(), environment.master_addr, environment.master_port)
+        with self._lock:
+            store, uses = self._open.get(key, (None, 0))
+            if store is None:
+                store = _connect(environment, timeout)
+            self._open[key] = (store, uses + 1)
+        store.set_timeout(timeout)
+        return store, uses + 1
+
+
+_stores = _Stores()
+
+
+def open_store(environment: DistributedEnvironment, timeout: timedelta) -> Store:
+    """A store that all ranks of the job share, with no keys of an earlier bring-up in sight.
+
+    Blocking until rank 0's server (or the launcher's) answers, bounded by ``timeout``; it does
+    not wait for the other ranks. A world of 1 opens no socket.
+
+    Raises:
+        RendezvousTimeoutError: no server answered in time. Also a TimeoutError.
+        ReloadpgError: the server could not be started.
+    """
+    if environment.world_size == 1:
+        return HashStore()
+    store, use = _stores.take(environment, timeout)
+    return PrefixStore(f"reloadpg/bringup/{_attempt(os.environ)}/{use}", store)
+
+
+def _attempt(environ: Mapping[str, str]) -> str:
+    # torchrun's agent keeps its store when it restarts the ranks: without the attempt in the
+    # prefix the restarted ranks would read the verdict of those that died.
+    return environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _connect(environment: DistributedEnvironment, timeout: timedelta) -> TCPStore:
+    address, port = environment.master_addr, environment.master_port
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = environment.rank == 0 and not by_agent
+    seconds = timeout.total_seconds()
+    task = Task(
+        lambda _: TCPStore(
+            host_name=address,
+            port=port,
+            is_master=serves,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        ),
+        "store-open",
+    )
+    cause: Exception | None = None
+    if task.wait(seconds + _GRACE_S):
+        try:
+            return task.result()
+        except RuntimeError as error:
+            cause = error
+    who = "the launcher's agent" if by_agent else "rank 0"
+    if serves:
+        what = f"the store could not be opened at {address}:{port}: {cause}. Nothing was started. "
+        what += "Free the port, or set another MASTER_PORT on all ranks."
+    else:
+        what = f"no store answered at {address}:{port} within {seconds:g} s: {who} "
+        what += "has not come, or the address is not reachable from here. Nothing was started. "
+        what += "See what that process reports; raise init_timeout if it is only slow."
+    raise RendezvousTimeoutError(
+        f"init_distributed: rank {environment.rank} of {environment.world_size}: {what}",
+        phase="connect",
+        seconds=seconds,
+        missing=() if serves or by_agent else (0,),
+    ) from cause

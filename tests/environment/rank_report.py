@@ -1,0 +1,46 @@
+"""Run by real launchers: comes up, sums the ranks, and writes what it saw to a file of its own.
+
+``python rank_report.py DIRECTORY [NAME OTHER]``: with a NAME, it stays up until the job that is
+called OTHER is up at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import reloadpg
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    early = (reloadpg.get_rank(), reloadpg.is_rank_zero())
+    torch_free = "torch" not in sys.modules
+    import torch
+    import torch.distributed as dist
+
+    with reloadpg.init_distributed(timeout=120, init_timeout=60) as context:
+        value = torch.tensor([float(context.environment.rank)])
+        dist.all_reduce(value)
+        reloadpg.barrier(60, "all are up")
+        if len(sys.argv) > 2:
+            name, other = sys.argv[2:]
+            meeting = dist.FileStore(str(folder / "meeting"))
+            meeting.set(f"{name}{context.environment.rank}", "up")
+            meeting.wait([f"{other}{context.environment.rank}"], timedelta(seconds=60))
+        report = {
+            **context.environment.as_dict(),
+            "early": early,
+            "torch_free": torch_free,
+            "sum": value.item(),
+            "group": (dist.get_rank(), dist.get_world_size()),
+        }
+    label = sys.argv[2] if len(sys.argv) > 2 else "job"
+    (folder / f"{label}.{os.getpid()}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,395 @@
+"""Bring-up in real processes: agreement, adoption, timeouts, and bad input before any socket."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reloadpg
+from reloadpg.environment.agreement import Claim, find_differences
+from reloadpg.testing import run_ranks
+
+BOUND_S = 15.0
+
+
+def default_timeout() -> timedelta:
+    world = dist.group.WORLD
+    assert world is not None
+    # To the tenth of a second: read back from gloo, 60000 s is 60000.003 s on torch 2.15.
+    timeout = world._get_backend(torch.device("cpu")).options._timeout
+    return timedelta(seconds=round(timeout.total_seconds(), 1))
+
+
+class Records(logging.Handler):
+    """The log records of ``reloadpg`` at INFO and above, in a process of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.found: list[logging.LogRecord] = []
+        logging.getLogger("reloadpg").addHandler(self)
+        logging.getLogger("reloadpg").setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record)
+
+    def texts(self) -> list[str]:
+        return [record.getMessage() for record in self.found]
+
+
+# ---------------------------------------------------------------------------------------------
+# what works
+
+
+def come_up(rank: int, world_size: int) -> tuple[Any, ...]:
+    before = dict(os.environ)
+    with reloadpg.init_distributed(timeout=60000, init_timeout=20, seed=5) as context:
+        value = torch.tensor([float(rank)])
+        dist.all_reduce(value)
+        environment = context.environment
+        facts = (
+            (environment.rank, environment.world_size, environment.source),
+            dist.get_backend(),
+            default_timeout(),
+            value.item(),
+            str(context.device),
+            context.mesh,
+            context.owned,
+            torch.initial_seed(),
+        )
+    return (*facts, dist.is_initialized(), dict(os.environ) == before)
+
+
+@pytest.mark.parametrize("store", ["parent", "rank0"])
+def test_bring_up_makes_a_working_group_with_the_real_timeout_and_ends_it(store: Any) -> None:
+    """60000 s for collectives beside 20 s for bring-up; ``os.environ`` is as before."""
+    for rank, outcome in enumerate(run_ranks(come_up, 2, store=store)):
+        identity = (rank, 2, "torchrun")
+        timeout = timedelta(seconds=60000)
+        facts = (identity, "gloo", timeout, 1.0, "cpu", None, True, 5)
+        assert outcome == (*facts, False, True)
+
+
+def come_up_alone(rank: int, world_size: int) -> tuple[Any, ...]:
+    def forbidden(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a CUDA call")
+
+    import torch.cuda
+
+    built = torch.backends.cuda.is_built()
+    for name in ("device_count", "set_device", "current_device", "init", "_lazy_init"):
+        setattr(torch.cuda, name, forbidden)
+    if not built:
+        torch.cuda.is_available = forbidden  # type: ignore[assignment]
+    connected = []
+    create = socket.socket
+
+    class Watched(create):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            connected.append(args)
+            super().__init__(*args, **kwargs)
+
+    socket.socket = Watched  # type: ignore[misc]
+    # A torch that is built for CUDA has to look whether there is a device where none is named.
+    device = "cpu" if built else None
+    with reloadpg.init_distributed(mesh_dims={}, device=device) as context:
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert context.mesh is not None
+        shape = dict(zip(context.mesh.mesh_dim_names or (), context.mesh.shape, strict=True))
+        return context.environment.source, value.item(), shape, connected
+
+
+def test_a_world_of_1_on_a_cpu_works_without_launcher_socket_or_cuda_call() -> None:
+    """A bare process gets a group and a flat mesh of one; each CUDA call is mined."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    env = dict.fromkeys((*names, "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    assert run_ranks(come_up_alone, 1, env=env) == [("single", 1.0, {"dp_shard": 1}, [])]
+
+
+def come_up_again(rank: int, world_size: int) -> list[float]:
+    sums = []
+    for turn in range(3):
+        with reloadpg.init_distributed(init_timeout=20):
+            value = torch.tensor([float(rank + turn)])
+            dist.all_reduce(value)
+            sums.append(value.item())
+    return sums
+
+
+@pytest.mark.parametrize("store", ["parent", "rank0"])
+def test_a_process_can_be_brought_up_again_and_never_reads_the_keys_of_before(store: Any) -> None:
+    """Three times in one process, on the agent's lasting store and on rank 0's."""
+    assert run_ranks(come_up_again, 2, store=store) == [[1.0, 3.0, 5.0]] * 2
+
+
+# ---------------------------------------------------------------------------------------------
+# adoption
+
+
+def come_up_within(rank: int, world_size: int) -> tuple[Any, ...]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=77))
+    world = dist.group.WORLD
+    records = Records()
+    with reloadpg.init_distributed("gloo", timeout=77) as same:
+        quiet = list(records.texts())
+    with reloadpg.init_distributed("nccl", timeout=60) as other:
+        warned = list(records.texts())
+        with reloadpg.init_distributed("nccl", timeout=60, adopt=True):
+            expected = records.texts()[len(warned) :]
+        with reloadpg.init_distributed(timeout=33, mesh_dims={"tp": 2}, init_timeout=20) as meshed:
+            assert meshed.mesh is not None
+            own = meshed.mesh.get_group("dp_shard")
+            mesh_timeout = own._get_backend(torch.device("cpu")).options._timeout
+    untouched = dist.is_initialized() and dist.group.WORLD is world
+    return (
+        (same.owned, other.owned),
+        quiet,
+        warned,
+        expected,
+        mesh_timeout,
+        untouched,
+        default_timeout(),
+    )
+
+
+def test_an_existing_group_is_adopted_untouched_and_differences_are_warned_about() -> None:
+    """Not owned, not ended, not changed; a warning names what is not as asked, unless expected."""
+    for owned, quiet, warned, expected, mesh_timeout, untouched, timeout in run_ranks(
+        come_up_within, 2
+    ):
+        assert owned == (False, False)
+        assert quiet == []
+        assert len(warned) == 1
+        assert "backend 'nccl' (it has 'gloo')" in warned[0]
+        assert "timeout 60 s (it has 77 s)" in warned[0]
+        assert expected == []
+        assert mesh_timeout == timedelta(seconds=33)
+        assert untouched
+        assert timeout == timedelta(seconds=77)
+
+
+# ---------------------------------------------------------------------------------------------
+# disagreement
+
+
+def come_up_with(rank: int, world_size: int, cases: list[dict[str, Any]]) -> tuple[str, str, float]:
+    case = cases[rank]
+    os.environ.update(case.get("env", {}))
+    started = time.monotonic()
+    try:
+        reloadpg.init_distributed(init_timeout=BOUND_S - 1, **case.get("options", {}))
+    except (reloadpg.DisagreementError, reloadpg.RendezvousTimeoutError) as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    finally:
+        assert not dist.is_initialized()
+    return "", "", 0.0
+
+
+TP, FLAT = {"dp_shard": 1, "tp": 2}, {"dp_shard": 2}
+DISAGREEMENTS = {
+    "world size": (
+        [{}, {"env": {"WORLD_SIZE": "3"}}],
+        "world_size is 2 on rank 0; 3 on rank 1",
+    ),
+    "smaller world": (
+        [{"env": {"WORLD_SIZE": "3"}}, {}],
+        "world_size is 3 on rank 0; 2 on rank 1",
+    ),
+    "mesh dims": (
+        [{"options": {"mesh_dims": TP}}, {"options": {"mesh_dims": FLAT}}],
+        "mesh_dims is dp_shard=1 x tp=2 on rank 0; dp_shard=2 on rank 1",
+    ),
+    "mesh or none": (
+        [{"options": {"mesh_dims": TP}}, {}],
+        "mesh_dims is dp_shard=1 x tp=2 on rank 0; none on rank 1",
+    ),
+    "backend": (
+        [{}, {"options": {"backend": "cpu:gloo"}}],
+        "backend is gloo on rank 0; cpu:gloo on rank 1",
+    ),
+    "same place": (
+        [{}, {"env": {"LOCAL_RANK": "0"}}],
+        f"(host, local rank) is ({socket.gethostname()}, 0) on rank 0-1",
+    ),
+    "same rank": (
+        [{}, {}, {"env": {"RANK": "1"}}],
+        "rank 1 was taken by 2 processes: on ",
+    ),
+}
+
+
+@pytest.mark.parametrize("store", ["parent", "rank0"])
+@pytest.mark.parametrize(("cases", "text"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
+def test_ranks_that_disagree_all_raise_soon_and_name_ranks_and_values(
+    cases: list[dict[str, Any]], text: str, store: Any
+) -> None:
+    """Both raise in under 15 s, where stock torch succeeds on one and hangs on the other."""
+    if "3" in str(cases):
+        cases = [{**c, "env": {**c.get("env", {}), "LOCAL_WORLD_SIZE": "2"}} for c in cases]
+    outcomes = run_ranks(come_up_with, len(cases), args=(cases,), store=store)
+    for kind, message, seconds in outcomes:
+        assert kind == "DisagreementError", message
+        assert text in message
+        assert seconds < BOUND_S
+
+
+def test_three_ranks_are_sorted_by_value_and_only_those_that_differ_apart() -> None:
+    """With many ranks the message groups them, also a rank that was taken twice."""
+    claims = [Claim(rank, 4, "gloo", "none", f"n{rank // 2}", rank % 2) for rank in range(4)]
+    assert find_differences(claims) == []
+    claims[3] = Claim(3, 4, "nccl", "none", "n1", 1)
+    assert find_differences(claims) == ["backend is gloo on rank 0-2; nccl on rank 3"]
+    claims[3] = Claim(2, 4, "gloo", "none", "n1", 1)
+    assert find_differences(claims) == [
+        "rank 2 was taken by 2 processes: on n1 (local rank 0), n1 (local rank 1)"
+    ]
+
+
+def come_or_not(rank: int, world_size: int, absent: int) -> tuple[str, tuple[int, ...]]:
+    if rank == absent:
+        return "", ()
+    try:
+        reloadpg.init_distributed(init_timeout=4)
+    except reloadpg.RendezvousTimeoutError as error:
+        return str(error), error.missing
+    return "", ()
+
+
+@pytest.mark.parametrize(
+    ("absent", "store"), [(2, "parent"), (2, "rank0"), (0, "rank0"), (0, "parent")]
+)
+def test_a_rank_that_never_comes_is_named_by_the_others_within_the_bound(
+    absent: int, store: Any
+) -> None:
+    """``init_timeout`` is real, also where the missing rank is the one with the store."""
+    outcomes = run_ranks(come_or_not, 3, args=(absent,), store=store)
+    for rank, (message, missing) in enumerate(outcomes):
+        if rank != absent:
+            assert missing == (absent,), message
+            assert "4 s" in message
+
+
+# ---------------------------------------------------------------------------------------------
+# bad input
+
+BAD: dict[str, tuple[dict[str, str | None], dict[str, Any], str]] = {
+    "rank": ({"RANK": "2"}, {}, "RANK='2'"),
+    "empty": ({"RANK": ""}, {}, "RANK=''"),
+    "partial": ({"MASTER_PORT": None}, {}, "missing MASTER_PORT"),
+    "backend": ({}, {"backend": "glue"}, "'glue'"),
+    "backend pairs": ({}, {"backend": "cpu:gloo,cuda"}, "neither one name nor"),
+    "timeout": ({}, {"timeout": 0}, "timeout=0"),
+    "timeout sign": ({}, {"timeout": timedelta(seconds=-1)}, "timeout="),
+    "init_timeout": ({}, {"init_timeout": float("nan")}, "init_timeout=nan"),
+    "device": ({}, {"device": "toaster"}, "'toaster'"),
+    "device count": ({}, {"device": "cuda"}, "cuda"),
+    "device_id": ({}, {"device": "cpu", "device_id": 0}, "device_id"),
+    "mesh": ({}, {"mesh_dims": {"tp": 3}}, "world_size=2"),
+    "mesh name": ({}, {"mesh_dims": {"dp": 2}}, "'dp'"),
+    "seed": ({}, {"seed": -1}, "seed=-1"),
+}
+
+
+def refuse(rank: int, world_size: int, options: dict[str, Any]) -> tuple[str, bool, list[str]]:
+    def sockets() -> list[str]:
+        found = []
+        for number in os.listdir("/proc/self/fd"):
+            try:
+                target = os.readlink(f"/proc/self/fd/{number}")
+            except OSError:
+                continue
+            found += [target] if target.startswith("socket:") else []
+        return sorted(found)
+
+    environ, before = dict(os.environ), sockets()
+    import reloadpg.environment.store as stores
+
+    def opened(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a store was opened")
+
+    stores.TCPStore = opened  # type: ignore[assignment, misc]
+    try:
+        reloadpg.init_distributed(**options)
+    except ValueError as error:
+        assert isinstance(error, reloadpg.ReloadpgError)
+        return str(error), dict(os.environ) == environ, sorted(set(sockets()) - set(before))
+    return "", False, []
+
+
+@pytest.mark.parametrize(("env", "options", "text"), BAD.values(), ids=BAD)
+def test_bad_input_is_a_value_error_before_a_socket_is_opened_or_a_variable_written(
+    env: dict[str, str | None], options: dict[str, Any], text: str
+) -> None:
+    """Everything is validated first: the process has the same sockets and variables as before."""
+    message, same, sockets = run_ranks(
+        refuse, 1, args=(options,), env={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **env}
+    )[0]
+    assert text in message
+    assert same
+    assert sockets == []
+
+
+# ---------------------------------------------------------------------------------------------
+# the evaluator
+
+
+def ensure(rank: int, world_size: int, twice: bool = False) -> tuple[Any, ...]:
+    records = Records()
+    made = reloadpg.ensure_process_group()
+    again = reloadpg.ensure_process_group()
+    backend = dist.get_backend() if dist.is_initialized() else ""
+    timeout = default_timeout() if dist.is_initialized() else None
+    levels = [record.levelname for record in records.found]
+    reloadpg.destroy_distributed()
+    reloadpg.destroy_distributed()
+    return made, again, backend, timeout, levels, records.texts(), dist.is_initialized()
+
+
+def test_an_evaluator_under_a_launcher_gets_gloo_once_and_one_log_line() -> None:
+    """WORLD_SIZE > 1 with addresses: gloo, 60000 s, one INFO line; a second call does nothing."""
+    for outcome in run_ranks(ensure, 2, env={"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}):
+        made, again, backend, timeout, levels, _, left = outcome
+        assert (made, again, backend, left) == (True, False, "gloo", False)
+        assert timeout == timedelta(seconds=60000)
+        assert levels == ["INFO"]
+
+
+@pytest.mark.parametrize(
+    ("env", "levels"),
+    [
+        ({"WORLD_SIZE": "1"}, []),
+        ({"WORLD_SIZE": None}, []),
+        ({"WORLD_SIZE": "2", "MASTER_PORT": None}, ["WARNING"]),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": None}, ["WARNING"]),
+    ],
+    ids=str,
+)
+def test_an_evaluator_alone_or_without_addresses_gets_nothing(
+    env: dict[str, str | None], levels: list[str]
+) -> None:
+    """A world of 1 is silent; missing addresses are one warning that names them."""
+    made, again, backend, _, found, texts, left = run_ranks(ensure, 1, env=env)[0]
+    assert (made, again, backend, left) == (False, False, "", False)
+    assert found == levels * 2
+    for name, value in env.items():
+        if value is None and levels:
+            assert name in texts[0]
+
+
+def ensure_within(rank: int, world_size: int) -> tuple[bool, int]:
+    dist.init_process_group("gloo")
+    records = Records()
+    return reloadpg.ensure_process_group(), len(records.found)
+
+
+def test_an_evaluator_with_a_group_keeps_it_silently() -> None:
+    """Already initialised: nothing made, nothing logged."""
+    assert run_ranks(ensure_within, 2) == [(False, 0)] * 2

@@ -1,0 +1,282 @@
+"""Who am I: a table of environments, each with the exact result or the exact complaint."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+import pytest
+
+from reloadpg.environment import DistributedEnvironmentError, detect_environment
+
+TORCHRUN = "RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4 MASTER_ADDR=n0 MASTER_PORT=29500"
+STEP = "SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=8 SLURM_PROCID=5 SLURM_LOCALID=1"
+NODES = (
+    "SLURM_JOB_ID=1234 SLURM_NODEID=1 SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=n[1-2] "
+    "SLURM_STEP_TASKS_PER_NODE=4(x2)"
+)
+SLURM = f"{STEP} {NODES}"
+SHELL = "SLURM_JOB_ID=1234 SLURM_NTASKS=8 SLURM_JOB_NODELIST=n[1-2] SLURM_TASKS_PER_NODE=4(x2)"
+JSM = (
+    "LSB_JOBID=77 JSM_NAMESPACE_RANK=5 JSM_NAMESPACE_SIZE=8 JSM_NAMESPACE_LOCAL_RANK=1 "
+    "JSM_NAMESPACE_LOCAL_SIZE=4"
+)
+OMPI1 = (
+    "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=2095316993"
+)
+OMPI2 = (
+    "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_NAMESPACE=2095316993"
+)
+PMI = "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2"
+MEET = "MASTER_ADDR=n0 MASTER_PORT=29500"
+
+SLURM_PORT = 15000 + (1234 * 211) % 15001
+SINGLE = ("single", 0, 0, 1, 1, 0, 1, "127.0.0.1", 0)
+TORCHRUN_IS = ("torchrun", 5, 1, 8, 4, 1, 2, "n0", 29500)
+SLURM_IS = ("slurm", 5, 1, 8, 4, 1, 2, "n1", SLURM_PORT)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One environment.
+
+    Attributes:
+        name: what it is.
+        environ: ``NAME=value`` words; ``<name>`` gives the empty string, ``~NAME`` removes one.
+        expected: all fields in order, or the parts of the error's text.
+        wrong_in: systems of today that get it wrong, and how; empty where none is known.
+    """
+
+    name: str
+    environ: str
+    expected: tuple[object, ...] | list[str]
+    wrong_in: str = ""
+
+    def variables(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for word in self.environ.split():
+            if word.startswith("~"):
+                del found[word[1:]]
+            else:
+                name, _, value = word.partition("=")
+                found[name] = "" if value == "<empty>" else value.replace("<blank>", " ")
+        return found
+
+
+KEMPNER = "KempnerForge combines sources: rank of one, world size of the other"
+ACCELERATE = "accelerate takes the first name it finds of several launchers', and 0 of 1 if none"
+LIGHTNING_PORT = "Lightning derives the port from the job id alone: two steps collide"
+LIGHTNING_HOST = "Lightning's pattern drops all that follows the first bracket"
+LIGHTNING_SHELL = "Lightning counts SLURM_NTASKS also outside a step: rank 0 of 8"
+NO_SLURM = "stock torch and torchtitan read only RANK and WORLD_SIZE: every task is alone or fails"
+INT = "stock torch and torchtitan call int(): an error that does not name the variable"
+UNCHECKED = "stock torch and accelerate take it, and hang or fail after the sockets are open"
+
+ROWS = [
+    # -- nothing, or nothing that says who this is
+    Row("nothing", "", SINGLE),
+    Row("unrelated", "HOME=/root PATH=/bin", SINGLE),
+    Row("address alone", MEET, SINGLE),
+    # -- torchrun
+    Row("torchrun", TORCHRUN, TORCHRUN_IS),
+    Row("torchrun rank 0", TORCHRUN + " RANK=0 LOCAL_RANK=0",
+        ("torchrun", 0, 0, 8, 4, 0, 2, "n0", 29500)),
+    Row("torchrun with agent's node", TORCHRUN + " GROUP_RANK=1 GROUP_WORLD_SIZE=2", TORCHRUN_IS),
+    Row("torchrun of 1", "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 " + MEET,
+        ("torchrun", 0, 0, 1, 1, 0, 1, "n0", 29500)),
+    Row("torchrun of 1, any port",
+        "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=n0 MASTER_PORT=0",
+        ("torchrun", 0, 0, 1, 1, 0, 1, "n0", 0)),
+    Row("torchrun uneven nodes",
+        "RANK=4 LOCAL_RANK=0 WORLD_SIZE=5 LOCAL_WORLD_SIZE=1 GROUP_RANK=1 GROUP_WORLD_SIZE=2 "
+        + MEET, ("torchrun", 4, 0, 5, 1, 1, 2, "n0", 29500)),
+    Row("torchrun, IPv6", TORCHRUN + " MASTER_ADDR=fd00::2",
+        ("torchrun", 5, 1, 8, 4, 1, 2, "fd00::2", 29500)),
+    Row("torchrun inside a SLURM step", f"{SLURM} {TORCHRUN} RANK=3 LOCAL_RANK=3",
+        ("torchrun", 3, 3, 8, 4, 0, 2, "n0", 29500)),
+    Row("torchrun under mpirun", f"{OMPI2} {TORCHRUN}", TORCHRUN_IS),
+    Row("torchrun only WORLD_SIZE", "WORLD_SIZE=4",
+        ["missing RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT", "WORLD_SIZE='4'"],
+        ACCELERATE),
+    Row("torchrun only RANK", "RANK=1", ["missing LOCAL_RANK, WORLD_SIZE"], ACCELERATE),
+    Row("torchrun only LOCAL_RANK", "LOCAL_RANK=1", ["missing RANK, WORLD_SIZE"], ACCELERATE),
+    Row("torchrun without addresses", TORCHRUN + " ~MASTER_ADDR ~MASTER_PORT",
+        ["missing MASTER_ADDR, MASTER_PORT"]),
+    Row("torchrun without port", TORCHRUN + " ~MASTER_PORT", ["missing MASTER_PORT"]),
+    Row("torchrun without local size", TORCHRUN + " ~LOCAL_WORLD_SIZE",
+        ["missing LOCAL_WORLD_SIZE"]),
+    Row("WORLD_SIZE and a SLURM rank", f"WORLD_SIZE=4 {SLURM} SLURM_PROCID=7",
+        ["torchrun", "missing RANK"], KEMPNER),
+    Row("RANK and a SLURM step", f"RANK=0 {SLURM}", ["missing LOCAL_RANK, WORLD_SIZE"], KEMPNER),
+    Row("WORLD_SIZE and OpenMPI", f"WORLD_SIZE=4 {OMPI1}", ["missing RANK"],
+        ACCELERATE + "; " + KEMPNER),
+    Row("rank is world size", TORCHRUN + " RANK=8", ["RANK='8' is not below WORLD_SIZE=8"],
+        UNCHECKED),
+    Row("local rank too large", TORCHRUN + " LOCAL_RANK=4",
+        ["LOCAL_RANK='4' is not below LOCAL_WORLD_SIZE=4"], UNCHECKED),
+    Row("local size above world", TORCHRUN + " LOCAL_WORLD_SIZE=9",
+        ["LOCAL_WORLD_SIZE='9' is above 8"], UNCHECKED),
+    Row("negative rank", TORCHRUN + " RANK=-1", ["RANK='-1' is negative"], UNCHECKED),
+    Row("world of 0", TORCHRUN + " WORLD_SIZE=0", ["WORLD_SIZE='0' is below 1"], UNCHECKED),
+    Row("empty rank", TORCHRUN + " RANK=<empty>", ["RANK='' is empty"], INT),
+    Row("blank rank", TORCHRUN + " RANK=<blank>", ["RANK=' ' is empty"], INT),
+    Row("rank with blank", TORCHRUN + " RANK=5<blank>", ["RANK='5 ' is not a whole number"]),
+    Row("word as rank", TORCHRUN + " RANK=five", ["RANK='five' is not a whole number"], INT),
+    Row("float as size", TORCHRUN + " WORLD_SIZE=8.0", ["WORLD_SIZE='8.0' is not a whole"], INT),
+    Row("underscore", TORCHRUN + " WORLD_SIZE=1_0", ["WORLD_SIZE='1_0' is not a whole number"],
+        "int() of stock torch reads 10"),
+    Row("other digits", TORCHRUN + " RANK=\u0663", ["RANK='\u0663' is not a whole number"],
+        "int() of stock torch reads 3"),
+    Row("endless number", TORCHRUN + " RANK=" + "9" * 5000, ["is not a whole number"], INT),
+    Row("port 0 of several", TORCHRUN + " MASTER_PORT=0", ["MASTER_PORT='0' is below 1"],
+        UNCHECKED),
+    Row("port too large", TORCHRUN + " MASTER_PORT=65536", ["MASTER_PORT='65536' is above 65535"],
+        UNCHECKED),
+    Row("empty address", TORCHRUN + " MASTER_ADDR=<empty>", ["MASTER_ADDR='' is empty"], UNCHECKED),
+    Row("address is a URL", TORCHRUN + " MASTER_ADDR=tcp://n0", ["MASTER_ADDR='tcp://n0'"],
+        UNCHECKED),
+    Row("node rank out of range", TORCHRUN + " GROUP_RANK=2 GROUP_WORLD_SIZE=2",
+        ["GROUP_RANK='2' is not below GROUP_WORLD_SIZE=2"], UNCHECKED),
+    # -- SLURM
+    Row("SLURM step", SLURM, SLURM_IS, f"{NO_SLURM}; {LIGHTNING_PORT}"),
+    Row("SLURM second step", SLURM + " SLURM_STEP_ID=1", (*SLURM_IS[:-1], SLURM_PORT + 1),
+        LIGHTNING_PORT),
+    Row("SLURM step of 1",
+        "SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_JOB_ID=9 "
+        "SLURM_STEP_NODELIST=n7", ("slurm", 0, 0, 1, 1, 0, 1, "n7", 0)),
+    Row("SLURM step of 1, bare",
+        "SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0",
+        ("slurm", 0, 0, 1, 1, 0, 1, "127.0.0.1", 0)),
+    Row("SLURM uneven nodes",
+        "SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=5 SLURM_PROCID=4 SLURM_LOCALID=1 SLURM_JOB_ID=1234 "
+        "SLURM_NODEID=1 SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_TASKS_PER_NODE=3,2",
+        ("slurm", 4, 1, 5, 2, 1, 2, "n1", SLURM_PORT), "all that divide the world by the nodes"),
+    Row("SLURM counts not given",
+        f"{STEP} SLURM_JOB_ID=1234 SLURM_NODEID=1 SLURM_STEP_NODELIST=n[1-2]", SLURM_IS),
+    Row("SLURM only the job's list",
+        f"{STEP} SLURM_JOB_ID=1234 SLURM_NODEID=1 SLURM_JOB_NODELIST=n[1-2]", SLURM_IS),
+    Row("SLURM step on part of the job",
+        f"{SLURM} SLURM_JOB_NODELIST=n[0-9] SLURM_NTASKS=40 SLURM_TASKS_PER_NODE=4(x10)",
+        SLURM_IS, "systems that read SLURM_NTASKS and SLURM_JOB_NODELIST: 40 ranks, meeting on n0"),
+    Row("SLURM two brackets", f"{SLURM} SLURM_STEP_NODELIST=rack[1-2]node[3-4] "
+        "SLURM_STEP_NUM_NODES=4 SLURM_STEP_TASKS_PER_NODE=2(x4) SLURM_NODEID=2",
+        ("slurm", 5, 1, 8, 2, 2, 4, "rack1node3", SLURM_PORT), LIGHTNING_HOST),
+    Row("SLURM suffix", f"{SLURM} SLURM_STEP_NODELIST=node[08,09]-ib",
+        (*SLURM_IS[:-2], "node08-ib", SLURM_PORT)),
+    Row("SLURM with PMI", f"{SLURM} PMI_RANK=5 PMI_SIZE=8 PMI_JOBID=1234.0", SLURM_IS,
+        "systems that look for PMI first miss local rank and address"),
+    Row("SLURM with other PMI numbers", f"{SLURM} PMI_RANK=0 PMI_SIZE=3", SLURM_IS, ACCELERATE),
+    Row("SLURM with other OpenMPI numbers", f"{SLURM} {OMPI1}", SLURM_IS, ACCELERATE),
+    Row("mpirun in an allocation: ranks of its daemon",
+        f"{OMPI2} {MEET} SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 "
+        "SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_JOB_ID=1234 SLURM_NODEID=1 "
+        "SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_TASKS_PER_NODE=1(x2)",
+        ("openmpi", 5, 1, 8, 4, 1, 2, "n0", 29500),
+        "systems that look for SLURM first: all ranks of a node are one"),
+    Row("SLURM with an address", f"{SLURM} MASTER_ADDR=old MASTER_PORT=1", SLURM_IS,
+        "systems that let MASTER_PORT of the batch script win: two steps collide"),
+    Row("salloc shell", SHELL, SINGLE, LIGHTNING_SHELL),
+    Row("sbatch shell", SHELL + " SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0", SINGLE,
+        LIGHTNING_SHELL),
+    Row("salloc's interactive step",
+        SHELL + " SLURM_STEP_ID=4294967290 SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0 "
+        "SLURM_STEP_NODELIST=n1", ("slurm", 0, 0, 1, 1, 0, 1, "n1", 0), LIGHTNING_SHELL),
+    Row("mpirun in a salloc shell", f"{SHELL} {OMPI1}",
+        ("openmpi", 1, 1, 2, 2, 0, 1, "127.0.0.1", 15684), LIGHTNING_SHELL),
+    Row("a task that lost its step", SHELL + " SLURM_PROCID=7 SLURM_LOCALID=3",
+        ["missing SLURM_STEP_ID, SLURM_STEP_NUM_TASKS", "SLURM_PROCID='7'"], KEMPNER),
+    Row("SLURM without rank", SLURM + " ~SLURM_PROCID", ["missing SLURM_PROCID"]),
+    Row("SLURM without local id", SLURM + " ~SLURM_LOCALID", ["missing SLURM_LOCALID"]),
+    Row("SLURM without task count", SLURM + " ~SLURM_STEP_NUM_TASKS",
+        ["missing SLURM_STEP_NUM_TASKS"]),
+    Row("SLURM without step id", SLURM + " ~SLURM_STEP_ID", ["missing SLURM_STEP_ID"]),
+    Row("SLURM without job id", SLURM + " ~SLURM_JOB_ID",
+        ["missing SLURM_JOB_ID or SLURM_JOBID"]),
+    Row("SLURM without nodes", f"{STEP} SLURM_JOB_ID=1", ["missing SLURM_STEP_NODELIST"]),
+    Row("SLURM rank too large", SLURM + " SLURM_PROCID=8",
+        ["SLURM_PROCID='8' is not below SLURM_STEP_NUM_TASKS=8"]),
+    Row("SLURM local id too large", SLURM + " SLURM_LOCALID=4", ["SLURM_LOCALID='4'"]),
+    Row("SLURM node id too large", SLURM + " SLURM_NODEID=2", ["SLURM_NODEID='2'"]),
+    Row("SLURM empty rank", SLURM + " SLURM_PROCID=<empty>", ["SLURM_PROCID='' is empty"]),
+    Row("SLURM word as count", SLURM + " SLURM_STEP_NUM_TASKS=all",
+        ["SLURM_STEP_NUM_TASKS='all' is not a whole number"]),
+    Row("SLURM counts contradict", SLURM + " SLURM_STEP_TASKS_PER_NODE=4",
+        ["SLURM_STEP_TASKS_PER_NODE=4 sums to 4", "SLURM_STEP_NUM_TASKS=8"]),
+    Row("SLURM malformed counts", SLURM + " SLURM_STEP_TASKS_PER_NODE=4(x",
+        ["SLURM_STEP_TASKS_PER_NODE", "'4(x'"]),
+    Row("SLURM malformed nodes", SLURM + " SLURM_STEP_NODELIST=n[1-2",
+        ["SLURM_STEP_NODELIST", "unbalanced"]),
+    Row("SLURM descending nodes", SLURM + " SLURM_STEP_NODELIST=n[2-1]", ["descends"]),
+    Row("SLURM uneven, counts not given",
+        "SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=5 SLURM_PROCID=4 SLURM_LOCALID=1 SLURM_JOB_ID=1234 "
+        "SLURM_NODEID=1 SLURM_STEP_NODELIST=n[1-2]", ["SLURM_STEP_TASKS_PER_NODE is missing"],
+        "all that divide the world by the nodes"),
+    # -- LSF
+    Row("jsrun, launch node first",
+        JSM + " LSB_MCPU_HOSTS=batch5<blank>1<blank>h1<blank>42<blank>h2<blank>42",
+        ("lsf", 5, 1, 8, 4, 1, 2, "h1", 23963),
+        "systems that take the first host listed: the launch node has no task"),
+    Row("jsrun, second run of a job",
+        JSM + " LSB_MCPU_HOSTS=h1<blank>4<blank>h2<blank>4 PMIX_NAMESPACE=run2",
+        ("lsf", 5, 1, 8, 4, 1, 2, "h1", 23402), LIGHTNING_PORT),
+    Row("jsrun empty hosts", JSM + " LSB_MCPU_HOSTS=<empty>", ["LSB_MCPU_HOSTS='' is empty"]),
+    Row("jsrun odd hosts", JSM + " LSB_MCPU_HOSTS=h1<blank>4<blank>h2", ["not pairs of host"]),
+    Row("jsrun in a job's shell only", "LSB_JOBID=77 LSB_MCPU_HOSTS=n1", SINGLE),
+    Row("jsrun with address", f"{JSM} {MEET}", ("lsf", 5, 1, 8, 4, 1, 2, "n0", 29500)),
+    Row("jsrun sets OpenMPI's too", f"{JSM} {MEET} {OMPI1}",
+        ("lsf", 5, 1, 8, 4, 1, 2, "n0", 29500), ACCELERATE),
+    Row("jsrun on many hosts, none listed", JSM, ["missing MASTER_ADDR, MASTER_PORT"]),
+    Row("jsrun partial", JSM + " ~JSM_NAMESPACE_SIZE", ["missing JSM_NAMESPACE_SIZE"]),
+    Row("jsrun rank too large", JSM + " JSM_NAMESPACE_RANK=8", ["JSM_NAMESPACE_RANK='8'"]),
+    # -- OpenMPI
+    Row("mpirun, one host", OMPI1, ("openmpi", 1, 1, 2, 2, 0, 1, "127.0.0.1", 15684), NO_SLURM),
+    Row("mpirun, two hosts", OMPI2, ["missing MASTER_ADDR, MASTER_PORT"]),
+    Row("mpirun, two hosts, address", f"{OMPI2} {MEET}",
+        ("openmpi", 5, 1, 8, 4, 1, 2, "n0", 29500)),
+    Row("mpirun, half an address", f"{OMPI2} MASTER_ADDR=n0", ["missing MASTER_PORT"]),
+    Row("mpirun before PMI", f"{OMPI1} PMI_RANK=0 PMI_SIZE=7",
+        ("openmpi", 1, 1, 2, 2, 0, 1, "127.0.0.1", 15684), ACCELERATE),
+    Row("mpirun of 1", OMPI1.replace("SIZE=2", "SIZE=1").replace("RANK=1", "RANK=0"),
+        ("openmpi", 0, 0, 1, 1, 0, 1, "127.0.0.1", 0)),
+    Row("mpirun partial", "OMPI_COMM_WORLD_RANK=1",
+        ["missing OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK"], ACCELERATE),
+    Row("mpirun empty", OMPI1 + " OMPI_COMM_WORLD_SIZE=<empty>", ["OMPI_COMM_WORLD_SIZE='' is"]),
+    Row("mpirun without job", OMPI1 + " ~PMIX_NAMESPACE",
+        ["missing PMIX_NAMESPACE or OMPI_MCA_ess_base_jobid or MASTER_PORT"]),
+    # -- PMI
+    Row("hydra with job", PMI + " PMI_JOBID=j1", ("pmi", 1, 1, 2, 2, 0, 1, "127.0.0.1", 20470)),
+    Row("hydra with address", f"{PMI} {MEET}", ("pmi", 1, 1, 2, 2, 0, 1, "n0", 29500)),
+    Row("Cray's local names", f"PMI_RANK=1 PMI_SIZE=2 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2 {MEET}",
+        ("pmi", 1, 1, 2, 2, 0, 1, "n0", 29500)),
+    Row("PMI without local rank", f"PMI_RANK=1 PMI_SIZE=2 {MEET}",
+        ["missing MPI_LOCALRANKID or PMI_LOCAL_RANK"], ACCELERATE + " (local rank 0 everywhere)"),
+    Row("PMI negative", f"{PMI} {MEET} PMI_RANK=-3", ["PMI_RANK='-3' is negative"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_the_environment_is_exactly_this_or_the_complaint_names_variable_and_value(
+    row: Row,
+) -> None:
+    """Every row gives all nine fields from one source, or an error with these words; no mixture."""
+    variables = row.variables()
+    before = dict(variables)
+    if isinstance(row.expected, tuple):
+        assert astuple(detect_environment(variables)) == row.expected
+    else:
+        with pytest.raises(DistributedEnvironmentError) as caught:
+            detect_environment(variables)
+        for part in row.expected:
+            assert part in str(caught.value)
+        assert "Nothing was opened or written" in str(caught.value)
+        assert caught.value.variables
+        assert isinstance(caught.value, (OSError, ValueError))
+    assert variables == before
+
+
+def test_the_table_is_long_enough_and_says_who_gets_it_wrong() -> None:
+    """At least 60 environments, no two alike, and those that trip today's systems are marked."""
+    assert len({row.environ for row in ROWS}) >= 60
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert sum(bool(row.wrong_in) for row in ROWS) >= 30

@@ -1,0 +1,193 @@
+"""Export to the standard variables, its exact undo, and what detection leaves alone."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from reloadpg.environment import (
+    DistributedEnvironment,
+    DistributedEnvironmentError,
+    detect_environment,
+)
+from reloadpg.environment.layout import port_from_ids
+
+ENVIRONMENT = DistributedEnvironment("slurm", 5, 1, 8, 4, 1, 2, "n1", 15123)
+
+
+def test_the_exported_variables_are_read_back_as_the_same_environment() -> None:
+    """A child process that reads torchrun's variables is the same rank of the same job."""
+    environ: dict[str, str] = {}
+    ENVIRONMENT.export(environ=environ)
+    assert detect_environment(environ) == replace(ENVIRONMENT, source="torchrun")
+
+
+def test_undo_puts_back_exactly_what_was_there_and_only_once() -> None:
+    """New, equal and overwritten variables are as before; a second undo is idle."""
+    environ = {"RANK": "5", "MASTER_ADDR": "old", "WORLD_SIZE": "2", "HOME": "/root"}
+    before = dict(environ)
+    undo = ENVIRONMENT.export(overwrite=True, environ=environ)
+    assert environ["MASTER_ADDR"] == "n1"
+    assert environ["WORLD_SIZE"] == "8"
+    undo()
+    assert environ == before
+    environ["RANK"] = "6"
+    undo()
+    assert environ["RANK"] == "6"
+
+
+def test_os_environ_is_the_default_and_the_undo_is_a_context_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a mapping the process's own variables are written, and restored after the block."""
+    for name in ENVIRONMENT.variables():
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    with ENVIRONMENT.export() as export:
+        assert os.environ["RANK"] == "5"
+        assert set(export.changed) == set(ENVIRONMENT.variables())
+    assert dict(os.environ) == before
+
+
+def test_without_overwrite_a_preset_address_stays() -> None:
+    """The user's own meeting point is kept; the rest is written around it."""
+    environ = {"MASTER_ADDR": "n1-ib", "MASTER_PORT": "1"}
+    undo = ENVIRONMENT.export(environ=environ)
+    assert environ["MASTER_ADDR"] == "n1-ib"
+    assert environ["MASTER_PORT"] == "1"
+    assert environ["RANK"] == "5"
+    undo()
+    assert environ == {"MASTER_ADDR": "n1-ib", "MASTER_PORT": "1"}
+
+
+def test_without_overwrite_another_identity_is_an_error_and_nothing_is_written() -> None:
+    """Half of one identity is never combined with half of another."""
+    environ = {"RANK": "7"}
+    with pytest.raises(DistributedEnvironmentError, match="RANK is '7' and would become '5'"):
+        ENVIRONMENT.export(environ=environ)
+    assert environ == {"RANK": "7"}
+
+
+def test_undo_leaves_what_someone_else_changed_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Only what is still ours is undone."""
+    environ: dict[str, str] = {}
+    undo = ENVIRONMENT.export(environ=environ)
+    environ["RANK"] = "0"
+    with caplog.at_level(logging.WARNING):
+        undo()
+    assert environ == {"RANK": "0"}
+    assert "RANK was set to '5' by the export and is '0' now" in caplog.text
+
+
+def test_a_write_that_fails_midway_leaves_nothing_behind() -> None:
+    """All variables are written or none."""
+
+    class Full(dict[str, str]):
+        def __setitem__(self, name: str, value: str) -> None:
+            if name == "MASTER_ADDR":
+                raise OSError("no room")
+            super().__setitem__(name, value)
+
+    environ = Full()
+    with pytest.raises(OSError, match="no room"):
+        ENVIRONMENT.export(environ=environ)
+    assert environ == {}
+
+
+def test_a_single_process_exports_a_port_that_is_free() -> None:
+    """A world of 1 has no port of its own; the export picks one that can be bound now."""
+    port = int(detect_environment({}).variables()["MASTER_PORT"])
+    assert 1024 <= port <= 65535
+
+
+def test_ports_are_in_range_and_differ_between_steps_and_neighbouring_jobs() -> None:
+    """15000..30000; the first 200 steps of 70 consecutive jobs share none."""
+    for base in (1, 999, 15001, 4294967):
+        ports = [
+            port_from_ids(base + job, step)
+            for job, step in itertools.product(range(70), range(200))
+        ]
+        assert 15000 <= min(ports) <= max(ports) <= 30000
+        assert len(set(ports)) == len(ports)
+
+
+def test_ranks_that_are_not_consecutive_on_a_node_are_warned_about_not_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The layout rule, global = node * per node + local, is a check: cyclic jobs run."""
+    environ = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_PROCID": "2",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    }
+    with caplog.at_level(logging.WARNING):
+        found = detect_environment(environ)
+    assert (found.rank, found.node_rank, found.local_rank) == (2, 0, 1)
+    assert "placed rank 2 as local rank 1" in caplog.text
+    caplog.clear()
+    detect_environment({**environ, "SLURM_PROCID": "1"})
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": 8},
+        {"rank": -1},
+        {"local_rank": 4},
+        {"node_rank": 2},
+        {"local_world_size": 9},
+        {"num_nodes": 9},
+        {"master_port": 65536},
+        {"master_port": 0},
+    ],
+    ids=str,
+)
+def test_an_environment_out_of_range_cannot_be_made(change: dict[str, int]) -> None:
+    """Also one made by hand is checked, and the message has the number."""
+    with pytest.raises(DistributedEnvironmentError, match=str(next(iter(change.values())))):
+        replace(ENVIRONMENT, **change)  # type: ignore[arg-type]
+
+
+def test_importing_detecting_exporting_and_ranks_import_no_torch() -> None:
+    """What a launcher script needs before torch is loaded does not load it."""
+    script = (
+        "import sys, reloadpg\n"
+        "import reloadpg.environment as e\n"
+        "e.detect_environment({}).export(environ={})()\n"
+        "assert e.get_rank() == 0 and e.is_rank_zero()\n"
+        "assert e.rank_zero_only(lambda: 3)() == 3\n"
+        "e.resolve_mesh_dims({}, 8); e.configure_network_environment({})\n"
+        "e.destroy_distributed(); e.process_group_scope().__enter__()\n"
+        "assert reloadpg.detect_environment is e.detect_environment\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    environ = {k: v for k, v in os.environ.items() if k not in ENVIRONMENT.variables()}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_all_public_names_are_there_lazily() -> None:
+    """Every name of ``__all__`` resolves, is listed by ``dir``, and an unknown one says so."""
+    import reloadpg.environment as environment
+
+    for name in environment.__all__:
+        assert callable(getattr(environment, name)), name
+        assert name in dir(environment)
+    with pytest.raises(AttributeError, match="nonsense"):
+        environment.nonsense  # noqa: B018

@@ -1,0 +1,181 @@
+"""Real launchers, not dictionaries: torchrun, srun, mpirun, a bare python."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reloadpg
+
+HERE = Path(__file__).parent
+REPORT = str(HERE / "rank_report.py")
+ROOT = str(Path(reloadpg.__file__).parents[1])
+TIMEOUT_S = 120
+
+
+def missing(*tools: str) -> str:
+    """A reason that names the launcher's tools that are not installed; empty if all are."""
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    absent = [tool for tool in tools if shutil.which(tool, path=path) is None]
+    return f"launcher not installed: {', '.join(absent)}" if absent else ""
+
+
+def clean_environment() -> dict[str, str]:
+    prefixes = ("SLURM", "OMPI_", "PMI", "PMIX_", "JSM_", "LSB_", "TORCHELASTIC")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(prefixes) and name not in (*names, "GROUP_RANK", "GROUP_WORLD_SIZE")
+    }
+    sbin = os.pathsep.join([kept.get("PATH", "/usr/bin"), "/usr/sbin", "/sbin"])
+    return {
+        **kept,
+        "PATH": sbin,
+        "PYTHONPATH": ROOT,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def launch(*command: str) -> str:
+    """Run a launcher, bounded; everything it started is killed with it."""
+    process = subprocess.Popen(
+        command,
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def reports(folder: Path, label: str = "job") -> list[dict[str, Any]]:
+    found = [json.loads(path.read_text()) for path in folder.glob(f"{label}.*.json")]
+    return sorted(found, key=lambda report: report["rank"])
+
+
+def check(found: list[dict[str, Any]], source: str, world_size: int) -> None:
+    assert [report["rank"] for report in found] == list(range(world_size))
+    for rank, report in enumerate(found):
+        assert report["source"] == source
+        assert report["local_rank"] == rank
+        assert report["world_size"] == report["local_world_size"] == world_size
+        assert (report["node_rank"], report["num_nodes"]) == (0, 1)
+        assert report["early"] == [rank, rank == 0]
+        assert report["torch_free"]
+        assert report["group"] == [rank, world_size]
+        assert report["sum"] == sum(range(world_size))
+
+
+def test_a_bare_python_is_a_single_process(tmp_path: Path) -> None:
+    """No launcher: rank 0 of 1, and bring-up works."""
+    launch(sys.executable, REPORT, str(tmp_path))
+    check(reports(tmp_path), "single", 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_torchrun(ranks: int, tmp_path: Path) -> None:
+    """torchrun's agent keeps the store; the ranks agree and meet on it."""
+    launch(
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"),
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
+        *(REPORT, str(tmp_path)),
+    )
+    check(reports(tmp_path), "torchrun", ranks)
+
+
+OPENMPI = missing("mpirun", "ompi_info")
+
+
+@pytest.mark.skipif(bool(OPENMPI), reason=OPENMPI)
+def test_mpirun_of_openmpi(tmp_path: Path) -> None:
+    """mpirun hands out no address: on one host the ranks meet on the loopback interface."""
+    root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+    launch(
+        *("mpirun", *root, "--oversubscribe", "-n", "2", sys.executable, REPORT, str(tmp_path)),
+    )
+    found = reports(tmp_path)
+    check(found, "openmpi", 2)
+    assert {report["master_addr"] for report in found} == {"127.0.0.1"}
+
+
+SLURM = missing("srun", "slurmctld", "slurmd", "munged", "ip", "unshare") or (
+    "SLURM needs root to be started by the test" if os.getuid() else ""
+)
+slurm = pytest.mark.skipif(bool(SLURM), reason=SLURM)
+
+STEPS = """
+set -e
+PYTHON="{python}"; REPORT="{report}"
+mkdir step shell batch steps pmi
+srun -n 2 "$PYTHON" "$REPORT" "$PWD/step"
+srun -n 2 --mpi=pmi2 "$PYTHON" "$REPORT" "$PWD/pmi"
+salloc -Q -n 8 sh -c '"'$PYTHON'" "'$REPORT'" shell; {two_steps}'
+sbatch -Q --wait -n 8 -o batch.out --wrap '"'$PYTHON'" "'$REPORT'" batch'
+"""
+TWO_STEPS = (
+    'srun --exact -n 2 "\'$PYTHON\'" "\'$REPORT\'" "$PWD/steps" A B & first=$!; '
+    'srun --exact -n 2 "\'$PYTHON\'" "\'$REPORT\'" "$PWD/steps" B A && wait $first'
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All SLURM runs, in one cluster: starting it costs more than the runs."""
+    folder = tmp_path_factory.mktemp("slurm")
+    steps = STEPS.format(python=sys.executable, report=REPORT, two_steps=TWO_STEPS)
+    launch(
+        *("unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"),
+        *("sh", str(HERE / "slurm_cluster.sh"), str(folder), steps),
+    )
+    return folder
+
+
+@slurm
+@pytest.mark.parametrize("kind", ["step", "pmi"])
+def test_srun_starts_a_job_of_its_step(cluster: Path, kind: str) -> None:
+    """Each task finds rank, host and port by itself; srun's PMI variables change nothing."""
+    found = reports(cluster / kind)
+    check(found, "slurm", 2)
+    assert {report["master_addr"] for report in found} == {"localhost"}
+    assert len({report["master_port"] for report in found}) == 1
+    assert 15000 <= found[0]["master_port"] <= 30000
+
+
+@slurm
+@pytest.mark.parametrize("kind", ["shell", "batch"])
+def test_the_shell_of_an_allocation_is_one_process(cluster: Path, kind: str) -> None:
+    """Under salloc and sbatch, outside any step: rank 0 of 1, not rank 0 of 8."""
+    found = reports(cluster / kind)
+    assert [(r["rank"], r["world_size"], r["sum"]) for r in found] == [(0, 1, 0.0)]
+    assert found[0]["source"] in ("single", "slurm")
+
+
+@slurm
+def test_two_steps_of_one_job_run_at_the_same_time_without_a_port_collision(cluster: Path) -> None:
+    """Both are up together, each with its own port, and neither sees the other's ranks."""
+    first, second = reports(cluster / "steps", "A"), reports(cluster / "steps", "B")
+    check(first, "slurm", 2)
+    check(second, "slurm", 2)
+    ports = {report["master_port"] for report in first}, {r["master_port"] for r in second}
+    assert len(ports[0]) == len(ports[1]) == 1
+    assert ports[0] != ports[1]

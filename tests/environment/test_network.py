@@ -1,0 +1,171 @@
+"""Interfaces: real ones, made in a network namespace of the test's own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from reloadpg.environment import configure_network_environment, detect_ib_interface, network
+
+# A pair of virtual interfaces: the other end must be up too, or there is no carrier. ``ip`` shows
+# such a one as ``ib0@other``.
+ADD = "ip link add {0} type veth peer name x{0}; ip link set x{0} up; "
+ADDRESS = "ip address add {1} dev {0}; "
+UP = ADD + "ip link set {0} up; " + ADDRESS
+ADDRESS_4 = "10.9.0.1/24"
+
+INTERFACES = {
+    "none": ("true", None),
+    "up": (UP.format("ib0", ADDRESS_4), "ib0"),
+    "down": ((ADD + ADDRESS).format("ib0", ADDRESS_4), None),
+    "down, second up": (
+        (ADD + ADDRESS).format("ib0", ADDRESS_4) + UP.format("ib1", "10.9.1.1/24"),
+        "ib1",
+    ),
+    "no address": (ADD.format("ib0") + "ip link set ib0 up", None),
+    "no carrier": (UP.format("ib0", ADDRESS_4) + "ip link set xib0 down", None),
+    "partition with parent": (
+        ADD.format("ib0") + "ip link set ib0 up; "
+        "ip link add link ib0 name ib0.8001 type macvlan; ip link set ib0.8001 up; "
+        + ADDRESS.format("ib0.8001", ADDRESS_4),
+        "ib0.8001",
+    ),
+    "IPv4 link-local only": (UP.format("ib0", "169.254.3.4/16"), None),
+    "IPv6 link-local only": (UP.format("ib0", "fe80::1/64 nodad"), None),
+    "IPv6 global": (UP.format("ib0", "fd00:1::1/64 nodad"), "ib0"),
+    "link-local, then usable": (
+        UP.format("ib0", "169.254.3.4/16") + ADDRESS.format("ib0", ADDRESS_4),
+        "ib0",
+    ),
+    "another name": (UP.format("eth7", ADDRESS_4), None),
+    "first of two": (UP.format("ib3", "10.9.3.1/24") + UP.format("ib1", "10.9.1.1/24"), "ib3"),
+}
+
+SCRIPT = """
+import json, os
+from reloadpg.environment import configure_network_environment, detect_ib_interface
+before = dict(os.environ)
+found = detect_ib_interface()
+changes = configure_network_environment()
+added = {k: v for k, v in os.environ.items() if before.get(k) != v}
+print(json.dumps([found, changes, added]))
+"""
+
+
+def namespaces_missing() -> str:
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        return "ip (iproute2) or unshare not installed"
+    done = subprocess.run(
+        ["unshare", "-n", "ip", "link", "add", "ib0", "type", "veth"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    return f"no network namespaces here: {done.stderr.strip()}" if done.returncode else ""
+
+
+MISSING = namespaces_missing()
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize(("setup", "expected"), INTERFACES.values(), ids=INTERFACES)
+def test_the_first_usable_infiniband_interface_is_found_and_used(
+    setup: str, expected: str | None
+) -> None:
+    """Up, with carrier, with an address that is not link-local, and without its parent's name."""
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.endswith("_SOCKET_IFNAME") and not name.startswith("TORCH_NCCL")
+    }
+    done = subprocess.run(
+        ["unshare", "-n", "sh", "-ec", f'{setup}\nexec "$0" -c "$1"', sys.executable, SCRIPT],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found, changes, added = json.loads(done.stdout)
+    assert found == expected
+    wanted = {"NCCL_SOCKET_IFNAME": expected, "GLOO_SOCKET_IFNAME": expected} if expected else {}
+    assert changes == added == wanted
+
+
+def test_without_the_tool_there_is_no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container without iproute2 gets None, not an exception."""
+    monkeypatch.setattr(network.shutil, "which", lambda *_, **__: None)
+    assert detect_ib_interface() is None
+    assert configure_network_environment({}) == {}
+
+
+@pytest.mark.parametrize("tool", ["#!/bin/sh\nexit 3\n", "#!/bin/sh\necho '{['\n", "not a program"])
+def test_a_tool_that_fails_or_babbles_is_no_interface(
+    tool: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ``ip`` does, bring-up goes on without it."""
+    path = os.path.join(str(tmp_path), "ip")
+    with open(path, "w") as file:
+        file.write(tool)
+    os.chmod(path, 0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert detect_ib_interface() is None
+
+
+@pytest.mark.parametrize(
+    ("preset", "gloo"),
+    [
+        ("ib7", "ib7"),
+        ("bond0.12", "bond0.12"),
+        ("lo", "lo"),
+        ("^docker,lo", None),
+        ("=eth0", None),
+        ("ib0,ib1", None),
+        ("", None),
+        ("l", None),
+    ],
+)
+def test_a_preset_interface_stays_and_is_gloos_only_if_it_is_one_concrete_name(
+    preset: str, gloo: str | None
+) -> None:
+    """NCCL's exclusion, exact-match, list and prefix forms (``l`` for ``lo``) are not gloo's."""
+    environ = {"NCCL_SOCKET_IFNAME": preset}
+    changes = configure_network_environment(environ)
+    assert changes == ({} if gloo is None else {"GLOO_SOCKET_IFNAME": gloo})
+    assert environ == {"NCCL_SOCKET_IFNAME": preset, **changes}
+
+
+def test_a_preset_gloo_interface_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only unset variables are set, preset NCCL or found InfiniBand alike."""
+    environ = {"NCCL_SOCKET_IFNAME": "ib7", "GLOO_SOCKET_IFNAME": "eth0"}
+    assert configure_network_environment(environ) == {}
+    monkeypatch.setattr(network, "detect_ib_interface", lambda: "ib2")
+    environ = {"GLOO_SOCKET_IFNAME": "eth0"}
+    assert configure_network_environment(environ) == {"NCCL_SOCKET_IFNAME": "ib2"}
+    assert environ["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert configure_network_environment(environ) == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "warns"), [("0", True), ("1", False), ("3", False), (None, False)]
+)
+def test_nccl_error_handling_is_left_to_torch_and_0_is_warned_about(
+    value: str | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """0 is kept, with a warning; nothing is forced to 1, which breaks flight-recorder dumps."""
+    environ = {"NCCL_SOCKET_IFNAME": "^x"}
+    if value is not None:
+        environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = value
+    before = dict(environ)
+    with caplog.at_level(logging.WARNING):
+        assert configure_network_environment(environ) == {}
+    assert environ == before
+    assert ("TORCH_NCCL_ASYNC_ERROR_HANDLING=0" in caplog.text) == warns
