@@ -1,0 +1,1 @@
+"""The demo: a colocated reinforcement-learning loop whose groups are offloaded and reloaded."""
