@@ -1,0 +1,144 @@
+"""What one gate costs, against the number of ranks that meet at it.
+
+Up to 1,000 simulated ranks: each is a rendezvous with a store connection of its own to one real
+TCPStore, in threads of a few processes. The time is from the first arrival of a gate to the last
+return, divided over the gates; the store operations are counted on one rank.
+
+Usage: python benchmarks/rendezvous.py [--ranks 8 64 256 1000] [--gates 10] [--json PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from _output import machine, write_json
+
+from reloadpg.plans import GroupPlan, Plan
+from reloadpg.rendezvous import Rendezvous
+from reloadpg.report import table
+from reloadpg.testing import run_ranks
+
+BOUND_S = 120.0
+
+
+class Counting:
+    """A store that counts the operations asked of it."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.operations = 0
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._store, name)
+        if not callable(value):
+            return value
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.operations += 1
+            return value(*args, **kwargs)
+
+        return counted
+
+
+def _count(rendezvous: Rendezvous) -> Counting:
+    """Let the rendezvous' own part of the store be counted."""
+    part: Callable[[Any], Any] = rendezvous._part
+    counting = Counting(None)
+
+    def counted(root: Any) -> Any:
+        counting._store = part(root)
+        return counting
+
+    rendezvous._part = counted  # type: ignore[method-assign, assignment]
+    return counting
+
+
+def _plan(size: int) -> Plan:
+    group = GroupPlan("0", tuple(range(size)), 0, "recreate", 1234)
+    return Plan("offload", {"timeout_s": "300.0"}, (group,))
+
+
+def meet(process: int, processes: int, port: int, size: int, gates: int) -> dict[str, Any]:
+    """One process's share of the ranks: the milliseconds that each of its gates took."""
+    mine = range(process, size, processes)
+    plan = _plan(size)
+    times: list[list[float]] = []
+    lock = threading.Lock()
+    counters: list[Counting] = []
+
+    def rank_main(rank: int) -> None:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        rendezvous = Rendezvous(store, rank, size)
+        if rank == mine[-1]:
+            counters.append(_count(rendezvous))
+        rendezvous.open("warm-up", ("enter",), BOUND_S).gate("enter")
+        for counter in counters:
+            counter.operations = 0
+        own: list[float] = []
+        for _ in range(gates):
+            turn = rendezvous.open("offload", ("enter", "released"), BOUND_S)
+            begun = time.perf_counter()
+            turn.agree("enter", plan)
+            turn.gate("released")
+            own.append((time.perf_counter() - begun) * 1e3 / 2)
+        with lock:
+            times.append(own)
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in mine]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {
+        "ms": [statistics.median(own) for own in times],
+        "operations": counters[0].operations / (2 * gates) if counters else None,
+    }
+
+
+def main() -> int:
+    """Run it and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1000])
+    parser.add_argument("--gates", type=int, default=10)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for size in options.ranks:
+        processes = min(4, size)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        results = run_ranks(meet, processes, args=(store.port, size, options.gates), timeout=900)
+        every = [ms for result in results for ms in result["ms"]]
+        rows.append(
+            (
+                size,
+                statistics.median(every),
+                max(every),
+                statistics.median(result["operations"] for result in results),
+                store.num_keys() / size,
+            )
+        )
+        print(f"{size} ranks done", file=sys.stderr)
+    header = (
+        "ranks",
+        "ms a gate, median",
+        "ms a gate, worst rank",
+        "operations a rank and gate",
+        "keys left a rank",
+    )
+    print(table(header, rows))
+    names = ("ranks", "median_ms", "worst_ms", "operations", "keys_per_rank")
+    figures = [dict(zip(names, row, strict=True)) for row in rows]
+    write_json(options.json, {"machine": machine(), "gates": figures})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

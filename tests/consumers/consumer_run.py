@@ -1,0 +1,331 @@
+"""One program on real ranks, twice: as torch is, and with reloadpg and cycles in between.
+
+A program is a module-level function ``program(run) -> results``. It creates its groups, computes,
+and calls ``run.cycle()`` between its steps. In the plain setting that does nothing; in a reloaded
+setting it is one ``offload`` and one ``reload``, and what could be seen of them is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed import all_reduce as early_all_reduce  # bound before install, as Megatron
+
+import reloadpg
+from reloadpg.testing import RanksFailedError, run_ranks, simulated
+
+TIMEOUT = 120.0
+"""Seconds for one launch of ranks; most end within 10, compiled ones within 60, on two cores."""
+
+ENVIRONMENT = {"RES_OPTIONS": "timeout:1 attempts:1"}
+"""Torch asks for the name of the address of each connection to the store; where the name server
+does not answer, that took 5 s each by default."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a program is run.
+
+    Attributes:
+        backend: the backend of the default group.
+        reloadable: whether reloadpg is installed.
+        backends: what ``install`` is told.
+        late: whether ``install`` comes after ``init_process_group`` instead of before it.
+    """
+
+    backend: str = "gloo"
+    reloadable: bool = False
+    backends: frozenset[str] | None = None
+    late: bool = False
+
+
+PLAIN = Setting()
+RELOADED = Setting(reloadable=True, backends=frozenset({"gloo"}))
+RELOADED_LATE = Setting(reloadable=True, backends=frozenset({"gloo"}), late=True)
+SIM_PLAIN = Setting(backend="sim")
+SIM_RELOADED = Setting(backend="sim", reloadable=True)
+
+
+@dataclass
+class GroupCycle:
+    """What one group did in one cycle."""
+
+    name: str
+    desc: str
+    size: int
+    state_offloaded: str
+    inner_gone: bool
+    refused: dict[str, str]
+    untouched: bool
+    state_after: str
+    generation_after: int
+    in_tables: bool
+    found_by_name: bool
+
+
+@dataclass
+class Cycle:
+    """What one rank saw of one offload and one reload."""
+
+    groups: list[GroupCycle]
+    released: int
+    rebuilt: int
+    sockets_offloaded: int
+    """Open sockets of this process while the groups were offloaded."""
+    sockets_bypassed: int
+    """Of these, what live gloo groups that are not reloadable own."""
+    sockets_after: int
+    """Open sockets after the reload."""
+    sockets_owned: int
+    """Of these, what the live reloadable gloo groups own."""
+    strangers: int
+    """Groups in c10d's tables that were not there before the cycle."""
+    bypassed: int
+    """Groups in c10d's tables that are not reloadable, after the reload."""
+    simulated_offloaded: Any = None
+    """What the simulated accelerator held while offloaded, where it is the backend."""
+    simulated_after: Any = None
+
+
+@dataclass
+class Outcome:
+    """What one rank hands back: results to compare, facts to look at, and its cycles."""
+
+    results: Any
+    facts: dict[str, Any]
+    cycles: list[Cycle]
+
+
+@dataclass
+class Run:
+    """What a program has in its hands."""
+
+    rank: int
+    world_size: int
+    setting: Setting
+    facts: dict[str, Any] = field(default_factory=dict)
+    cycles: list[Cycle] = field(default_factory=list)
+
+    @property
+    def backend(self) -> str:
+        return self.setting.backend
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def reloadable(self) -> bool:
+        return self.setting.reloadable
+
+    def cycle(self, meanwhile: Callable[[], Any] | None = None) -> Any:
+        """One offload, ``meanwhile()``, one reload; in a plain run ``meanwhile()`` alone."""
+        if not self.reloadable:
+            return meanwhile() if meanwhile is not None else None
+        groups = managed()
+        seen = set(map(id, tables().pg_map))
+        inner = {group.group_name: weakref.ref(group._inner) for group in groups}
+        released = reloadpg.offload()
+        gone = {name: ref() is None for name, ref in inner.items()}
+        sockets_offloaded = sockets()
+        sockets_bypassed = sockets_of(bypassed())
+        simulated_offloaded = simulated.stats() if self.backend == "sim" else None
+        states = {group.group_name: str(group.state) for group in groups}
+        refused = {group.group_name: refusals(group) for group in groups}
+        result = meanwhile() if meanwhile is not None else None
+        rebuilt = reloadpg.reload()
+        self.cycles.append(
+            Cycle(
+                [
+                    GroupCycle(
+                        group.group_name,
+                        group.group_desc,
+                        group.size(),
+                        states[group.group_name],
+                        gone[group.group_name],
+                        *refused[group.group_name],
+                        str(group.state),
+                        group.generation,
+                        group in tables().pg_map and group._inner not in tables().pg_map,
+                        resolve(group.group_name) is group,
+                    )
+                    for group in groups
+                ],
+                len(released.groups),
+                len(rebuilt.groups),
+                sockets_offloaded,
+                sockets_bypassed,
+                sockets(),
+                sockets_of(managed()),
+                sum(id(group) not in seen for group in tables().pg_map),
+                len(bypassed()),
+                simulated_offloaded,
+                simulated.stats() if self.backend == "sim" else None,
+            )
+        )
+        return result
+
+
+def managed() -> list[reloadpg.ReloadableProcessGroup]:
+    """The reloadable groups that c10d's tables hold in this process."""
+    return [g for g in tables().pg_map if isinstance(g, reloadpg.ReloadableProcessGroup)]
+
+
+def bypassed() -> list[dist.ProcessGroup]:
+    """The groups that reloadpg leaves alone."""
+    return [g for g in tables().pg_map if not isinstance(g, reloadpg.ReloadableProcessGroup)]
+
+
+def tables() -> Any:
+    return dist.distributed_c10d._world
+
+
+def resolve(name: str) -> Any:
+    """The group that compiled code and device meshes find under a name."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def sockets() -> int:
+    """Open sockets of this process: the store's, and those of live gloo communicators."""
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            count += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+        except FileNotFoundError:  # the directory's own descriptor
+            continue
+    return count
+
+
+def sockets_of(groups: Sequence[dist.ProcessGroup]) -> int:
+    """A gloo communicator of n ranks has a listening socket and n - 1 connections."""
+    return sum(group.size() for group in groups)
+
+
+def refusals(group: dist.ProcessGroup) -> tuple[dict[str, str], bool]:
+    """What each kind of collective raises on a group, and whether the tensor kept its value."""
+    tensor = torch.full((4,), 7.0)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(tensor, group=group),
+        "early alias": lambda: early_all_reduce(tensor, group=group),
+        "async": lambda: dist.all_reduce(tensor, group=group, async_op=True).wait(),
+        "barrier": lambda: dist.barrier(group=group),
+        "object": lambda: dist.all_gather_object([None] * group.size(), 1, group=group),
+        "method": lambda: group.allreduce([tensor]).wait(),
+        "functional": lambda: funcol.all_reduce(tensor, "sum", group).sum().item(),
+        "by name": lambda: torch.ops._c10d_functional.all_reduce(tensor, "sum", group.group_name),
+    }
+    seen = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            seen[name] = type(error).__name__
+        else:
+            seen[name] = "nothing"
+    return seen, tensor.tolist() == [7.0] * 4
+
+
+def run_program(
+    rank: int, world_size: int, program: Callable[[Run], Any], setting: Setting
+) -> Outcome:
+    """Be one rank of a program."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1234)
+    if setting.backend == "sim":
+        simulated.register()
+        simulated.configure(bytes_per_communicator=1 << 16)
+    if setting.reloadable and not setting.late:
+        reloadpg.install(backends=setting.backends)
+    dist.init_process_group(setting.backend)
+    if setting.reloadable and setting.late:
+        reloadpg.install(backends=setting.backends)
+    run = Run(rank, world_size, setting)
+    results = program(run)
+    run.facts["reloadpg installed"] = reloadpg.is_installed()
+    dist.destroy_process_group()
+    return Outcome(plain_values(results), run.facts, run.cycles)
+
+
+@contextmanager
+def scratch(run: Run, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
+    """A directory that all ranks share, gone at the end, also when the block raises."""
+    path = [tempfile.mkdtemp(prefix="reloadpg-consumer-") if run.rank == 0 else ""]
+    try:
+        dist.broadcast_object_list(path, group=group)
+        yield Path(path[0])
+        dist.barrier(group)
+    finally:
+        if run.rank == 0:
+            shutil.rmtree(path[0], ignore_errors=True)
+
+
+def plain_values(value: Any) -> Any:
+    """The same with detached copies of tensors, fit for the way to the test process."""
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+            raise TypeError(f"give back plain tensors, not {type(value).__qualname__}")
+        return value.detach().cpu().clone()
+    if isinstance(value, Mapping):
+        return {key: plain_values(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_values(item) for item in value]
+    return value
+
+
+@cache
+def launched(
+    program: Callable[[Run], Any], world_size: int, setting: Setting
+) -> list[Outcome] | RanksFailedError:
+    """One launch of ranks, or how it failed; once a test session."""
+    try:
+        return run_ranks(
+            run_program, world_size, args=(program, setting), timeout=TIMEOUT, env=ENVIRONMENT
+        )
+    except RanksFailedError as error:
+        return error
+
+
+def outcomes(
+    program: Callable[[Run], Any], world_size: int, setting: Setting = PLAIN
+) -> list[Outcome]:
+    """What the ranks of a launch hand back, in rank order."""
+    result = launched(program, world_size, setting)
+    if isinstance(result, RanksFailedError):
+        raise result.with_traceback(None)
+    return result
+
+
+def assert_identical(one: Any, other: Any, where: str = "results") -> None:
+    """Equal to the last bit: values, types, shapes, keys."""
+    assert type(one) is type(other), f"{where}: {type(one)} and {type(other)}"
+    if isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), where
+        same = (
+            one.contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .equal(other.contiguous().view(-1).view(torch.uint8))
+        )
+        assert same, f"{where} differs by {(one.double() - other.double()).abs().max().item()}"
+    elif isinstance(one, dict):
+        assert list(one) == list(other), where
+        for key in one:
+            assert_identical(one[key], other[key], f"{where}[{key!r}]")
+    elif isinstance(one, list):
+        assert len(one) == len(other), where
+        for index, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert_identical(left, right, f"{where}[{index}]")
+    else:
+        assert one == other, where

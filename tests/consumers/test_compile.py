@@ -1,0 +1,114 @@
+"""``torch.compile(fullgraph=True)`` of functions with collectives, compiled before any offload."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from consumer_run import Run
+from consumer_tests import Consumer, ConsumerTests
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+def compiled_with(run: Run, backend: str) -> dict[str, Any]:
+    """Functions of a group, of a mesh, of WORLD and of DTensors; graphs counted."""
+    from torch._dynamo.utils import counters
+
+    group = dist.new_group(list(range(run.world_size)), backend=run.backend)
+    world = dist.group.WORLD
+    mesh = init_device_mesh(run.device.type, (run.world_size,), mesh_dim_names=("tp",))
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def of_groups(x: torch.Tensor) -> torch.Tensor:
+        summed = funcol.all_reduce(x * 2, "sum", group)
+        gathered = funcol.all_gather_tensor(summed + 1, 0, world)
+        scattered = funcol.reduce_scatter_tensor(gathered * 3, "sum", 0, (mesh, 0))
+        return funcol.all_reduce(scattered.sin(), "max", (mesh, 0)) + x
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def of_gradients(x: torch.Tensor) -> torch.Tensor:
+        gathered = funcol.all_gather_tensor_autograd(x.sin(), 0, group)
+        return funcol.reduce_scatter_tensor_autograd(gathered * 3, "sum", 0, mesh)
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def of_dist(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        dist.all_reduce(y, group=group)
+        out = y.new_empty(y.shape[0] * run.world_size, *y.shape[1:])
+        dist.all_gather_into_tensor(out, y + 1, group=group)
+        return out.cos()
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def of_dtensor(x: torch.Tensor, w: DTensor) -> torch.Tensor:
+        sharded = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
+        return (sharded @ w).redistribute(placements=[Replicate()]).to_local().tanh()
+
+    weight = torch.randn(3, 3, generator=torch.Generator().manual_seed(7))
+    weight_dtensor = DTensor.from_local(weight, mesh, [Replicate()], run_check=False)
+
+    def step(number: int) -> list[torch.Tensor]:
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * number + run.rank))
+        leaf = x.clone().requires_grad_()
+        differentiable = of_gradients(leaf)
+        differentiable.square().sum().backward()
+        few = [of_groups(x), differentiable, leaf.grad]
+        return few if backend == "inductor" else [*few, of_dist(x), of_dtensor(x, weight_dtensor)]
+
+    def compiled() -> dict[str, Any]:
+        return {
+            "frames": dict(counters["frames"]),
+            "graphs": dict(counters["stats"]),
+            "breaks": dict(counters["graph_break"]),
+        }
+
+    results = [step(number) for number in range(2)]
+    run.facts["compiled"] = [compiled()]
+    for number in range(3):
+        run.cycle()
+        with torch.compiler.set_stance("fail_on_recompile"):
+            results.append(step(2 + number))
+        run.facts["compiled"].append(compiled())
+    return {"results": results}
+
+
+def aot_eager_program(run: Run) -> dict[str, Any]:
+    return compiled_with(run, "aot_eager")
+
+
+def inductor_program(run: Run) -> dict[str, Any]:
+    return compiled_with(run, "inductor")
+
+
+class CompiledTests(ConsumerTests):
+    graphs = 4
+
+    def test_nothing_is_compiled_again(self) -> None:
+        """The graphs made before the first offload serve all cycles; torch refuses to compile
+        another."""
+        for outcome in self.consumer.with_cycles():
+            before, *after = outcome.facts["compiled"]
+            assert before["graphs"]["unique_graphs"] == self.graphs
+            assert before["breaks"] == {}
+            assert after == [before] * 3
+
+
+class TestCompiledAotEager(CompiledTests):
+    consumer = Consumer(aot_eager_program, 2, groups=2)
+
+
+@pytest.mark.skipif(
+    not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")),
+    reason="inductor compiles C++ and this machine has no C++ compiler (g++, clang++ or CXX)",
+)
+class TestCompiledInductor(CompiledTests):
+    """Inductor lowers collectives to in-place operations on names, in compiled code. Its C++
+    compiler takes seconds a graph, so it gets two of the functions."""
+
+    graphs = 2
+    consumer = Consumer(inductor_program, 2, groups=2)

@@ -1,0 +1,158 @@
+"""FSDP2 (``fully_shard``) and FSDP1 (``FullyShardedDataParallel``), their state dicts gathered."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from consumer_run import RELOADED_LATE, Run
+from consumer_tests import Consumer, ConsumerTests
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(10, 24), nn.Linear(24, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(Block(), Block(), nn.Linear(10, 4))
+
+
+def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + run.rank)
+    x = torch.randn(5, 10, generator=generator)
+    loss = model(x).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def whole(value: Any) -> Any:
+    """The full tensor of a DTensor: an all-gather on the mesh's groups."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+# With ``cpu_offload`` too, rank 0 alone would get it.
+GATHER = StateDictOptions(full_state_dict=True)
+
+
+def fsdp2_program(run: Run) -> dict[str, Any]:
+    """Shard on a 1-D mesh and, with four ranks, on a 2-D mesh (replicate, shard)."""
+    meshes = {"shard": init_device_mesh(run.device.type, (run.world_size,))}
+    if run.world_size == 4:
+        meshes["hybrid"] = init_device_mesh(
+            run.device.type, (2, 2), mesh_dim_names=("replicate", "shard")
+        )
+    models, optimizers, results = {}, {}, {}
+    for name, mesh in meshes.items():
+        model = blocks()
+        for layer in model[:2]:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=name == "shard")
+        fully_shard(model, mesh=mesh)
+        models[name], optimizers[name] = model, torch.optim.AdamW(model.parameters(), lr=0.01)
+        results[name] = {"losses": [], "gathered": []}
+    for step in range(8):
+        for name, model in models.items():
+            if name == "hybrid" and step in (2, 3):  # accumulate across a cycle
+                model.set_requires_gradient_sync(step == 3)
+            results[name]["losses"].append(train(run, model, optimizers[name], step))
+        if step in (2, 4, 6):
+            run.cycle()
+            for name, model in models.items():
+                state, _ = get_state_dict(model, optimizers[name], options=GATHER)
+                results[name]["gathered"].append(state)
+    for name, model in models.items():
+        _, state = get_state_dict(model, optimizers[name], options=GATHER)
+        results[name]["optimizer"] = state["state"]
+        sharded = get_state_dict(model, optimizers[name])
+        set_state_dict(
+            model,
+            optimizers[name],
+            model_state_dict=sharded[0],
+            optim_state_dict=sharded[1],
+        )
+        results[name]["parameters"] = {k: whole(v) for k, v in model.state_dict().items()}
+    return results
+
+
+class TestFSDP2(ConsumerTests):
+    consumer = Consumer(fsdp2_program, 4, groups=3)
+
+    def test_gathered_state_is_the_same_on_all_ranks(self) -> None:
+        """An all-gather over the mesh after each cycle gives every rank the same parameters."""
+        first, *others = self.consumer.with_cycles()
+        for name in ("shard", "hybrid"):
+            for other in others:
+                for key, value in first.results[name]["parameters"].items():
+                    assert value.equal(other.results[name]["parameters"][key])
+
+
+@pytest.mark.matrix
+class TestFSDP2InstalledLate(ConsumerTests):
+    """``install`` after ``init_process_group``: WORLD is taken over, then sharded on."""
+
+    consumer = Consumer(fsdp2_program, 2, reloaded=RELOADED_LATE)
+
+
+def fsdp1_program(run: Run) -> dict[str, Any]:
+    """FSDP1 on CPU tensors over gloo: full, gradient-only and no sharding."""
+    # FSDP1 warns on each use that it is superseded, and that CPU copies are its fallback.
+    warnings.simplefilter("ignore")
+    models, optimizers, losses = {}, {}, {}
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        model = FullyShardedDataParallel(
+            blocks(),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            sharding_strategy=ShardingStrategy[strategy],
+            device_id=run.device,
+            use_orig_params=strategy == "FULL_SHARD",
+        )
+        models[strategy] = model
+        optimizers[strategy] = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses[strategy] = []
+    for step in range(8):
+        for name, model in models.items():
+            generator = torch.Generator().manual_seed(1000 * step + run.rank)
+            loss = model(torch.randn(5, 10, generator=generator)).square().mean()
+            loss.backward()
+            model.clip_grad_norm_(0.5)
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+            losses[name].append(loss)
+        if step in (2, 4, 6):
+            run.cycle()
+    results = {}
+    for name, model in models.items():
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            parameters = {k: v.detach().clone() for k, v in model.named_parameters()}
+        optimizer = FullyShardedDataParallel.full_optim_state_dict(
+            model, optimizers[name], rank0_only=False
+        )
+        results[name] = {
+            "losses": losses[name],
+            "parameters": parameters,
+            "optimizer": optimizer["state"],
+        }
+    return results
+
+
+class TestFSDP1(ConsumerTests):
+    consumer = Consumer(fsdp1_program, 2)
