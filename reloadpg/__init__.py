@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # names for type checkers; at run time __getattr__ finds them
+    from .choice import StrategyPolicy
     from .environment import (
         DistributedContext,
         DistributedEnvironment,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # names for type checkers; at run time __getattr__ finds them
         GroupDestroyedError,
         GroupOffloadedError,
         GroupPickleError,
+        InsufficientMemoryError,
         InvalidOptionError,
         NotInstalledError,
         PatchConflictError,
@@ -44,7 +46,7 @@ if TYPE_CHECKING:  # names for type checkers; at run time __getattr__ finds them
         RendezvousTimeoutError,
     )
     from .group import GroupState, ReloadableProcessGroup
-    from .lifecycle import offload, offloaded, on_offload, on_reload, reload, status
+    from .lifecycle import offload, offloaded, on_offload, on_reload, on_report, reload, status
     from .lifecycle import offload as destroy_process_groups
     from .lifecycle import reload as reload_process_groups
     from .patching import Installation, install, is_installed, uninstall
@@ -61,6 +63,7 @@ __all__ = [
     "GroupState",
     "GroupStatus",
     "Installation",
+    "InsufficientMemoryError",
     "InvalidOptionError",
     "NotInstalledError",
     "PatchConflictError",
@@ -72,6 +75,7 @@ __all__ = [
     "RendezvousTimeoutError",
     "Report",
     "Status",
+    "StrategyPolicy",
     "__version__",
     "barrier",
     "configure_network_environment",
@@ -89,6 +93,7 @@ __all__ = [
     "offloaded",
     "on_offload",
     "on_reload",
+    "on_report",
     "process_group_scope",
     "rank_zero_first",
     "rank_zero_only",
@@ -103,6 +108,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "choice": ("StrategyPolicy",),
     "environment": (
         "DistributedContext",
         "DistributedEnvironment",
@@ -126,6 +132,7 @@ _HOMES = {
         "GroupDestroyedError",
         "GroupOffloadedError",
         "GroupPickleError",
+        "InsufficientMemoryError",
         "InvalidOptionError",
         "NotInstalledError",
         "PatchConflictError",
@@ -136,7 +143,15 @@ _HOMES = {
         "RendezvousTimeoutError",
     ),
     "group": ("GroupState", "ReloadableProcessGroup"),
-    "lifecycle": ("offload", "offloaded", "on_offload", "on_reload", "reload", "status"),
+    "lifecycle": (
+        "offload",
+        "offloaded",
+        "on_offload",
+        "on_reload",
+        "on_report",
+        "reload",
+        "status",
+    ),
     "patching": ("Installation", "install", "is_installed", "uninstall"),
     "report": ("GroupReport", "GroupStatus", "Report", "Status"),
 }

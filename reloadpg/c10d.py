@@ -8,6 +8,7 @@ learnt by running it; each function says what it relies on.
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -416,6 +417,48 @@ def together(parts: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         cast(Any, backend)._group_end()
+
+
+def suspend_obstacle(backend: CppBackend) -> str:
+    """Why the communicators of a backend cannot be suspended, in words; empty if they can. Local.
+
+    ``Backend.suspend`` is in torch 2.12 and later; NCCL has it from 2.29.7 on. With
+    ``NCCL_CUMEM_ENABLE=0`` NCCL says that it worked and gives nothing back.
+    """
+    suspend = getattr(type(backend), "suspend", None)
+    name = backend.name()
+    if suspend is None:
+        return f"torch {torch.__version__} cannot suspend {name} communicators (2.12 and later)"
+    if suspend is not getattr(CppBackend, "suspend", None):
+        return _cumem_obstacle()  # a backend written in Python that has its own
+    if not name.startswith("nccl"):
+        return f"backend {name} cannot suspend its communicators"
+    version = cast(Any, torch.cuda.nccl).version()
+    if version < (2, 29, 7):
+        shown = ".".join(map(str, version))
+        return f"NCCL {shown} cannot suspend communicators (2.29.7 and later)"
+    return _cumem_obstacle()
+
+
+def _cumem_obstacle() -> str:
+    if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
+        return "NCCL_CUMEM_ENABLE=0 makes a suspend give nothing back"
+    return ""
+
+
+def memory_stats(backend: CppBackend) -> dict[str, int] | None:
+    """What a backend's communicators say they hold, in bytes; empty if they were never used.
+
+    Local. Keys as NCCL has them: ``total``, ``suspend`` (what a suspend gives back), ``persist``
+    (what it leaves), ``suspended`` (1 while suspended). None if the backend gives no account.
+    """
+    stats = getattr(backend, "memory_stats", None)
+    if stats is None:
+        return None
+    try:
+        return dict(stats())
+    except RuntimeError as error:
+        return {} if "initialized" in str(error) else None
 
 
 def group_of_backends(

@@ -10,22 +10,22 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["current_index", "empty_cache", "synchronize", "use_index"]
+__all__ = ["current_index", "empty_cache", "runtime", "synchronize", "use_index"]
 
 
-def _runtime() -> ModuleType | None:
+def runtime() -> ModuleType | None:
     """``torch.cuda`` or its sibling for the accelerator in use; None if none is in use."""
     accelerator = torch.accelerator.current_accelerator()  # as built; does not ask the driver
     if accelerator is None:
         return None
-    runtime: ModuleType = torch.get_device_module(accelerator)
-    started = getattr(runtime, "is_initialized", torch.accelerator.is_available)
-    return runtime if started() else None
+    module: ModuleType = torch.get_device_module(accelerator)
+    started = getattr(module, "is_initialized", torch.accelerator.is_available)
+    return module if started() else None
 
 
 def current_index() -> int | None:
     """Index of the current device, or None without an accelerator in use. Local."""
-    return torch.accelerator.current_device_index() if _runtime() is not None else None
+    return torch.accelerator.current_device_index() if runtime() is not None else None
 
 
 def use_index(index: int | None) -> None:
@@ -36,7 +36,7 @@ def use_index(index: int | None) -> None:
 
 def synchronize() -> None:
     """Wait until the current device has finished all work queued on it. Local, blocking."""
-    if _runtime() is not None:
+    if runtime() is not None:
         torch.accelerator.synchronize()
 
 
@@ -46,6 +46,6 @@ def empty_cache() -> None:
     A reload that needs room for communicators otherwise runs out of memory beside gigabytes that
     the allocator holds free (slime#669, #1086).
     """
-    runtime = _runtime()
-    if runtime is not None and hasattr(runtime, "empty_cache"):
-        runtime.empty_cache()
+    module = runtime()
+    if module is not None and hasattr(module, "empty_cache"):
+        module.empty_cache()

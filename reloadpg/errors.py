@@ -13,6 +13,7 @@ __all__ = [
     "GroupDestroyedError",
     "GroupOffloadedError",
     "GroupPickleError",
+    "InsufficientMemoryError",
     "InvalidOptionError",
     "NotInstalledError",
     "PatchConflictError",
@@ -110,6 +111,10 @@ class PeerFailedError(ReloadpgError):
         self.rank = rank
         self.phase = phase
         self.missing = tuple(missing)
+
+
+class InsufficientMemoryError(ReloadpgError, MemoryError):
+    """There is no room to resume suspended communicators; nothing was changed."""
 
 
 class ReleaseError(ReloadpgError):

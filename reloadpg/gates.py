@@ -70,7 +70,7 @@ class Gate:
         self._size = size
         self._heard = False
         self._left = False  # this rank has failed here: a question that still waits may end
-        self._answer_for("count", "sum", "verdict")
+        self._answer_for("count", "sum", "offering", "verdict")
 
     def meet(
         self, store: Store, plan: Plan | None, offers: Sequence[str], log: LongWait
@@ -78,6 +78,7 @@ class Gate:
         """Arrive, and wait for the verdict until ``log.end``."""
         if offers:
             store.set(self._mine("offer"), json.dumps(offers))
+            store.add(self._key("offering"), 1)
         if plan is not None:
             store.add(self._key("sum"), plan.contribution(self._rank, self._size))
         if store.add(self._key("count"), 1) == self._size:
@@ -143,7 +144,7 @@ class Gate:
         if store.add(self._key("sum"), 0) != 0:
             return Verdict("disagree")
         found = set(offers)
-        for other in range(self._size) if offers else ():
+        for other in range(self._size) if store.add(self._key("offering"), 0) else ():
             key = self._key("offer", other)
             if store.check([key]):
                 found.update(json.loads(store.get(key)))

@@ -32,7 +32,7 @@ from .errors import GroupDestroyedError, GroupOffloadedError, GroupPickleError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend as CppBackend
 
-__all__ = ["GroupState", "ReloadableProcessGroup"]
+__all__ = ["GroupState", "History", "ReloadableProcessGroup"]
 
 
 class GroupState(str, Enum):
@@ -57,6 +57,26 @@ _NEXT_CALL = {
 
 
 @dataclass
+class History:
+    """What was done with a group so far.
+
+    Attributes:
+        strategy: how it was last released; empty before the first time.
+        held_bytes: what its communicator held then by its own account, or None.
+        suspended_bytes: what of that a suspend gives back.
+        cycles: how often it was released.
+        offload_ms, reload_ms: its part in the last of each; None before the first.
+    """
+
+    strategy: str = ""
+    held_bytes: int | None = None
+    suspended_bytes: int = 0
+    cycles: int = 0
+    offload_ms: float | None = None
+    reload_ms: float | None = None
+
+
+@dataclass
 class _Settings:
     """What was changed on the live group after its creation; the next generation gets it too."""
 
@@ -69,21 +89,27 @@ class _Vacant:
     """Stands where the live group was: whatever needs a communicator raises, with the reason.
 
     For a mixed group it holds the part that stays alive (``rest``) and passes on to it what is
-    asked for the devices that it serves.
+    asked for the devices that it serves. A suspended group is kept beside (``parked``).
     """
 
     def __init__(
-        self, owner: ReloadableProcessGroup, rest: ProcessGroup | None, reason: str = ""
+        self,
+        owner: ReloadableProcessGroup,
+        rest: ProcessGroup | None,
+        reason: str = "",
+        parked: ProcessGroup | None = None,
     ) -> None:
         self._owner = weakref.ref(owner)
         self.rest = rest
         self.reason = reason
+        self.parked = parked
 
     def refusal(self, operation: str) -> GroupOffloadedError | GroupDestroyedError:
         """The error for an operation that needs a communicator."""
         owner = self._owner()
         state = GroupState.DESTROYED if owner is None else owner.state
-        text = f"{operation} on {owner!r}: the group is {state} and owns no communicator."
+        lacks = "its communicator is suspended" if self.parked else "owns no communicator"
+        text = f"{operation} on {owner!r}: the group is {state} and {lacks}."
         if self.reason:
             text += f" {self.reason}"
         text = f"{text} {_NEXT_CALL[state]}"
@@ -198,6 +224,7 @@ class ReloadableProcessGroup(_Forwarding):
         self.generation = 0
         self.state = GroupState.LIVE
         self.last_error = ""
+        self.history = History()
         self._inner: Any = inner
         self._name = construction.name
         self._backend_name = str(inner.name())
@@ -365,28 +392,57 @@ class ReloadableProcessGroup(_Forwarding):
         self._end(lambda inner: inner.abort())
 
     def _end(self, how: Callable[[Any], None]) -> None:
-        inner = self._inner.rest if isinstance(self._inner, _Vacant) else self._inner
+        vacant = self._inner if isinstance(self._inner, _Vacant) else None
+        inner = self._inner if vacant is None else vacant.rest
         if inner is not None and self.is_live and inner._has_hooks():
             inner._wait_for_pending_works()
         self.state = GroupState.DESTROYED
         self._inner = _Vacant(self, None)
-        if inner is not None:
+        if vacant is not None and vacant.parked is not None:
+            vacant.parked.abort()  # suspended: the peers cannot be asked to take part in an end
+        elif inner is not None:
             how(inner)
 
     # -- generations: called by the strategies ----------------------------------------------
 
     def _detach(self, state: GroupState = GroupState.OFFLOADED, reason: str = "") -> Any:
-        """Give up the live group and remember what was set on it; the caller releases it."""
-        inner = self._inner
-        self._settings.timeouts = c10d.get_timeouts(inner, tuple(self.construction.devices))
-        # A group made by a Python backend has no C++ backend, and torch's getter then raises.
-        with suppress(RuntimeError):
-            self._symm_mem = getattr(inner, "use_pg_for_symm_mem_rendezvous", self._symm_mem)
+        """Give up the live or parked group and remember what was set on it; the caller ends it."""
+        inner = self.communicator
+        if self.is_live:
+            self._remember(inner)
         self.state = state
         self._inner = _Vacant(self, self._kept(inner), reason)
         self.last_error = reason
         c10d.drop_generation(self)
         return inner
+
+    def _park(self) -> Any:
+        """Set the live group aside, whole, and refuse its use; the caller suspends it."""
+        inner = self._inner
+        self._remember(inner)
+        self.state = GroupState.OFFLOADED
+        self._inner = _Vacant(self, self._kept(inner), parked=inner)
+        return inner
+
+    def _unpark(self) -> None:
+        """Make the group that was set aside the live one again."""
+        inner = self._inner.parked
+        inner._set_group_desc(self._settings.desc)
+        self._inner = inner
+        self.state = GroupState.LIVE
+        self.last_error = ""
+
+    @property
+    def communicator(self) -> Any:
+        """The group that torch made: the live one or the one that is parked; None without."""
+        return self._inner.parked if isinstance(self._inner, _Vacant) else self._inner
+
+    def _remember(self, inner: Any) -> None:
+        """Note what was set on a live group, for the next generation."""
+        self._settings.timeouts = c10d.get_timeouts(inner, tuple(self.construction.devices))
+        # A group made by a Python backend has no C++ backend, and torch's getter then raises.
+        with suppress(RuntimeError):
+            self._symm_mem = getattr(inner, "use_pg_for_symm_mem_rendezvous", self._symm_mem)
 
     def _attach(self, inner: ProcessGroup, generation: int) -> None:
         """Make a rebuilt group the live one, with the settings of the one before."""
@@ -409,6 +465,24 @@ class ReloadableProcessGroup(_Forwarding):
         if self.is_live:
             return c10d.get_timeouts(self._inner, tuple(self.construction.devices))
         return dict(self._settings.timeouts)
+
+    def memory_stats(self) -> dict[str, int] | None:
+        """What the communicator says it holds, in bytes, by NCCL's names; None if it says nothing.
+
+        Local, at any time; empty without a communicator and for one that was never used.
+        """
+        inner = self.communicator
+        if inner is None:
+            return {}
+        totals: dict[str, int] = {}
+        backends = c10d.live_backends(inner, self.construction.selected)
+        for backend in {id(backend): backend for backend in backends.values()}.values():
+            stats = c10d.memory_stats(backend)
+            if stats is None:
+                return None
+            for name, value in stats.items():
+                totals[name] = totals.get(name, 0) + value
+        return totals
 
     def _settle_offloaded(self) -> None:
         """A failed group that an offload has met again is an offloaded one. Local, idempotent."""

@@ -15,18 +15,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from . import c10d, devices
+from . import c10d, devices, memory
 from .connect import Connect, connect_group, validate
 from .construction import Construction
 from .errors import NotInstalledError, ReloadpgError
 from .group import GroupState, ReloadableProcessGroup
-from .operation import OFFLOAD_GATES, RELOAD_GATES, Operation, settings_of
+from .operation import Operation, gates_of, settings_of
 from .registry import registry
 from .report import GroupStatus, Report, Status
-from .strategies import discard, strategy_named
+from .strategies import RECREATE, discard
 from .supervised import Attempt
 
-__all__ = ["offload", "offloaded", "on_offload", "on_reload", "reload", "status"]
+__all__ = ["offload", "offloaded", "on_offload", "on_reload", "on_report", "reload", "status"]
 
 logger = logging.getLogger("reloadpg")
 
@@ -86,6 +86,8 @@ def reload(*, connect: Connect = "none") -> Report:
         RendezvousTimeoutError: ranks are missing; it names them.
         PeerFailedError: another rank failed; it names it.
         RebuildError: a group could not be built or connected on this rank; the cause is chained.
+        InsufficientMemoryError: no room here to resume suspended communicators; nothing was
+            changed on any rank.
         InvalidOptionError: ``connect`` is none of the three.
     """
     how = validate(connect)
@@ -140,6 +142,23 @@ def on_reload(callback: Callable[[], object], *, name: str = "") -> Callable[[],
     return _register(registry.callbacks.reload, callback, name)
 
 
+def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
+    """Call something with the report of each offload and reload, also of one that failed.
+
+    Local; in the caller's thread, at the end of the operation. What it raises is logged.
+
+    Returns:
+        A function that takes the callback off again; idempotent.
+    """
+    callbacks = registry.callbacks.report
+    callbacks.append(callback)
+
+    def remove() -> None:
+        callbacks[:] = [other for other in callbacks if other is not callback]
+
+    return remove
+
+
 def status() -> Status:
     """How this process stands: installation, generation, and each reloadable group.
 
@@ -164,6 +183,9 @@ def status() -> Status:
         options=settings_of(options) if options else {},
         groups=tuple(_group_status(group) for group in groups),
         bypassed=len(c10d.known_groups()) - len(groups),
+        memory=memory.in_use(),
+        foreign=tuple(registry.patches.foreign()) if registry.patches is not None else (),
+        last_error=job.last_error if job else "",
     )
 
 
@@ -183,20 +205,37 @@ def _operate(operation: str, body: Callable[[Operation], Report]) -> Report:
         job = registry.job(operation)
         if job is None:
             return Report(operation, False, 0, note="torch.distributed is not initialized")
-        gates: tuple[str, ...] = OFFLOAD_GATES
-        if operation == "reload":  # with nothing offloaded it ends when all ranks say so
-            gates = RELOAD_GATES if job.released else RELOAD_GATES[:1]
+        gates = gates_of(operation, options.strategy.may_suspend)
+        if operation == "reload" and not job.released:
+            gates = gates[:1]  # with nothing offloaded it ends when all ranks say so
         run = Operation(
             job,
             options,
             job.rendezvous.open(operation, gates, options.timeout.total_seconds()),
-            strategy_named(options.strategy),
             registry.managed(),
             started,
         )
-        report = body(run)
-        logger.info("%s", report)
+        job.last_error = ""
+        try:
+            report = body(run)
+        except BaseException as error:
+            job.last_error = f"{type(error).__name__}: {error}"
+            _publish(run.report(error=error))
+            raise
+        _publish(report)
         return report
+
+
+def _publish(report: Report) -> None:
+    """Log a report and hand it to all who asked for it; their errors stay here."""
+    logger.log(logging.ERROR if report.error else logging.INFO, "%s", report)
+    for warning in report.warnings:
+        logger.warning("%s: %s", report.operation, warning)
+    for callback in list(registry.callbacks.report):
+        try:
+            callback(report)
+        except Exception:
+            logger.exception("a callback registered with reloadpg.on_report failed")
 
 
 def _offload(run: Operation, collect: bool) -> Report:
@@ -212,7 +251,7 @@ def _offload(run: Operation, collect: bool) -> Report:
 
     with run.guarded(completed):
         run.await_earlier("enter")
-        run.round.agree("enter", run.plan())
+        run.conclude(live, run.agree("enter", run.plan(), run.proposals(live)))
         if first:
             run.call_back(registry.callbacks.offload)
         with run.timed("device"):
@@ -221,19 +260,25 @@ def _offload(run: Operation, collect: bool) -> Report:
                 lambda _: devices.synchronize(),
                 lambda: "synchronizing the accelerator",
             )
-        run.round.gate("quiesced")
+        run.gate("quiesced")
         # From here on groups are touched: the operation completes or leaves them all failed.
         job.released = True
-        run.note(run.each("released", live, run.strategy.release))
+        recreated = [group for group in live if group.history.strategy == "recreate"]
+        if run.options.strategy.may_suspend:
+            kept = [group for group in live if group.history.strategy != "recreate"]
+            run.natively("suspended", kept, lambda strategy: strategy.release)
+        run.note(run.each("released", recreated, RECREATE.release))
         if collect:
             with run.timed("collect"):
                 gc.collect()
-        run.round.gate("released")
+        run.measure("released")
+        run.gate("released")
+        run.judge_suspend()
     return run.report("" if live else "no live reloadable group")
 
 
 def _reload(run: Operation, connect: Connect) -> Report:
-    job, torn = run.job, run.job.torn
+    job = run.job
     was_released, generation = job.released, job.generation + job.released
 
     def completed() -> None:
@@ -243,39 +288,45 @@ def _reload(run: Operation, connect: Connect) -> Report:
     with run.guarded(completed):
         run.await_earlier("enter")
         here = [repr(g.construction.order) for g in run.groups] if run.replays_shared else []
-        alive = run.round.agree("enter", run.plan(connect=connect), here)
+        alive = run.agree("enter", run.plan(connect=connect), here)
         if not was_released:
             # So it is on all ranks: they agreed on the state.
             return run.report("nothing is offloaded")
         if run.replays_shared:
             for order in [order for order in job.shared if repr(order) not in alive]:
                 del job.shared[order]
-        items = _to_rebuild(run)
         with run.timed("device"):
             devices.empty_cache()
-        # The round's label makes the name new in each attempt and in each job on one store: no key
-        # of an attempt that failed, or of a job that ended, is ever read by the next one.
-        suffix = f"@{generation}.{run.round.label}"
+        parked = [g for g in run.groups if not g.is_live and g.communicator is not None]
+        if run.options.strategy.may_suspend:
+            run.round.run("room", lambda _: run.check_room(parked), lambda: "looking for room")
+            run.gate("room")
+            run.natively("resumed", parked, lambda strategy: strategy.resume)
+        items = _to_rebuild(run)
 
         def rebuild(item: ReloadableProcessGroup | Construction, attempt: Attempt) -> None:
+            # The round's label makes the name new in each attempt and in each job on one store: no
+            # key of an attempt that failed, or of a job that ended, is ever read by the next one.
+            suffix = f"@{generation}.{run.round.label}"
             if isinstance(item, ReloadableProcessGroup):
-                run.strategy.rebuild(item, item.group_name + suffix, generation, attempt)
+                RECREATE.rebuild(item, item.group_name + suffix, generation, attempt)
                 return
             made = item.replay(item.name + suffix)
             if made is not None:  # destroyed here, alive on other ranks of the same call
                 discard(made)
 
         with run.timed("store"):
-            run.prepare_store("rebuilt", items, renew=torn)
+            run.prepare_store("rebuilt", items, renew=job.torn)
         run.note(run.each("rebuilt", items, rebuild))
-        run.round.gate("rebuilt")
+        run.measure("rebuilt")
+        run.gate("rebuilt")
         if connect != "none":
             with run.timed("connect"):
-                rebuilt = [item for item in items if isinstance(item, ReloadableProcessGroup)]
-                run.each("done", rebuilt, lambda group, _: connect_group(group, connect))
+                back = [group for group in run.groups if group in parked or group in items]
+                run.each("done", back, lambda group, _: connect_group(group, connect))
         run.call_back(registry.callbacks.reload)
-        run.round.gate("done")
-    return run.report("" if items else "no reloadable group here")
+        run.gate("done")
+    return run.report("" if run.done else "no reloadable group here")
 
 
 def _to_rebuild(run: Operation) -> list[ReloadableProcessGroup | Construction]:
@@ -302,7 +353,7 @@ def _register(
 
 
 def _group_status(group: ReloadableProcessGroup) -> GroupStatus:
-    timeouts = group.current_timeouts()
+    timeouts, history, stats = group.current_timeouts(), group.history, group.memory_stats()
     selected = [timeouts[d].total_seconds() for d in group.construction.selected if d in timeouts]
     return GroupStatus(
         group.group_name,
@@ -313,4 +364,9 @@ def _group_status(group: ReloadableProcessGroup) -> GroupStatus:
         group.generation,
         selected[0] if selected else None,
         group.last_error,
+        history.strategy,
+        None if stats is None else stats.get("total", 0),
+        history.cycles,
+        history.offload_ms,
+        history.reload_ms,
     )

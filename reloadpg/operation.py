@@ -8,29 +8,34 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch._C._distributed_c10d import Store
 
-from . import c10d
+from . import c10d, memory
+from .choice import ALL_GROUPS, Choice, Facts, conclude, propose
 from .construction import Construction, WorldConstruction
-from .errors import RebuildError, ReleaseError, ReloadpgError
-from .group import ReloadableProcessGroup
+from .errors import InsufficientMemoryError, RebuildError, ReleaseError, ReloadpgError
+from .group import GroupState, ReloadableProcessGroup
 from .plans import GroupPlan, Plan
 from .registry import Job, Options
 from .rendezvous import Round
-from .report import GroupReport, Report
-from .strategies import Strategy
+from .report import GroupReport, Report, Span
+from .strategies import KEEPING, RECREATE, Suspend, abandon, communicators
 from .supervised import Attempt, Task
 
-__all__ = ["OFFLOAD_GATES", "RELOAD_GATES", "Operation", "settings_of"]
+__all__ = ["Operation", "gates_of", "settings_of"]
 
 logger = logging.getLogger("reloadpg")
 
-OFFLOAD_GATES = ("enter", "quiesced", "released")
-RELOAD_GATES = ("enter", "rebuilt", "done")
+_GATES = {
+    "offload": ("enter", "quiesced", "suspended", "released"),
+    "reload": ("enter", "room", "resumed", "rebuilt", "done"),
+}
+_SUSPENDING = ("suspended", "room", "resumed")
+"""The gates of jobs that may suspend groups; others do without."""
 
-TOUCHING = ("released", "rebuilt", "done")
+TOUCHING = ("suspended", "released", "resumed", "rebuilt", "done")
 """The gates on the way to which groups are touched: a round that ends there leaves them failed."""
 
 _ABANDON_S = 2.0
@@ -45,54 +50,81 @@ class Operation:
         job: the job.
         options: the installation's options.
         round: the gates to pass.
-        strategy: how groups are released and rebuilt.
         groups: the managed groups, in the order that all ranks share.
         started: ``time.perf_counter()`` at the call.
-        phases_ms: wall time by phase, in milliseconds.
+        spans: phases and waits, in the order in which they ended.
+        memory: what was in use, by moment and source.
+        warnings: for the report.
         done: what was done, group by group.
+        choices: how each group is released, by name.
         current: the group that work is at now, for messages.
     """
 
     job: Job
     options: Options
     round: Round
-    strategy: Strategy
     groups: list[ReloadableProcessGroup]
     started: float
-    phases_ms: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    memory: dict[str, dict[str, int]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     done: list[GroupReport] = field(default_factory=list)
+    choices: dict[str, Choice] = field(default_factory=dict)
     current: str = ""
 
     def __post_init__(self) -> None:
+        self.started_at = time.time() - (time.perf_counter() - self.started)
         self._generations = [group.generation for group in self.groups]
+        self.measure("before")
+
+    def measure(self, moment: str) -> None:
+        """Note what memory is in use."""
+        self.memory[moment] = memory.in_use()
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the time spent in this block to a phase."""
+        """Note the time spent in this block, and the memory in use after it, as a phase."""
         begun = time.perf_counter()
         try:
             yield
         finally:
-            ms = (time.perf_counter() - begun) * 1e3
-            self.phases_ms[phase] = self.phases_ms.get(phase, 0.0) + ms
+            self._span(phase, begun)
+            self.measure(phase)
+
+    def _span(self, name: str, begun: float) -> None:
+        start = (begun - self.started) * 1e3
+        self.spans.append(Span(name, start, (time.perf_counter() - begun) * 1e3))
+
+    def gate(self, name: str) -> None:
+        """Wait until all ranks are here; see :meth:`Round.gate`."""
+        begun = time.perf_counter()
+        try:
+            self.round.gate(name)
+        finally:
+            self._span(f"wait.{name}", begun)
+
+    def agree(self, name: str, plan: Plan, offers: Sequence[str] = ()) -> frozenset[str]:
+        """Agree with all ranks; see :meth:`Round.agree`."""
+        begun = time.perf_counter()
+        try:
+            return self.round.agree(name, plan, offers)
+        finally:
+            self._span(f"wait.{name}", begun)
 
     def each(
         self,
         gate: str,
         items: Sequence[ReloadableProcessGroup | Construction],
         action: Callable[[Any, Attempt], None],
-    ) -> list[tuple[ReloadableProcessGroup, float]]:
+    ) -> list[_Took]:
         """Do something with groups one after the other, in a task, before a gate.
-
-        Returns:
-            The groups with the milliseconds that each took.
 
         Raises:
             ReleaseError, RebuildError: the action failed on this rank; the cause is chained.
         """
         if not items:
             return []
-        took: list[tuple[ReloadableProcessGroup, float]] = []
+        took: list[_Took] = []
         failure = ReleaseError if self.operation == "offload" else RebuildError
 
         def work(attempt: Attempt) -> None:
@@ -113,10 +145,168 @@ class Operation:
                         f"{self.job.world.rank()}: {type(cause).__name__}: {cause}"
                     ) from cause
                 if isinstance(item, ReloadableProcessGroup):
-                    took.append((item, (time.perf_counter() - begun) * 1e3))
+                    took.append(_Took(item, begun, (time.perf_counter() - begun) * 1e3))
 
         self.round.run(gate, work, lambda: self.current)
         return took
+
+    # -- suspending ---------------------------------------------------------------------------
+
+    def proposals(self, groups: Sequence[ReloadableProcessGroup]) -> list[str]:
+        """What this rank wants to do with each group, and what of it others must hear. Local."""
+        policy = self.options.strategy
+        offers: dict[str, Choice] = {}
+        for group in groups:
+            name, history = group.group_name, group.history
+            wanted = policy.wanted(name, group.group_desc)
+            facts = self._facts(group, wanted)
+            history.held_bytes, history.suspended_bytes = facts.total, facts.suspendable
+            choice = self.choices[name] = propose(policy, wanted, facts)
+            if wanted != "recreate" and choice.strategy != "suspend":
+                offers[name] = choice
+        reasons = {*offers.values()}
+        if len(offers) == len(self.choices) > 1 and len(reasons) == 1:
+            # The same for all: torch or NCCL is too old, most likely. One line says it.
+            return [reasons.pop().to_offer(ALL_GROUPS)]
+        return [choice.to_offer(name) for name, choice in offers.items()]
+
+    def _facts(self, group: ReloadableProcessGroup, wanted: str) -> Facts:
+        stats = group.memory_stats()
+        total = None if stats is None else stats.get("total", 0)
+        if wanted == "recreate":
+            return Facts(total=total)
+        found = communicators(group.communicator, group.construction)
+        obstacles = [c10d.suspend_obstacle(one) for one in found] or ["it has no backend object"]
+        if wanted == "auto":
+            obstacles.append(self.job.suspend_obstacle)
+        return Facts(
+            next((text for text in obstacles if text), ""),
+            used=stats != {},
+            total=total,
+            suspendable=stats.get("suspend", 0) if stats else 0,
+        )
+
+    def conclude(self, groups: Sequence[ReloadableProcessGroup], offers: frozenset[str]) -> None:
+        """Decide, alike on all members, how each group is released. Local.
+
+        Raises:
+            ReleaseError: a group cannot be suspended and must not be recreated instead.
+        """
+        policy = self.options.strategy
+        for group in groups:
+            name = group.group_name
+            choice = self.choices[name] = conclude(name, self.choices[name], offers)
+            group.history.strategy = choice.strategy
+            wanted = policy.wanted(name, group.group_desc)
+            if wanted == "suspend" and choice.strategy == "recreate" and not policy.fallback:
+                raise ReleaseError(
+                    f"{self.operation}: {group!r} cannot be suspended: {choice.reason}. Nothing "
+                    "was changed. Install with strategy='auto', or with a StrategyPolicy that "
+                    "allows the fallback to recreate."
+                )
+
+    def natively(
+        self,
+        gate: str,
+        groups: Sequence[ReloadableProcessGroup],
+        action: Callable[[Suspend], Callable[[ReloadableProcessGroup, Attempt], None]],
+    ) -> None:
+        """Suspend or resume groups and pass a gate; if that fails, fall back, on all ranks alike.
+
+        If a communicator fails on any rank, and the policy allows it, all ranks drop all of these
+        groups' communicators and go on in a new round without that gate.
+
+        Args:
+            gate: the gate after it.
+            groups: in the order that all ranks share.
+            action: what a strategy does with a group.
+        """
+        try:
+            took = self.each(
+                gate, groups, lambda g, attempt: action(KEEPING[g.history.strategy])(g, attempt)
+            )
+            self.gate(gate)
+        except ReloadpgError as error:
+            ended = self.round.fail(error)
+            verdict = self.round.verdict
+            mendable = verdict is not None and verdict.mendable and ended == gate
+            if not (mendable and self.options.strategy.fallback):
+                raise
+            self._fall_back(gate, groups, error)
+            return
+        self.note(took)
+        self.measure(gate)
+
+    def _fall_back(
+        self, gate: str, groups: Sequence[ReloadableProcessGroup], error: ReloadpgError
+    ) -> None:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        logger.warning(
+            "%s: %d groups are recreated instead of suspended: %s",
+            self.operation,
+            len(groups),
+            reason,
+        )
+        self.warnings.append(f"recreated instead of suspended: {reason}")
+        self.job.torn = self.job.torn or self.round.left_work
+        gates = gates_of(self.operation, self.options.strategy.may_suspend)
+        left = gates[gates.index(gate) + 1 :]
+        self.round = self.job.rendezvous.open(
+            self.operation, left, self.options.timeout.total_seconds()
+        )
+        for group in groups:
+            self.choices[group.group_name] = Choice("recreate", reason)
+            group.history.strategy = "recreate"
+        begun = time.perf_counter()
+        self.round.run(
+            left[0],
+            lambda _: abandon(groups, GroupState.OFFLOADED),
+            lambda: "aborting the communicators that could not be suspended or resumed",
+        )
+        if self.operation == "offload":
+            each_ms = (time.perf_counter() - begun) * 1e3 / max(1, len(groups))
+            self.note([_Took(group, begun, each_ms) for group in groups])
+
+    def check_room(self, parked: Sequence[ReloadableProcessGroup]) -> None:
+        """Find out whether this rank has room for what its suspended communicators gave back.
+
+        Raises:
+            InsufficientMemoryError: it has not; nothing was touched.
+        """
+        needed = sum(group.history.suspended_bytes for group in parked)
+        known = memory.free_bytes()
+        if known is None or known[0] >= needed:
+            return
+        free, source = known
+        raise InsufficientMemoryError(
+            f"{self.operation}: rank {self.job.world.rank()} has {free / 2**20:.0f} MiB free "
+            f"({source}) and needs {needed / 2**20:.0f} MiB to resume {len(parked)} suspended "
+            "groups. No communicator was resumed on any rank; the groups stay offloaded. Free "
+            "memory there, then call reload() again on all ranks."
+        )
+
+    def judge_suspend(self) -> None:
+        """After an offload: learn from the device whether suspending was worth it. Local.
+
+        A communicator's own account counts only part of its memory. A job whose device got back
+        less than ``min_share`` of it recreates its ``auto`` groups from then on: this rank
+        proposes so next time, and one proposal is enough.
+        """
+        policy = self.options.strategy
+        source = next(iter(self.memory["before"]))
+        kept = [group for group in self.done if group.strategy == "suspend"]
+        account = sum(group.bytes or 0 for group in kept)
+        if not account or source not in memory.exact_sources():
+            return
+        back = self.memory["device"][source] - self.memory["released"][source]
+        back -= sum(group.bytes or 0 for group in self.done if group.strategy == "recreate")
+        if back < policy.min_share * account:
+            text = (
+                f"the last suspend gave back {max(0, back) / account:.0%} of {account / 2**20:.0f} "
+                f"MiB, measured by {source}"
+            )
+            self.job.suspend_obstacle = text
+            self.warnings.append(f"{text}: NVLS and NET buffers stay, and peers may hold memory")
 
     @property
     def replays_shared(self) -> bool:
@@ -128,31 +318,47 @@ class Operation:
         """``offload`` or ``reload``."""
         return self.round.operation
 
-    def note(self, took: Sequence[tuple[ReloadableProcessGroup, float]]) -> None:
-        """Put groups and their milliseconds into the report."""
-        self.done += [
-            GroupReport(
-                group.group_name,
-                group.group_desc,
-                group.construction.backend,
-                group.size(),
-                self.strategy.name,
-                ms,
+    def note(self, took: Sequence[_Took]) -> None:
+        """Put groups and their milliseconds into the report, and into the groups' histories."""
+        for group, begun, ms in took:
+            history = group.history
+            if self.operation == "offload":
+                history.offload_ms = ms
+                history.cycles += 1
+            else:
+                history.reload_ms = ms
+            choice = self.choices.get(group.group_name, Choice(history.strategy))
+            self.done.append(
+                GroupReport(
+                    group.group_name,
+                    group.group_desc,
+                    group.construction.backend,
+                    group.size(),
+                    choice.strategy,
+                    ms,
+                    (begun - self.started) * 1e3,
+                    choice.reason,
+                    history.held_bytes,
+                )
             )
-            for group, ms in took
-        ]
 
-    def report(self, note: str = "") -> Report:
+    def report(self, note: str = "", error: BaseException | None = None) -> Report:
         """What was done so far."""
-        waits = {f"wait.{gate}": ms for gate, ms in self.round.waited_ms.items()}
+        self.measure("after")
         return Report(
             self.operation,
             bool(self.done),
             self.job.generation,
             tuple(self.done),
-            {**self.phases_ms, **waits},
+            tuple(self.spans),
             (time.perf_counter() - self.started) * 1e3,
             note,
+            self.memory,
+            (*self.warnings, *memory.warnings(self.job.released)),
+            "" if error is None else f"{type(error).__name__}: {error}",
+            self.started_at,
+            self.job.world.rank(),
+            self.job.world.size(),
         )
 
     @contextmanager
@@ -187,7 +393,7 @@ class Operation:
         # ranks would disagree in every attempt to come.
         for group, generation in zip(self.groups, self._generations, strict=True):
             group.generation = generation
-        ending = Task(lambda _: self.strategy.abandon(groups, reason), "abandon")
+        ending = Task(lambda _: abandon(groups, GroupState.FAILED, reason), "abandon")
         if ending.wait(_ABANDON_S):
             return
         self.job.ending = ending
@@ -222,7 +428,7 @@ class Operation:
         """
         world, rendezvous = self.job.world, self.job.rendezvous
         groups = [item for item in items if isinstance(item, ReloadableProcessGroup)]
-        spent = [key for group in groups for key in self.strategy.spent_keys(group)]
+        spent = [key for group in groups for key in RECREATE.spent_keys(group)]
 
         def delete(store: Store) -> None:
             for key in spent:
@@ -267,12 +473,30 @@ class Operation:
                 group.group_name,
                 group.construction.ranks,
                 group.generation,
-                self.strategy.name,
+                self._planned(group),
                 group.construction.digest,
             )
             for group in self.groups
         )
         return Plan(self.operation, settings, groups)
+
+    def _planned(self, group: ReloadableProcessGroup) -> str:
+        if group.is_live:
+            return self.options.strategy.wanted(group.group_name, group.group_desc)
+        return group.history.strategy if group.communicator is not None else "recreate"
+
+
+class _Took(NamedTuple):
+    """What was done with one group: when it began (``time.perf_counter()``), and how long."""
+
+    group: ReloadableProcessGroup
+    begun: float
+    ms: float
+
+
+def gates_of(operation: str, may_suspend: bool) -> tuple[str, ...]:
+    """The gates of an operation, in order: equal on all ranks with equal options. Pure."""
+    return tuple(gate for gate in _GATES[operation] if may_suspend or gate not in _SUSPENDING)
 
 
 def settings_of(options: Options) -> dict[str, Any]:
@@ -282,6 +506,6 @@ def settings_of(options: Options) -> dict[str, Any]:
         "backends": "accelerators" if policy.backends is None else sorted(policy.backends),
         "min_size": policy.min_size,
         "world": policy.world,
-        "strategy": options.strategy,
+        "strategy": str(options.strategy),
         "timeout_s": options.timeout.total_seconds(),
     }

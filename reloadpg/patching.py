@@ -20,11 +20,11 @@ import wrapt
 
 from . import batching, c10d
 from .adoption import WRAPPERS, adopt_world
+from .choice import StrategyPolicy
 from .errors import InvalidOptionError, PatchConflictError
 from .group import ReloadableProcessGroup
 from .policy import Policy
 from .registry import Options, registry
-from .strategies import strategy_named
 
 __all__ = ["Installation", "Patches", "install", "is_installed", "uninstall"]
 
@@ -154,7 +154,7 @@ def install(
     backends: Iterable[str] | str | None = None,
     min_size: int = 2,
     world: bool = True,
-    strategy: str = "recreate",
+    strategy: str | StrategyPolicy = "recreate",
     timeout: timedelta = timedelta(minutes=5),
 ) -> Installation:
     """Make process groups reloadable from now on.
@@ -167,7 +167,9 @@ def install(
             an accelerator. ``{"gloo"}`` makes gloo groups reloadable, for tests without a GPU.
         min_size: groups of fewer members are left as torch makes them.
         world: whether the default group becomes reloadable too.
-        strategy: how communicators are released: ``recreate``.
+        strategy: how communicators are released: ``recreate`` (destroyed and built again),
+            ``suspend`` (kept, their memory given back; NCCL 2.29.7 and later), ``auto`` (decided
+            for each group), or a :class:`StrategyPolicy` with more to say.
         timeout: bound of every wait for other ranks in ``offload`` and ``reload``.
 
     Returns:
@@ -182,8 +184,8 @@ def install(
             f"install(timeout={timeout!r}): not a positive timedelta; nothing was installed. "
             "Pass for example timeout=timedelta(minutes=5)."
         )
-    strategy_named(strategy)
-    options = Options(Policy.of(backends, min_size, world), strategy, timeout)
+    chosen = StrategyPolicy.of(strategy)
+    options = Options(Policy.of(backends, min_size, world), chosen, timeout)
     with registry.lock:
         if registry.patches is not None:
             if registry.options == options:

@@ -20,11 +20,13 @@ from weakref import WeakKeyDictionary
 from torch.distributed import ProcessGroup
 
 from . import c10d
+from .choice import StrategyPolicy
 from .construction import Construction, Order
 from .errors import ReloadpgError
 from .group import GroupState, ReloadableProcessGroup
 from .policy import Policy
 from .rendezvous import Rendezvous
+from .report import Report
 from .supervised import Task
 
 __all__ = ["Callbacks", "Job", "Options", "Registry", "registry"]
@@ -45,7 +47,7 @@ class Options:
     """What ``install`` was given; equal options make a second ``install`` a no-op."""
 
     policy: Policy
-    strategy: str
+    strategy: StrategyPolicy
     timeout: timedelta
 
 
@@ -63,6 +65,8 @@ class Job:
         ending: what a failed operation left going on in the background, if anything.
         shared: creations that torch wants more ranks than the members to replay, by order.
         splits: how often each group was split.
+        suspend_obstacle: why this job has learnt not to suspend, in words; empty if it has not.
+        last_error: the error that the last operation raised on this rank; empty if none.
     """
 
     world: ProcessGroup
@@ -74,14 +78,19 @@ class Job:
     ending: Task[Any] | None = None
     shared: dict[Order, Construction] = field(default_factory=dict)
     splits: WeakKeyDictionary[ProcessGroup, int] = field(default_factory=WeakKeyDictionary)
+    suspend_obstacle: str = ""
+    last_error: str = ""
 
 
 @dataclass
 class Callbacks:
-    """What users asked to be called: before groups are released, after they are rebuilt."""
+    """What users asked to be called: before groups are released, after they are rebuilt, and with
+    the report of each operation.
+    """
 
     offload: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
     reload: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
+    report: list[Callable[[Report], object]] = field(default_factory=list)
 
 
 class Registry:

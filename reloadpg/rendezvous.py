@@ -39,7 +39,7 @@ from torch.distributed import ProcessGroup
 
 from . import c10d
 from .connection import Connection
-from .errors import ReloadpgError, RendezvousTimeoutError
+from .errors import RebuildError, ReleaseError, ReloadpgError, RendezvousTimeoutError
 from .gates import GRACE_S, Gate, Keys, LongWait
 from .plans import Plan
 from .supervised import Attempt, Task
@@ -123,6 +123,7 @@ class Round:
         sequence: number of the round, equal on all ranks that meet in it.
         waited_ms: time spent waiting for other ranks, by gate.
         left_work: whether work was given up that has not ended: it may hold a store client.
+        verdict: what ended the round early, as all ranks read it; None before that.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class Round:
         self._ended: str | None = None  # the gate whose verdict ended the round
         self._lost = False  # whether the store has failed this round
         self.left_work = False
+        self.verdict: Verdict | None = None
 
     @property
     def label(self) -> str:
@@ -208,15 +210,18 @@ class Round:
         """
         if self._ended is not None or not self._phases:
             return self._ended
+        at_group = isinstance(error, (ReleaseError, RebuildError))
         phases = list(self._phases)
         # How a gate ended at which this rank was counted is unknown without the store: suppose
         # that the others have gone on.
         counted = phases[0] == self._arrived and len(phases) > 1
         if self._rdv.alone or self._lost:
             self._ended = phases[1] if counted else phases[0]
+            if self._rdv.alone:
+                self.verdict = Verdict("failed", self._rdv.rank, at_group=at_group)
             return self._ended
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        failed = Verdict("failed", self._rdv.rank, text[:4000])
+        failed = Verdict("failed", self._rdv.rank, text[:4000], at_group=at_group)
 
         def tell(store: Store) -> tuple[str | None, Verdict]:
             stands = failed
@@ -231,6 +236,7 @@ class Round:
         try:
             self._ended, stands = self._ask(tell, _TELL_S, phases[0])
             self._phases.clear()
+            self.verdict = stands
             _add_to(error, stands.silence())
         except ReloadpgError as lost:
             logger.warning("could not tell the other ranks of a failure: %s", lost)
@@ -271,6 +277,7 @@ class Round:
             self._phases.pop(0)
             return
         self._ended = phase
+        self.verdict = verdict
         raise verdict.error(
             self.operation, phase, seconds=self._seconds, rank=self._rdv.rank, size=self._rdv.size
         )

@@ -15,47 +15,34 @@ from torch.distributed import ProcessGroup
 
 from . import c10d
 from .construction import Construction
-from .errors import InvalidOptionError
 from .group import GroupState, ReloadableProcessGroup
 from .supervised import Attempt
 
-__all__ = ["STRATEGIES", "Recreate", "Strategy", "discard", "strategy_named"]
+__all__ = [
+    "KEEPING",
+    "RECREATE",
+    "Recreate",
+    "Skip",
+    "Strategy",
+    "Suspend",
+    "abandon",
+    "communicators",
+    "discard",
+]
 
 
 class Strategy(ABC):
-    """One way to release and bring back communicators."""
+    """One way to release communicators."""
 
     name: str
 
     @abstractmethod
     def release(self, group: ReloadableProcessGroup, attempt: Attempt) -> None:
-        """Give the communicator's memory back. Blocking; only for a live group."""
-
-    @abstractmethod
-    def rebuild(
-        self, group: ReloadableProcessGroup, name: str, generation: int, attempt: Attempt
-    ) -> None:
-        """Make the group live again. Blocking; collective over the group's members.
+        """Give the communicator's memory back. Blocking; only for a live group.
 
         Args:
-            group: a group without a communicator.
-            name: name of the new generation, equal on all members and never used before.
-            generation: number of the new generation.
+            group: the group.
             attempt: says whether the result is still wanted once it is there.
-        """
-
-    @abstractmethod
-    def spent_keys(self, group: ReloadableProcessGroup) -> list[str]:
-        """The keys in the job's store that nobody reads any more; each is named once. Local.
-
-        Asked before a rebuild, when all members have left the generations before.
-        """
-
-    @abstractmethod
-    def abandon(self, groups: Sequence[ReloadableProcessGroup], reason: str) -> None:
-        """After a failure: leave the groups without communicators, waiting for no other rank.
-
-        All groups are marked first; the communicators are aborted afterwards, together.
         """
 
 
@@ -77,6 +64,14 @@ class Recreate(Strategy):
     def rebuild(
         self, group: ReloadableProcessGroup, name: str, generation: int, attempt: Attempt
     ) -> None:
+        """Make the group live again. Blocking; collective over the group's members.
+
+        Args:
+            group: a group without a communicator.
+            name: name of the new generation, equal on all members and never used before.
+            generation: number of the new generation.
+            attempt: says whether the result is still wanted once it is there.
+        """
         if attempt.abandoned:
             # The next attempt may be on its way: a creation now would take its store client.
             return
@@ -95,22 +90,89 @@ class Recreate(Strategy):
                 discard(inner)
 
     def spent_keys(self, group: ReloadableProcessGroup) -> list[str]:
+        """The keys in the job's store that nobody reads any more; each is named once. Local.
+
+        Asked before a rebuild, when all members have left the generations before.
+        """
         paths, group.store_paths = group.store_paths, []
         devices, rank = group.construction.selected, group.rank()
         return [key for path in paths for key in c10d.rendezvous_keys(path, devices, rank)]
 
-    def abandon(self, groups: Sequence[ReloadableProcessGroup], reason: str) -> None:
-        ended: list[Any] = []
-        for group in groups:
-            if group.state is GroupState.LIVE:
-                inner = group._detach(GroupState.FAILED, reason)
-                ended += _released_parts(inner, group.construction)
-            elif group.state is not GroupState.DESTROYED:
-                group._fail(reason)
-        with c10d.together(ended):
-            for part in ended:
-                with suppress(RuntimeError):
-                    part.abort()
+
+class Suspend(Strategy):
+    """Keep the communicator, and let the backend give back its memory.
+
+    Collective over the members, without a bound inside the backend. What it leaves: NVLS and NET
+    buffers, and the accelerator's context.
+    """
+
+    name = "suspend"
+
+    def release(self, group: ReloadableProcessGroup, attempt: Attempt) -> None:
+        with attempt.commit() as wanted:
+            if not wanted:
+                return
+            inner = group._park()
+        for backend in communicators(inner, group.construction):
+            backend.suspend()
+
+    def resume(self, group: ReloadableProcessGroup, attempt: Attempt) -> None:
+        """Make a suspended group live again. Blocking; collective over the group's members."""
+        if attempt.abandoned:
+            return
+        for backend in communicators(group.communicator, group.construction):
+            backend.resume()
+        with attempt.commit() as wanted:
+            if wanted:
+                group._unpark()
+
+
+class Skip(Suspend):
+    """Only refuse the use of a communicator that has nothing to suspend. Local."""
+
+    name = "skip"
+
+    def release(self, group: ReloadableProcessGroup, attempt: Attempt) -> None:
+        with attempt.commit() as wanted:
+            if wanted:
+                group._park()
+
+    def resume(self, group: ReloadableProcessGroup, attempt: Attempt) -> None:
+        with attempt.commit() as wanted:
+            if wanted:
+                group._unpark()
+
+
+RECREATE = Recreate()
+KEEPING: dict[str, Suspend] = {one.name: one for one in (Suspend(), Skip())}
+"""The strategies that keep the communicator, by name."""
+
+
+def abandon(groups: Sequence[ReloadableProcessGroup], state: GroupState, reason: str = "") -> None:
+    """Leave groups without communicators, waiting for no other rank. Local.
+
+    All groups are marked first; the communicators are aborted afterwards, together. Groups that
+    the user has destroyed stay so.
+    """
+    ended: list[Any] = []
+    for group in groups:
+        if group.state is GroupState.DESTROYED:
+            continue
+        if group.communicator is not None:
+            inner = group._detach(state, reason)
+            ended += _released_parts(inner, group.construction)
+        elif state is GroupState.FAILED:
+            group._fail(reason)
+    with c10d.together(ended):
+        for part in ended:
+            with suppress(RuntimeError):
+                part.abort()
+
+
+def communicators(inner: ProcessGroup, construction: Construction) -> list[Any]:
+    """The backend objects of a group that are released, each once."""
+    backends = c10d.live_backends(inner, construction.selected)
+    return list({id(backend): backend for backend in backends.values()}.values())
 
 
 def discard(inner: ProcessGroup) -> None:
@@ -125,21 +187,3 @@ def _released_parts(inner: ProcessGroup, construction: Construction) -> list[Any
     if not construction.is_mixed:
         return [inner]
     return list(c10d.live_backends(inner, construction.selected).values())
-
-
-STRATEGIES: dict[str, type[Strategy]] = {Recreate.name: Recreate}
-
-
-def strategy_named(name: str) -> Strategy:
-    """The strategy of that name.
-
-    Raises:
-        InvalidOptionError: there is none.
-    """
-    try:
-        return STRATEGIES[name]()
-    except (KeyError, TypeError):
-        raise InvalidOptionError(
-            f"install(strategy={name!r}): unknown strategy; nothing was installed. "
-            f"Use one of: {', '.join(sorted(STRATEGIES))}."
-        ) from None

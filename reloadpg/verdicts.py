@@ -30,6 +30,7 @@ class Verdict:
         silent: ranks that did not answer when a failure was made known.
         doing: what ``rank`` was at, when that was its own part.
         offers: what the ranks brought to an agreement, all of it.
+        at_group: whether it was a group's communicator that failed, not the rank.
     """
 
     kind: str
@@ -40,6 +41,12 @@ class Verdict:
     silent: tuple[int, ...] = ()
     doing: str = ""
     offers: tuple[str, ...] = ()
+    at_group: bool = False
+
+    @property
+    def mendable(self) -> bool:
+        """Whether all ranks are still here and can try another way. Alike on all ranks."""
+        return self.kind == "failed" and self.at_group and not self.silent
 
     @property
     def ok(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 __all__ = ["Fault", "FaultTable", "InjectedFault", "InjectedFaultError"]
 
-FaultPoint = Literal["create", "connect", "release", "collective"]
+FaultPoint = Literal["create", "connect", "release", "suspend", "resume", "collective"]
 FaultAction = Literal["raise", "stall", "exit", "kill"]
 
 
@@ -26,7 +26,8 @@ class Fault:
 
     Attributes:
         at: ``create`` (the creating function), ``connect`` (first use of a group), ``release``
-            (``shutdown`` or ``abort``), ``collective`` (the start of an operation).
+            (``shutdown`` or ``abort``), ``suspend``, ``resume``, ``collective`` (the start of an
+            operation).
         action: ``raise`` an :class:`InjectedFaultError`; ``stall`` the calling thread until the
             fault is cleared or ``seconds`` have passed, then go on; ``exit`` the process with
             ``exit_code`` and no clean-up; ``kill`` it with SIGKILL.

@@ -69,8 +69,8 @@ class SimulatedProcessGroup(_Forwarding):
         return self._communicator.record.info()
 
     def memory_stats(self) -> dict[str, int]:
-        """Bytes that the communicator holds now. Local."""
-        return {"total": self._communicator.record.held_bytes}
+        """Bytes that the communicator holds now, by NCCL's names. Local."""
+        return self._communicator.memory_stats()
 
     @property
     def group_name(self) -> str:  # type: ignore[override]

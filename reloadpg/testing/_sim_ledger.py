@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 
+from torch.distributed import DistBackendError
+
 __all__ = ["GroupInfo", "Ledger", "Record", "SimState", "Stats"]
 
 _PAGE = mmap.PAGESIZE
@@ -22,6 +24,7 @@ class SimState(str, Enum):
 
     CREATED = "created"
     CONNECTED = "connected"
+    SUSPENDED = "suspended"
     RELEASED = "released"
     LEAKED = "leaked"
 
@@ -42,6 +45,7 @@ class Stats:
         held_bytes: memory that communicators hold now.
         peak_bytes: the most that they held at one time.
         collectives: collective and point-to-point operations that were started.
+        suspended, resumed: how often a communicator was.
     """
 
     created: int
@@ -52,6 +56,8 @@ class Stats:
     held_bytes: int
     peak_bytes: int
     collectives: int
+    suspended: int = 0
+    resumed: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,15 +104,26 @@ class Record:
     state: SimState = SimState.CREATED
     collectives: int = 0
     memory: mmap.mmap | None = None
+    persistent: mmap.mmap | None = None
+    suspendable_bytes: int = 0
     ending: bool = False
 
     @property
     def held_bytes(self) -> int:
-        return len(self.memory) if self.memory is not None else 0
+        return _length(self.memory) + _length(self.persistent)
 
     @property
     def is_open(self) -> bool:
-        return self.state in (SimState.CREATED, SimState.CONNECTED)
+        return self.state in (SimState.CREATED, SimState.CONNECTED, SimState.SUSPENDED)
+
+    def memory_stats(self) -> dict[str, int]:
+        """The account that NCCL gives of a communicator, under its names."""
+        return {
+            "suspend": self.suspendable_bytes,
+            "suspended": int(self.state is SimState.SUSPENDED),
+            "persist": _length(self.persistent),
+            "total": self.held_bytes,
+        }
 
     def info(self) -> GroupInfo:
         return GroupInfo(
@@ -131,7 +148,8 @@ class Ledger:
         self._live: dict[int, Record] = {}
         self._ended: deque[Record] = deque(maxlen=_KEPT)
         self._counts = dict.fromkeys(SimState, 0)
-        self._held = self._peak = self._collectives = 0
+        self._held = self._peak = self._collectives = self._resumed = 0
+        self.capacity: int | None = None
 
     def open(self, record: Record) -> None:
         with self._lock:
@@ -139,15 +157,57 @@ class Ledger:
             record.serial = self._counts[SimState.CREATED]
             self._live[record.serial] = record
 
-    def connect(self, record: Record, size: int) -> None:
-        """Take ``size`` bytes of real memory for a communicator."""
-        memory = _resident(size)
+    @property
+    def free_bytes(self) -> int | None:
+        """What is left of the device; None if it has no end."""
         with self._lock:
-            record.memory = memory
+            return None if self.capacity is None else self.capacity - self._held
+
+    def connect(self, record: Record, size: int, persistent: int) -> None:
+        """Take ``size`` bytes of real memory for a communicator.
+
+        Args:
+            record: the communicator.
+            size: bytes in all.
+            persistent: how many of them a suspend leaves.
+        """
+        with self._lock:
+            self._take(size)
+        record.persistent, record.memory = _resident(persistent), _resident(size - persistent)
+        with self._lock:
+            record.suspendable_bytes = size - persistent
             record.state = SimState.CONNECTED
             self._counts[SimState.CONNECTED] += 1
-            self._held += size
-            self._peak = max(self._peak, self._held)
+
+    def suspend(self, record: Record, *, works: bool) -> None:
+        """Give back what a suspend gives back; nothing, if it does not work."""
+        with self._lock:
+            if works and record.memory is not None:
+                self._held -= len(record.memory)
+                record.memory.close()
+                record.memory = None
+            record.state = SimState.SUSPENDED
+            self._counts[SimState.SUSPENDED] += 1
+
+    def resume(self, record: Record) -> None:
+        """Take again what a suspend gave back."""
+        with self._lock:
+            missing = record.suspendable_bytes if record.memory is None else 0
+            self._take(missing)
+        memory = _resident(missing)
+        with self._lock:
+            record.memory = memory or record.memory
+            record.state = SimState.CONNECTED
+            self._resumed += 1
+
+    def _take(self, size: int) -> None:
+        if self.capacity is not None and self._held + size > self.capacity:
+            raise DistBackendError(
+                f"out of memory: the simulated device has {self.capacity - self._held} bytes "
+                f"left, and {size} are wanted"
+            )
+        self._held += size
+        self._peak = max(self._peak, self._held)
 
     def used(self, record: Record) -> None:
         with self._lock:
@@ -162,9 +222,10 @@ class Ledger:
             self._held -= record.held_bytes
             self._counts[state] += 1
             record.state = state
-            if record.memory is not None:
-                record.memory.close()
-                record.memory = None
+            for memory in (record.memory, record.persistent):
+                if memory is not None:
+                    memory.close()
+            record.memory = record.persistent = None
             self._ended.append(self._live.pop(record.serial))
 
     def stats(self) -> Stats:
@@ -180,12 +241,18 @@ class Ledger:
                 held_bytes=self._held,
                 peak_bytes=self._peak,
                 collectives=self._collectives,
+                suspended=counts[SimState.SUSPENDED],
+                resumed=self._resumed,
             )
 
     def groups(self, *, ended: bool) -> tuple[GroupInfo, ...]:
         with self._lock:
             records = [*self._ended, *self._live.values()] if ended else list(self._live.values())
         return tuple(r.info() for r in sorted(records, key=lambda record: record.serial))
+
+
+def _length(memory: mmap.mmap | None) -> int:
+    return len(memory) if memory is not None else 0
 
 
 def _resident(size: int) -> mmap.mmap | None:

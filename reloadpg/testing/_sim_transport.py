@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -42,6 +43,8 @@ class Process:
     ledger: Ledger
     faults: FaultTable
     bytes_per_communicator: int
+    persistent_bytes: int
+    suspend_works: bool
     eager: bool
 
 
@@ -52,8 +55,9 @@ class Communicator:
         self.record = record
         self.process = process
         self.backend: SimBackend | None = SimBackend.deferred(self, store)
-        self._size = process.bytes_per_communicator
         self._group: ProcessGroup | None = None
+        self._suspended: ProcessGroup | None = None
+        self._meetings = 0
         self._connecting = threading.Lock()
         self._ending = threading.Lock()
         process.ledger.open(record)
@@ -100,6 +104,12 @@ class Communicator:
 
     def _connect(self, operation: str, *, eager: bool) -> ProcessGroup:
         backend, record = self.alive(operation), self.record
+        if self._suspended is not None:
+            # Nothing in NCCL stops this use; what it does then is undefined.
+            raise DistBackendError(
+                f"an illegal memory access was encountered: {operation} on group "
+                f"{record.name!r} ({record.desc}), whose communicator is suspended"
+            )
         self.process.faults.check("connect", operation, record.name, record.desc)
         backend.initialise(eager=eager)
         group = c10d.group_of_backends(
@@ -111,9 +121,81 @@ class Communicator:
         cast(Any, group)._set_group_name(record.name)
         with self._ending:
             self.alive(operation)  # it may have been aborted while this thread waited
-            self.process.ledger.connect(record, self._size)
+            process = self.process
+            process.ledger.connect(record, process.bytes_per_communicator, process.persistent_bytes)
             self._group = group
         return group
+
+    def memory_stats(self) -> dict[str, int]:
+        """Bytes by NCCL's names. Local.
+
+        Raises:
+            DistBackendError: the communicator was never used.
+        """
+        self.alive("memory_stats")
+        self._used("memory_stats")
+        return self.record.memory_stats()
+
+    def suspend(self) -> None:
+        """Give memory back until :meth:`resume`. Collective over the members, without a bound.
+
+        Raises:
+            DistBackendError: never used, or suspended already.
+        """
+        self._used("suspend")
+        if self._suspended is not None:
+            raise self._misuse("suspend", "suspended already")
+        self._check("suspend")
+        self._meet("suspend")
+        with self._ending:
+            self.alive("suspend")
+            self._suspended, self._group = self._group, None
+            self.process.ledger.suspend(self.record, works=self.process.suspend_works)
+
+    def resume(self) -> None:
+        """Take the memory again. Collective over the members, without a bound.
+
+        A member that fails returns, and the others go on waiting for it.
+
+        Raises:
+            DistBackendError: not suspended, or out of memory.
+        """
+        self._used("resume")
+        if self._suspended is None:
+            raise self._misuse("resume", "not suspended")
+        self._check("resume")
+        with self._ending:
+            self.alive("resume")
+            self.process.ledger.resume(self.record)
+        self._meet("resume")
+        with self._ending:
+            self.alive("resume")
+            self._group, self._suspended = self._suspended, None
+
+    def _used(self, operation: str) -> None:
+        self.alive(operation)
+        if self._group is None and self._suspended is None:
+            raise self._misuse(operation, "not initialized: it was never used")
+
+    def _misuse(self, operation: str, what: str) -> DistBackendError:
+        record = self.record
+        return DistBackendError(
+            f"invalid usage: {operation} on group {record.name!r} ({record.desc}), whose "
+            f"communicator is {what}"
+        )
+
+    def _check(self, point: Literal["suspend", "resume"]) -> None:
+        self.process.faults.check(point, point, self.record.name, self.record.desc)
+
+    def _meet(self, operation: str) -> None:
+        """Wait for all members, in the group's store, until this one is aborted."""
+        store = c10d.clone_store(self.alive(operation).store)
+        self._meetings += 1
+        key = f"sim/{operation}/{self._meetings}"
+        store.add(key, 1)
+        while store.add(key, 0) < self.record.size:
+            self.alive(operation)
+            time.sleep(0.002)
 
     def end(self, operation: str) -> None:
         """Free the memory and drop the transport; waits for operations in flight. Idempotent."""
@@ -141,8 +223,8 @@ class Communicator:
 
     def _take(self, state: SimState) -> list[Any]:
         with self._ending:
-            parts: list[Any] = [self.backend, self._group]
-            self.backend = self._group = None
+            parts: list[Any] = [self.backend, self._group or self._suspended]
+            self.backend = self._group = self._suspended = None
             self.process.ledger.close(self.record, state)
         return parts
 
@@ -227,8 +309,13 @@ class SimBackend(ProcessGroupGloo):
         self._set_default_timeout(timeout)
 
     def memory_stats(self) -> dict[str, int]:
-        """Bytes that the communicator holds now."""
-        return {"total": self._communicator.record.held_bytes}
+        return self._communicator.memory_stats()
+
+    def suspend(self) -> None:
+        self._communicator.suspend()
+
+    def resume(self) -> None:
+        self._communicator.resume()
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """Connect all members now. Collective over the group, blocking, idempotent."""

@@ -9,8 +9,11 @@
 
 Its groups behave as an accelerator's: creating one is local, a communicator comes into being at
 the first use and holds memory until it is released, and a group cannot be used after its
-``shutdown`` or ``abort``. The memory is real, so it can be measured from outside the process; the
-results are gloo's, so they can be compared bit for bit. Everything here is per process.
+``shutdown`` or ``abort``. A communicator can be suspended and resumed by NCCL's rules: collective
+over its members and without a bound, an error if it was never used or is in that state already;
+part of the memory stays, and a resume can run out of it. The memory is real, so it can be
+measured from outside the process; the results are gloo's, so they can be compared bit for bit.
+Everything here is per process.
 
 What must not be assumed of it: it has no streams, and nothing overlaps that does not with gloo;
 it cannot be one half of a mixed group (``cpu:gloo,privateuseone:sim``), since torch takes a group
@@ -26,6 +29,8 @@ from typing import Any
 
 import torch
 from torch.distributed import Backend
+
+from reloadpg import memory
 
 from ._sim_faults import Fault, FaultTable, InjectedFault, InjectedFaultError
 from ._sim_group import SimulatedProcessGroup
@@ -57,6 +62,8 @@ BYTES_VARIABLE = "RELOADPG_SIM_BYTES"
 
 DEFAULT_BYTES = 32 << 20
 
+DEFAULT_PERSISTENT_SHARE = 0.125
+
 
 @dataclass
 class SimOptions:
@@ -81,6 +88,8 @@ class _State:
         self.ledger = Ledger()
         self.faults = FaultTable()
         self.bytes_per_communicator: int | None = None
+        self.persistent_share = DEFAULT_PERSISTENT_SHARE
+        self.suspend_works = True
         self.eager = False
 
     def after_fork(self) -> None:
@@ -99,24 +108,56 @@ def register() -> None:
             _state.hooked = True
         if NAME not in Backend.backend_list:
             Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
+        memory.add_source(
+            "simulated",
+            memory.Source(lambda: stats().held_bytes, lambda: _state.ledger.free_bytes),
+        )
 
 
-def configure(*, bytes_per_communicator: int | None = None, eager: bool | None = None) -> None:
-    """Set what groups created from now on are like. Local.
+def configure(
+    *,
+    bytes_per_communicator: int | None = None,
+    persistent_share: float | None = None,
+    suspend_works: bool | None = None,
+    capacity_bytes: int | None = None,
+    eager: bool | None = None,
+) -> None:
+    """Set what groups created from now on are like, and the device. Local.
+
+    None leaves a setting as it is.
 
     Args:
-        bytes_per_communicator: bytes that each holds from its first use; None leaves it as it
-            is (at first: the environment variable ``RELOADPG_SIM_BYTES``, else 32 MiB).
+        bytes_per_communicator: bytes that each holds from its first use (at first: the
+            environment variable ``RELOADPG_SIM_BYTES``, else 32 MiB).
+        persistent_share: share of them that a suspend leaves (at first: 0.125).
+        suspend_works: False makes a suspend succeed and give nothing back, as NCCL's does where
+            cuMem is off; so does the environment variable ``NCCL_CUMEM_ENABLE=0``.
+        capacity_bytes: what all communicators of this process together can hold; it holds at
+            once, and 0 takes the limit away (at first: no limit).
         eager: whether creation connects all members, as NCCL's does with a bound device:
-            collective and blocking. None leaves it as it is (at first: False).
+            collective and blocking (at first: False).
+
+    Raises:
+        ValueError: a number is out of range; nothing was changed.
     """
-    if bytes_per_communicator is not None:
-        if bytes_per_communicator < 0:
+    for name, value in (
+        ("bytes_per_communicator", bytes_per_communicator),
+        ("capacity_bytes", capacity_bytes),
+        ("persistent_share", persistent_share),
+    ):
+        if value is not None and (value < 0 or (name == "persistent_share" and value > 1)):
             raise ValueError(
-                f"configure(bytes_per_communicator={bytes_per_communicator}): must be 0 or more; "
-                "nothing was changed"
+                f"configure({name}={value}): must be 0 or more, and a share 1 at most; nothing "
+                "was changed"
             )
+    if bytes_per_communicator is not None:
         _state.bytes_per_communicator = int(bytes_per_communicator)
+    if persistent_share is not None:
+        _state.persistent_share = float(persistent_share)
+    if suspend_works is not None:
+        _state.suspend_works = bool(suspend_works)
+    if capacity_bytes is not None:
+        _state.ledger.capacity = int(capacity_bytes) or None
     if eager is not None:
         _state.eager = bool(eager)
 
@@ -161,7 +202,15 @@ def _create(received: Any, options: object) -> SimulatedProcessGroup:
         timeout=received.timeout,
         pg_options=options,
     )
-    process = Process(_state.ledger, _state.faults, _bytes(), _state.eager)
+    size = _bytes()
+    process = Process(
+        _state.ledger,
+        _state.faults,
+        bytes_per_communicator=size,
+        persistent_bytes=int(size * _state.persistent_share),
+        suspend_works=_state.suspend_works and os.environ.get("NCCL_CUMEM_ENABLE") != "0",
+        eager=_state.eager,
+    )
     group = SimulatedProcessGroup(process, record, received.store)
     if process.eager:
         try:

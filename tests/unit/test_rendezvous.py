@@ -238,6 +238,35 @@ def test_offers_reach_all_ranks() -> None:
     assert [result for result, _ in results] == [frozenset("abc")] * 3
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_an_offer_reaches_all_ranks_whoever_arrives_last(last: int) -> None:
+    """Also if the rank that writes the verdict has brought nothing itself."""
+    job = tcp_job(2)
+    first_is_here = threading.Event()
+
+    def agree(rdv: Rendezvous) -> frozenset[str]:
+        if rdv.rank == last:
+            assert first_is_here.wait(20)
+        else:
+            # Its arrival is counted before it waits for the verdict.
+            waits = Gate._await
+
+            def arrived(self: Gate, *args: Any) -> Any:
+                first_is_here.set()
+                return waits(self, *args)
+
+            Gate._await = arrived  # type: ignore[method-assign]
+        offers = ("a",) if rdv.rank == 0 else ()
+        return rdv.open("offload", ("enter",), 20).agree("enter", PLAN, offers)
+
+    original = Gate._await
+    try:
+        results = job.run(agree)
+    finally:
+        Gate._await = original  # type: ignore[method-assign]
+    assert [result for result, _ in results] == [frozenset("a")] * 2
+
+
 def test_work_that_does_not_end_is_told_from_ranks_that_are_gone() -> None:
     """Who is stuck leaves a sign, with what it is at; who is gone is missing."""
     job = tcp_job(3)

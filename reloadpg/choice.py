@@ -1,0 +1,162 @@
+"""Which strategy releases a group: what the user wants, and what can be done. Pure.
+
+Suspending is collective over a communicator's members, so all members must choose alike. Each
+rank proposes for its own groups; the proposals that are not a plain ``suspend`` are made known to
+all ranks when they agree on the operation, and every rank draws the same conclusion from them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from .errors import InvalidOptionError
+
+__all__ = [
+    "ALL_GROUPS",
+    "STRATEGY_NAMES",
+    "Choice",
+    "Facts",
+    "StrategyPolicy",
+    "conclude",
+    "propose",
+]
+
+STRATEGY_NAMES = ("auto", "recreate", "suspend")
+
+ALL_GROUPS = "*"
+"""In a proposal, stands for every group of the job."""
+
+
+@dataclass(frozen=True)
+class StrategyPolicy:
+    """How ``install`` is told to release communicators, where a name alone does not say enough.
+
+    ``recreate`` destroys communicators and builds them again: it gives back all they hold, and
+    works everywhere. ``suspend`` keeps them and asks the backend to give back their memory
+    (NCCL 2.29.7 and later): part of it stays. ``auto`` suspends a group where that is possible
+    and gives back enough, and recreates it otherwise.
+
+    Attributes:
+        name: ``recreate``, ``suspend`` or ``auto``.
+        min_share: for ``auto``: the least share of a communicator's memory that a suspend must
+            give back, from 0 to 1.
+        fallback: whether a group that cannot be suspended or resumed is recreated, on all ranks
+            alike. If not, the operation raises on all ranks.
+        groups: other strategies for single groups: a pattern (``fnmatch``) of their description
+            or name, and a strategy. The first that matches counts. Equal on all ranks.
+    """
+
+    name: str = "recreate"
+    min_share: float = 0.8
+    fallback: bool = True
+    groups: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in (self.name, *self.groups.values()):
+            if not isinstance(name, str) or name not in STRATEGY_NAMES:
+                raise InvalidOptionError(
+                    f"strategy {name!r} is unknown; nothing was installed. Use one of: "
+                    f"{', '.join(STRATEGY_NAMES)}."
+                )
+        if not 0 <= self.min_share <= 1:
+            raise InvalidOptionError(
+                f"StrategyPolicy(min_share={self.min_share!r}): must be a share from 0 to 1; "
+                "nothing was installed."
+            )
+
+    @classmethod
+    def of(cls, strategy: str | StrategyPolicy) -> StrategyPolicy:
+        """The policy that ``install(strategy=...)`` names.
+
+        Raises:
+            InvalidOptionError: there is no such strategy.
+        """
+        return strategy if isinstance(strategy, StrategyPolicy) else cls(strategy)
+
+    @property
+    def may_suspend(self) -> bool:
+        """Whether any group could be suspended: equal on all ranks with equal options."""
+        return any(name != "recreate" for name in (self.name, *self.groups.values()))
+
+    def wanted(self, name: str, desc: str) -> str:
+        """The strategy that the user wants for a group."""
+        for pattern, strategy in self.groups.items():
+            if fnmatchcase(desc, pattern) or fnmatchcase(name, pattern):
+                return strategy
+        return self.name
+
+    def __str__(self) -> str:
+        if self == StrategyPolicy(self.name):
+            return self.name
+        return (
+            f"{self.name} (min_share {self.min_share:g}, fallback {self.fallback}, "
+            f"groups {dict(self.groups)})"
+        )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What this rank knows of a group's communicator.
+
+    Attributes:
+        obstacle: why it cannot be suspended, in words; empty if it can.
+        used: whether it was ever used: one that was not has nothing to give back.
+        total: bytes that it holds by its own account, or None if it gives none.
+        suspendable: bytes of them that a suspend gives back.
+    """
+
+    obstacle: str = ""
+    used: bool = True
+    total: int | None = None
+    suspendable: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy for one group, and why."""
+
+    strategy: str
+    reason: str = ""
+
+    def to_offer(self, group: str) -> str:
+        return json.dumps([group, self.strategy, self.reason])
+
+
+def propose(policy: StrategyPolicy, wanted: str, facts: Facts) -> Choice:
+    """What one member proposes for a group: ``recreate``, ``suspend`` or ``skip``. Pure."""
+    if wanted == "recreate":
+        return Choice("recreate")
+    if facts.obstacle:
+        return Choice("recreate", facts.obstacle)
+    if not facts.used:
+        if wanted == "suspend":
+            return Choice("skip", "its communicator was never used: nothing to suspend")
+        return Choice("recreate", "its communicator was never used: nothing to suspend")
+    if wanted == "suspend":
+        return Choice("suspend")
+    if not facts.total:
+        return Choice("recreate", "the backend does not say what a suspend would give back")
+    share = facts.suspendable / facts.total
+    gives = f"a suspend gives back {share:.0%} of what its communicator holds"
+    if share < policy.min_share:
+        return Choice("recreate", f"{gives}, less than {policy.min_share:.0%}")
+    return Choice("suspend", gives)
+
+
+_WEIGHT = {"suspend": 0, "skip": 1, "recreate": 2}
+
+
+def conclude(group: str, mine: Choice, offers: Iterable[str]) -> Choice:
+    """What all members do with a group, given what every rank has proposed. Pure.
+
+    One that must recreate decides for all; one that has nothing to suspend makes all skip.
+    """
+    proposals = [mine] if mine.strategy != "suspend" else []
+    for offer in sorted(offers):
+        name, strategy, reason = json.loads(offer)
+        if name in (group, ALL_GROUPS) and mine.strategy != "recreate":
+            proposals.append(Choice(strategy, reason))
+    return max(proposals, key=lambda choice: _WEIGHT[choice.strategy], default=mine)

@@ -1,0 +1,89 @@
+"""A job on the simulated accelerator whose groups can be suspended, and what is seen of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import reloadpg
+from reloadpg.testing import simulated
+
+MIB = 1 << 20
+HELD = 32 * MIB
+"""What each communicator holds; an eighth of it stays when it is suspended."""
+STAYS = HELD // 8
+
+
+class Job:
+    """WORLD and some overlapping subgroups, all of them used once."""
+
+    def __init__(
+        self,
+        strategy: Any,
+        *,
+        subgroups: Sequence[Sequence[int]] = ((0, 1), (1, 2), (0, 1, 2)),
+        bound: float = 20,
+        used: bool = True,
+        **configuration: Any,
+    ) -> None:
+        simulated.register()
+        simulated.configure(bytes_per_communicator=HELD, **configuration)
+        reloadpg.install(strategy=strategy, timeout=timedelta(seconds=bound))
+        dist.init_process_group("sim")
+        self.rank = dist.get_rank()
+        made = {
+            f"g{i}": dist.new_group(list(r), group_desc=f"g{i}") for i, r in enumerate(subgroups)
+        }
+        mine = {
+            name: group for name, group in made.items() if self.rank in subgroups[int(name[1:])]
+        }
+        self.groups: dict[str, Any] = {"WORLD": dist.group.WORLD, **mine}
+        if used:
+            self.sums()
+
+    def sums(self, *names: str) -> bool:
+        """Whether groups sum over their own members: each contributes a power of two."""
+        right = True
+        for name, group in self.groups.items():
+            if names and name not in names:
+                continue
+            value = torch.tensor([float(2**self.rank)])
+            dist.all_reduce(value, group=group)
+            right &= value.item() == sum(2**r for r in dist.get_process_group_ranks(group))
+        return right
+
+    def refused(self) -> bool:
+        """Whether every group refuses a collective."""
+        for group in self.groups.values():
+            try:
+                dist.all_reduce(torch.zeros(1), group=group)
+            except reloadpg.GroupOffloadedError:
+                continue
+            return False
+        return True
+
+    def facts(self) -> dict[str, tuple[str, int]]:
+        """State and generation, by group."""
+        return {n: (str(g.state), g.generation) for n, g in self.groups.items()}
+
+
+def chosen(report: Any) -> dict[str, str]:
+    """Strategy by group's description, WORLD by its name."""
+    return {group.desc.replace("default_pg", "WORLD"): group.strategy for group in report.groups}
+
+
+def reasons(report: Any) -> dict[str, str]:
+    return {group.desc.replace("default_pg", "WORLD"): group.reason for group in report.groups}
+
+
+def attempt(function: Callable[[], Any]) -> tuple[str, str]:
+    """Kind and text of the error that a call raises; empty if it raises none."""
+    try:
+        function()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""

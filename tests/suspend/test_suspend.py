@@ -1,0 +1,329 @@
+"""Strategy ``suspend`` over real ranks: what comes back, what stays, what is refused."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from suspend_job import HELD, MIB, STAYS, Job, attempt, chosen, reasons
+
+import reloadpg
+from reloadpg import StrategyPolicy, memory
+from reloadpg.testing import run_ranks, simulated
+
+pytestmark = pytest.mark.matrix
+
+
+def resident() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def three_cycles(rank: int, size: int, strategy: str) -> dict[str, Any]:
+    job = Job(strategy)
+    backends = {n: g._get_backend(torch.device("cpu")) for n, g in job.groups.items()}
+    cycles = []
+    for _ in range(3):
+        before, rss_before = simulated.stats(), resident()
+        report = reloadpg.offload()
+        after, rss_after = simulated.stats(), resident()
+        refused, facts = job.refused(), job.facts()
+        status = reloadpg.status()
+        timeouts = [g.timeout_s for g in status.groups]
+        again = reloadpg.offload()
+        back = reloadpg.reload()
+        cycles.append(
+            {
+                "report": report,
+                "reload": back,
+                "held": (before.held_bytes, after.held_bytes, simulated.stats().held_bytes),
+                "rss": rss_before - rss_after,
+                "refused": refused,
+                "facts": facts,
+                "status": status,
+                "timeouts": timeouts,
+                "again": again.changed,
+                "live": job.facts(),
+                "sums": job.sums(),
+                "nothing": reloadpg.reload().changed,
+            }
+        )
+    now = {n: g._get_backend(torch.device("cpu")) for n, g in job.groups.items()}
+    stats = simulated.stats()
+    return {
+        "groups": list(job.groups),
+        "cycles": cycles,
+        "same_backend": [now[name] is backend for name, backend in backends.items()],
+        "counts": (stats.created, stats.suspended, stats.resumed),
+    }
+
+
+@pytest.fixture(scope="module", params=["suspend", "recreate"])
+def cycled(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
+    return request.param, run_ranks(three_cycles, 3, args=(request.param,), timeout=120)
+
+
+class TestThreeCycles:
+    """Both strategies, on WORLD and three overlapping subgroups."""
+
+    def test_what_comes_back(self, cycled: Any) -> None:
+        """Recreate gives back all that communicators hold; suspend leaves what its rules leave."""
+        strategy, results = cycled
+        for result in results:
+            count = len(result["groups"])
+            left = STAYS * count if strategy == "suspend" else 0
+            for number, cycle in enumerate(result["cycles"]):
+                before, offloaded, after = cycle["held"]
+                assert (before, offloaded) == (HELD * count, left), number
+                # A rebuilt communicator takes its memory at its first use.
+                assert after == (HELD * count if strategy == "suspend" else 0)
+
+    def test_the_report_says_what_the_accelerator_says(self, cycled: Any) -> None:
+        """Released and restored bytes and each group's account equal the simulated backend's."""
+        strategy, results = cycled
+        for result in results:
+            for cycle in result["cycles"]:
+                before, offloaded, after = cycle["held"]
+                report, back = cycle["report"], cycle["reload"]
+                assert report.memory_source == back.memory_source == "simulated"
+                assert report.released_bytes == before - offloaded > 0
+                assert back.restored_bytes == after - offloaded
+                assert report.restored_bytes is back.released_bytes is None
+                assert [group.bytes for group in report.groups] == [HELD] * len(result["groups"])
+                assert set(chosen(report).values()) == {strategy}
+                assert set(chosen(back).values()) == {strategy}
+                assert report.to_dict()["offload/released_bytes"] == before - offloaded
+
+    def test_resident_memory_confirms_it(self, cycled: Any) -> None:
+        """What the kernel counts differs by less than 5% from the report."""
+        for result in cycled[1]:
+            for cycle in result["cycles"]:
+                assert cycle["rss"] == pytest.approx(cycle["report"].released_bytes, rel=0.05)
+
+    def test_offloaded_groups_refuse_and_come_back(self, cycled: Any) -> None:
+        """Every collective is refused; after the reload the same objects sum right."""
+        strategy, results = cycled
+        for result in results:
+            for number, cycle in enumerate(result["cycles"]):
+                assert cycle["refused"]
+                assert {state for state, _ in cycle["facts"].values()} == {"offloaded"}
+                assert cycle["sums"]
+                generation = 0 if strategy == "suspend" else number + 1
+                assert set(cycle["live"].values()) == {("live", generation)}
+                assert (cycle["again"], cycle["nothing"]) == (False, False)
+
+    def test_a_suspended_group_keeps_its_backend(self, cycled: Any) -> None:
+        """Suspend creates nothing new: a backend object taken out before stays the live one."""
+        strategy, results = cycled
+        for result in results:
+            count = len(result["groups"])
+            assert set(result["same_backend"]) == {strategy == "suspend"}
+            kept = (count, 3 * count, 3 * count)
+            assert result["counts"] == (kept if strategy == "suspend" else (4 * count, 0, 0))
+
+    def test_status_while_offloaded(self, cycled: Any) -> None:
+        """It says how each group was released, and what its communicator still holds."""
+        strategy, results = cycled
+        left = STAYS if strategy == "suspend" else 0
+        for result in results:
+            for number, cycle in enumerate(result["cycles"]):
+                for group in cycle["status"].groups:
+                    assert (group.strategy, group.cycles) == (strategy, number + 1)
+                    assert group.memory_bytes == left
+                    assert group.timeout_s == 1800
+                    assert group.last_offload_ms is not None
+                assert cycle["status"].memory_bytes == left * len(result["groups"])
+
+
+def unused(rank: int, size: int) -> dict[str, Any]:
+    job = Job("suspend", used=False)
+    job.sums("WORLD", "g0")
+    seen = []
+    for _ in range(2):
+        report = reloadpg.offload()
+        held = simulated.stats().held_bytes
+        refused = job.refused()
+        back = reloadpg.reload()
+        seen.append(
+            {
+                "chosen": chosen(report),
+                "skipped": [g.desc for g in report.skipped],
+                "back": chosen(back),
+                "held": held,
+                "refused": refused,
+            }
+        )
+    return {"seen": seen, "sums": job.sums(), "created": simulated.stats().created}
+
+
+def test_a_communicator_that_was_never_used_is_skipped_on_all_ranks() -> None:
+    """NCCL refuses to suspend it; it is set aside alike by all members, and works afterwards."""
+    for rank, result in enumerate(run_ranks(unused, 3, timeout=60)):
+        mine = {"WORLD": "suspend", "g2": "skip"}
+        mine |= {"g0": "suspend"} if rank < 2 else {}
+        mine |= {"g1": "skip"} if rank > 0 else {}
+        for seen in result["seen"]:
+            assert seen["chosen"] == seen["back"] == mine
+            assert sorted(seen["skipped"]) == sorted(n for n, how in mine.items() if how == "skip")
+            assert seen["held"] == STAYS * list(mine.values()).count("suspend")
+            assert seen["refused"]
+        assert result["sums"]
+        assert result["created"] == len(mine)
+
+
+def unused_on_one_rank(rank: int, size: int) -> dict[str, Any]:
+    job = Job("suspend", subgroups=((0, 1, 2),))
+    if rank == 1:  # this rank says that its communicator was never used
+        stats = job.groups["g0"].communicator._communicator
+        stats.memory_stats = lambda: (_ for _ in ()).throw(RuntimeError("not initialized"))
+    report = reloadpg.offload()
+    reloadpg.reload()
+    return {"chosen": chosen(report), "reasons": reasons(report), "sums": job.sums()}
+
+
+def test_one_member_that_must_skip_makes_all_skip() -> None:
+    """Suspending is collective: no member tries it alone."""
+    for result in run_ranks(unused_on_one_rank, 3, timeout=60):
+        assert result["chosen"] == {"WORLD": "suspend", "g0": "skip"}
+        assert "never used" in result["reasons"]["g0"]
+        assert result["sums"]
+
+
+def destroyed_while_suspended(rank: int, size: int) -> dict[str, Any]:
+    job = Job("suspend")
+    reloadpg.offload()
+    group = job.groups.pop("g2")
+    dist.destroy_process_group(group)
+    held = simulated.stats().held_bytes
+    reloadpg.reload()
+    sums, state = job.sums(), str(group.state)
+    reloadpg.offload()
+    dist.destroy_process_group()
+    return {
+        "held": held,
+        "others": len(job.groups),
+        "state": state,
+        "sums": sums,
+        "left": simulated.stats().held_bytes,
+        "live": simulated.stats().live,
+        "leaked": simulated.stats().leaked,
+    }
+
+
+def test_destroying_suspended_groups_frees_the_rest() -> None:
+    """A group destroyed while suspended gives back what it still held, and stays destroyed; so
+    does the whole job.
+    """
+    for result in run_ranks(destroyed_while_suspended, 3, timeout=60):
+        assert result["held"] == STAYS * result["others"]
+        assert result["state"] == "destroyed"
+        assert result["sums"]
+        assert (result["left"], result["live"], result["leaked"]) == (0, 0, 0)
+
+
+def overridden(rank: int, size: int) -> dict[str, Any]:
+    policy = StrategyPolicy("suspend", groups={"g0": "recreate", "g[12]": "auto"})
+    job = Job(policy, persistent_share=0.5)
+    report = reloadpg.offload()
+    reloadpg.reload()
+    again = attempt(lambda: reloadpg.install(strategy="suspend"))
+    same = attempt(
+        lambda: reloadpg.install(
+            strategy=policy, timeout=reloadpg.patching.registry.options.timeout
+        )
+    )
+    return {"chosen": chosen(report), "sums": job.sums(), "again": again, "same": same}
+
+
+def test_a_strategy_for_single_groups() -> None:
+    """Patterns of the description choose: recreate, auto (half is too little here), suspend."""
+    for rank, result in enumerate(run_ranks(overridden, 3, timeout=60)):
+        expected = {"WORLD": "suspend", "g2": "recreate"}
+        expected |= {"g0": "recreate"} if rank < 2 else {}
+        expected |= {"g1": "recreate"} if rank > 0 else {}
+        assert result["chosen"] == expected
+        assert result["sums"]
+        assert result["again"][0] == "PatchConflictError"
+        assert result["same"] == ("", "")
+
+
+def changed_while_suspended(rank: int, size: int) -> dict[str, Any]:
+    job = Job("suspend")
+    group = job.groups["WORLD"]
+    reloadpg.offload()
+    group._set_group_desc("renamed")
+    reloadpg.reload()
+    return {"desc": group.communicator.group_desc, "sums": job.sums()}
+
+
+def test_a_description_set_while_suspended_holds() -> None:
+    """What was set on the offloaded group is on the resumed one."""
+    for result in run_ranks(changed_while_suspended, 3, timeout=60):
+        assert result == {"desc": "renamed", "sums": True}
+
+
+def gloo_groups(rank: int, size: int, fallback: bool) -> dict[str, Any]:
+    reloadpg.install(backends={"gloo"}, strategy=StrategyPolicy("suspend", fallback=fallback))
+    dist.init_process_group("gloo")
+    error, state, reason = "", "", {}
+    try:
+        reason = reasons(reloadpg.offload())
+    except reloadpg.ReleaseError as refused:
+        error, state = str(refused), str(dist.group.WORLD.state)
+    else:
+        reloadpg.reload()
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    return {"error": error, "state": state, "reason": reason, "sum": value.item()}
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+def test_a_backend_that_cannot_suspend(fallback: bool) -> None:
+    """Gloo groups are recreated and the report says why; without fallback all ranks raise before
+    anything is touched.
+    """
+    for result in run_ranks(gloo_groups, 2, args=(fallback,), timeout=60):
+        assert result["sum"] == 2
+        if fallback:
+            assert "cannot suspend" in result["reason"]["WORLD"]
+        else:
+            assert "cannot suspend" in result["error"]
+            assert result["state"] == "live"
+
+
+def no_room(rank: int, size: int) -> dict[str, Any]:
+    job = Job("suspend")
+    reloadpg.offload()
+    held = simulated.stats().held_bytes
+    if rank == 1:  # the rollout engine still has the memory
+        simulated.configure(capacity_bytes=held + 2 * MIB)
+    free = memory.free_bytes()
+    failed, facts = attempt(reloadpg.reload), job.facts()
+    resumed = simulated.stats().resumed
+    if rank == 1:
+        simulated.configure(capacity_bytes=0)
+    report = reloadpg.reload()
+    return {
+        "free": free,
+        "failed": failed,
+        "facts": facts,
+        "resumed": resumed,
+        "chosen": set(chosen(report).values()),
+        "sums": job.sums(),
+    }
+
+
+def test_no_rank_resumes_before_all_have_room() -> None:
+    """One rank without room: all raise, nothing was resumed anywhere; with room it goes on."""
+    for rank, result in enumerate(run_ranks(no_room, 3, timeout=60)):
+        kind, text = result["failed"]
+        assert kind == ("InsufficientMemoryError" if rank == 1 else "PeerFailedError")
+        assert "rank 1 has 2 MiB free (simulated)" in text
+        assert result["free"] == ((2 * MIB, "simulated") if rank == 1 else None)
+        assert {state for state, _ in result["facts"].values()} == {"offloaded"}
+        assert result["resumed"] == 0
+        assert result["chosen"] == {"suspend"}
+        assert result["sums"]
