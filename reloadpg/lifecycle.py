@@ -230,7 +230,9 @@ def _publish(report: Report) -> None:
     """Log a report and hand it to all who asked for it; their errors stay here."""
     logger.log(logging.ERROR if report.error else logging.INFO, "%s", report)
     for warning in report.warnings:
-        logger.warning("%s: %s", report.operation, warning)
+        first = warning not in registry.warned  # in every cycle it would be noise
+        registry.warned.add(warning)
+        logger.log(logging.WARNING if first else logging.DEBUG, "%s: %s", report.operation, warning)
     for callback in list(registry.callbacks.report):
         try:
             callback(report)

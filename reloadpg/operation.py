@@ -193,17 +193,23 @@ class Operation:
             ReleaseError: a group cannot be suspended and must not be recreated instead.
         """
         policy = self.options.strategy
+        recreated: list[str] = []
         for group in groups:
             name = group.group_name
             choice = self.choices[name] = conclude(name, self.choices[name], offers)
             group.history.strategy = choice.strategy
-            wanted = policy.wanted(name, group.group_desc)
-            if wanted == "suspend" and choice.strategy == "recreate" and not policy.fallback:
+            if choice.strategy != "recreate" or not choice.reason:
+                continue
+            if policy.wanted(name, group.group_desc) == "suspend" and not policy.fallback:
                 raise ReleaseError(
                     f"{self.operation}: {group!r} cannot be suspended: {choice.reason}. Nothing "
                     "was changed. Install with strategy='auto', or with a StrategyPolicy that "
                     "allows the fallback to recreate."
                 )
+            recreated.append(choice.reason)
+        for reason in dict.fromkeys(recreated):
+            count = recreated.count(reason)
+            self.warnings.append(f"{count} groups are recreated, not suspended: {reason}")
 
     def natively(
         self,
@@ -296,6 +302,16 @@ class Operation:
         source = next(iter(self.memory["before"]))
         kept = [group for group in self.done if group.strategy == "suspend"]
         account = sum(group.bytes or 0 for group in kept)
+        stays = account - sum(
+            group.history.suspended_bytes
+            for group in self.groups
+            if group.history.strategy == "suspend" and group.communicator is not None
+        )
+        if kept and stays > 0:
+            self.warnings.append(
+                f"{stays / 2**20:.1f} MiB stay in {len(kept)} suspended communicators, by their "
+                "own account; strategy 'recreate' gives them back"
+            )
         if not account or source not in memory.exact_sources():
             return
         back = self.memory["device"][source] - self.memory["released"][source]
@@ -306,7 +322,9 @@ class Operation:
                 f"MiB, measured by {source}"
             )
             self.job.suspend_obstacle = text
-            self.warnings.append(f"{text}: NVLS and NET buffers stay, and peers may hold memory")
+            self.warnings.append(
+                f"{text}: NVLS and NET buffers stay, and peers may hold what they have mapped"
+            )
 
     @property
     def replays_shared(self) -> bool:

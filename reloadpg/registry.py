@@ -105,6 +105,7 @@ class Registry:
         self.options: Options | None = None
         self.patches: Patched | None = None
         self.callbacks = Callbacks()
+        self.warned: set[str] = set()
         self._job: Job | None = None
         self._busy: str | None = None
         self._inherited: ProcessGroup | None = None

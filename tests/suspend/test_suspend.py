@@ -95,6 +95,9 @@ class TestThreeCycles:
                 assert [group.bytes for group in report.groups] == [HELD] * len(result["groups"])
                 assert set(chosen(report).values()) == {strategy}
                 assert set(chosen(back).values()) == {strategy}
+                mib = STAYS * len(report.groups) / MIB
+                stay = [f"{mib:.1f} MiB stay" in text for text in report.warnings]
+                assert stay == ([True] if strategy == "suspend" else [])
                 assert report.to_dict()["offload/released_bytes"] == before - offloaded
 
     def test_resident_memory_confirms_it(self, cycled: Any) -> None:
@@ -268,16 +271,23 @@ def test_a_description_set_while_suspended_holds() -> None:
 def gloo_groups(rank: int, size: int, fallback: bool) -> dict[str, Any]:
     reloadpg.install(backends={"gloo"}, strategy=StrategyPolicy("suspend", fallback=fallback))
     dist.init_process_group("gloo")
-    error, state, reason = "", "", {}
+    error, state, reason, said = "", "", {}, ()
     try:
-        reason = reasons(reloadpg.offload())
+        report = reloadpg.offload()
+        reason, said = reasons(report), report.warnings
     except reloadpg.ReleaseError as refused:
         error, state = str(refused), str(dist.group.WORLD.state)
     else:
         reloadpg.reload()
     value = torch.ones(1)
     dist.all_reduce(value)
-    return {"error": error, "state": state, "reason": reason, "sum": value.item()}
+    return {
+        "error": error,
+        "state": state,
+        "reason": reason,
+        "warnings": said,
+        "sum": value.item(),
+    }
 
 
 @pytest.mark.parametrize("fallback", [True, False])
@@ -289,6 +299,7 @@ def test_a_backend_that_cannot_suspend(fallback: bool) -> None:
         assert result["sum"] == 2
         if fallback:
             assert "cannot suspend" in result["reason"]["WORLD"]
+            assert any("1 groups are recreated" in text for text in result["warnings"])
         else:
             assert "cannot suspend" in result["error"]
             assert result["state"] == "live"

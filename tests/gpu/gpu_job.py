@@ -1,0 +1,218 @@
+"""What the GPU tests and benchmarks/gpu.py run on each rank, and where it can run.
+
+The functions take the backend and the device, so that the same code is rehearsed on the simulated
+accelerator where there is no GPU (test_rehearsal.py). They need torch, wrapt and reloadpg only.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import reloadpg
+from reloadpg import memory
+from reloadpg.testing import simulated
+
+GROUPS = 3
+"""Groups beside WORLD, each over all ranks."""
+
+TIMEOUT = timedelta(minutes=7)
+
+
+def no_gpu() -> str:
+    """Why nothing can run on a GPU here; empty if it can."""
+    if not torch.cuda.is_available():
+        return f"no CUDA device (torch {torch.__version__})"
+    if not dist.is_nccl_available():
+        return "this torch has no NCCL"
+    return ""
+
+
+def nccl_version() -> tuple[int, ...]:
+    return tuple(torch.cuda.nccl.version())
+
+
+def no_suspend() -> str:
+    """Why NCCL communicators cannot be suspended here; empty if they can."""
+    if reason := no_gpu():
+        return reason
+    if not hasattr(torch._C._distributed_c10d.Backend, "suspend"):
+        return f"torch {torch.__version__} has no Backend.suspend (2.12 and later)"
+    if nccl_version() < (2, 29, 7):
+        return f"NCCL {'.'.join(map(str, nccl_version()))} cannot suspend (2.29.7 and later)"
+    return ""
+
+
+def ranks_at_hand() -> int:
+    """How many NCCL ranks can run here: one a GPU, or two on one where NCCL allows it."""
+    if no_gpu():
+        return 0
+    count = torch.cuda.device_count()
+    allowed = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and nccl_version() >= (2, 30)
+    return max(count, 2 if allowed else 1)
+
+
+def start(rank: int, size: int, backend: str, strategy: Any = "recreate") -> torch.device:
+    """A job of this rank whose groups of one rank are reloadable too."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if backend == "nccl":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        simulated.register()
+    reloadpg.install(min_size=1, strategy=strategy, timeout=timedelta(seconds=60))
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    return device
+
+
+def groups_of(size: int) -> list[Any]:
+    everyone = list(range(size))
+    return [dist.group.WORLD, *(dist.new_group(everyone, timeout=TIMEOUT) for _ in range(GROUPS))]
+
+
+def sums(groups: list[Any], device: torch.device, seed: int) -> list[torch.Tensor]:
+    """One all-reduce of a large tensor on each group: equal inputs give equal bits."""
+    generator = torch.Generator().manual_seed(seed + dist.get_rank())
+    values = [torch.randn(1 << 20, generator=generator).to(device) for _ in groups]
+    for value, group in zip(values, groups, strict=True):
+        dist.all_reduce(value, group=group)
+    return [value.cpu() for value in values]
+
+
+def used() -> int:
+    """Bytes in use on the accelerator, by itself, with nothing cached and nothing pending."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    return next(iter(memory.in_use().values()))
+
+
+def cycles(rank: int, size: int, backend: str, count: int, strategy: str) -> dict[str, Any]:
+    """Offload and reload again and again; memory by the device itself after each step."""
+    device = start(rank, size, backend, strategy)
+    empty = used()
+    groups = groups_of(size)
+    reference = sums(groups, device, 1)
+    rows = []
+    equal = True
+    for _ in range(count):
+        before = used()
+        offloaded = reloadpg.offload()
+        after = used()
+        reloaded = reloadpg.reload()
+        begun = time.perf_counter()
+        again = sums(groups, device, 1)
+        first_use_ms = (time.perf_counter() - begun) * 1e3
+        equal &= all(torch.equal(a, b) for a, b in zip(reference, again, strict=True))
+        rows.append(
+            {
+                "before": before,
+                "after": after,
+                "reported": offloaded.released_bytes,
+                "strategies": sorted({group.strategy for group in offloaded.groups}),
+                "offload_ms": offloaded.total_ms,
+                "reload_ms": reloaded.total_ms,
+                "first_use_ms": first_use_ms,
+            }
+        )
+    result = {
+        "source": offloaded.memory_source,
+        "empty": empty,
+        "rows": rows,
+        "equal": equal,
+        "groups": len(offloaded.groups),
+        "other_contexts": other_contexts(device),
+    }
+    dist.destroy_process_group()
+    return result
+
+
+def other_contexts(device: torch.device) -> int | None:
+    """On how many other GPUs this process has a context; None where that cannot be seen."""
+    if device.type != "cuda":
+        return None
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    pynvml.nvmlInit()
+    mine = 0
+    for index in range(torch.cuda.device_count()):
+        if index == device.index:
+            continue
+        uuid = torch.cuda.get_device_properties(index).uuid
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        mine += any(process.pid == os.getpid() for process in processes)
+    return mine
+
+
+def options(rank: int, size: int, backend: str) -> dict[str, Any]:
+    """What the rebuilt backend has of timeout and options, before and after two cycles."""
+    device = start(rank, size, backend)
+    made: Any = simulated.SimOptions(is_high_priority_stream=True)
+    if backend == "nccl":
+        made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        made.config.max_ctas = 4
+    group = dist.new_group(list(range(size)), timeout=timedelta(seconds=77), pg_options=made)
+
+    def seen() -> dict[str, Any]:
+        dist.all_reduce(torch.ones(1, device=device), group=group)
+        inner = group._get_backend(device)
+        if backend != "nccl":
+            (info,) = [i for i in simulated.groups() if i.pg_options is made]
+            return {"timeout": inner.options._timeout, "high": info.pg_options is made}
+        found = inner.options
+        return {
+            "timeout": found._timeout,
+            "high": found.is_high_priority_stream,
+            "max_ctas": found.config.max_ctas,
+        }
+
+    first = seen()
+    later = []
+    for _ in range(2):
+        reloadpg.offload()
+        reloadpg.reload()
+        later.append(seen())
+    dist.destroy_process_group()
+    return {"first": first, "later": later}
+
+
+def train(rank: int, size: int, backend: str, how: str, offloads: bool) -> list[str]:
+    """Losses of a small model in six steps, as exact text; a cycle after every second one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    device = start(rank, size, backend)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(device)
+    if how == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh(device.type, (size,)))
+    else:
+        ids = [device.index] if device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=ids)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for step in range(6):
+        if offloads and step and step % 2 == 0:
+            with reloadpg.offloaded():
+                pass
+        batch = torch.randn(16, 64, generator=generator).to(device)
+        loss = (model(batch) - batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+    dist.destroy_process_group()
+    return losses

@@ -1,0 +1,95 @@
+"""Who asks for reports gets one of each operation, also of one that failed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import reloadpg
+from reloadpg.testing import run_ranks
+
+
+def listen(rank: int, size: int) -> dict[str, Any]:
+    reports: list[Any] = []
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("reloadpg").addHandler(handler)
+    reloadpg.install(backends={"gloo"})
+    dist.init_process_group("gloo")
+
+    def broken(_: Any) -> None:
+        raise ValueError("broken on purpose")
+
+    removes = [reloadpg.on_report(broken), reloadpg.on_report(reports.append)]
+    returned = [reloadpg.offload(), reloadpg.reload()]
+    take_off = reloadpg.on_offload(lambda: 1 / (1 - rank))
+    kind = ""
+    try:
+        reloadpg.offload()
+    except reloadpg.ReloadpgError as error:
+        kind = type(error).__name__
+    failed = reloadpg.status().last_error
+    take_off()
+    for remove in [*removes, *removes]:
+        remove()
+    reloadpg.offload()
+    return {
+        "same": [a is b for a, b in zip(reports, returned, strict=False)],
+        "kinds": [(r.operation, r.error.split(":")[0]) for r in reports],
+        "who": {(r.rank, r.world_size) for r in reports},
+        "spans": [s.name for s in reports[0].spans],
+        "inside": all(
+            0 <= s.start_ms and s.start_ms + s.ms <= r.total_ms for r in reports for s in r.spans
+        ),
+        "groups": [
+            (g.start_ms >= 0, g.start_ms + g.ms <= r.total_ms) for r in reports for g in r.groups
+        ],
+        "started": reports[0].started_at <= reports[1].started_at,
+        "kind": kind,
+        "failed": failed,
+        "afterwards": reloadpg.status().last_error,
+        "logged": logged,
+    }
+
+
+@pytest.fixture(scope="module")
+def listened() -> list[dict[str, Any]]:
+    return run_ranks(listen, 2, timeout=60)
+
+
+def test_the_report_that_is_returned_is_the_one_that_is_given(listened: Any) -> None:
+    """Of two calls that succeed and one that fails; none after the callback was taken off."""
+    for rank, seen in enumerate(listened):
+        error = "ReloadpgError" if rank == 1 else "PeerFailedError"
+        assert seen["same"] == [True, True]
+        assert seen["kinds"] == [("offload", ""), ("reload", ""), ("offload", error)]
+        assert seen["who"] == {(rank, 2)}
+
+
+def test_times_lie_within_the_call(listened: Any) -> None:
+    """Phases, waits and groups start after the call and end before it does."""
+    for seen in listened:
+        assert seen["spans"] == [
+            "wait.enter", "callbacks", "device", "wait.quiesced", "wait.released"
+        ]  # fmt: skip
+        assert seen["inside"]
+        assert seen["groups"] == [(True, True)] * 2
+        assert seen["started"]
+
+
+def test_a_broken_callback_is_logged_and_harms_nobody(listened: Any) -> None:
+    """The operation has succeeded; the log says whose fault it was."""
+    for seen in listened:
+        assert seen["logged"].count("a callback registered with reloadpg.on_report failed") == 3
+
+
+def test_status_remembers_the_last_error(listened: Any) -> None:
+    """Until the next operation has succeeded."""
+    for rank, seen in enumerate(listened):
+        assert seen["kind"] == ("ReloadpgError" if rank == 1 else "PeerFailedError")
+        assert "ZeroDivisionError" in seen["failed"]
+        assert seen["afterwards"] == ""

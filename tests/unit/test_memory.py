@@ -1,0 +1,171 @@
+"""Who says how much memory is in use, and what reports make of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import types
+
+import pytest
+
+from reloadpg import devices, memory
+from reloadpg.report import GroupReport, Report, Span
+
+GIB = 1 << 30
+
+
+class FakeRuntime(types.ModuleType):
+    """A device of 80 GiB with 50 free, of which torch's allocator has 12 and uses 10."""
+
+    def __init__(self):
+        super().__init__("torch.cuda")
+        self.reserved = 12 * GIB
+
+    def mem_get_info(self):
+        return 50 * GIB, 80 * GIB
+
+    def memory_reserved(self):
+        return self.reserved
+
+    def memory_allocated(self):
+        return 10 * GIB
+
+    def host_memory_stats(self):
+        return {"allocated_bytes.current": 3 * GIB}
+
+    def current_device(self):
+        return 0
+
+    def get_device_properties(self, index):
+        return types.SimpleNamespace(uuid="abc")
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    fake = FakeRuntime()
+    monkeypatch.setattr(devices, "runtime", lambda: fake)
+    return fake
+
+
+@pytest.fixture
+def added(monkeypatch):
+    monkeypatch.setattr(memory._sources, "added", {})
+    monkeypatch.setattr(memory._sources, "checks", [])
+    return memory.add_source
+
+
+def test_without_an_accelerator_the_kernel_counts(added):
+    """Resident memory, in bytes, as the kernel has it."""
+    seen = memory.in_use()
+    assert list(seen) == ["rss"]
+    with open("/proc/self/status", encoding="ascii") as file:
+        resident = next(int(x.split()[1]) * 1024 for x in file if x.startswith("VmRSS"))
+    assert seen["rss"] == pytest.approx(resident, rel=0.02)
+    assert memory.free_bytes() is None
+    assert memory.exact_sources() == {"device"}
+
+
+def test_the_device_comes_first(runtime, added):
+    """Then what was added, then the process's own figures."""
+    added("other", memory.Source(lambda: 5, lambda: 6))
+    seen = memory.in_use()
+    assert list(seen) == ["device", "other", "rss", "pinned"]
+    assert (seen["device"], seen["other"], seen["pinned"]) == (30 * GIB, 5, 3 * GIB)
+    assert memory.free_bytes() == (50 * GIB, "device")
+
+
+def test_an_added_source_that_has_nothing_to_say_is_left_out(added):
+    """It may not have started yet."""
+    added("other", memory.Source(lambda: None))
+    assert "other" not in memory.in_use()
+    assert memory.free_bytes() is None
+    added("other", memory.Source(lambda: 7, lambda: 9))
+    assert memory.in_use()["other"] == 7
+    assert memory.free_bytes() == (9, "other")
+
+
+def test_nvml_is_labelled(runtime, added, monkeypatch):
+    """With nvidia-ml-py installed: this process's memory alone, under its own name."""
+    mine = types.SimpleNamespace(pid=os.getpid(), usedGpuMemory=4 * GIB)
+    other = types.SimpleNamespace(pid=1, usedGpuMemory=9 * GIB)
+    nvml = types.SimpleNamespace(
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [other, mine],
+    )
+    monkeypatch.setattr(memory, "_nvml", lambda: nvml)
+    assert memory.in_use()["nvml"] == 4 * GIB
+    nvml.nvmlDeviceGetHandleByUUID = lambda uuid: 1 / 0  # a driver library that is missing
+    assert "nvml" not in memory.in_use()
+
+
+def test_memory_that_the_allocator_keeps_is_a_warning(runtime, added):
+    """2 GiB unused in the cache while the groups are offloaded; a little is not worth a line."""
+    (text,) = memory.warnings(released=True)
+    assert "2048 MiB" in text
+    assert "empty_cache" in text
+    assert memory.warnings(released=False) == []
+    runtime.reserved = 10 * GIB + (1 << 20)
+    assert memory.warnings(released=True) == []
+
+
+def test_checks_add_warnings_until_they_are_taken_off(added):
+    """A memory saver says for example that it is paused."""
+    answers = ["the saver is paused"]
+    remove = memory.add_check(lambda: answers[0])
+    assert memory.warnings(released=True) == ["the saver is paused"]
+    answers[0] = None
+    assert memory.warnings(released=True) == []
+    answers[0] = "again"
+    remove()
+    remove()
+    assert memory.warnings(released=True) == []
+
+
+REPORT = Report(
+    "offload",
+    True,
+    3,
+    (
+        GroupReport("1", "dp", "nccl", 2, "recreate", 2.0, 10.0, "old", 100),
+        GroupReport("2", "tp", "nccl", 2, "skip", 0.5, 12.0),
+    ),
+    (Span("device", 1.0, 5.0), Span("wait.enter", 6.0, 4.0), Span("wait.enter", 10.0, 1.0)),
+    20.0,
+    memory={"before": {"device": 500, "rss": 50}, "after": {"device": 380, "rss": 90}},
+    warnings=("w",),
+)
+
+
+def test_flat_names():
+    """Scalars only, each under the operation's name."""
+    flat = REPORT.to_dict()
+    assert flat["offload/total_ms"] == 20.0
+    assert flat["offload/wait.enter_ms"] == 5.0
+    assert flat["offload/released_bytes"] == 120
+    assert flat["offload/groups"] == 2
+    assert flat["offload/groups_recreate"] == flat["offload/groups_skip"] == 1
+    assert flat["offload/slowest_group_ms"] == 2.0
+    assert flat["offload/overhead_ms"] == pytest.approx(20 - 5 - 5 - 2.5)
+    assert flat["offload/failed"] is False
+    assert "offload/restored_bytes" not in flat
+    assert all(isinstance(value, (int, float, str)) for value in flat.values())
+
+
+def test_details_are_plain_and_complete():
+    """What JSON gives back is what was put in."""
+    details = json.loads(REPORT.to_json())
+    assert details["groups"][0]["reason"] == "old"
+    assert details["memory"]["after"]["rss"] == 90
+    assert details["released_bytes"] == 120
+    assert details["memory_source"] == "device"
+    assert details["warnings"] == ["w"]
+
+
+def test_what_a_report_says():
+    """The figure that matters, its source, and a failure as such."""
+    assert "0.0 MiB released (device)" in str(REPORT)
+    assert [group.name for group in REPORT.skipped] == ["2"]
+    failed = Report("reload", False, 3, total_ms=1.0, error="RebuildError: x")
+    assert str(failed) == "reload: failed after 1.0 ms: RebuildError: x"
+    assert failed.to_dict()["reload/failed"] is True
+    assert failed.restored_bytes is None
