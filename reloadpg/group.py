@@ -15,12 +15,10 @@ collective.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import Enum
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.distributed import ProcessGroup
@@ -28,52 +26,14 @@ from torch.distributed import ProcessGroup
 from . import c10d, surface
 from .construction import Construction
 from .errors import GroupDestroyedError, GroupOffloadedError, GroupPickleError
+from .forwarding import Forwarding
+from .state import GroupState, History
+from .vacant import Vacant
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend as CppBackend
 
 __all__ = ["GroupState", "History", "ReloadableProcessGroup"]
-
-
-class GroupState(str, Enum):
-    """Where a group is in its life."""
-
-    LIVE = "live"
-    OFFLOADED = "offloaded"
-    FAILED = "failed"
-    DESTROYED = "destroyed"
-
-    def __str__(self) -> str:
-        return self.value
-
-
-_NEXT_CALL = {
-    GroupState.OFFLOADED: "Call reloadpg.reload() on all ranks, then use the group again.",
-    GroupState.FAILED: (
-        "Its last offload or reload did not finish. Call reloadpg.reload() on all ranks again."
-    ),
-    GroupState.DESTROYED: "It was destroyed and is not rebuilt; create a new group.",
-}
-
-
-@dataclass
-class History:
-    """What was done with a group so far.
-
-    Attributes:
-        strategy: how it was last released; empty before the first time.
-        held_bytes: what its communicator held then by its own account, or None.
-        suspended_bytes: what of that a suspend gives back.
-        cycles: how often it was released.
-        offload_ms, reload_ms: its part in the last of each; None before the first.
-    """
-
-    strategy: str = ""
-    held_bytes: int | None = None
-    suspended_bytes: int = 0
-    cycles: int = 0
-    offload_ms: float | None = None
-    reload_ms: float | None = None
 
 
 @dataclass
@@ -85,124 +45,10 @@ class _Settings:
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
 
-class _Vacant:
-    """Stands where the live group was: whatever needs a communicator raises, with the reason.
-
-    For a mixed group it holds the part that stays alive (``rest``) and passes on to it what is
-    asked for the devices that it serves. A suspended group is kept beside (``parked``).
-    """
-
-    def __init__(
-        self,
-        owner: ReloadableProcessGroup,
-        rest: ProcessGroup | None,
-        reason: str = "",
-        parked: ProcessGroup | None = None,
-    ) -> None:
-        self._owner = weakref.ref(owner)
-        self.rest = rest
-        self.reason = reason
-        self.parked = parked
-
-    def refusal(self, operation: str) -> GroupOffloadedError | GroupDestroyedError:
-        """The error for an operation that needs a communicator."""
-        owner = self._owner()
-        state = GroupState.DESTROYED if owner is None else owner.state
-        lacks = "its communicator is suspended" if self.parked else "owns no communicator"
-        text = f"{operation} on {owner!r}: the group is {state} and {lacks}."
-        if self.reason:
-            text += f" {self.reason}"
-        text = f"{text} {_NEXT_CALL[state]}"
-        if owner is None or state is GroupState.DESTROYED:
-            return GroupDestroyedError(text)
-        return GroupOffloadedError(text, group=owner.group_name, operation=operation)
-
-
-def _refusing(name: str) -> Callable[..., Any]:
-    def refuse(self: _Vacant, *args: Any, **kwargs: Any) -> Any:
-        if self.rest is None:
-            raise self.refusal(name)
-        try:
-            return getattr(self.rest, name)(*args, **kwargs)
-        except RuntimeError as error:
-            if "No backend type associated with device" in str(error) or "backend" in name:
-                raise self.refusal(name) from error
-            raise
-
-    refuse.__name__ = name
-    return refuse
-
-
-def _forwarding_collective(name: str) -> Callable[..., Any]:
-    # Compiled per name instead of closed over it: 0.13 us a call instead of 0.18, which is 2% of
-    # the shortest collective (benchmarks/dispatch.py).
-    source = f"""
-def {name}(self, *args, **kwargs):
-    work = self._inner.{name}(*args, **kwargs) if kwargs else self._inner.{name}(*args)
-    return COMPLETED_WORK if work is None else work
-"""
-    scope = {"__name__": __name__, "COMPLETED_WORK": surface.COMPLETED_WORK}
-    exec(compile(source, f"<forwarding {name}>", "exec"), scope)
-    return cast("Callable[..., Any]", scope[name])
-
-
-def _forwarding_control(name: str) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._inner, name)(*args, **kwargs)
-
-    forward.__name__ = name
-    return forward
-
-
-def _forwarding_property(name: str) -> property:
-    def get(self: Any) -> Any:
-        return getattr(self._inner, name) if self.is_live else False
-
-    return property(get)
-
-
-def _members() -> dict[str, Any]:
-    """Class attributes that forward all that the installed ``ProcessGroup`` has."""
-    members: dict[str, Any] = {}
-    for name in surface.names() - surface.QUERIES - surface.LOCALS - surface.CARRIED:
-        forwarding = (
-            _forwarding_collective if name in surface.COLLECTIVES else _forwarding_control
-        )  # an unclassified name needs a communicator until somebody says otherwise
-        members[name] = forwarding(name)
-    for name in surface.names() & surface.QUERIES:
-        if name.startswith("supports_"):
-            members[name] = _forwarding_property(name)
-    for name in surface.names() & surface.CARRIED:
-        members[name] = _carried(name)
-    return members
-
-
-def _carried(name: str) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(self._inner, name)(*args, **kwargs)
-        self._settings.calls.append((name, args, kwargs))
-        return result
-
-    forward.__name__ = name
-    return forward
-
-
-for _name in surface.names() - surface.QUERIES - surface.LOCALS:
-    setattr(_Vacant, _name, _refusing(_name))
-
-
 _BOUND_DEVICE: property = ProcessGroup.__dict__["bound_device_id"]
 
 
-class _Forwarding(ProcessGroup):
-    """A ``ProcessGroup`` whose every method finds the live group in ``self._inner``."""
-
-
-for _name, _member in _members().items():
-    setattr(_Forwarding, _name, _member)
-
-
-class ReloadableProcessGroup(_Forwarding):
+class ReloadableProcessGroup(Forwarding):
     """A process group that keeps its identity while its communicator is released and rebuilt.
 
     Instances are made by the patched ``torch.distributed`` functions, never by hand. Identity,
@@ -392,12 +238,12 @@ class ReloadableProcessGroup(_Forwarding):
         self._end(lambda inner: inner.abort())
 
     def _end(self, how: Callable[[Any], None]) -> None:
-        vacant = self._inner if isinstance(self._inner, _Vacant) else None
+        vacant = self._inner if isinstance(self._inner, Vacant) else None
         inner = self._inner if vacant is None else vacant.rest
         if inner is not None and self.is_live and inner._has_hooks():
             inner._wait_for_pending_works()
         self.state = GroupState.DESTROYED
-        self._inner = _Vacant(self, None)
+        self._inner = Vacant(self, None)
         if vacant is not None and vacant.parked is not None:
             vacant.parked.abort()  # suspended: the peers cannot be asked to take part in an end
         elif inner is not None:
@@ -411,7 +257,7 @@ class ReloadableProcessGroup(_Forwarding):
         if self.is_live:
             self._remember(inner)
         self.state = state
-        self._inner = _Vacant(self, self._kept(inner), reason)
+        self._inner = Vacant(self, self._kept(inner), reason)
         self.last_error = reason
         c10d.drop_generation(self)
         return inner
@@ -421,7 +267,7 @@ class ReloadableProcessGroup(_Forwarding):
         inner = self._inner
         self._remember(inner)
         self.state = GroupState.OFFLOADED
-        self._inner = _Vacant(self, self._kept(inner), parked=inner)
+        self._inner = Vacant(self, self._kept(inner), parked=inner)
         return inner
 
     def _unpark(self) -> None:
@@ -435,7 +281,7 @@ class ReloadableProcessGroup(_Forwarding):
     @property
     def communicator(self) -> Any:
         """The group that torch made: the live one or the one that is parked; None without."""
-        return self._inner.parked if isinstance(self._inner, _Vacant) else self._inner
+        return self._inner.parked if isinstance(self._inner, Vacant) else self._inner
 
     def _remember(self, inner: Any) -> None:
         """Note what was set on a live group, for the next generation."""
@@ -446,7 +292,7 @@ class ReloadableProcessGroup(_Forwarding):
 
     def _attach(self, inner: ProcessGroup, generation: int) -> None:
         """Make a rebuilt group the live one, with the settings of the one before."""
-        if isinstance(self._inner, _Vacant) and self._inner.rest is not None:
+        if isinstance(self._inner, Vacant) and self._inner.rest is not None:
             c10d.add_backends(inner, self._kept_backends(self._inner.rest))
         c10d.take_generation(inner, self)
         c10d.set_timeouts(inner, self._settings.timeouts)

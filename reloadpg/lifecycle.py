@@ -25,6 +25,7 @@ from .registry import registry
 from .report import GroupStatus, Report, Status
 from .strategies import RECREATE, discard
 from .supervised import Attempt
+from .suspending import Suspension
 
 __all__ = ["offload", "offloaded", "on_offload", "on_reload", "on_report", "reload", "status"]
 
@@ -241,7 +242,7 @@ def _publish(report: Report) -> None:
 
 
 def _offload(run: Operation, collect: bool) -> Report:
-    job, first = run.job, not run.job.released
+    job, first, suspension = run.job, not run.job.released, Suspension(run)
     cycles = job.cycles + first
     live = [group for group in reversed(run.groups) if group.is_live]
 
@@ -253,7 +254,7 @@ def _offload(run: Operation, collect: bool) -> Report:
 
     with run.guarded(completed):
         run.await_earlier("enter")
-        run.conclude(live, run.agree("enter", run.plan(), run.proposals(live)))
+        suspension.conclude(live, run.agree("enter", run.plan(), suspension.proposals(live)))
         if first:
             run.call_back(registry.callbacks.offload)
         with run.timed("device"):
@@ -268,19 +269,19 @@ def _offload(run: Operation, collect: bool) -> Report:
         recreated = [group for group in live if group.history.strategy == "recreate"]
         if run.options.strategy.may_suspend:
             kept = [group for group in live if group.history.strategy != "recreate"]
-            run.natively("suspended", kept, lambda strategy: strategy.release)
+            suspension.attempt("suspended", kept, lambda strategy: strategy.release)
         run.note(run.each("released", recreated, RECREATE.release))
         if collect:
             with run.timed("collect"):
                 gc.collect()
         run.measure("released")
         run.gate("released")
-        run.judge_suspend()
+        suspension.judge()
     return run.report("" if live else "no live reloadable group")
 
 
 def _reload(run: Operation, connect: Connect) -> Report:
-    job = run.job
+    job, suspension = run.job, Suspension(run)
     was_released, generation = job.released, job.generation + job.released
 
     def completed() -> None:
@@ -301,9 +302,11 @@ def _reload(run: Operation, connect: Connect) -> Report:
             devices.empty_cache()
         parked = [g for g in run.groups if not g.is_live and g.communicator is not None]
         if run.options.strategy.may_suspend:
-            run.round.run("room", lambda _: run.check_room(parked), lambda: "looking for room")
+            run.round.run(
+                "room", lambda _: suspension.check_room(parked), lambda: "looking for room"
+            )
             run.gate("room")
-            run.natively("resumed", parked, lambda strategy: strategy.resume)
+            suspension.attempt("resumed", parked, lambda strategy: strategy.resume)
         items = _to_rebuild(run)
 
         def rebuild(item: ReloadableProcessGroup | Construction, attempt: Attempt) -> None:

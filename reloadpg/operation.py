@@ -13,18 +13,18 @@ from typing import Any, NamedTuple, cast
 from torch._C._distributed_c10d import Store
 
 from . import c10d, memory
-from .choice import ALL_GROUPS, Choice, Facts, conclude, propose
+from .choice import Choice
 from .construction import Construction, WorldConstruction
-from .errors import InsufficientMemoryError, RebuildError, ReleaseError, ReloadpgError
+from .errors import RebuildError, ReleaseError, ReloadpgError
 from .group import GroupState, ReloadableProcessGroup
 from .plans import GroupPlan, Plan
 from .registry import Job, Options
 from .rendezvous import Round
 from .report import GroupReport, Report, Span
-from .strategies import KEEPING, RECREATE, Suspend, abandon, communicators
+from .strategies import RECREATE, abandon
 from .supervised import Attempt, Task
 
-__all__ = ["Operation", "gates_of", "settings_of"]
+__all__ = ["Operation", "Took", "gates_of", "settings_of"]
 
 logger = logging.getLogger("reloadpg")
 
@@ -116,7 +116,7 @@ class Operation:
         gate: str,
         items: Sequence[ReloadableProcessGroup | Construction],
         action: Callable[[Any, Attempt], None],
-    ) -> list[_Took]:
+    ) -> list[Took]:
         """Do something with groups one after the other, in a task, before a gate.
 
         Raises:
@@ -124,7 +124,7 @@ class Operation:
         """
         if not items:
             return []
-        took: list[_Took] = []
+        took: list[Took] = []
         failure = ReleaseError if self.operation == "offload" else RebuildError
 
         def work(attempt: Attempt) -> None:
@@ -145,186 +145,10 @@ class Operation:
                         f"{self.job.world.rank()}: {type(cause).__name__}: {cause}"
                     ) from cause
                 if isinstance(item, ReloadableProcessGroup):
-                    took.append(_Took(item, begun, (time.perf_counter() - begun) * 1e3))
+                    took.append(Took(item, begun, (time.perf_counter() - begun) * 1e3))
 
         self.round.run(gate, work, lambda: self.current)
         return took
-
-    # -- suspending ---------------------------------------------------------------------------
-
-    def proposals(self, groups: Sequence[ReloadableProcessGroup]) -> list[str]:
-        """What this rank wants to do with each group, and what of it others must hear. Local."""
-        policy = self.options.strategy
-        offers: dict[str, Choice] = {}
-        for group in groups:
-            name, history = group.group_name, group.history
-            wanted = policy.wanted(name, group.group_desc)
-            facts = self._facts(group, wanted)
-            history.held_bytes, history.suspended_bytes = facts.total, facts.suspendable
-            choice = self.choices[name] = propose(policy, wanted, facts)
-            if wanted != "recreate" and choice.strategy != "suspend":
-                offers[name] = choice
-        reasons = {*offers.values()}
-        if len(offers) == len(self.choices) > 1 and len(reasons) == 1:
-            # The same for all: torch or NCCL is too old, most likely. One line says it.
-            return [reasons.pop().to_offer(ALL_GROUPS)]
-        return [choice.to_offer(name) for name, choice in offers.items()]
-
-    def _facts(self, group: ReloadableProcessGroup, wanted: str) -> Facts:
-        stats = group.memory_stats()
-        total = None if stats is None else stats.get("total", 0)
-        if wanted == "recreate":
-            return Facts(total=total)
-        found = communicators(group.communicator, group.construction)
-        obstacles = [c10d.suspend_obstacle(one) for one in found] or ["it has no backend object"]
-        if wanted == "auto":
-            obstacles.append(self.job.suspend_obstacle)
-        return Facts(
-            next((text for text in obstacles if text), ""),
-            used=stats != {},
-            total=total,
-            suspendable=stats.get("suspend", 0) if stats else 0,
-        )
-
-    def conclude(self, groups: Sequence[ReloadableProcessGroup], offers: frozenset[str]) -> None:
-        """Decide, alike on all members, how each group is released. Local.
-
-        Raises:
-            ReleaseError: a group cannot be suspended and must not be recreated instead.
-        """
-        policy = self.options.strategy
-        recreated: list[str] = []
-        for group in groups:
-            name = group.group_name
-            choice = self.choices[name] = conclude(name, self.choices[name], offers)
-            group.history.strategy = choice.strategy
-            if choice.strategy != "recreate" or not choice.reason:
-                continue
-            if policy.wanted(name, group.group_desc) == "suspend" and not policy.fallback:
-                raise ReleaseError(
-                    f"{self.operation}: {group!r} cannot be suspended: {choice.reason}. Nothing "
-                    "was changed. Install with strategy='auto', or with a StrategyPolicy that "
-                    "allows the fallback to recreate."
-                )
-            recreated.append(choice.reason)
-        for reason in dict.fromkeys(recreated):
-            count = recreated.count(reason)
-            self.warnings.append(f"{count} groups are recreated, not suspended: {reason}")
-
-    def natively(
-        self,
-        gate: str,
-        groups: Sequence[ReloadableProcessGroup],
-        action: Callable[[Suspend], Callable[[ReloadableProcessGroup, Attempt], None]],
-    ) -> None:
-        """Suspend or resume groups and pass a gate; if that fails, fall back, on all ranks alike.
-
-        If a communicator fails on any rank, and the policy allows it, all ranks drop all of these
-        groups' communicators and go on in a new round without that gate.
-
-        Args:
-            gate: the gate after it.
-            groups: in the order that all ranks share.
-            action: what a strategy does with a group.
-        """
-        try:
-            took = self.each(
-                gate, groups, lambda g, attempt: action(KEEPING[g.history.strategy])(g, attempt)
-            )
-            self.gate(gate)
-        except ReloadpgError as error:
-            ended = self.round.fail(error)
-            verdict = self.round.verdict
-            mendable = verdict is not None and verdict.mendable and ended == gate
-            if not (mendable and self.options.strategy.fallback):
-                raise
-            self._fall_back(gate, groups, error)
-            return
-        self.note(took)
-        self.measure(gate)
-
-    def _fall_back(
-        self, gate: str, groups: Sequence[ReloadableProcessGroup], error: ReloadpgError
-    ) -> None:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        logger.warning(
-            "%s: %d groups are recreated instead of suspended: %s",
-            self.operation,
-            len(groups),
-            reason,
-        )
-        self.warnings.append(f"recreated instead of suspended: {reason}")
-        self.job.torn = self.job.torn or self.round.left_work
-        gates = gates_of(self.operation, self.options.strategy.may_suspend)
-        left = gates[gates.index(gate) + 1 :]
-        self.round = self.job.rendezvous.open(
-            self.operation, left, self.options.timeout.total_seconds()
-        )
-        for group in groups:
-            self.choices[group.group_name] = Choice("recreate", reason)
-            group.history.strategy = "recreate"
-        begun = time.perf_counter()
-        self.round.run(
-            left[0],
-            lambda _: abandon(groups, GroupState.OFFLOADED),
-            lambda: "aborting the communicators that could not be suspended or resumed",
-        )
-        if self.operation == "offload":
-            each_ms = (time.perf_counter() - begun) * 1e3 / max(1, len(groups))
-            self.note([_Took(group, begun, each_ms) for group in groups])
-
-    def check_room(self, parked: Sequence[ReloadableProcessGroup]) -> None:
-        """Find out whether this rank has room for what its suspended communicators gave back.
-
-        Raises:
-            InsufficientMemoryError: it has not; nothing was touched.
-        """
-        needed = sum(group.history.suspended_bytes for group in parked)
-        known = memory.free_bytes()
-        if known is None or known[0] >= needed:
-            return
-        free, source = known
-        raise InsufficientMemoryError(
-            f"{self.operation}: rank {self.job.world.rank()} has {free / 2**20:.0f} MiB free "
-            f"({source}) and needs {needed / 2**20:.0f} MiB to resume {len(parked)} suspended "
-            "groups. No communicator was resumed on any rank; the groups stay offloaded. Free "
-            "memory there, then call reload() again on all ranks."
-        )
-
-    def judge_suspend(self) -> None:
-        """After an offload: learn from the device whether suspending was worth it. Local.
-
-        A communicator's own account counts only part of its memory. A job whose device got back
-        less than ``min_share`` of it recreates its ``auto`` groups from then on: this rank
-        proposes so next time, and one proposal is enough.
-        """
-        policy = self.options.strategy
-        source = next(iter(self.memory["before"]))
-        kept = [group for group in self.done if group.strategy == "suspend"]
-        account = sum(group.bytes or 0 for group in kept)
-        stays = account - sum(
-            group.history.suspended_bytes
-            for group in self.groups
-            if group.history.strategy == "suspend" and group.communicator is not None
-        )
-        if kept and stays > 0:
-            self.warnings.append(
-                f"{stays / 2**20:.1f} MiB stay in {len(kept)} suspended communicators, by their "
-                "own account; strategy 'recreate' gives them back"
-            )
-        if not account or source not in memory.exact_sources():
-            return
-        back = self.memory["device"][source] - self.memory["released"][source]
-        back -= sum(group.bytes or 0 for group in self.done if group.strategy == "recreate")
-        if back < policy.min_share * account:
-            text = (
-                f"the last suspend gave back {max(0, back) / account:.0%} of {account / 2**20:.0f} "
-                f"MiB, measured by {source}"
-            )
-            self.job.suspend_obstacle = text
-            self.warnings.append(
-                f"{text}: NVLS and NET buffers stay, and peers may hold what they have mapped"
-            )
 
     @property
     def replays_shared(self) -> bool:
@@ -336,7 +160,7 @@ class Operation:
         """``offload`` or ``reload``."""
         return self.round.operation
 
-    def note(self, took: Sequence[_Took]) -> None:
+    def note(self, took: Sequence[Took]) -> None:
         """Put groups and their milliseconds into the report, and into the groups' histories."""
         for group, begun, ms in took:
             history = group.history
@@ -504,7 +328,7 @@ class Operation:
         return group.history.strategy if group.communicator is not None else "recreate"
 
 
-class _Took(NamedTuple):
+class Took(NamedTuple):
     """What was done with one group: when it began (``time.perf_counter()``), and how long."""
 
     group: ReloadableProcessGroup

@@ -43,7 +43,7 @@ def listen(rank: int, size: int) -> dict[str, Any]:
         "who": {(r.rank, r.world_size) for r in reports},
         "spans": [s.name for s in reports[0].spans],
         "inside": all(
-            0 <= s.start_ms and s.start_ms + s.ms <= r.total_ms for r in reports for s in r.spans
+            s.start_ms >= 0 and s.start_ms + s.ms <= r.total_ms for r in reports for s in r.spans
         ),
         "groups": [
             (g.start_ms >= 0, g.start_ms + g.ms <= r.total_ms) for r in reports for g in r.groups

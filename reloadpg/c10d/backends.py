@@ -1,0 +1,161 @@
+"""What is inside a group: its backend objects, their timeouts, options and memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch._C._distributed_c10d import Backend as CppBackend
+from torch._C._distributed_c10d import (
+    Store,
+)
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as _c10d
+
+__all__ = [
+    "add_backends",
+    "get_timeouts",
+    "group_of_backends",
+    "live_backends",
+    "memory_stats",
+    "options_of",
+    "set_timeouts",
+    "suspend_obstacle",
+    "together",
+]
+
+
+_GLOO = getattr(_c10d, "ProcessGroupGloo", None)
+
+
+def live_backends(group: ProcessGroup, devices: Sequence[str]) -> dict[str, CppBackend]:
+    """The backend objects of a group by device type; devices without one are left out."""
+    found: dict[str, CppBackend] = {}
+    for device in devices:
+        with suppress(RuntimeError, AttributeError):
+            found[device] = group._get_backend(torch.device(device))
+    return found
+
+
+def options_of(group: ProcessGroup, devices: Sequence[str]) -> object:
+    """The options object of the first of the given backends that has one (NCCL does), or None."""
+    for backend in live_backends(group, devices).values():
+        options = getattr(backend, "options", None)
+        if options is not None and not isinstance(options, getattr(_GLOO, "_Options", ())):
+            return cast(object, options)
+    return None
+
+
+def get_timeouts(group: ProcessGroup, devices: Sequence[str]) -> dict[str, timedelta]:
+    """Current timeouts by device type, as changed by ``_set_pg_timeout`` or ``set_timeout``."""
+    found: dict[str, timedelta] = {}
+    for device, backend in live_backends(group, devices).items():
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            found[device] = timeout
+    return found
+
+
+def set_timeouts(group: ProcessGroup, timeouts: Mapping[str, timedelta]) -> None:
+    """Give a group's backends the timeouts read by :func:`get_timeouts`. Local, idempotent."""
+    now = get_timeouts(group, tuple(timeouts))
+    backends = live_backends(group, tuple(timeouts))
+    for device, timeout in timeouts.items():
+        if device in backends and now.get(device) != timeout:
+            cast(Any, backends[device])._set_default_timeout(timeout)
+
+
+@contextmanager
+def together(parts: Sequence[Any]) -> Iterator[None]:
+    """Within this block, NCCL communicators are aborted as one.
+
+    Aborting several communicators of one job one by one can hang (pytorch#119797, #150690);
+    torch's own ``_abort_process_group`` brackets them the same way.
+    """
+    nccl = getattr(_c10d, "ProcessGroupNCCL", None)
+    backend = None
+    for part in parts:
+        found = live_backends(part, ("cuda",)) if isinstance(part, ProcessGroup) else {"": part}
+        backend = next((b for b in found.values() if nccl and isinstance(b, nccl)), backend)
+    if backend is None:
+        yield
+        return
+    cast(Any, backend)._group_start()
+    try:
+        yield
+    finally:
+        cast(Any, backend)._group_end()
+
+
+def suspend_obstacle(backend: CppBackend) -> str:
+    """Why the communicators of a backend cannot be suspended, in words; empty if they can. Local.
+
+    ``Backend.suspend`` is in torch 2.12 and later; NCCL has it from 2.29.7 on. With
+    ``NCCL_CUMEM_ENABLE=0`` NCCL says that it worked and gives nothing back.
+    """
+    suspend = getattr(type(backend), "suspend", None)
+    name = backend.name()
+    if suspend is None:
+        return f"torch {torch.__version__} cannot suspend {name} communicators (2.12 and later)"
+    if suspend is not getattr(CppBackend, "suspend", None):
+        return _cumem_obstacle()  # a backend written in Python that has its own
+    if not name.startswith("nccl"):
+        return f"backend {name} cannot suspend its communicators"
+    version = cast(Any, torch.cuda.nccl).version()
+    if version < (2, 29, 7):
+        shown = ".".join(map(str, version))
+        return f"NCCL {shown} cannot suspend communicators (2.29.7 and later)"
+    return _cumem_obstacle()
+
+
+def _cumem_obstacle() -> str:
+    if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
+        return "NCCL_CUMEM_ENABLE=0 makes a suspend give nothing back"
+    return ""
+
+
+def memory_stats(backend: CppBackend) -> dict[str, int] | None:
+    """What a backend's communicators say they hold, in bytes; empty if they were never used.
+
+    Local. Keys as NCCL has them: ``total``, ``suspend`` (what a suspend gives back), ``persist``
+    (what it leaves), ``suspended`` (1 while suspended). None if the backend gives no account.
+    """
+    stats = getattr(backend, "memory_stats", None)
+    if stats is None:
+        return None
+    try:
+        return dict(stats())
+    except RuntimeError as error:
+        return {} if "initialized" in str(error) else None
+
+
+def group_of_backends(
+    rank: int, size: int, store: Store, backends: Mapping[str, tuple[str, CppBackend]]
+) -> ProcessGroup:
+    """A bare group, in no table, that serves the given devices with existing backends.
+
+    Args:
+        rank: rank in the group.
+        size: number of members.
+        store: the store of the group.
+        backends: by device type, the backend's name and the object.
+    """
+    group = ProcessGroup(store, rank, size)
+    add_backends(group, backends)
+    name, _ = next(iter(backends.values()))
+    group._set_default_backend(_backend_type(name))
+    return group
+
+
+def add_backends(group: ProcessGroup, backends: Mapping[str, tuple[str, CppBackend]]) -> None:
+    """Mount existing backends on a group, for devices that it does not serve yet. Local."""
+    for device, (name, backend) in backends.items():
+        group._register_backend(torch.device(device), _backend_type(name), backend)
+
+
+def _backend_type(name: str) -> Any:
+    return _c10d.Backend.backend_type_map.get(name, ProcessGroup.BackendType.CUSTOM)

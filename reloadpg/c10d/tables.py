@@ -1,0 +1,191 @@
+"""C10d's tables: which groups there are, and who stands in for whom."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, cast
+
+from torch._C._distributed_c10d import (
+    Store,
+    _register_process_group,
+    _unregister_process_group,
+)
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as _c10d
+
+__all__ = [
+    "backend_of",
+    "barrier_after_creation",
+    "close_coalescing",
+    "default_timeout",
+    "device_backends",
+    "drop_generation",
+    "evict",
+    "has_peers",
+    "is_initialized",
+    "is_known",
+    "is_non_member",
+    "known_backends",
+    "known_groups",
+    "name_of",
+    "ranks_of",
+    "store_of",
+    "take_generation",
+    "take_place",
+    "world",
+]
+
+
+def is_initialized() -> bool:
+    """Whether a default group exists."""
+    return _c10d.is_initialized()
+
+
+def world() -> ProcessGroup | None:
+    """The default group as c10d's tables have it, or None."""
+    return _c10d._world.default_pg
+
+
+def known_groups() -> list[ProcessGroup]:
+    """All groups that this process is a member of, in order of creation."""
+    return list(_c10d._world.pg_map)
+
+
+def is_known(group: ProcessGroup) -> bool:
+    return group in _c10d._world.pg_map
+
+
+def name_of(group: ProcessGroup) -> str:
+    """The name under which c10d registered the group."""
+    return str(_c10d._world.pg_names[group])
+
+
+def ranks_of(group: ProcessGroup) -> tuple[int, ...]:
+    """Global ranks of the members, in the order of their group ranks."""
+    return tuple(_c10d._world.pg_group_ranks[group])
+
+
+def backend_of(group: ProcessGroup) -> str:
+    """The backend string as the group was asked for: ``nccl``, ``cpu:gloo,cuda:nccl``."""
+    return str(_c10d._world.pg_map[group][0])
+
+
+def store_of(group: ProcessGroup) -> Store:
+    """The store that the group's own rendezvous uses."""
+    return _c10d._world.pg_map[group][1]
+
+
+def device_backends(group: ProcessGroup) -> dict[str, str]:
+    """Backend by device type, as c10d resolved it: ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    config = str(_c10d._world.pg_backend_config[group])
+    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)  # type: ignore[misc]
+
+
+def is_non_member(result: object) -> bool:
+    """Whether a creating function answered that this rank is no member of the group."""
+    return result is None or result == _c10d.GroupMember.NON_GROUP_MEMBER
+
+
+def known_backends() -> frozenset[str]:
+    """Names that torch accepts as a backend in this process, registered plugins included."""
+    return frozenset(str(name) for name in _c10d.Backend.backend_list)
+
+
+def default_timeout(backend: str) -> timedelta:
+    return _c10d._get_default_timeout(cast(Any, backend))
+
+
+def barrier_after_creation() -> bool:
+    """Whether ``TORCH_DIST_INIT_BARRIER=1`` makes every creation wait for all ranks."""
+    return _c10d._is_barrier_after_init() == 1
+
+
+def has_peers() -> bool:
+    """Whether other processes take part: not so with the fake backend, which has no real store."""
+    group = world()
+    return group is not None and group.size() > 1 and "fake" not in device_backends(group).values()
+
+
+def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
+    """Put ``proxy`` where ``inner`` stands in c10d's tables and in the C++ name registry.
+
+    Afterwards every ``dist.*`` function finds the proxy, by object and by name, and ``inner`` is
+    in no table. Local, not idempotent.
+    """
+    tables = _c10d._world
+    name = tables.pg_names[inner]
+    for table in _tables_by_group():
+        if inner in table:
+            table[proxy] = table.pop(inner)
+    for groups in tables.tags_to_pg.values():
+        groups[:] = [proxy if group is inner else group for group in groups]
+    _unregister_process_group(name)
+    _register_process_group(name, proxy)
+    if tables.default_pg is inner:
+        tables.default_pg = proxy
+
+
+def take_generation(inner: ProcessGroup, proxy: ProcessGroup) -> None:
+    """Remove a rebuilt ``inner`` from the tables; its proxy, there already, gets its store.
+
+    Local, not idempotent.
+    """
+    tables = _c10d._world
+    backend, _ = tables.pg_map[proxy]
+    store = store_of(inner)
+    hooks = _flight_recorder_hooks()
+    hook = hooks.pop(inner, None)
+    evict(inner)
+    tables.pg_map[proxy] = (backend, store)
+    if hook is not None:
+        hooks[proxy] = hook
+
+
+def evict(inner: ProcessGroup) -> None:
+    """Remove a group from c10d's tables and from the C++ name registry. Local, idempotent."""
+    tables = _c10d._world
+    name = tables.pg_names.get(inner)
+    tag = tables.pg_to_tag.get(inner)
+    for table in _tables_by_group():
+        table.pop(inner, None)
+    for groups in tables.tags_to_pg.values():
+        groups[:] = [group for group in groups if group is not inner]
+    # Tags are made of names, so every generation has one: its empty list would stay for ever.
+    if tag and not tables.tags_to_pg.get(tag):
+        tables.tags_to_pg.pop(tag, None)
+    if name is not None:
+        with suppress(RuntimeError):
+            _unregister_process_group(name)
+
+
+def close_coalescing(group: ProcessGroup) -> None:
+    """Take a group out of torch's table of groups that collect operations. Local, idempotent.
+
+    ``_coalescing_manager`` enters a group there before it asks it to start and leaves it there if
+    that fails; from then on torch collects the group's collectives and never runs them.
+    """
+    _c10d._world.pg_coalesce_state.pop(group, None)
+
+
+def drop_generation(proxy: ProcessGroup) -> None:
+    """Forget what the tables keep for one generation only. Local, idempotent."""
+    _flight_recorder_hooks().pop(proxy, None)
+
+
+def _tables_by_group() -> tuple[dict[Any, Any], ...]:
+    tables = _c10d._world
+    return (
+        tables.pg_map,
+        tables.pg_names,
+        tables.pg_group_ranks,
+        tables.pg_backend_config,
+        tables.pg_to_tag,
+        tables.pg_coalesce_state,
+        _flight_recorder_hooks(),
+    )
+
+
+def _flight_recorder_hooks() -> dict[Any, Any]:
+    # 2.15 parks the recorder of a group here; earlier versions have no such table.
+    return cast("dict[Any, Any]", getattr(_c10d._world, "pg_flight_recorder_hooks", {}))
