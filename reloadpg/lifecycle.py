@@ -131,16 +131,25 @@ def on_offload(callback: Callable[[], object], *, name: str = "") -> Callable[[]
     return _register(registry.callbacks.offload, callback, name)
 
 
-def on_reload(callback: Callable[[], object], *, name: str = "") -> Callable[[], None]:
-    """Call something after all groups are live again on all ranks.
+def on_reload(
+    callback: Callable[[], object], *, name: str = "", before: bool = False
+) -> Callable[[], None]:
+    """Call something after all groups are live again on all ranks, or before any is rebuilt.
 
-    Local; callbacks run in the order of registration, in the caller's thread. One that raises
-    makes the reload fail on all ranks; ``reload()`` can be called again.
+    Local; callbacks run in the order of registration, in the caller's thread, on every reload of
+    offloaded groups. One that raises makes the reload fail on all ranks; ``reload()`` can be
+    called again.
+
+    Args:
+        callback: what to call.
+        name: for messages; by default the callback's own.
+        before: call it before anything is rebuilt: if it raises, the groups stay offloaded.
 
     Returns:
         A function that takes the callback off again; idempotent.
     """
-    return _register(registry.callbacks.reload, callback, name)
+    callbacks = registry.callbacks.before_reload if before else registry.callbacks.reload
+    return _register(callbacks, callback, name)
 
 
 def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
@@ -290,6 +299,8 @@ def _reload(run: Operation, connect: Connect) -> Report:
 
     with run.guarded(completed):
         run.await_earlier("enter")
+        if was_released:
+            run.call_back(registry.callbacks.before_reload)
         here = [repr(g.construction.order) for g in run.groups] if run.replays_shared else []
         alive = run.agree("enter", run.plan(connect=connect), here)
         if not was_released:

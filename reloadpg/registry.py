@@ -84,11 +84,12 @@ class Job:
 
 @dataclass
 class Callbacks:
-    """What users asked to be called: before groups are released, after they are rebuilt, and with
-    the report of each operation.
+    """What users asked to be called: before groups are released, before and after they are
+    rebuilt, and with the report of each operation.
     """
 
     offload: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
+    before_reload: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
     reload: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
     report: list[Callable[[Report], object]] = field(default_factory=list)
 

@@ -1,0 +1,46 @@
+"""Small modules for the programs that reloadpg is used beside; each imports its peer when used.
+
+``slime`` (and miles), ``megatron``, ``ray``, ``torch_memory_saver``, and ``colocated`` for a
+trainer that shares its devices with a rollout engine. Importing this package imports none of the
+frameworks, and torch neither.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # names for type checkers; at run time __getattr__ finds them
+    from .colocation import Colocation, ColocationError, colocated
+    from .torch_memory_saver import MemorySaver, MemorySaverError
+
+__all__ = [
+    "Colocation",
+    "ColocationError",
+    "MemorySaver",
+    "MemorySaverError",
+    "colocated",
+]
+
+_HOMES = {
+    "Colocation": "colocation",
+    "ColocationError": "colocation",
+    "MemorySaver": "torch_memory_saver",
+    "MemorySaverError": "torch_memory_saver",
+    "colocated": "colocation",
+}
+_MODULES = frozenset({"colocation", "megatron", "ray", "slime", "torch_memory_saver"})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

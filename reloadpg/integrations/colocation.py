@@ -1,0 +1,329 @@
+"""A trainer and a rollout engine on the same devices: both sides' order as one context manager.
+
+::
+
+    rollout = colocated(engine, saver=saver)  # once
+    for batch in data:
+        with rollout:  # all ranks
+            samples = engine.generate(batch)
+        train(samples)
+
+Into the block: synchronize, release groups (``reloadpg.on_offload`` callbacks first), collect and
+empty the allocator's cache, pause the memory saver, wake the engine. Out of it: put the engine to
+sleep, resume the saver, empty the cache, reload the groups. A step of the way back that fails does
+not keep the later ones from being done, and each failure is named.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from .. import devices
+from ..connect import Connect, validate
+from ..errors import InvalidOptionError, ReloadpgError
+from ..lifecycle import offload, reload, status
+from ..registry import registry
+from ..report import Report
+from .torch_memory_saver import MemorySaver
+
+__all__ = ["Colocation", "ColocationError", "colocated"]
+
+logger = logging.getLogger("reloadpg")
+
+
+class ColocationError(ReloadpgError):
+    """Steps into or out of a rollout failed on this rank.
+
+    Attributes:
+        failures: the failed steps by name, with their errors, in order; the first is chained.
+        colocation: the object that ``colocated`` gave; its ``restore()`` tries again what is left.
+    """
+
+    def __init__(
+        self, message: str, failures: Sequence[tuple[str, Exception]], colocation: Colocation
+    ) -> None:
+        super().__init__(message)
+        self.failures = tuple(failures)
+        self.colocation = colocation
+
+
+def colocated(
+    engine: Any = None,
+    *,
+    saver: Any = None,
+    saver_tags: Sequence[str] | None = None,
+    wake_tags: Sequence[str] | None = None,
+    sleep_level: int = 1,
+    connect: Connect = "none",
+    collect: bool = True,
+) -> Colocation:
+    """A context manager around a rollout: the trainer's groups and memory out, the engine in.
+
+    Local; entering and leaving the block are collective over all ranks of the job, bounded as
+    :func:`reloadpg.offload` and :func:`reloadpg.reload` are. A rank that leaves its block early
+    waits for the others, within that bound. It may be entered again, but not within itself.
+
+    Args:
+        engine: the rollout engine, asleep; None on ranks that have none. Either vLLM's methods
+            (``sleep(level)``, ``wake_up(tags)``) or SGLang's (``release_memory_occupation()``,
+            ``resume_memory_occupation(tags)``), blocking ones: wrap an asynchronous engine.
+        saver: a memory saver, or a :class:`MemorySaver` around one; None without.
+        saver_tags: the trainer's tags, where ``saver`` is a saver's own object.
+        wake_tags: what of the engine to wake on entering: None for all, ``()`` for nothing yet
+            (:meth:`Colocation.wake_up` in the block), else tags such as ``["kv_cache"]``.
+        sleep_level: vLLM's sleep level.
+        connect: as for :func:`reloadpg.reload`.
+        collect: also run a full garbage collection before the cache is emptied.
+
+    Raises:
+        InvalidOptionError: an argument cannot be used; nothing was changed.
+    """
+    return Colocation(
+        _adapted(engine, sleep_level),
+        saver,
+        saver_tags,
+        wake_tags if wake_tags is None else list(wake_tags),
+        validate(connect),
+        collect,
+    )
+
+
+class Colocation:
+    """What :func:`colocated` gives.
+
+    Attributes:
+        steps: the steps of the last time in and out, in order, with their milliseconds.
+        offload_report: report of the last offload.
+        reload_report: report of the last reload.
+    """
+
+    def __init__(
+        self,
+        engine: _Engine | None,
+        saver: Any,
+        saver_tags: Sequence[str] | None,
+        wake_tags: list[str] | None,
+        connect: Connect,
+        collect: bool,
+    ) -> None:
+        if saver_tags is not None and (saver is None or isinstance(saver, MemorySaver)):
+            raise InvalidOptionError(
+                f"colocated(saver_tags={saver_tags!r}): there is no bare saver to use them with; "
+                "nothing was changed. Give the tags to MemorySaver(saver, tags=...)."
+            )
+        own = saver is not None and not isinstance(saver, MemorySaver)
+        self._saver: MemorySaver | None = MemorySaver(saver, tags=saver_tags) if own else saver
+        self._engine = engine
+        self._wake_tags = wake_tags
+        self._connect: Connect = connect
+        self._collect = collect
+        self._inside = False
+        self._awake = False
+        self.steps: list[tuple[str, float]] = []
+        self.offload_report: Report | None = None
+        self.reload_report: Report | None = None
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Wake more of the engine, within the block; without an engine do nothing. Local.
+
+        Raises:
+            ReloadpgError: called outside the block; nothing was changed.
+        """
+        if not self._inside:
+            raise ReloadpgError(
+                "wake_up: the trainer's groups and memory are still in place; nothing was "
+                "changed. Call it within the colocated() block."
+            )
+        if self._engine is not None:
+            self._awake = True  # one that fails on the way has to be put to sleep too
+            self._engine.wake_up(None if tags is None else list(tags))
+
+    def restore(self) -> None:
+        """Do what is left of the way back, after it failed. Idempotent.
+
+        Collective where groups are still offloaded: then call it on all ranks.
+
+        Raises:
+            ColocationError: something failed again.
+        """
+        failures = self._way_back()
+        if failures:
+            raise self._error("restore", failures)
+
+    def __enter__(self) -> Colocation:
+        if self._inside:
+            raise ReloadpgError(
+                "colocated: entered twice; nothing was changed. Leave the block first, or call "
+                "restore() if leaving it failed."
+            )
+        self.steps = []
+        self._step("synchronize", devices.synchronize)
+        # Fails alike on all ranks, with errors that say what to call: nothing to undo here.
+        self.offload_report = self._step("offload groups", offload)
+        self._inside = True
+        step = ""
+        try:
+            for step, action in self._way_in():
+                self._step(step, action)
+        except BaseException as error:
+            failures = self._way_back()
+            if not isinstance(error, Exception):
+                self._log(failures)
+                raise
+            raise self._error("enter", [(step, error), *failures]) from error
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        failures = self._way_back()
+        if not failures:
+            return
+        if error is not None:
+            self._log(failures)  # the body's exception goes on, and must not be hidden
+            return
+        raise self._error("leave", failures) from failures[0][1]
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def _way_in(self) -> list[tuple[str, Callable[[], object]]]:
+        steps: list[tuple[str, Callable[[], object]]] = [("empty cache", self._empty_cache)]
+        if self._saver is not None:
+            steps.append(("pause saver", self._saver.pause_all))
+        if self._engine is not None and self._wake_tags != []:
+            steps.append(("wake engine", lambda: self.wake_up(self._wake_tags)))
+        return steps
+
+    def _way_back(self) -> list[tuple[str, Exception]]:
+        """Every step back that is still to do, whatever fails on the way; the failures."""
+        steps: list[tuple[str, Callable[[], object]]] = []
+        if self._awake and self._engine is not None:
+            steps.append(("put engine to sleep", self._sleep_engine))
+        if self._saver is not None:
+            steps.append(("resume saver", self._saver.resume_all))
+        if self._groups_offloaded():
+            steps += [("empty cache", devices.empty_cache), ("reload groups", self._reload)]
+        failures: list[tuple[str, Exception]] = []
+        for step, action in steps:
+            try:
+                self._step(step, action)
+            except Exception as error:
+                failures.append((step, error))
+        self._inside = self._groups_offloaded()
+        return failures
+
+    def _step(self, name: str, action: Callable[[], Any]) -> Any:
+        begun = time.perf_counter()
+        try:
+            return action()
+        finally:
+            self.steps.append((name, (time.perf_counter() - begun) * 1e3))
+
+    def _empty_cache(self) -> None:
+        if self._collect:
+            gc.collect()
+        devices.empty_cache()
+
+    def _sleep_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.sleep()
+        self._awake = False
+
+    def _reload(self) -> None:
+        # While a saver could not be resumed on a rank, this fails on all of them.
+        self.reload_report = reload(connect=self._connect)
+
+    # -- what to say ------------------------------------------------------------------------
+
+    def _groups_offloaded(self) -> bool:
+        job = registry.job("colocated")
+        return job is not None and job.released
+
+    def _error(self, doing: str, failures: list[tuple[str, Exception]]) -> ColocationError:
+        told = "; ".join(f"{step}: {type(error).__name__}: {error}" for step, error in failures)
+        paused = self._saver.paused if self._saver is not None else ()
+        left = [
+            f"groups {status().state}",
+            f"saver {'paused (' + ', '.join(paused) + ')' if paused else 'active'}",
+            f"engine {'awake' if self._awake else 'asleep'}",
+        ]
+        failure = ColocationError(
+            f"colocated: could not {doing} the block on this rank: {told}. Every other step of "
+            f"the way back was done. State now: {', '.join(left)}. Once the cause is mended, call "
+            "restore() on the object that colocated() gave, on all ranks if their groups are not "
+            "live.",
+            failures,
+            self,
+        )
+        failure.__cause__ = failures[0][1]
+        return failure
+
+    def _log(self, failures: list[tuple[str, Exception]]) -> None:
+        if failures:
+            logger.error("%s", self._error("leave", failures))
+
+
+class _Engine:
+    """A rollout engine's two calls, whatever it names them."""
+
+    def __init__(
+        self, wake: Callable[[list[str] | None], Any], sleep: Callable[[], Any], name: str
+    ) -> None:
+        self._wake, self._sleep, self._name = wake, sleep, name
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        self._blocking(self._wake(tags), "wake up")
+
+    def sleep(self) -> None:
+        self._blocking(self._sleep(), "sleep")
+
+    def _blocking(self, result: Any, what: str) -> None:
+        if not inspect.isawaitable(result):
+            return
+        if inspect.iscoroutine(result):
+            result.close()
+        raise InvalidOptionError(
+            f"colocated: {self._name} answered the call to {what} with an awaitable, so it is not "
+            "known when it is done. Pass an object whose methods wait for it (asyncio.run, "
+            "run_until_complete, ray.get)."
+        )
+
+
+def _adapted(engine: Any, level: int) -> _Engine | None:
+    if engine is None:
+        return None
+    name = type(engine).__qualname__
+
+    def has(*methods: str) -> bool:
+        return all(callable(getattr(engine, method, None)) for method in methods)
+
+    if has("sleep", "wake_up"):  # vLLM: LLM.sleep(level), LLM.wake_up(tags)
+        return _Engine(
+            lambda tags: engine.wake_up() if tags is None else engine.wake_up(tags=tags),
+            lambda: engine.sleep(level=level),
+            name,
+        )
+    if has("release_memory_occupation", "resume_memory_occupation"):  # SGLang: sglang.Engine
+        return _Engine(
+            lambda tags: (
+                engine.resume_memory_occupation()
+                if tags is None
+                else engine.resume_memory_occupation(tags=tags)
+            ),
+            lambda: engine.release_memory_occupation(),
+            name,
+        )
+    raise InvalidOptionError(
+        f"colocated(engine={engine!r}): it has neither vLLM's sleep() and wake_up() nor SGLang's "
+        "release_memory_occupation() and resume_memory_occupation(); nothing was changed. Wrap "
+        "it in an object that has one of the pairs."
+    )

@@ -1,0 +1,351 @@
+"""Ray actors as the ranks of one job, and their groups offloaded and reloaded from the driver.
+
+::
+
+    trainers = [Trainer.remote() for _ in range(8)]  # any actor class; reloadpg is not in it
+    setup_actors(trainers)  # rank, size and address of the job, as torchrun would set them
+    ray.get([t.train.remote() for t in trainers])  # install, init_process_group("nccl"), ...
+    offload_all(trainers)
+    generate()
+    reload_all(trainers)
+
+The place of an actor in the list is its rank: pass the same list to each function. With
+``RELOADPG_AUTOINSTALL=1`` in ``runtime_env={"env_vars": ...}`` the actors need no ``install``.
+
+The actors are asked first whether they answer: one that is dead or busy is named before a group is
+touched. Do not assume that a call which the driver gives up later is given up by the actors: Ray
+runs what was sent, and a later call waits its turn behind it. Ray (2.60) is imported when one of
+these functions is called; no other module of reloadpg needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ..errors import (
+    InvalidOptionError,
+    PeerFailedError,
+    ReloadpgError,
+    RendezvousTimeoutError,
+    format_ranks,
+)
+
+if TYPE_CHECKING:
+    from ..connect import Connect
+    from ..report import Report
+
+__all__ = ["ActorFailedError", "ActorTimeoutError", "offload_all", "reload_all", "setup_actors"]
+
+GRACE_S = 5.0
+"""Seconds that the other actors get to end by themselves after the first failure."""
+
+_served: list[Any] = []
+"""In the process of rank 0: the store of its job, which lives as long as this process."""
+
+
+class ActorFailedError(ReloadpgError):
+    """An actor failed in a step of all actors; its own error is chained.
+
+    Attributes:
+        rank: the actor that failed on its own account, the first in the list if there are more.
+        errors: each actor's error, by rank.
+        waiting: the actors that have not answered.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int = -1,
+        errors: Mapping[int, BaseException] | None = None,
+        waiting: Sequence[int] = (),
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.errors = dict(errors or {})
+        self.waiting = tuple(waiting)
+
+
+class ActorTimeoutError(ActorFailedError, TimeoutError):
+    """Not all actors answered within the bound, and none failed."""
+
+
+def setup_actors(actors: Sequence[Any], *, timeout: float = 60.0) -> None:
+    """Make the actors the ranks of one job, by the environment variables that torchrun sets.
+
+    Afterwards ``init_process_group`` and ``reloadpg.init_distributed`` find rank, size and address
+    in each of them. Blocking; called in the driver, before the actors create groups. The job's
+    store is opened in the process of rank 0 at once, on its node's address and a port that the
+    system picks, so no other program can take the port in between.
+
+    Args:
+        actors: one handle a rank, in rank order; actors of any class, on any nodes.
+        timeout: bound of the whole call in seconds; actors that are not scheduled yet count.
+
+    Raises:
+        ActorFailedError: an actor is dead, failed, or is in a job already.
+        ActorTimeoutError: not all actors answered in time; it names them.
+        InvalidOptionError: there are no actors, or one is listed twice.
+    """
+    call = _Call("setup_actors", actors, timeout)
+    places: list[tuple[str, str]] = call.on_all(_place, UNTOUCHED)
+    address = places[0][1]
+    [port] = call.on_all(_serve, UNTOUCHED, [address], first=True)
+    variables = job_variables([node for node, _ in places], address, port)
+    call.on_all(_set_variables, NO_JOB, variables)
+
+
+def offload_all(
+    actors: Sequence[Any], *, timeout: float = 600.0, collect: bool = False
+) -> list[Report]:
+    """Call ``reloadpg.offload`` in all actors of a job, and wait for all.
+
+    Blocking; called in the driver; idempotent. When it returns, the memory is free on all ranks.
+
+    Args:
+        actors: all ranks of the job, in rank order.
+        timeout: bound in seconds. Let it be longer than the ``timeout`` of ``install``: then it is
+            reloadpg in the actors that gives up first, and says which ranks are missing.
+        collect: as for ``offload``.
+
+    Returns:
+        The reports, in rank order.
+
+    Raises:
+        ActorFailedError: an actor is dead or its ``offload`` raised; it names the actor.
+        ActorTimeoutError: not all actors answered in time; it names them.
+        InvalidOptionError: there are no actors, or one is listed twice.
+    """
+    call = _Call("offload_all", actors, timeout)
+    call.on_all(_answer, UNTOUCHED)
+    return call.on_all(_offload, TOUCHED, [collect] * len(actors))
+
+
+def reload_all(
+    actors: Sequence[Any], *, timeout: float = 600.0, connect: Connect = "none"
+) -> list[Report]:
+    """Call ``reloadpg.reload`` in all actors of a job, and wait for all.
+
+    Blocking; called in the driver; idempotent; may be called again after a failure.
+
+    Args:
+        actors: all ranks of the job, in rank order.
+        timeout: bound in seconds; see :func:`offload_all`.
+        connect: as for ``reload``.
+
+    Returns:
+        The reports, in rank order.
+
+    Raises:
+        ActorFailedError: an actor is dead or its ``reload`` raised; it names the actor.
+        ActorTimeoutError: not all actors answered in time; it names them.
+        InvalidOptionError: there are no actors, or one is listed twice.
+    """
+    call = _Call("reload_all", actors, timeout)
+    call.on_all(_answer, UNTOUCHED)
+    return call.on_all(_reload, TOUCHED, [connect] * len(actors))
+
+
+def job_variables(nodes: Sequence[str], address: str, port: int) -> list[dict[str, str]]:
+    """The variables of each rank, as torchrun sets them. Local, pure.
+
+    Args:
+        nodes: the node of each rank, by any name; ranks of one node need not be neighbours.
+        address: where the job's store listens.
+        port: its port.
+    """
+    order = list(dict.fromkeys(nodes))
+    return [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(nodes)),
+            "LOCAL_RANK": str(list(nodes[:rank]).count(node)),
+            "LOCAL_WORLD_SIZE": str(list(nodes).count(node)),
+            "GROUP_RANK": str(order.index(node)),
+            "GROUP_WORLD_SIZE": str(len(order)),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            # Rank 0 too is a client of the store. With the count torch (2.8 to 2.15) tells one
+            # run of an elastic job from the next; here each run has a store of its own.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        for rank, node in enumerate(nodes)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------
+# in the actors; the first argument is the actor's own object
+
+
+def _place(_: object) -> tuple[str, str]:
+    """Node and address of this actor, which must not be in a job."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        raise ReloadpgError(
+            "setup_actors: torch.distributed is initialized in this actor already; nothing was "
+            "changed. Call torch.distributed.destroy_process_group() in all actors first."
+        )
+    ray = _ray()
+    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+
+def _answer(_: object) -> None:
+    """Say that this actor lives and is free."""
+
+
+def _serve(_: object, address: str) -> int:
+    """Open the job's store in this process; returns the port."""
+    distributed: Any = import_module("torch.distributed")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=1024)
+    port: int = listener.getsockname()[1]
+    _served[:] = [
+        distributed.TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    ]
+    return port
+
+
+def _set_variables(_: object, variables: Mapping[str, str]) -> None:
+    os.environ.update(variables)
+
+
+def _offload(_: object, collect: bool) -> Report:
+    from ..lifecycle import offload
+
+    return offload(collect=collect)
+
+
+def _reload(_: object, connect: Connect) -> Report:
+    from ..lifecycle import reload
+
+    return reload(connect=connect)
+
+
+# ---------------------------------------------------------------------------------------------
+# in the driver
+
+UNTOUCHED = "Nothing was changed in any actor: call {what}() again once all of them can answer"
+TOUCHED = (
+    "Groups that were touched are without a communicator: once all actors can answer, "
+    "reload_all() tries again"
+)
+NO_JOB = "The actors are not a job yet: call {what}() again once all of them can answer"
+REPLACE = "An actor that died cannot come back into its job: start all of them anew."
+
+
+def _ray() -> Any:
+    try:
+        return import_module("ray")
+    except ModuleNotFoundError as error:
+        raise ReloadpgError(
+            "reloadpg.integrations.ray needs Ray, which is not installed; nothing was done. "
+            "Run: pip install 'ray>=2.60'"
+        ) from error
+
+
+class _Call:
+    """One call of a public function: its steps in all actors share one bound.
+
+    Args:
+        what: the public function, for messages.
+        actors: one handle a rank.
+        timeout: bound of all steps together, in seconds.
+    """
+
+    def __init__(self, what: str, actors: Sequence[Any], timeout: float) -> None:
+        self._ray = _ray()
+        self._what = what
+        self._actors = list(actors)
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        if not self._actors or len(set(self._actors)) != len(self._actors):
+            wrong = "an actor is listed twice" if self._actors else "there are no actors"
+            raise InvalidOptionError(
+                f"{what}(actors): {wrong}; nothing was done. Pass one handle a rank, in rank order."
+            )
+
+    def on_all(
+        self, task: Callable[..., Any], state: str, *columns: Sequence[Any], first: bool = False
+    ) -> list[Any]:
+        """Run a function in all actors and wait for all, or for what follows the first failure.
+
+        Args:
+            task: a module-level function; gets the actor's object and its item of each column.
+            state: how things stand if this fails, and what to call, for messages.
+            columns: arguments, one a rank in each.
+            first: only in the first actor.
+        """
+        ray = self._ray
+        sent = [
+            actor.__ray_call__.remote(task, *(column[rank] for column in columns))
+            for rank, actor in enumerate(self._actors[: 1 if first else None])
+        ]
+        results: dict[int, Any] = {}
+        errors: dict[int, BaseException] = {}
+        deadline = self._deadline
+        waiting = sent
+        while waiting:
+            ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            rank = sent.index(ready[0])
+            try:
+                results[rank] = ray.get(ready[0])
+            except (ray.exceptions.RayError, ReloadpgError) as error:
+                errors[rank] = error
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        if len(results) == len(sent):
+            return [results[rank] for rank in range(len(sent))]
+        silent = [rank for rank, ref in enumerate(sent) if ref in waiting]
+        state = state.format(what=self._what)
+        raise self._failed(errors, silent, state) if errors else self._timed_out(silent, state)
+
+    def _failed(
+        self, errors: Mapping[int, BaseException], silent: Sequence[int], state: str
+    ) -> ActorFailedError:
+        """Blame the actor that failed, not those that failed because of it."""
+        secondary = (PeerFailedError, RendezvousTimeoutError)
+        own = [rank for rank, error in errors.items() if not isinstance(error, secondary)]
+        rank = min(own or errors)
+        cause: BaseException = getattr(errors[rank], "cause", None) or errors[rank]
+        others = sorted(set(errors) - {rank})
+        ray_error = self._ray.exceptions.RayError
+        # Ray's own are a page of advice; it stays in what is chained.
+        text = str(cause).partition("\n")[0] if isinstance(cause, ray_error) else str(cause)
+        text = " ".join(f"{type(cause).__name__}: {text}".split()).rstrip(".")
+        told = f" Failed too: {format_ranks(others)}." if others else ""
+        told += f" Not answered yet: {format_ranks(silent)}." if silent else ""
+        dead = isinstance(cause, self._ray.exceptions.RayActorError)
+        error = ActorFailedError(
+            f"{self._what}: actor {self._names([rank])} failed: {text}.{told} {state}."
+            f"{f' {REPLACE}' if dead else ''}",
+            rank=rank,
+            errors=errors,
+            waiting=silent,
+        )
+        error.__cause__ = errors[rank]  # as Ray gives it, with the actor's traceback
+        return error
+
+    def _timed_out(self, silent: Sequence[int], state: str) -> ActorTimeoutError:
+        return ActorTimeoutError(
+            f"{self._what}: {len(silent)} of {len(self._actors)} actors did not answer within "
+            f"{self._timeout:g} s: {self._names(silent)}. {state}.",
+            rank=silent[0],
+            waiting=silent,
+        )
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(f"{rank} {self._actors[rank]!r}" for rank in ranks)

@@ -1,0 +1,364 @@
+"""The order between a memory saver and the groups: groups first, then pause; resume, then reload.
+
+A memory saver such as ``torch_memory_saver`` takes device memory away from under allocations and
+keeps an account of them. Preloaded, it sees the communicators' allocations too. Releasing groups
+while they are paused frees memory that is not there; building groups while others are paused puts
+live allocations among paused ones. Its next ``pause`` or ``resume`` then ends the process
+("invalid argument", "Cannot resume allocation that is not paused"; slime#1690, #1786, #1895).
+
+:class:`MemorySaver` does both sides in the right order and refuses the wrong ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
+from typing import Any
+from weakref import finalize, ref
+
+from .. import devices, memory
+from ..connect import Connect
+from ..errors import InvalidOptionError, ReloadpgError
+from ..lifecycle import offload, on_offload, on_reload, reload
+from ..registry import registry
+from ..report import Report
+
+__all__ = ["MemorySaver", "MemorySaverError"]
+
+logger = logging.getLogger("reloadpg")
+
+
+class MemorySaverError(ReloadpgError):
+    """Groups and memory saver were asked for in the wrong order, or the saver failed."""
+
+
+class MemorySaver:
+    """A memory saver that knows about the groups, for use in place of the saver's own object.
+
+    ``pause`` and ``resume`` have its signatures and keep account of what is paused; everything
+    else (``region``, ``disable``, settings) is the saver's own. While something of the trainer is
+    paused, :func:`reloadpg.offload` and :func:`reloadpg.reload` fail on all ranks. What is paused
+    directly on the saver's own object is not seen: use this one everywhere.
+
+    Not thread-safe: one thread drives the lifecycle.
+
+    Args:
+        saver: an object with ``pause(tag)`` and ``resume(tag)``; None for the process's
+            ``torch_memory_saver``.
+        tags: the tags that the trainer's memory is under, in the order in which to pause them;
+            None for all memory at once. Other tags (a rollout engine's in the same process) may
+            be paused and resumed at any time.
+
+    Raises:
+        ImportError: ``saver`` is None and torch_memory_saver is not installed.
+        InvalidOptionError: ``saver`` cannot pause and resume, or ``tags`` is empty or a string.
+    """
+
+    def __init__(self, saver: Any = None, *, tags: Sequence[str] | None = None) -> None:
+        if isinstance(tags, str) or (tags is not None and not tags):
+            raise InvalidOptionError(
+                f"MemorySaver(tags={tags!r}): not a sequence of tags; nothing was changed. Pass "
+                'for example ["default"], or None for all memory.'
+            )
+        if isinstance(saver, MemorySaver):
+            raise InvalidOptionError(
+                "MemorySaver(saver): that is a MemorySaver already; nothing was changed. Use it "
+                "as it is."
+            )
+        self._saver = _torch_memory_saver() if saver is None else saver
+        for method in ("pause", "resume"):
+            if not callable(getattr(self._saver, method, None)):
+                raise InvalidOptionError(
+                    f"MemorySaver({self._saver!r}): it has no {method}(); nothing was changed. "
+                    "Pass torch_memory_saver's object or one with its methods."
+                )
+        self._tags: tuple[str | None, ...] = (None,) if tags is None else tuple(tags)
+        self._everything = False
+        self._apart: set[str] = set()  # tags that stand otherwise than the rest
+        self._untracked = False
+        self._watch = finalize(self, _end_watch, _watch(ref(self)))
+        self._watch.atexit = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._saver, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        else:  # hook_mode, memory_margin_bytes, ...
+            setattr(self._saver, name, value)
+
+    def close(self) -> None:
+        """Watch the lifecycle no more. Local, idempotent; the saver stays as it is."""
+        self._watch()
+
+    # -- the saver's own two calls ------------------------------------------------------------
+
+    def pause(self, tag: str | None = None) -> None:
+        """Take the memory under a tag away, or all of it. Local; idempotent.
+
+        Raises:
+            MemorySaverError: groups are live and the tag is the trainer's, or all memory is asked
+                for and some of it is paused already; nothing was changed.
+        """
+        if self.is_paused(tag):
+            return
+        live = [group for group in registry.managed() if group.is_live]
+        if live and (tag is None or self._tags == (None,) or tag in self._tags):
+            raise MemorySaverError(
+                f"pause(tag={tag!r}): {len(live)} groups are live, first {live[0]!r}; their "
+                "memory would be taken from under them. Nothing was changed. Call sleep(), which "
+                "releases the groups first, or reloadpg.offload() on all ranks."
+            )
+        self._switch(tag, self._saver.pause, "pause")
+
+    def resume(self, tag: str | None = None) -> None:
+        """Give the memory under a tag back, or all of it. Local; idempotent.
+
+        Raises:
+            MemorySaverError: all memory is asked for and only some of it is paused; nothing was
+                changed.
+        """
+        if self._everything or self._apart if tag is None else self.is_paused(tag):
+            self._switch(tag, self._saver.resume, "resume")
+
+    def is_paused(self, tag: str | None = None) -> bool:
+        """Whether the memory under a tag is paused; for None, whether all of it is. Local."""
+        if tag is None:
+            return self._everything and not self._apart
+        return self._everything != (tag in self._apart)
+
+    @property
+    def paused(self) -> tuple[str, ...]:
+        """The trainer's tags that are paused, ``("*",)`` for all memory. Local."""
+        if self._tags == (None,):
+            if self._everything:
+                return ("*",)
+            return tuple(sorted(self._apart))
+        return tuple(tag for tag in self._tags if tag is not None and self.is_paused(tag))
+
+    def _switch(self, tag: str | None, action: Any, name: str) -> None:
+        if tag is None and self._apart:
+            raise MemorySaverError(
+                f"{name}(): the tags {sorted(self._apart)} are "
+                f"{'active' if self._everything else 'paused'} and the rest is not; the saver "
+                f"would end the process. Nothing was changed. Call {name}(tag) for each tag."
+            )
+        action(tag)
+        if tag is None:
+            self._everything = not self._everything
+        else:
+            self._apart ^= {tag}
+
+    # -- both, in order -----------------------------------------------------------------------
+
+    def sleep(self) -> Report:
+        """Release the groups, then pause the trainer's memory.
+
+        Collective over all ranks, as :func:`reloadpg.offload`; idempotent, also after a failure.
+        The allocator's cache is emptied in between.
+
+        Returns:
+            The report of the offload.
+
+        Raises:
+            MemorySaverError: the saver failed. The groups are released; :meth:`sleep` goes on
+                where it stopped, and :meth:`wake_up` goes back.
+            ReloadpgError: as :func:`reloadpg.offload`; nothing was paused.
+        """
+        report = offload()
+        devices.empty_cache()
+        self.pause_all()
+        return report
+
+    def wake_up(self, *, connect: Connect = "none") -> Report:
+        """Resume the trainer's memory, then reload the groups.
+
+        Collective over all ranks, as :func:`reloadpg.reload`; idempotent, also after a failure.
+        If the saver fails on a rank, the reload fails on all of them, so that none waits for it.
+
+        Args:
+            connect: as for :func:`reloadpg.reload`.
+
+        Returns:
+            The report of the reload.
+
+        Raises:
+            MemorySaverError: the saver failed on this rank; the groups are released. Call
+                :meth:`wake_up` again, on all ranks.
+            ReloadpgError: as :func:`reloadpg.reload`; the memory is resumed.
+        """
+        try:
+            self.resume_all()
+        except MemorySaverError as error:
+            # Refused below, by our own watch, on all ranks alike: so none waits for this one.
+            with suppress(ReloadpgError):
+                reload(connect=connect)
+            raise error
+        devices.empty_cache()
+        return reload(connect=connect)
+
+    @contextmanager
+    def asleep(self) -> Iterator[Report]:
+        """Within this block groups are released and memory is paused; afterwards all is back.
+
+        Collective, like :meth:`sleep` and :meth:`wake_up`. If the body raises, the way back is
+        gone all the same (its own error is then logged) and the body's exception goes on.
+
+        Yields:
+            The report of the offload.
+        """
+        try:
+            report = self.sleep()
+        except MemorySaverError:  # groups are released, and some memory may be paused
+            self._wake_up_logged()
+            raise
+        try:
+            yield report
+        except BaseException:
+            self._wake_up_logged()
+            raise
+        self.wake_up()
+
+    @contextmanager
+    def groups_live(self) -> Iterator[Report]:
+        """Within this block the groups work although memory is paused: a weight update asleep.
+
+        Collective, like :func:`reloadpg.reload` and :func:`reloadpg.offload`. Groups that were
+        live already stay so afterwards. All of it runs under the saver's ``disable()``, so that
+        what communicators allocate stays out of its account. That switch is the calling thread's:
+        let the communicators connect in their first collective here, not in the reload (a group
+        that is bound to a device connects there).
+
+        Yields:
+            The report of the reload.
+
+        Raises:
+            MemorySaverError: the saver has no ``disable()``; nothing was changed.
+        """
+        job = registry.job("groups_live")
+        was_asleep = job is not None and job.released
+        with self._outside_the_account():
+            report = reload()
+            try:
+                yield report
+            finally:
+                if was_asleep:
+                    offload()
+
+    def pause_all(self) -> None:
+        """Pause each of the trainer's tags that is not paused yet. Local; idempotent.
+
+        Raises:
+            MemorySaverError: as :meth:`pause`, or the saver failed; the cause is chained.
+        """
+        self._each(self._tags, self.pause, "pause")
+
+    def resume_all(self) -> None:
+        """Resume each of the trainer's tags that is paused, last one first. Local; idempotent.
+
+        Raises:
+            MemorySaverError: as :meth:`resume`, or the saver failed; the cause is chained.
+        """
+        self._each(tuple(reversed(self._tags)), self.resume, "resume")
+
+    def _wake_up_logged(self) -> None:
+        try:
+            self.wake_up()
+        except ReloadpgError as error:
+            logger.error("wake_up after an exception failed: %s", error)
+
+    def _each(self, tags: tuple[str | None, ...], action: Any, name: str) -> None:
+        for tag in tags:
+            try:
+                action(tag)
+            except MemorySaverError:
+                raise
+            except Exception as cause:
+                raise MemorySaverError(
+                    f"{name}(tag={tag!r}): the memory saver failed: {type(cause).__name__}: "
+                    f"{cause}. Paused now: {', '.join(self.paused) or 'nothing'}. Once it can, "
+                    "call wake_up() on all ranks; it resumes what is paused and reloads the groups."
+                ) from cause
+
+    @contextmanager
+    def _outside_the_account(self) -> Iterator[None]:
+        before, self._untracked = self._untracked, True
+        try:
+            with ExitStack() as stack:
+                if self.paused and not before:
+                    self._disable(stack)
+                yield
+        finally:
+            self._untracked = before
+
+    def _disable(self, stack: ExitStack) -> None:
+        disable = getattr(self._saver, "disable", None)
+        if disable is None:
+            raise MemorySaverError(
+                f"groups were to be reloaded while {', '.join(self.paused)} is paused, and the "
+                "memory saver has no disable() to keep them out of its account. Nothing was "
+                "changed. Call wake_up() instead."
+            )
+        try:
+            stack.enter_context(disable())
+        except (AssertionError, NotImplementedError) as error:
+            # It watches allocations in its regions only (hook mode "torch", XPU), so that there
+            # is nothing to keep out.
+            logger.debug("memory saver: disable() is not for this mode: %s", error)
+
+    def _refuse(self, operation: str) -> None:
+        if self.paused and not self._untracked:
+            raise MemorySaverError(
+                f"{operation} while {', '.join(self.paused)} is paused would leave the memory "
+                "saver with a wrong account and end the process at its next pause or resume. Call "
+                "wake_up() on all ranks (resume, then reload), or groups_live() for a weight "
+                "update while asleep."
+            )
+
+
+def _watch(saver: ref[MemorySaver]) -> list[Callable[[], None]]:
+    """Let offload and reload ask a saver that is still there; the functions that end it.
+
+    Asked before the reload: an account that is wrong cannot be mended afterwards.
+    """
+
+    def asking(operation: str) -> Callable[[], None]:
+        def memory_saver_order() -> None:
+            there = saver()
+            if there is not None:
+                there._refuse(operation)
+
+        return memory_saver_order
+
+    def paused() -> str | None:
+        there = saver()
+        if there is None or not there.paused:
+            return None
+        return f"the memory saver has {', '.join(there.paused)} paused"
+
+    name = "memory saver order"
+    return [
+        on_offload(asking("offload"), name=name),
+        on_reload(asking("reload"), name=name, before=True),
+        memory.add_check(paused),
+    ]
+
+
+def _end_watch(removals: list[Callable[[], None]]) -> None:
+    for remove in removals:
+        remove()
+
+
+def _torch_memory_saver() -> Any:
+    try:
+        return import_module("torch_memory_saver").torch_memory_saver
+    except ImportError as error:
+        raise ImportError(
+            "MemorySaver() needs torch_memory_saver; nothing was changed. Install it with: "
+            "pip install torch_memory_saver, or pass an object with its methods."
+        ) from error

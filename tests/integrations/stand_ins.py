@@ -1,0 +1,232 @@
+"""Stand-ins for what shares a device with a trainer, strict where the real ones are.
+
+``StandInSaver`` keeps account of allocations by torch_memory_saver's rules, and sees those of the
+simulated accelerator's communicators as a preloaded one sees ``cudaMalloc`` and ``cudaFree``.
+Where the real one ends the process, it raises :class:`SaverCrash`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reloadpg.testing import simulated
+from reloadpg.testing._sim_ledger import Ledger
+
+BYTES = 1 << 16
+"""What each communicator holds."""
+
+
+class SaverCrash(RuntimeError):
+    """Where torch_memory_saver prints this and ends the process."""
+
+
+class OutOfMemory(RuntimeError):
+    """The simulated device has no room."""
+
+
+@dataclass
+class Allocation:
+    tag: str
+    size: int
+    active: bool = True
+
+
+class PerThread(threading.local):
+    """The saver's per-thread switches, as ``TMS_INIT_ENABLE=1`` sets them in every new thread."""
+
+    tracking = True
+
+
+class StandInSaver:
+    """torch_memory_saver preloaded: pause, resume, disable, and its account of allocations."""
+
+    def __init__(self) -> None:
+        self.account: dict[Any, Allocation] = {}
+        self.calls: list[str] = []
+        self.fail: list[str] = []  # calls that are to fail once, such as "resume"
+        self.log: list[str] | None = None
+        self.room: Callable[[int], None] = lambda size: None
+        self.thread = PerThread()
+
+    # -- its interface ------------------------------------------------------------------------
+
+    def pause(self, tag: str | None = None) -> None:
+        self._called("pause", tag)
+        for allocation in self._of(tag):
+            if not allocation.active:
+                raise SaverCrash(f"Cannot pause allocation that is not active. tag={tag}")
+            allocation.active = False
+
+    def resume(self, tag: str | None = None) -> None:
+        self._called("resume", tag)
+        for allocation in self._of(tag):
+            if allocation.active:
+                raise SaverCrash(f"Cannot resume allocation that is not paused. tag={tag}")
+            self.room(allocation.size)
+            allocation.active = True
+
+    @contextmanager
+    def disable(self) -> Iterator[None]:
+        assert self.thread.tracking, "disable() should be called only when tms is active"
+        self.thread.tracking = False
+        try:
+            yield
+        finally:
+            self.thread.tracking = True
+
+    def _called(self, name: str, tag: str | None) -> None:
+        call = name if tag is None else f"{name} {tag}"
+        if call in self.fail:
+            self.fail.remove(call)
+            raise RuntimeError(f"{name} was made to fail")
+        self.calls.append(call)
+        if self.log is not None:
+            self.log.append(call)
+
+    def _of(self, tag: str | None) -> list[Allocation]:
+        return [a for a in self.account.values() if tag is None or a.tag == tag]
+
+    # -- allocations, as the hooks see them ---------------------------------------------------
+
+    def malloc(self, key: Any, size: int, tag: str = "default") -> None:
+        if self.thread.tracking:
+            self.account[key] = Allocation(tag, size)
+
+    def free(self, key: Any) -> None:
+        allocation = self.account.get(key)
+        if allocation is None:
+            return
+        if not allocation.active:
+            raise SaverCrash("CUresult error: 1 (invalid argument) func=free")
+        del self.account[key]
+
+    @property
+    def active_bytes(self) -> int:
+        return sum(a.size for a in self.account.values() if a.active)
+
+    @contextmanager
+    def preloaded(self) -> Iterator[StandInSaver]:
+        """Within this block it sees what the simulated communicators allocate and free."""
+        connect, close = Ledger.connect, Ledger.close
+
+        def connecting(ledger: Any, record: Any, *args: Any) -> None:
+            connect(ledger, record, *args)
+            self.malloc(record, record.held_bytes)
+
+        def closing(ledger: Any, record: Any, *args: Any) -> None:
+            try:
+                self.free(record)
+            finally:  # the next scenario starts with nothing held
+                close(ledger, record, *args)
+
+        Ledger.connect, Ledger.close = connecting, closing  # type: ignore[method-assign]
+        try:
+            yield self
+        finally:
+            Ledger.connect, Ledger.close = connect, close  # type: ignore[method-assign]
+
+
+@dataclass
+class Device:
+    """A device with so much room for communicators, the saver's allocations and the engine."""
+
+    capacity: int
+    saver: StandInSaver
+    engine_bytes: int = 0
+
+    def need(self, size: int) -> None:
+        tracked = sum(a.size for key, a in self.saver.account.items() if not isinstance(key, str))
+        others = simulated.stats().held_bytes - tracked  # not twice what the saver tracks
+        used = others + self.saver.active_bytes + self.engine_bytes
+        if used + size > self.capacity:
+            raise OutOfMemory(
+                f"{size} bytes wanted, {self.capacity - used} of {self.capacity} free"
+            )
+
+
+@dataclass
+class VllmEngine:
+    """``sleep(level)`` and ``wake_up(tags)``; it needs room, and generates only while awake."""
+
+    device: Device
+    log: list[str]
+    sizes: dict[str, int] = field(
+        default_factory=lambda: {"weights": 2 * BYTES, "kv_cache": 4 * BYTES}
+    )
+    awake: set[str] = field(default_factory=set)
+    fail: list[str] = field(default_factory=list)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self._called("wake_up", None if tags is None else ",".join(tags))
+        for tag in tags or list(self.sizes):
+            if tag not in self.awake:
+                self.device.need(self.sizes[tag])
+                self.awake.add(tag)
+                self.device.engine_bytes += self.sizes[tag]
+
+    def sleep(self, level: int = 1) -> None:
+        self._called("sleep", str(level))
+        self.awake.clear()
+        self.device.engine_bytes = 0
+        self._fail("answer")  # as a call to another process that is carried out and then lost
+
+    def generate(self) -> str:
+        if self.awake != set(self.sizes):
+            raise RuntimeError(f"generate() with only {sorted(self.awake)} awake")
+        self.log.append("generate")
+        return "sample"
+
+    def _called(self, name: str, argument: str | None) -> None:
+        self.log.append(name if argument is None else f"{name} {argument}")
+        self._fail(name)
+
+    def _fail(self, name: str) -> None:
+        if name in self.fail:
+            self.fail.remove(name)
+            raise RuntimeError(f"{name} was made to fail")
+
+
+class SglangEngine:
+    """The same under SGLang's names."""
+
+    def __init__(self, device: Device, log: list[str]) -> None:
+        self._engine = VllmEngine(device, log)
+
+    def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
+        self._engine.wake_up(tags)
+
+    def release_memory_occupation(self, tags: list[str] | None = None) -> None:
+        assert tags is None
+        self._engine.sleep(0)
+
+    def generate(self) -> str:
+        return self._engine.generate()
+
+
+def attempt(call: Callable[[], Any]) -> tuple[str, str]:
+    """How a call ended: the error's type and text, or ("", "")."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def summed(group: Any = None) -> tuple[float, float]:
+    """2**rank summed over a group by a collective, and what it should be."""
+    tensor = torch.tensor([2.0 ** dist.get_rank()])
+    dist.all_reduce(tensor, group=group)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return tensor.item(), sum(2.0**rank for rank in ranks)
+
+
+def sums_right(*groups: Any) -> bool:
+    """Whether the sum over each group is that of its own ranks."""
+    return all(seen == expected for seen, expected in map(summed, groups))

@@ -1,0 +1,333 @@
+"""slime's and miles' calling sequences through the drop-in, with real ranks.
+
+The actors here make the calls of the two frameworks' Megatron actors (``init``, ``sleep``,
+``wake_up``, ``update_weights``), in their order, with four pipeline stages.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from stand_ins import BYTES, attempt, sums_right
+
+import reloadpg
+from reloadpg.integrations.slime import (
+    ReloadableProcessGroup,
+    destroy_process_groups,
+    monkey_patch_torch_dist,
+    register_default_process_group,
+    reload_process_groups,
+)
+from reloadpg.testing import run_ranks, simulated
+
+CYCLES = 3
+GIVEN, REGISTERED = timedelta(minutes=30), timedelta(minutes=7)
+
+GROUPS = {
+    "TP": [[0], [1], [2], [3]],
+    "PP": [[0, 1, 2, 3]],
+    "EMBEDDING": [[0, 3]],
+    "POSITION_EMBEDDING": [[0]],
+    "DP": [[0, 2], [1, 3]],
+    "DP_CP": [[0, 2], [1, 3]],
+}
+"""Megatron's kinds of groups for pipeline parallel 4: overlapping, and not on all ranks alike."""
+
+
+@dataclass
+class Actor:
+    """What both frameworks' actors do with groups; miles keeps ``asleep``, slime does not."""
+
+    rank: int
+    framework: str
+    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    asleep: bool = False
+    seen: dict[str, list[Any]] = field(default_factory=dict)
+
+    def note(self, name: str, value: Any) -> None:
+        self.seen.setdefault(name, []).append(value)
+
+    def init(self) -> None:
+        self.note("before", (destroy_process_groups(), reload_process_groups()))
+        self.note("unregistered", attempt(lambda: register_default_process_group(REGISTERED)))
+        monkey_patch_torch_dist()
+        monkey_patch_torch_dist()
+        dist.init_process_group("sim", timeout=GIVEN)
+        new_group = getattr(dist, "old_new_group", dist.new_group)  # slime: init_gloo_group()
+        self.gloo = new_group(backend="gloo")
+        if self.framework == "slime":
+            for _ in range(2):
+                register_default_process_group(timeout=REGISTERED)
+        self.world = dist.group.WORLD
+        for kind, rank_lists in GROUPS.items():
+            for ranks in rank_lists:
+                group = dist.new_group(ranks, timeout=GIVEN, group_desc=kind)
+                if self.rank in ranks:
+                    self.groups[kind] = group
+        monkey_patch_torch_dist()
+
+    def sleep(self) -> Any:
+        if self.framework == "miles" and self.asleep:
+            return None
+        report = destroy_process_groups()
+        self.asleep = True
+        return report
+
+    def wake_up(self) -> Any:
+        report = reload_process_groups()
+        if self.framework == "slime":
+            dist.barrier()  # as slime primes WORLD where there are more than two stages
+        self.asleep = False
+        return report
+
+    def update_weights(self) -> None:
+        temporary = self.framework == "slime" or self.asleep
+        if temporary:
+            reload_process_groups()
+        weight = torch.full((3,), float(self.rank))
+        dist.broadcast(weight, 3, group=self.groups["PP"])
+        dist.barrier(group=self.gloo)
+        self.note("updated", (weight.tolist(), sums_right(self.groups["DP"])))
+        if temporary:
+            destroy_process_groups()
+
+    # -- what is looked at --------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """A pipeline step: a neighbour exchange on WORLD of two ranks, then all sums by value."""
+        tensor = torch.tensor([10.0 + self.rank])
+        if self.rank < 2:
+            kind = dist.isend if self.rank == 0 else dist.irecv
+            for work in dist.batch_isend_irecv([dist.P2POp(kind, tensor, 1 - self.rank)]):
+                work.wait()
+        sent = tensor.item() == (10.0 if self.rank < 2 else 10.0 + self.rank)
+        return sent and sums_right(None, self.gloo, *self.groups.values())
+
+    def look(self, when: str) -> None:
+        reloadable = [g for g in self.groups.values() if isinstance(g, ReloadableProcessGroup)]
+        self.note(
+            when,
+            {
+                "held": simulated.stats().held_bytes,
+                "live": [group.group is group for group in reloadable],
+                "gone": [group.group is None for group in reloadable],
+                "kinds": [group.group_desc for group in reloadable],
+                "generations": sorted({group.generation for group in reloadable}),
+                "world": dist.group.WORLD is self.world,
+                "gloo": sums_right(self.gloo),
+                "timeouts": {g.desc: g.timeout_s for g in reloadpg.status().groups if g.timeout_s},
+            },
+        )
+
+
+def actor_job(rank: int, size: int, framework: str) -> dict[str, list[Any]]:
+    simulated.register()
+    simulated.configure(bytes_per_communicator=BYTES)
+    actor = Actor(rank, framework)
+    actor.init()
+    actor.note("awake already", actor.wake_up().changed)
+    for _ in range(CYCLES):
+        actor.note("trained", actor.step())
+        actor.look("awake")
+        actor.note("released", len(actor.sleep().groups))
+        actor.look("asleep")
+        again = actor.sleep()
+        actor.note("slept twice", again if again is None else again.changed)
+        actor.note(
+            "refused", attempt(lambda: dist.all_reduce(torch.ones(1), group=actor.groups["PP"]))
+        )
+        actor.update_weights()
+        actor.look("asleep")
+        actor.wake_up()
+        actor.note("woke twice", actor.wake_up().changed)
+    actor.note("trained", actor.step())
+    actor.look("awake")
+    if framework == "miles":
+        actor.update_weights()  # awake: the groups are not its to destroy
+        actor.look("updated awake")
+    # The static methods are the functions; handles never go stale.
+    ReloadableProcessGroup.destroy_process_groups()
+    ReloadableProcessGroup.invalidate_process_groups()
+    ReloadableProcessGroup.reload_process_groups()
+    actor.note("trained", actor.step())
+    dist.destroy_process_group()
+    return actor.seen
+
+
+def each_rank(framework: str) -> list[dict[str, list[Any]]]:
+    return run_ranks(actor_job, 4, args=(framework,), timeout=120)
+
+
+@pytest.fixture(scope="module", params=["slime", "miles"])
+def framework(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def actors(framework: str) -> list[dict[str, list[Any]]]:
+    return each_rank(framework)
+
+
+def reloadable_kinds(rank: int) -> list[str]:
+    """The kinds of groups of more than one rank that a rank is a member of."""
+    return [
+        kind
+        for kind, rank_lists in GROUPS.items()
+        if any(rank in ranks and len(ranks) > 1 for ranks in rank_lists)
+    ]
+
+
+def test_collectives_are_right_in_every_cycle(actors: list[dict[str, list[Any]]]) -> None:
+    """Sums over each group and WORLD, by value, before, between and after three cycles, and the
+    first exchange on the rebuilt WORLD is one between two of four ranks."""
+    for seen in actors:
+        assert seen["trained"] == [True] * (CYCLES + 2)
+
+
+def test_all_memory_is_gone_while_asleep(
+    actors: list[dict[str, list[Any]]], framework: str
+) -> None:
+    """Asleep, before and after a weight update, no group holds memory; WORLD keeps its own where
+    it was not registered, as miles expects."""
+    world = 0 if framework == "slime" else BYTES
+    for rank, seen in enumerate(actors):
+        kinds = reloadable_kinds(rank)
+        single = BYTES * sum(any(ranks == [rank] for ranks in v) for v in GROUPS.values())
+        assert [look["held"] for look in seen["asleep"]] == [world + single] * (2 * CYCLES)
+        for look in seen["awake"]:
+            assert look["held"] == BYTES * (1 + len(kinds)) + single
+        assert seen["released"] == [len(kinds) + (framework == "slime")] * CYCLES
+
+
+def test_groups_are_the_drop_ins(actors: list[dict[str, list[Any]]]) -> None:
+    """``isinstance`` with the drop-in's class tells reloadable groups from single-rank ones, and
+    ``group`` is what slime's wrappers have there: a usable group, or None while asleep."""
+    for rank, seen in enumerate(actors):
+        kinds = reloadable_kinds(rank)
+        for look in seen["awake"]:
+            assert (look["kinds"], look["live"]) == (kinds, [True] * len(kinds))
+        for look in seen["asleep"]:
+            assert look["gone"] == [True] * len(kinds)
+
+
+def test_generations_count_the_reloads(actors: list[dict[str, list[Any]]]) -> None:
+    """Each cycle has two reloads: one for the weight update, one to wake up. Repeats add none."""
+    for seen in actors:
+        assert [look["generations"] for look in seen["awake"]] == [
+            [2 * cycle] for cycle in range(CYCLES + 1)
+        ]
+
+
+def test_repeated_calls_do_nothing(actors: list[dict[str, list[Any]]], framework: str) -> None:
+    """Waking before the first sleep, sleeping twice and waking twice change nothing."""
+    for seen in actors:
+        assert seen["awake already"] == [False]
+        assert seen["slept twice"] == [None if framework == "miles" else False] * CYCLES
+        assert seen["woke twice"] == [False] * CYCLES
+
+
+def test_weights_are_updated_while_asleep(
+    actors: list[dict[str, list[Any]]], framework: str
+) -> None:
+    """Groups come back for the update alone; awake, miles' update leaves them in place."""
+    for rank, seen in enumerate(actors):
+        assert seen["updated"] == [([3.0] * 3, True)] * (CYCLES + (framework == "miles"))
+        if framework == "miles":
+            assert seen["updated awake"][0]["live"] == [True] * len(reloadable_kinds(rank))
+
+
+def test_world_and_gloo_stay_the_same_objects(actors: list[dict[str, list[Any]]]) -> None:
+    """``dist.group.WORLD`` is one object for life, and the gloo group works asleep and awake."""
+    for seen in actors:
+        for look in [*seen["asleep"], *seen["awake"]]:
+            assert look["world"]
+            assert look["gloo"]
+
+
+def test_timeouts_hold(actors: list[dict[str, list[Any]]], framework: str) -> None:
+    """WORLD has the timeout that it was registered with, subgroups the one they were created
+    with, after every cycle (failure 9)."""
+    for rank, seen in enumerate(actors):
+        expected = dict.fromkeys(reloadable_kinds(rank), GIVEN.total_seconds())
+        if framework == "slime":
+            expected["default_pg"] = REGISTERED.total_seconds()
+        for look in [*seen["asleep"], *seen["awake"]]:
+            assert look["timeouts"] == expected
+
+
+def test_use_while_asleep_is_refused(actors: list[dict[str, list[Any]]]) -> None:
+    """A collective on a group that sleeps says so; it never runs on WORLD instead (failure 4)."""
+    for seen in actors:
+        assert [kind for kind, _ in seen["refused"]] == ["GroupOffloadedError"] * CYCLES
+
+
+def test_before_the_patch(actors: list[dict[str, list[Any]]]) -> None:
+    """Before ``monkey_patch_torch_dist`` sleeping and waking do nothing, and registering WORLD
+    before there is one says what to call."""
+    for seen in actors:
+        assert seen["before"] == [(None, None)]
+        kind, text = seen["unregistered"][0]
+        assert kind == "ReloadpgError"
+        assert "Call it after init_process_group()" in text
+
+
+def no_patch_job(rank: int, size: int) -> list[Any]:
+    """One rank, no patch; then an installation of the user's own; then gloo alone."""
+    dist.init_process_group("gloo")
+    seen: list[Any] = [attempt(lambda: register_default_process_group(GIVEN))]
+    with reloadpg.install(backends={"gloo"}, min_size=1):
+        monkey_patch_torch_dist()
+        seen.append(isinstance(dist.new_group([0]), ReloadableProcessGroup))
+        seen.append(attempt(ReloadableProcessGroup))
+        seen.append(issubclass(reloadpg.ReloadableProcessGroup, ReloadableProcessGroup))
+    dist.destroy_process_group()
+    return seen
+
+
+def test_installations_of_others() -> None:
+    """Registering without a patch names the call that is missing; where reloadpg is installed
+    already, the patch uses that; the class makes no instances by hand."""
+    failed, own, by_hand, subclass = run_ranks(no_patch_job, 1, timeout=60)[0]
+    assert failed[0] == "NotInstalledError"
+    assert "Call monkey_patch_torch_dist() first" in failed[1]
+    assert own is True
+    assert by_hand[0] == "TypeError"
+    assert "new_group() returns them" in by_hand[1]
+    assert subclass is True
+
+
+def gloo_job(rank: int, size: int) -> list[Any]:
+    """slime's lifecycle on gloo alone, for a job without a GPU: all groups are reloadable."""
+    monkey_patch_torch_dist(backends={"gloo"}, min_size=1)
+    dist.init_process_group("gloo", timeout=GIVEN)
+    register_default_process_group(timeout=REGISTERED)
+    made = [dist.new_group(r, backend="gloo") for lists in GROUPS.values() for r in lists]
+    groups = [group for group in made if isinstance(group, ReloadableProcessGroup)]
+    seen: list[Any] = [len(groups)]
+    for _ in range(CYCLES):
+        destroy_process_groups()
+        seen.append([group.group for group in groups])
+        reload_process_groups(connect="eager")
+        seen.append(all(group.group is group for group in groups) and sums_right(None, *groups))
+    return seen
+
+
+def test_without_a_gpu() -> None:
+    """Options of the patch are install's: with ``backends`` and ``min_size``, gloo groups and those
+    of one rank are released and rebuilt too, as slime's own CPU tests expect."""
+    for rank, seen in enumerate(run_ranks(gloo_job, 4, timeout=60)):
+        count = sum(rank in ranks for lists in GROUPS.values() for ranks in lists)
+        assert seen == [count, *([[None] * count, True] * CYCLES)]
+
+
+def test_signatures() -> None:
+    """The functions can be called as slime and miles call them: with nothing, and one timeout."""
+    for function in (monkey_patch_torch_dist, destroy_process_groups, reload_process_groups):
+        inspect.signature(function).bind()
+    inspect.signature(register_default_process_group).bind(timeout=GIVEN)
