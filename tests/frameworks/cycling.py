@@ -1,0 +1,66 @@
+"""Runs a training script as it is, and offloads and reloads all groups between its steps.
+
+``python cycling.py DIRECTORY SCRIPT ARGUMENT...``, under a launcher, with ``RELOADPG_AUTOINSTALL``
+set. It stands for a framework around somebody else's trainer: torch calls it after an optimizer
+step, when no collective is in flight. What it saw is left as ``DIRECTORY/cycles.RANK.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import reloadpg
+
+AFTER_STEPS = (2, 4, 5)
+
+
+class Cycles:
+    """Counts optimizer steps; three of them are followed by an offload and a reload."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seen: list[dict[str, Any]] = []
+
+    def __call__(self, *_: Any) -> None:
+        self.steps += 1
+        if self.steps not in AFTER_STEPS:
+            return
+        with reloadpg.offloaded() as report:
+            try:
+                dist.all_reduce(torch.ones(1))
+            except RuntimeError as error:
+                refused = type(error).__name__
+            else:
+                refused = ""
+        status = reloadpg.status()
+        self.seen.append(
+            {
+                "released": len(report.groups),
+                "refused": refused,
+                "generation": status.generation,
+                "states": sorted({group.state for group in status.groups}),
+            }
+        )
+
+
+def main() -> None:
+    folder, script, *arguments = sys.argv[1:]
+    cycles = Cycles()
+    register_optimizer_step_post_hook(cycles)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+    left = {"installed": reloadpg.is_installed(), "steps": cycles.steps, "cycles": cycles.seen}
+    (Path(folder) / f"cycles.{os.environ['RANK']}.json").write_text(json.dumps(left))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""A small GPT trained by megatron-core's own model, schedule, gradient buffers and optimizer.
+
+megatron-core (0.16.1) means to run on CUDA. What it cannot do without is given to it on the CPU by
+:func:`cuda_on_cpu`; everything else is its own: the layers, the 1F1B pipeline schedule, the
+point-to-point and tensor-parallel communication, the tied embedding, the gradient norm.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+import reloadpg
+
+STEPS = 8
+AFTER_STEPS = (1, 3, 4)
+MICROBATCHES, MICROBATCH, LENGTH, VOCABULARY = 4, 2, 8, 32
+
+
+class _FactoriesOnCpu(TorchFunctionMode):
+    """``torch.zeros(..., device="cuda")`` and its like make CPU tensors."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def cuda_on_cpu() -> Iterator[None]:
+    """What megatron-core asks of CUDA in a training step, answered with the CPU.
+
+    - ``device="cuda"`` in factories: the schedule's token count, the optimizer's scale, the norm;
+    - ``torch.cuda.current_device()``: buffers for gradients and for what a stage receives;
+    - ``Tensor.cuda()``: the tied embedding's first exchange;
+    - the state of the CUDA random generator, which its tracker of parallel dropout saves and sets.
+    """
+    from megatron.core.tensor_parallel import random as tracker
+
+    def get_state(*_: Any, **__: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+        torch.set_rng_state(state)
+
+    with ExitStack() as stack:
+        for owner, name, replacement in (
+            (torch.cuda, "current_device", lambda: torch.device("cpu")),
+            (torch.cuda, "manual_seed", torch.manual_seed),
+            (torch.cuda, "get_rng_state", get_state),
+            (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
+            (tracker, "_get_cuda_rng_state", get_state),
+            (tracker, "_set_cuda_rng_state", set_state),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        stack.enter_context(_FactoriesOnCpu())
+        yield
+
+
+def microbatches(step: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Counting modulo the vocabulary from some start: something that can be learnt."""
+    generator = torch.Generator().manual_seed(step)
+    for _ in range(MICROBATCHES):
+        start = torch.randint(VOCABULARY, (MICROBATCH, 1), generator=generator)
+        counted = (start + torch.arange(LENGTH + 1)) % VOCABULARY
+        yield {
+            "input_ids": counted[:, :-1],
+            "labels": counted[:, 1:].contiguous(),
+            "position_ids": torch.arange(LENGTH).expand(MICROBATCH, -1),
+            "attention_mask": torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5,
+        }
+
+
+def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[Any, Any]:
+    def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = output.float().mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    return model(**next(batches)), loss_of
+
+
+def train(store: dist.Store, between: Callable[[], None]) -> dict[str, Any]:
+    """One job of four ranks, tensor 2 x pipeline 2; `between` is called after some steps."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(1234)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2
+    )
+    model_parallel_cuda_manual_seed(1234)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        ffn_hidden_size=32,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        batch_p2p_sync=False,  # a wait for the CUDA device
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+        finalize_model_grads_func=finalize_model_grads,
+    )
+    gpt = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=True,
+    )
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.02, clip_grad=0.0), [model])
+    config.grad_scale_func = optimizer.scale_loss
+    schedule = get_forward_backward_func()
+    losses, norms = [], []
+    for step in range(STEPS):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        outputs = schedule(
+            forward_step_func=forward_step,
+            data_iterator=microbatches(step),
+            model=[model],
+            num_microbatches=MICROBATCHES,
+            seq_length=LENGTH,
+            micro_batch_size=MICROBATCH,
+            forward_only=False,
+        )
+        norms.append(float(optimizer.get_grad_norm()))
+        optimizer.step()
+        losses.append([output["loss"].item() for output in outputs])
+        if step in AFTER_STEPS:
+            between()
+    seen = {
+        "schedule": schedule.__name__,
+        "losses": losses,
+        "norms": norms,
+        "weights": {name: weight.tolist() for name, weight in gpt.named_parameters()},
+        "groups": {
+            "tensor": parallel_state.get_tensor_model_parallel_group(),
+            "pipeline": parallel_state.get_pipeline_model_parallel_group(),
+        },
+    }
+    seen["groups"] = {
+        name: (isinstance(group, reloadpg.ReloadableProcessGroup), group.size())
+        for name, group in seen["groups"].items()
+    }
+    del model, optimizer, gpt
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    return seen
+
+
+def plain_and_cycled(rank: int, world_size: int) -> dict[str, Any]:
+    """The same job twice in the same processes, as importing megatron-core takes longest."""
+    torch.set_num_threads(1)
+    cycles: list[dict[str, Any]] = []
+
+    def cycle() -> None:
+        with reloadpg.offloaded() as report:
+            states = {group.state for group in reloadpg.status().groups}
+        status = reloadpg.status()
+        cycles.append(
+            {
+                "released": len(report.groups),
+                "states": sorted(states | {group.state for group in status.groups}),
+                "generation": status.generation,
+            }
+        )
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False)
+    with cuda_on_cpu():
+        plain = train(dist.PrefixStore("plain", store), lambda: None)
+        with reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=60)):
+            cycled = train(dist.PrefixStore("cycled", store), cycle)
+    return {"plain": plain, "cycled": cycled, "cycles": cycles}

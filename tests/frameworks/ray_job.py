@@ -1,0 +1,173 @@
+"""The Ray program of test_ray.py: actors that train, and a driver that offloads them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+RANKS = 4
+PAIRS = ((0, 2), (1, 3))
+BOUND_S = 60.0
+
+
+class Trainer:
+    """As a user writes it: no reloadpg in it, but for what the tests ask about."""
+
+    def start(self) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        self.pair = [dist.new_group(ranks) for ranks in PAIRS][dist.get_rank() % 2]
+        self.world = dist.group.WORLD
+
+    def use(self) -> dict[str, Any]:
+        """Sums of 2**rank, or the errors."""
+        import torch
+        import torch.distributed as dist
+
+        seen: dict[str, Any] = {"same": dist.group.WORLD is self.world}
+        for name, group in {"world": self.world, "pair": self.pair}.items():
+            tensor = torch.tensor([2.0 ** dist.get_rank()])
+            try:
+                dist.all_reduce(tensor, group=group)
+            except RuntimeError as error:
+                seen[name] = type(error).__name__
+            else:
+                seen[name] = tensor.item()
+        seen["generation"] = self.pair.generation
+        return seen
+
+    def variables(self) -> dict[str, str]:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        return {name: os.environ[name] for name in names}
+
+    def refuse(self) -> None:
+        """Make the next offload fail here."""
+        import reloadpg
+
+        def callback() -> None:
+            remove()
+            raise ValueError("a buffer is still in use")
+
+        remove = reloadpg.on_offload(callback)
+
+    def die(self) -> None:
+        """End this process in the middle of the next offload."""
+        import reloadpg
+
+        reloadpg.on_offload(lambda: os._exit(1))
+
+    def state(self) -> str:
+        import reloadpg
+
+        return reloadpg.status().state
+
+    def busy(self, pipe: str) -> str:
+        """Answer when somebody writes to the pipe."""
+        return Path(pipe).read_text()
+
+    def stop(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+def caught(call: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return {
+            "type": type(error).__name__,
+            "is a TimeoutError": isinstance(error, TimeoutError),
+            "text": str(error),
+            "cause": type(getattr(error.__cause__, "cause", error.__cause__)).__name__,
+            "rank": getattr(error, "rank", None),
+            "errors": sorted(getattr(error, "errors", ())),
+            "waiting": list(getattr(error, "waiting", ())),
+        }
+    return {"type": "nothing"}
+
+
+def drive(rank: int, world_size: int, variables: dict[str, str]) -> dict[str, Any]:
+    """Be the driver: start Ray, go through everything, end Ray, and say what was seen."""
+    with tempfile.TemporaryDirectory(prefix="rpg-", dir="/tmp") as folder:  # Ray's sockets: short
+        os.environ["HOME"] = folder  # where Ray keeps its own access token
+        import ray
+
+        ray.init(
+            num_cpus=RANKS,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            logging_level="ERROR",
+            log_to_driver=False,
+            _temp_dir=f"{folder}/ray",
+            runtime_env={"env_vars": variables},
+        )
+        try:
+            started = psutil.Process().children(recursive=True)
+            seen = _loop(ray, Path(folder))
+            started += psutil.Process().children(recursive=True)
+        finally:
+            ray.shutdown()
+        _, left = psutil.wait_procs(set(started), timeout=30)
+        seen["started"], seen["left"] = len(set(started)), [str(process) for process in left]
+        return seen
+
+
+def _loop(ray: Any, folder: Path) -> dict[str, Any]:
+    from reloadpg.integrations import ray as ours
+
+    ours.GRACE_S = 1.0  # the test waits for it twice
+    seen: dict[str, Any] = {}
+    actors = [ray.remote(Trainer).options(num_cpus=1).remote() for _ in range(RANKS)]
+
+    def everywhere(method: str, *args: Any) -> list[Any]:
+        return ray.get([getattr(a, method).remote(*args) for a in actors], timeout=BOUND_S)
+
+    seen["none"] = caught(ours.offload_all, [])
+    seen["twice"] = caught(ours.offload_all, [actors[0], actors[0]])
+    ours.setup_actors(actors, timeout=2 * BOUND_S)  # the actors start meanwhile
+    seen["variables"] = everywhere("variables")
+    everywhere("start")
+    seen["second set-up"] = caught(ours.setup_actors, actors, timeout=BOUND_S)
+    seen["uses"] = [everywhere("use")]
+    seen["reports"] = []
+    for _ in range(3):
+        offloads = ours.offload_all(actors, timeout=BOUND_S)
+        seen["uses"].append(everywhere("use"))
+        reloads = ours.reload_all(actors, timeout=BOUND_S, connect="eager")
+        seen["uses"].append(everywhere("use"))
+        seen["reports"].append(
+            [(r.operation, r.changed, r.generation, len(r.groups)) for r in offloads + reloads]
+        )
+
+    # An actor whose own code fails.
+    ray.get(actors[2].refuse.remote(), timeout=BOUND_S)
+    seen["failed"] = caught(ours.offload_all, actors, timeout=BOUND_S)
+    seen["use after failure"] = everywhere("use")
+
+    # An actor that is busy, until the driver writes to the pipe.
+    pipe = folder / "pipe"
+    os.mkfifo(pipe)
+    busy = actors[1].busy.remote(str(pipe))
+    seen["late"] = caught(ours.offload_all, actors, timeout=1.0)
+    seen["state after delay"] = ray.get(actors[0].state.remote(), timeout=BOUND_S)
+    pipe.write_text("go on")
+    ray.get(busy, timeout=BOUND_S)
+    seen["offload after delay"] = [r.changed for r in ours.offload_all(actors, timeout=BOUND_S)]
+    ours.reload_all(actors, timeout=BOUND_S)
+    seen["use after delay"] = everywhere("use")
+
+    # The same actors in a new job, and one of them dies in it.
+    everywhere("stop")
+    ours.setup_actors(actors, timeout=BOUND_S)
+    everywhere("start")
+    seen["use in the second job"] = everywhere("use")
+    ray.get(actors[3].die.remote(), timeout=BOUND_S)
+    seen["died"] = caught(ours.offload_all, actors, timeout=BOUND_S)
+    seen["dead"] = caught(ours.offload_all, actors, timeout=BOUND_S)
+    return seen

@@ -1,0 +1,157 @@
+"""Ray, real: four actors that form groups, offloaded and reloaded from the driver.
+
+Ray is in the ``test`` extra; without it these tests fail, they are not skipped.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import ray_job
+from launching import activation
+
+from reloadpg.errors import ReloadpgError
+from reloadpg.integrations.ray import job_variables, offload_all
+from reloadpg.testing import run_ranks
+
+RAY = {
+    # Without support for clusters Ray listens on 127.0.0.1 alone.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+USED = [{"same": True, "world": 15.0, "pair": pair} for pair in (5.0, 10.0, 5.0, 10.0)]
+"""Sums of 2**rank over the four ranks, and over ranks 0 and 2, or 1 and 3."""
+REFUSED = [
+    {"same": True, "world": "GroupOffloadedError", "pair": "GroupOffloadedError"}
+] * ray_job.RANKS
+
+
+def at(generation: int, uses: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**use, "generation": generation} for use in uses]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One Ray, through everything: starting it is what takes long.
+
+    The driver runs as a rank, whose process tree is ended with it whatever happens.
+    """
+    actors = {**activation(tmp_path_factory.mktemp("ray")), "GLOO_SOCKET_IFNAME": "lo"}
+    [seen] = run_ranks(ray_job.drive, 1, args=(actors,), timeout=240, env=RAY)
+    return seen
+
+
+def test_actors_become_ranks(seen: dict[str, Any]) -> None:
+    """Each finds rank, size and local rank in its environment, in the order of the list."""
+    assert seen["variables"] == [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "4",
+            "GROUP_RANK": "0",
+        }
+        for rank in range(4)
+    ]
+
+
+def test_three_cycles(seen: dict[str, Any]) -> None:
+    """Between cycles every group sums over its own ranks; while offloaded each refuses; the WORLD
+    object stays the same one, and the generation counts the cycles."""
+    expected = [at(0, USED)]
+    for cycle in range(3):
+        expected += [at(cycle, REFUSED), at(cycle + 1, USED)]
+    assert seen["uses"] == expected
+
+
+def test_reports_come_back_in_rank_order(seen: dict[str, Any]) -> None:
+    """One for each rank: WORLD and a pair were released, then rebuilt."""
+    assert seen["reports"] == [
+        [("offload", True, cycle, 2)] * 4 + [("reload", True, cycle + 1, 2)] * 4
+        for cycle in range(3)
+    ]
+
+
+def test_the_actor_that_failed_is_named(seen: dict[str, Any]) -> None:
+    """All four raise, three of them because of the one: that one is blamed, with its words. It
+    failed before anything was touched, so all groups are as they were."""
+    failed = seen["failed"]
+    assert (failed["type"], failed["rank"]) == ("ActorFailedError", 2)
+    assert failed["errors"] == [0, 1, 2, 3]
+    assert failed["text"].startswith("offload_all: actor 2 Actor(Trainer, ")
+    assert "ValueError: a buffer is still in use. Failed too: 0-1, 3. " in failed["text"]
+    assert seen["use after failure"] == at(3, USED)
+
+
+def test_a_busy_actor_is_named_before_anything_is_touched(seen: dict[str, Any]) -> None:
+    """The bound holds; only the busy one is named, the others' groups are live, and once it is
+    free the next call does what this one did not."""
+    late = seen["late"]
+    assert (late["type"], late["is a TimeoutError"]) == ("ActorTimeoutError", True)
+    assert (late["rank"], late["waiting"]) == (1, [1])
+    assert "1 of 4 actors did not answer within 1 s: 1 Actor(Trainer, " in late["text"]
+    assert "Nothing was changed in any actor" in late["text"]
+    assert seen["state after delay"] == "live"
+    assert seen["offload after delay"] == [True] * 4
+    assert seen["use after delay"] == at(4, USED)
+
+
+def test_the_same_actors_form_another_job(seen: dict[str, Any]) -> None:
+    """Refused while they are in one; after its end a second set-up gives a job of generation 0."""
+    refused = seen["second set-up"]
+    assert (refused["type"], refused["cause"]) == ("ActorFailedError", "ReloadpgError")
+    assert "torch.distributed is initialized in this actor already" in refused["text"]
+    assert seen["use in the second job"] == at(0, USED)
+
+
+@pytest.mark.parametrize("when", ["died", "dead"])
+def test_an_actor_that_dies_is_named(seen: dict[str, Any], when: str) -> None:
+    """In the middle of an offload, and when it is asked afterwards; the others are not waited for
+    until their own bound."""
+    died = seen[when]
+    assert (died["type"], died["rank"]) == ("ActorFailedError", 3)
+    assert (died["cause"], died["errors"], died["waiting"]) == ("ActorDiedError", [3], [0, 1, 2])
+    assert ("Nothing was changed" in died["text"]) == (when == "dead")
+    assert died["text"].endswith("start all of them anew.")
+    assert len(died["text"]) < 500
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("none", "there are no actors"), ("twice", "an actor is listed twice")]
+)
+def test_a_list_of_actors_that_is_no_job_is_refused(
+    seen: dict[str, Any], what: str, said: str
+) -> None:
+    """Nothing is sent to anybody."""
+    assert seen[what]["type"] == "InvalidOptionError"
+    assert said in seen[what]["text"]
+
+
+def test_nothing_of_ray_is_left(seen: dict[str, Any]) -> None:
+    """Servers, agents and workers, those of dead actors too, end with the driver."""
+    assert seen["started"] > ray_job.RANKS
+    assert seen["left"] == []
+
+
+def test_ranks_of_a_node_need_not_be_neighbours() -> None:
+    """Local ranks count on each node; nodes are numbered as they appear."""
+    ranks = job_variables(["b", "a", "b", "b"], "10.0.0.7", 4711)
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    assert [tuple(rank[name] for name in names) for rank in ranks] == [
+        ("0", "0", "3", "0"),
+        ("1", "0", "1", "1"),
+        ("2", "1", "3", "0"),
+        ("3", "2", "3", "0"),
+    ]
+    for rank in ranks:
+        assert (rank["MASTER_ADDR"], rank["MASTER_PORT"]) == ("10.0.0.7", "4711")
+        assert (rank["WORLD_SIZE"], rank["GROUP_WORLD_SIZE"]) == ("4", "2")
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module itself can be imported without Ray."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ReloadpgError, match=r"nothing was done\. Run: pip install 'ray"):
+        offload_all([object()])

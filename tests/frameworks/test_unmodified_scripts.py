@@ -1,0 +1,66 @@
+"""Scripts of accelerate and Lightning Fabric that know nothing of reloadpg, under torchrun.
+
+Both are in the ``test`` extra; without them these tests fail, they are not skipped.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from launching import HERE, activation, ranks_of, torchrun
+
+SCRIPTS = ("with_accelerate.py", "with_fabric.py")
+
+
+class Runs(NamedTuple):
+    """What the ranks left of a script as it is, of the same under cycles, and of the cycles."""
+
+    plain: list[dict[str, Any]]
+    cycled: list[dict[str, Any]]
+    cycles: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=SCRIPTS, ids=lambda name: name[5:-3])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The same file twice: by torchrun alone, and by torchrun with reloadpg around it."""
+    script = HERE / "scripts" / request.param
+    folders = [tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("cycled")]
+    torchrun(2, script, folders[0])
+    cycling = (HERE / "cycling.py", folders[1], script, folders[1])
+    torchrun(2, *cycling, **activation(folders[1]))
+    return Runs(*(ranks_of(folder, "training") for folder in folders), cycles_of(folders[1]))
+
+
+def cycles_of(folder: Path) -> list[dict[str, Any]]:
+    return ranks_of(folder, "cycles")
+
+
+def test_losses_and_weights_are_equal_to_the_last_bit(runs: Runs) -> None:
+    """Through three cycles: every rank's loss in every step, and the weights in the end. (JSON
+    keeps a float exactly.)"""
+    assert runs.cycled == runs.plain
+
+
+def test_the_script_trained_in_two_processes(runs: Runs) -> None:
+    """So the comparison says something: two ranks, with losses of their own that fall, and the
+    same weights on both."""
+    assert [rank["world size"] for rank in runs.plain] == [2, 2]
+    losses = runs.plain[0]["losses"]
+    assert len(losses) == 16
+    assert all(len(step) == 2 and step[0] != step[1] for step in losses)
+    assert sum(losses[-1]) < sum(losses[0])
+    assert runs.plain[0]["weights"] == runs.plain[1]["weights"]
+
+
+def test_every_group_went_through_three_cycles(runs: Runs) -> None:
+    """In each the groups were released, refused a collective, and were live again; the hook and
+    the installation held to the end."""
+    assert [(rank["installed"], rank["steps"]) for rank in runs.cycles] == [(True, 8)] * 2
+    for rank in runs.cycles:
+        assert [cycle["generation"] for cycle in rank["cycles"]] == [1, 2, 3]
+        for cycle in rank["cycles"]:
+            assert cycle["released"] >= 1
+            assert cycle["refused"] == "GroupOffloadedError"
+            assert cycle["states"] == ["live"]
