@@ -1,0 +1,212 @@
+"""What a command shows: plain text, or on a terminal with ``rich`` colours and live output.
+
+A command describes what it shows once, as :class:`Line`, :class:`Table` and :class:`Page`, and
+this module writes it either way. Results go to stdout, progress to stderr, so that a pipe gets
+the result alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from ..report import table as plain_table
+
+__all__ = ["Line", "Page", "Table", "follow", "progress", "say", "show", "terminal_size"]
+
+STYLES = {
+    "good": "green",
+    "note": "dim",
+    "warning": "yellow",
+    "bad": "bold red",
+    "head": "bold",
+}
+"""What each tone of a text looks like on a terminal."""
+
+PLAIN_REPORTS_S = 10.0
+"""How often progress is written where it cannot be drawn."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of text.
+
+    Attributes:
+        text: what it says.
+        tone: a key of :data:`STYLES`, or empty.
+        indent: where it goes on if it is longer than a terminal is wide.
+    """
+
+    text: str
+    tone: str = ""
+    indent: int = 0
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of values, numbers to the right; ``tones`` has one tone a row, or nothing."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    tones: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Page:
+    """Lines and tables, one below the other."""
+
+    parts: Sequence[Line | Table] = field(default_factory=tuple)
+
+
+def say(text: str = "", stream: TextIO | None = None) -> None:
+    """Write a line, now. Local."""
+    stream = sys.stdout if stream is None else stream
+    stream.write(f"{text}\n")
+    stream.flush()
+
+
+def show(page: Page) -> None:
+    """Write a page to stdout. Local."""
+    console = _terminal(sys.stdout)
+    if console is None:
+        say(_plain(page))
+    else:
+        console.print(_drawn(page, console.size.width))
+
+
+def follow(pages: Iterator[Page]) -> None:
+    """Show one page after the other: in place on a terminal, otherwise one below the other.
+
+    Blocking until the pages end; the iterator decides how fast they come.
+    """
+    console = _terminal(sys.stdout)
+    if console is None:
+        for number, page in enumerate(pages):
+            say(f"{'' if number == 0 else chr(10)}{_plain(page)}")
+        return
+    from rich.live import Live
+
+    with Live(console=console, auto_refresh=False, redirect_stdout=False) as live:
+        for page in pages:
+            live.update(_drawn(page), refresh=True)
+
+
+def terminal_size() -> tuple[int, int] | None:
+    """Columns and lines of the terminal that stdout is; None where pages are not drawn in place."""
+    console = _terminal(sys.stdout)
+    return None if console is None else (int(console.size.width), int(console.size.height))
+
+
+@contextmanager
+def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Show how far a long task is; yields a function that is told how much is done.
+
+    A bar on a terminal (or a spinner, where the total is unknown); otherwise a line at the start,
+    and one each ten seconds. Written to stderr. The function may be called from any one thread.
+    """
+    console = _terminal(sys.stderr)
+    if console is None:
+        yield _plain_progress(what, total)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+    from rich.progress import TimeElapsedColumn as Elapsed
+
+    counted = [BarColumn(), MofNCompleteColumn()] if total is not None else []
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), *counted, Elapsed())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def _plain_progress(what: str, total: int | None) -> Callable[[int], None]:
+    say(f"{what} ...", sys.stderr)
+    said = time.monotonic()
+
+    def update(done: int) -> None:
+        nonlocal said
+        if time.monotonic() - said >= PLAIN_REPORTS_S:
+            said = time.monotonic()
+            say(f"{what}: {done}{'' if total is None else f' of {total}'}", sys.stderr)
+
+    return update
+
+
+# ---------------------------------------------------------------------------------------------
+
+
+def _terminal(stream: TextIO) -> Any:
+    """A rich console on the stream, if it is a terminal and rich is installed; otherwise None."""
+    if not stream.isatty():
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    console = Console(file=stream, highlight=False, emoji=False, markup=False)
+    return None if console.is_dumb_terminal else console
+
+
+def _plain(page: Page) -> str:
+    return "\n".join(
+        plain_table(part.header, part.rows) if isinstance(part, Table) else part.text
+        for part in page.parts
+    )
+
+
+def _drawn(page: Page, wrap_at: int | None = None) -> Any:
+    """The page for rich; without a width to wrap at, each line and row is one, cut at the edge."""
+    from rich.console import Group
+    from rich.text import Text
+
+    drawn: list[Any] = []
+    for part in page.parts:
+        if isinstance(part, Table):
+            drawn.append(_drawn_table(part, wrap=wrap_at is not None))
+            continue
+        style = STYLES.get(part.tone, "")
+        if wrap_at is None:
+            drawn.append(Text(part.text, style=style, no_wrap=True, overflow="ellipsis"))
+        else:
+            drawn.append(Text(_wrapped(part, wrap_at), style=style))
+    return Group(*drawn)
+
+
+def _wrapped(line: Line, width: int) -> str:
+    room = max(width, line.indent + 20)
+    return textwrap.fill(line.text, room, subsequent_indent=" " * line.indent)
+
+
+def _drawn_table(part: Table, *, wrap: bool) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table as RichTable
+
+    drawn = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style=STYLES["head"])
+    for index, name in enumerate(part.header):
+        numeric = all(isinstance(row[index], (int, float, type(None))) for row in part.rows)
+        last = index == len(part.header) - 1
+        texts = [str(_cell(row[index])) for row in part.rows]
+        drawn.add_column(
+            name,
+            justify="right" if numeric else "left",
+            # A narrow terminal costs the last column, never a number.
+            min_width=None if last else max(map(len, [name, *texts])),
+            no_wrap=not (last and wrap),
+            overflow="fold" if last and wrap else "ellipsis",
+        )
+    tones = part.tones or [""] * len(part.rows)
+    for row, tone in zip(part.rows, tones, strict=True):
+        drawn.add_row(*map(_cell, row), style=STYLES.get(tone, ""))
+    return drawn
+
+
+def _cell(value: object) -> Any:
+    from rich.text import Text
+
+    if value is None:
+        return Text("-")
+    return Text(f"{value:.2f}" if isinstance(value, float) else str(value))

@@ -1,0 +1,262 @@
+"""What the ranks of a running job say of themselves, read from outside the job.
+
+Two sources: a status directory, in which each rank keeps one file (``RELOADPG_STATUS_DIR`` in the
+job), and torch's debug server of each rank. Both may be of another version than this program, or
+written by a job that is falling apart: what is missing or of the wrong type is left out, and
+nothing here raises because of what a rank wrote.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+__all__ = ["STATUS_DIR", "RankRecord", "Reading", "read_directory", "read_endpoints"]
+
+STATUS_DIR = "RELOADPG_STATUS_DIR"
+"""Environment variable: where the ranks of a job keep their status files."""
+
+HANDLER = "/handler/reloadpg"
+ENDPOINT_TIMEOUT_S = 3.0
+_LARGEST = 64 << 20
+_LARGEST_JOB = 1 << 20
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank said last.
+
+    Attributes:
+        rank: its rank in the default group.
+        world_size: size of its job, None if it does not know yet.
+        installed: whether reloadpg is installed in it.
+        host: its host's name.
+        pid: its process.
+        time: Unix time of its last sign of life, in seconds.
+        age_s: how long ago that was, when it was read.
+        status: ``Status.details()``.
+        report: ``Report.details()`` of its last offload or reload; empty before the first.
+        earlier: other reports of it that are known, by operation.
+    """
+
+    rank: int
+    world_size: int | None
+    installed: bool
+    host: str
+    pid: int | None
+    time: float | None
+    age_s: float | None
+    status: Mapping[str, Any]
+    report: Mapping[str, Any]
+    earlier: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, data: Any, now: float) -> RankRecord | None:
+        """From a decoded record, or from a bare status; None if it names no rank."""
+        outer = mapping(data)
+        status = mapping(outer.get("status")) if "status" in outer else outer
+        rank = whole(outer.get("rank"))
+        rank = whole(status.get("rank")) if rank is None else rank
+        if rank is None or rank < 0:
+            return None
+        size = whole(outer.get("world_size"))
+        said = number(outer.get("time"))
+        return cls(
+            rank=rank,
+            world_size=whole(status.get("world_size")) if size is None else size,
+            installed=bool(outer.get("installed", status.get("installed", False))),
+            host=text(outer.get("host")),
+            pid=whole(outer.get("pid")),
+            time=said,
+            # A rank on another host may have a clock that is ahead of this one.
+            age_s=None if said is None else max(0.0, now - said),
+            status=status,
+            report=mapping(outer.get("last_report")),
+        )
+
+    @property
+    def groups(self) -> list[Mapping[str, Any]]:
+        """The status of each reloadable group."""
+        return items(self.status.get("groups"))
+
+    @property
+    def state(self) -> str:
+        """``live``, ``offloaded``, ``failed``, or why there is none of these."""
+        if not self.installed:
+            return "not installed"
+        if self.status.get("initialized") is False:
+            return "no group yet"
+        return text(self.status.get("state")) or "unknown"
+
+    @property
+    def generation(self) -> int | None:
+        return whole(self.status.get("generation"))
+
+    @property
+    def error(self) -> str:
+        """The last error that the rank had, its first line."""
+        found = [text(self.status.get("last_error")), text(self.report.get("error"))]
+        found += [text(group.get("last_error")) for group in self.groups]
+        return next((error.strip().splitlines()[0] for error in found if error.strip()), "")
+
+    def last_ms(self, operation: str) -> float | None:
+        """Wall time of its last ``offload`` or ``reload``.
+
+        A record holds the last report only. Of the operation before that an earlier reading may
+        have the report; otherwise the groups' own times are known, which are added up.
+        """
+        for report in (self.report, self.earlier.get(operation, {})):
+            if report.get("operation") == operation:
+                return number(report.get("total_ms"))
+        known = [number(group.get(f"last_{operation}_ms")) for group in self.groups]
+        times = [ms for ms in known if ms is not None]
+        return sum(times) if times else None
+
+    def after(self, before: RankRecord | None) -> RankRecord:
+        """The same with what an earlier reading of this process knew of other operations."""
+        if before is None or before.pid != self.pid:
+            return self
+        known = {**before.earlier, text(before.report.get("operation")): before.report}
+        return replace(self, earlier=known)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was found at one moment.
+
+    Attributes:
+        source: where it was looked for, in words.
+        ranks: the ranks that could be read, by rank.
+        failures: what could not be read, in words.
+        time: Unix time at which it was read, in seconds.
+    """
+
+    source: str
+    ranks: Sequence[RankRecord] = ()
+    failures: Sequence[str] = ()
+    time: float = field(default_factory=time.time)
+
+    @property
+    def world_size(self) -> int | None:
+        """Size of the job as its ranks state it."""
+        return max((r.world_size for r in self.ranks if r.world_size is not None), default=None)
+
+    def after(self, before: Reading) -> Reading:
+        """The same with what an earlier reading of the same job knew."""
+        known = {record.rank: record for record in before.ranks}
+        return replace(self, ranks=[one.after(known.get(one.rank)) for one in self.ranks])
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks of the job that said nothing."""
+        present = {record.rank for record in self.ranks}
+        size = min(self.world_size or 0, _LARGEST_JOB)
+        return [rank for rank in range(size) if rank not in present]
+
+
+def read_directory(directory: Path) -> Reading:
+    """The ranks that keep a file in a status directory. Local, non-blocking, reads only."""
+    now = time.time()
+    records: list[RankRecord] = []
+    failures: list[str] = []
+    try:
+        files = sorted(directory.glob("rank-*.json"))
+    except OSError as error:
+        return Reading(str(directory), (), (f"{directory}: {error.strerror}",))
+    for file in files:
+        try:
+            record = RankRecord.of(_decoded(file.read_bytes()), now)
+        except FileNotFoundError:
+            continue  # its rank has ended since
+        except (OSError, ValueError, RecursionError) as error:
+            failures.append(f"{file.name}: {error}")
+            continue
+        if record is None:
+            failures.append(f"{file.name}: names no rank")
+        else:
+            records.append(record)
+    return Reading(str(directory), _one_a_rank(records), tuple(failures))
+
+
+def read_endpoints(endpoints: Sequence[str]) -> Reading:
+    """The ranks whose debug servers are at these ``HOST:PORT``. Blocking, some seconds at most."""
+    with ThreadPoolExecutor(max_workers=min(32, max(1, len(endpoints)))) as pool:
+        answers = list(pool.map(_ask, endpoints))
+    now = time.time()
+    records: list[RankRecord] = []
+    failures: list[str] = []
+    for endpoint, answer in zip(endpoints, answers, strict=True):
+        record = None if isinstance(answer, str) else RankRecord.of(answer, now)
+        if record is not None:
+            records.append(record)
+        else:
+            why = answer if isinstance(answer, str) else "its answer names no rank"
+            failures.append(f"{endpoint}: {why}")
+    return Reading(", ".join(endpoints), _one_a_rank(records), tuple(failures))
+
+
+def _ask(endpoint: str) -> Any:
+    """What a debug server answers, or a sentence that says why nothing came."""
+    connection = http.client.HTTPConnection(endpoint, timeout=ENDPOINT_TIMEOUT_S)
+    try:
+        connection.request("POST", HANDLER, body=b"", headers={"Content-Length": "0"})
+        response = connection.getresponse()
+        body = response.read(_LARGEST)
+    except (OSError, http.client.HTTPException) as error:
+        return f"no answer ({error or type(error).__name__})"
+    finally:
+        connection.close()
+    if response.status == http.client.NOT_FOUND:
+        return "its debug server has no reloadpg handler; is reloadpg installed in that process?"
+    if response.status != http.client.OK:
+        return f"HTTP status {response.status}"
+    try:
+        return _decoded(body)
+    except (ValueError, RecursionError) as error:
+        return f"the answer is no JSON ({error})"
+
+
+def _decoded(data: bytes) -> Any:
+    return json.loads(data.decode("utf-8", errors="replace"))
+
+
+def _one_a_rank(records: Iterable[RankRecord]) -> list[RankRecord]:
+    """The latest of each rank: files of an earlier job may lie beside those of this one."""
+    latest: dict[int, RankRecord] = {}
+    for record in records:
+        before = latest.get(record.rank)
+        if before is None or (record.time or 0.0) >= (before.time or 0.0):
+            latest[record.rank] = record
+    return [latest[rank] for rank in sorted(latest)]
+
+
+# -- values of the right type, or nothing -------------------------------------------------------
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def items(value: Any) -> list[Mapping[str, Any]]:
+    """The mappings in a list."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def number(value: Any) -> float | None:
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if real and math.isfinite(value) else None

@@ -1,0 +1,84 @@
+"""Status files as the ranks of a job write them."""
+
+import json
+import os
+import time
+
+
+def group(name, desc="", size=2, **values):
+    return {
+        "name": name,
+        "desc": desc,
+        "ranks": list(range(size)),
+        "backend": "nccl",
+        "state": "live",
+        "generation": 3,
+        "timeout_s": 600.0,
+        "last_error": "",
+        "strategy": "recreate",
+        "memory_bytes": 100 << 20,
+        "cycles": 3,
+        "last_offload_ms": 10.0,
+        "last_reload_ms": 20.0,
+        **values,
+    }
+
+
+def status(rank, size, *, installed=True, **values):
+    groups = [group("0", "default_pg", size), group("7", "TENSOR")] if installed else []
+    return {
+        "installed": installed,
+        "initialized": True,
+        "rank": rank,
+        "world_size": size,
+        "state": "live",
+        "generation": 3 if installed else 0,
+        "cycles": 3,
+        "options": {},
+        "groups": groups,
+        "bypassed": 1,
+        "memory": {"device": 5 << 30},
+        "last_error": "",
+        "memory_bytes": 200 << 20 if installed else None,
+        **values,
+    }
+
+
+def report(**values):
+    groups = [
+        {"name": "0", "desc": "default_pg", "ms": 12.0},
+        {"name": "7", "desc": "TENSOR", "ms": 5.0},
+    ]
+    return {
+        "operation": "reload",
+        "generation": 3,
+        "started_at": 1000.0,
+        "total_ms": 40.0,
+        "error": "",
+        "groups": groups,
+        **values,
+    }
+
+
+def record(rank, size, **values):
+    """One rank's record; ``installed`` goes to its status too."""
+    installed = values.get("installed", True)
+    return {
+        "version": 1,
+        "pid": 100 + rank,
+        "rank": rank,
+        "world_size": size,
+        "host": "node0",
+        "time": time.time(),
+        "installed": values.get("status", {}).get("installed", installed),
+        "status": status(rank, size, installed=installed),
+        "last_report": report() if installed else None,
+        **values,
+    }
+
+
+def write_rank(directory, rank, size, **values):
+    """Write the file of one rank, at once as a whole."""
+    temporary = directory / f".rank-{rank}"
+    temporary.write_text(json.dumps(record(rank, size, **values)))
+    os.replace(temporary, directory / f"rank-{rank}.json")

@@ -1,0 +1,76 @@
+"""Runs a command on a terminal of its own, and reads what it draws."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from contextlib import contextmanager
+
+from cli_process import LIMIT, environment
+
+_ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal:
+    """A command whose stdout is a terminal. ``raw`` is all that it has written there."""
+
+    def __init__(self, process, master):
+        self.process = process
+        self.master = master
+        self.raw = b""
+
+    @property
+    def text(self):
+        """What was written, without control sequences."""
+        return _ESCAPE.sub(b"", self.raw).decode(errors="replace").replace("\r", "")
+
+    def read_until(self, condition):
+        """Read until the condition holds, or the command ends; fails after the time limit."""
+        deadline = time.monotonic() + LIMIT
+        while not condition(self):
+            assert time.monotonic() < deadline, f"not seen within {LIMIT} s:\n{self.text}"
+            if not select.select([self.master], [], [], 1.0)[0]:
+                continue
+            try:
+                data = os.read(self.master, 1 << 16)
+            except OSError:  # Linux's way to say that the other side is closed
+                return
+            self.raw += data
+
+    def interrupt(self):
+        """Ctrl-C; the exit code."""
+        self.process.send_signal(signal.SIGINT)
+        self.read_until(lambda _: False)
+        return self.process.wait(timeout=LIMIT)
+
+
+@contextmanager
+def on_terminal(*arguments, columns=160, lines=40, **variables):
+    """``python -m reloadpg`` with stdout on a terminal of that size."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    env = environment(TERM="xterm-256color", **variables)
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
+        env.pop(name, None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "reloadpg", *map(str, arguments)],
+        env=env,
+        stdin=slave,
+        stdout=slave,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(slave)
+    try:
+        yield Terminal(process, master)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)

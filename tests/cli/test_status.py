@@ -1,0 +1,425 @@
+"""``status``: what is known of a running job's ranks, as a table, as JSON, and live."""
+
+import io
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from cli_process import LIMIT, command, decoded, environment
+from rank_files import group, record, report, status, write_rank
+from terminal import on_terminal
+
+import reloadpg
+from reloadpg.cli import console, main, records
+from reloadpg.cli.job import SILENT_S, JobView
+from reloadpg.cli.records import RankRecord, Reading, read_directory, read_endpoints
+from reloadpg.observability.publish import publish_status
+from reloadpg.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def view(*ranks, **values):
+    """A job whose ranks said these records, now."""
+    now = time.time()
+    read = [RankRecord.of(json.loads(json.dumps(one)), now) for one in ranks]
+    return JobView(Reading("somewhere", [one for one in read if one is not None], **values))
+
+
+def facts(job):
+    return {fact.name: fact.text for fact in job.facts()}
+
+
+def plain(job, **size):
+    return console._plain(job.page(**size))
+
+
+# -- what follows from the records --------------------------------------------------------------
+
+
+def test_a_healthy_job():
+    """Equal generations, nobody missing, and no trouble."""
+    job = view(*(record(rank, 2) for rank in range(2)))
+    assert set(facts(job)) == {"generation", "skew", "slowest group"}
+    assert facts(job)["generation"] == "3 on ranks 0-1"
+    assert job.to_dict()["generation_is_equal"] is True
+
+
+def test_generations_that_differ_are_named_with_their_ranks():
+    """Which ranks are behind is the first question."""
+    behind = status(2, 3, generation=2)
+    job = view(record(0, 3), record(1, 3), record(2, 3, status=behind))
+    assert facts(job)["generation"] == "differs: 2 on rank 2; 3 on ranks 0-1"
+    assert job.to_dict()["generation_is_equal"] is False
+
+
+def test_missing_not_installed_failed_and_silent_ranks_are_named():
+    """Each with what to do."""
+    failed = status(3, 6, state="failed", last_error="RebuildError: out of memory\nmore")
+    job = view(
+        record(0, 6),
+        record(2, 6, installed=False),
+        record(3, 6, status=failed),
+        record(5, 6, time=time.time() - 100),
+    )
+    found = facts(job)
+    assert found["missing"] == "ranks 1, 4 of a job of 6 said nothing"
+    assert found["not installed"] == "rank 2"
+    assert found["failed"] == "rank 3"
+    assert found["silent"] == "rank 5: no sign of life for up to 2 min"
+    troubles = ("missing", "not installed", "failed", "silent")
+    assert all(fact.remedy for fact in job.facts() if fact.name in troubles)
+    assert [one.error for one in job.ranks] == ["", "", "RebuildError: out of memory", ""]
+
+
+def test_a_rank_is_silent_only_after_some_heartbeats():
+    """One that is late once is not."""
+    late = [record(0, 1, time=time.time() - SILENT_S / 2)]
+    assert "silent" not in facts(view(*late))
+
+
+def test_skew_is_that_of_the_operation_that_was_begun_last():
+    """A rank that still reports the one before is left out; times and ranks are the records'."""
+    reports = [
+        report(started_at=1000.000, total_ms=40.0),
+        report(started_at=1000.030, total_ms=70.0),
+        report(operation="offload", started_at=990.0, total_ms=9000.0),
+    ]
+    job = view(*(record(rank, 3, last_report=one) for rank, one in enumerate(reports)))
+    assert job.skew == {
+        "operation": "reload",
+        "ranks": 2,
+        "entered_ms": pytest.approx(30.0, abs=0.01),
+        "fastest_ms": 40.0,
+        "slowest_ms": 70.0,
+        "slowest_rank": 1,
+    }
+
+
+def test_the_slowest_group_is_named_with_its_rank():
+    """Over all ranks of the last operation."""
+    slow = report(groups=[{"name": "9", "desc": "EXPERT", "ms": 33.0}])
+    job = view(record(0, 2), record(1, 2, last_report=slow))
+    assert facts(job)["slowest group"] == "9 EXPERT: 33.0 ms in the last reload on rank 1"
+
+
+def test_last_times_are_the_reports_or_the_groups_together():
+    """The last report is of one operation only."""
+    (one,) = view(record(0, 1)).ranks
+    assert one.last_ms("reload") == 40.0  # the report's total
+    assert one.last_ms("offload") == 20.0  # two groups of 10 ms
+    (fresh,) = view(record(0, 1, last_report=None, status=status(0, 1, groups=[]))).ranks
+    assert fresh.last_ms("offload") is None
+
+
+def test_a_watch_remembers_the_report_before():
+    """An offload's report takes the place of the reload's, whose total is then still shown."""
+    before = Reading("", [RankRecord.of(record(0, 1), 0.0)])
+    offload = report(operation="offload", total_ms=90.0)
+    reading = Reading("", [RankRecord.of(record(0, 1, last_report=offload), 0.0)])
+    (one,) = reading.after(before).ranks
+    assert (one.last_ms("offload"), one.last_ms("reload")) == (90.0, 40.0)
+    (other,) = Reading("", [RankRecord.of(record(0, 1, pid=5), 0.0)]).after(reading).ranks
+    assert other.last_ms("offload") == 20.0  # another process: its groups' times
+
+
+# -- the table ----------------------------------------------------------------------------------
+
+
+def test_the_table_has_what_on_call_people_ask_for():
+    """Rank, state, generation, groups, memory, times, sign of life, error."""
+    error = status(1, 2, last_error="ReleaseError: cannot")
+    lines = plain(view(record(0, 2), record(1, 2, status=error))).splitlines()
+    header = lines[2].split("  ")
+    names = [name.strip() for name in header if name.strip()]
+    assert names == [
+        *("rank", "state", "gen", "groups", "held MiB", "in use MiB", "offload ms", "reload ms"),
+        *("seen", "last error"),
+    ]
+    assert lines[4].split() == ["0", "live", "3", "2", "200", "5120", "20", "40", "0", "s"]
+    assert lines[5].endswith("ReleaseError: cannot")
+
+
+def test_hosts_are_shown_where_there_are_several():
+    """And not where there is one."""
+    assert " host " in plain(view(record(0, 2), record(1, 2, host="node1")))
+    assert " host " not in plain(view(record(0, 2), record(1, 2)))
+
+
+@pytest.mark.parametrize("lines", [20, 24, 60])
+def test_a_page_fits_the_terminal_and_shows_troubled_ranks_first(lines):
+    """1,000 ranks, of which one has failed: it is among the few that are shown."""
+    ranks = [record(rank, 1000) for rank in range(1000)]
+    ranks[700] = record(700, 1000, status=status(700, 1000, state="failed"))
+    text = plain(view(*ranks), width=80, height=lines).splitlines()
+    assert len(text) < lines
+    assert any(line.split()[:2] == ["700", "failed"] for line in text)
+    assert sum(line.strip().startswith("and ") for line in text) == 1
+
+
+def test_errors_are_below_the_table_where_it_has_no_room_for_them():
+    """They are never lost."""
+    failed = status(0, 1, state="failed", last_error="RebuildError: " + "x" * 40)
+    text = plain(view(record(0, 1, status=failed)), width=80, height=30)
+    assert "last error" not in text
+    assert "rank 0: RebuildError: xxx" in text
+
+
+# -- reading ------------------------------------------------------------------------------------
+
+STRANGE = {
+    "empty": b"",
+    "half": b'{"version": 1, "rank": 0, "sta',
+    "list": b"[1, 2]",
+    "nothing": b"null",
+    "no rank": b'{"version": 1}',
+    "negative": b'{"rank": -1}',
+    "binary": bytes(range(256)),
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", STRANGE.values(), ids=STRANGE)
+def test_a_file_that_is_none_is_named_and_the_others_are_read(tmp_path, content):
+    """A job that falls apart leaves anything behind."""
+    write_rank(tmp_path, 1, 2)
+    (tmp_path / "rank-0.json").write_bytes(content)
+    reading = read_directory(tmp_path)
+    assert [one.rank for one in reading.ranks] == [1]
+    assert len(reading.failures) == 1
+    assert reading.failures[0].startswith("rank-0.json: ")
+
+
+def test_values_of_other_types_are_left_out():
+    """Whatever stands in a record, a page can be made of it."""
+    wrong = {
+        "rank": 0,
+        "world_size": "two",
+        "time": "now",
+        "host": 5,
+        "installed": 1,
+        "status": {"groups": [1, {"ranks": 5}], "generation": "x", "memory": [1], "state": 5},
+        "last_report": {"started_at": "x", "groups": {"a": 1}, "total_ms": float("nan")},
+    }
+    job = view(wrong, {**record(1, 2), "world_size": 10**15})
+    assert "unknown" in plain(job)
+    json.dumps(job.to_dict())
+    for value in (None, [], "x", 5):
+        for key in ("status", "last_report"):
+            plain(view({**wrong, key: value}))
+
+
+def test_a_bare_status_is_read_too():
+    """As ``reloadpg.status().to_json()`` has it."""
+    (one,) = view(status(4, 8)).ranks
+    assert (one.rank, one.world_size, one.installed, one.state) == (4, 8, True, "live")
+
+
+def test_the_latest_of_two_files_of_a_rank_counts(tmp_path):
+    """A job that was started again leaves files of the first one behind."""
+    write_rank(tmp_path, 0, 2, host="old", time=1000.0)
+    (tmp_path / "rank-00.json").write_text(json.dumps(record(0, 2, host="new")))
+    assert [one.host for one in read_directory(tmp_path).ranks] == ["new"]
+
+
+DEBUG_SERVER = """
+import os, sys
+from torch._C import _distributed_c10d as c10d
+
+def answer(request, response):
+    response.set_content(sys.argv[1], "application/json")
+    response.set_status(200)
+
+c10d._register_handler("reloadpg", answer)
+server = c10d._WorkerServer("127.0.0.1", 0)
+print(server.port, flush=True)
+sys.stdin.read()  # until the test closes it
+os._exit(0)  # torch 2.13 and 2.15 abort at a normal exit once a handler is registered
+"""
+
+
+@contextmanager
+def debug_server(said):
+    """A process with torch's own debug server, and a handler in it; its address."""
+    c10d = pytest.importorskip("torch._C._distributed_c10d")
+    if not hasattr(c10d, "_register_handler"):
+        pytest.skip("this torch has no handlers in Python")
+    process = subprocess.Popen(
+        [sys.executable, "-c", DEBUG_SERVER, json.dumps(said)],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield f"127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_ranks_are_read_through_torchs_debug_server(monkeypatch):
+    """One that answers, one that is not there, and one that has no handler of ours."""
+    with debug_server(record(3, 4)) as endpoint:
+        reading = read_endpoints([endpoint, "127.0.0.1:1"])
+        monkeypatch.setattr(records, "HANDLER", "/handler/no_such_handler")
+        without = read_endpoints([endpoint])
+    assert [one.rank for one in reading.ranks] == [3]
+    assert len(reading.failures) == 1
+    assert reading.failures[0].startswith("127.0.0.1:1: no answer (")
+    assert reading.missing == [0, 1, 2]
+    assert not without.ranks
+    assert "is reloadpg installed in that process?" in without.failures[0]
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(tmp_path):
+    """The status directory of a job of two ranks."""
+    write_rank(tmp_path, 0, 2)
+    write_rank(tmp_path, 1, 2)
+    return tmp_path
+
+
+def test_the_directory_is_that_of_the_environment(job, monkeypatch, capsys):
+    """Or the one that is named."""
+    monkeypatch.setenv("RELOADPG_STATUS_DIR", str(job))
+    assert main(["status"]) == 0
+    assert "2 of 2 ranks: 2 live" in capsys.readouterr().out
+    monkeypatch.delenv("RELOADPG_STATUS_DIR")
+    assert main(["status", str(job), "--json"]) == 0
+    assert [one["rank"] for one in json.loads(capsys.readouterr().out)["ranks"]] == [0, 1]
+
+
+def test_no_directory_is_an_error_that_says_what_to_set(monkeypatch, capsys):
+    """Exit code 2."""
+    monkeypatch.delenv("RELOADPG_STATUS_DIR", raising=False)
+    assert main(["status"]) == 2
+    assert "set RELOADPG_STATUS_DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [".", "missing"])
+def test_a_directory_without_ranks_is_exit_code_1(tmp_path, capsys, name):
+    """It may be that the job has not started yet."""
+    assert main(["status", str(tmp_path / name)]) == 1
+    assert "No rank of a job was found" in capsys.readouterr().out
+
+
+def test_watch_is_plain_text_where_there_is_no_terminal(job, capsys):
+    """One page below the other, without control sequences."""
+    assert main(["status", str(job), "--watch", "--frames", "3", "--interval", "0.01"]) == 0
+    written = capsys.readouterr().out
+    assert written.count("2 of 2 ranks") == 3
+    assert "\x1b" not in written
+
+
+def test_watch_as_json_is_a_line_a_look(job, capsys):
+    """For programs."""
+    options = ["--watch", "--frames", "2", "--interval", "0.01", "--json"]
+    assert main(["status", str(job), *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [len(json.loads(line)["ranks"]) for line in lines] == [2, 2]
+
+
+def test_it_needs_neither_torch_nor_rich(job):
+    """It starts at once, and works in a bare container."""
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['wrapt'] = sys.modules['rich'] = None\n"
+        "from reloadpg.cli import main; sys.exit(main(['status', sys.argv[1]]))"
+    )
+    process = command_of(code, job)
+    assert process.returncode == 0, process.stderr
+    assert "2 of 2 ranks: 2 live" in process.stdout
+
+
+def command_of(code, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+class TerminalStream(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_without_rich_gets_plain_text(job, monkeypatch):
+    """The extra is not needed."""
+    stream = TerminalStream()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert main(["status", str(job)]) == 0
+    assert "2 of 2 ranks: 2 live" in stream.getvalue()
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_watch_draws_in_place_on_a_terminal(job):
+    """It follows the job, and Ctrl-C is the usual way to end it: exit code 0."""
+    with on_terminal("status", job, "--watch", "--interval", "0.1") as terminal:
+        terminal.read_until(lambda seen: "2 of 2 ranks: 2 live" in seen.text)
+        write_rank(job, 1, 2, status=status(1, 2, state="offloaded"))
+        terminal.read_until(lambda seen: "1 live, 1 offloaded" in seen.text)
+        assert terminal.interrupt() == 0
+    assert b"\x1b[1A" in terminal.raw  # the cursor goes up: a page replaces the one before
+    assert "Traceback" not in terminal.text
+    widest = max(len(line) for line in terminal.text.splitlines())
+    assert widest <= 160
+
+
+def until(path):
+    while not path.exists():
+        time.sleep(0.02)
+
+
+def one_cycle(rank, world_size, directory):
+    """Stays offloaded until it was seen so, and then live until that was seen."""
+    publish_status(directory)
+    reloadpg.install(backends={"gloo"})
+    dist.init_process_group("gloo")
+    dist.new_group([0, 1], group_desc="pair")
+    reloadpg.offload()
+    until(Path(directory, "seen 2"))
+    report = reloadpg.reload()
+    until(Path(directory, "seen generation"))
+    dist.destroy_process_group()
+    return report.total_ms
+
+
+def test_watch_follows_a_real_job(tmp_path):
+    """Two ranks that publish their status: offloaded, then live at generation 1."""
+    with (
+        ThreadPoolExecutor() as pool,
+        on_terminal("status", tmp_path, "--watch", "--interval", "0.1") as terminal,
+    ):
+        ranks = pool.submit(run_ranks, one_cycle, 2, args=(str(tmp_path),), timeout=60)
+        for words in ("2 offloaded", "generation     1 on ranks 0-1"):
+            terminal.read_until(lambda seen, words=words: words in seen.text or ranks.done())
+            job = JobView(read_directory(tmp_path))
+            (tmp_path / f"seen {words.split()[0]}").touch()
+        totals = ranks.result()
+        assert terminal.interrupt() == 0
+    assert "2 offloaded" in terminal.text
+    assert [one.last_ms("reload") for one in job.ranks] == pytest.approx(totals)
+    assert [one["desc"] for one in job.ranks[0].groups][1:] == ["pair"]
+    assert job.skew["operation"] == "reload"
+    assert set(facts(job)) == {"generation", "skew", "slowest group"}
+
+
+def test_groups_of_the_job_are_in_the_json(job):
+    """All that a rank said is there, for tools of one's own."""
+    write_rank(job, 1, 2, status=status(1, 2, groups=[group("5", "EXPERT", memory_bytes=None)]))
+    found = decoded(command("status", job, "--json"))
+    assert [g["desc"] for g in found["ranks"][1]["status"]["groups"]] == ["EXPERT"]
