@@ -23,6 +23,7 @@ from .adoption import WRAPPERS, adopt_world
 from .choice import StrategyPolicy
 from .errors import InvalidOptionError, PatchConflictError
 from .group import ReloadableProcessGroup
+from .observability import startup
 from .policy import Policy
 from .registry import Options, registry
 
@@ -189,6 +190,7 @@ def install(
     with registry.lock:
         if registry.patches is not None:
             if registry.options == options:
+                startup.start()
                 return Installation(options, owner=False)
             raise PatchConflictError(
                 f"install was called again with other options ({options}); in place: "
@@ -204,6 +206,7 @@ def install(
             registry.options = registry.patches = None
             raise
         _warn_of_existing(options)
+        startup.start()
         return Installation(options, owner=True)
 
 

@@ -28,6 +28,7 @@ from .creation import (
     init_process_group_original,
     observed_names,
 )
+from .inspection import is_coalescing, register_debug_handler, registered, table_sizes
 from .stores import (
     clone_store,
     rendezvous_keys,
@@ -77,6 +78,7 @@ __all__ = [
     "group_of_backends",
     "has_peers",
     "init_process_group_original",
+    "is_coalescing",
     "is_initialized",
     "is_known",
     "is_non_member",
@@ -88,6 +90,8 @@ __all__ = [
     "observed_names",
     "options_of",
     "ranks_of",
+    "register_debug_handler",
+    "registered",
     "rendezvous_keys",
     "replace_store",
     "root_store",
@@ -95,6 +99,7 @@ __all__ = [
     "store_of",
     "store_path",
     "suspend_obstacle",
+    "table_sizes",
     "take_generation",
     "take_place",
     "together",

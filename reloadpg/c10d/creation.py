@@ -40,10 +40,7 @@ def batching_refuses_subclasses() -> bool:
     Seen on 2.8 and 2.13: it asks ``type(group) is ProcessGroup``, so a batch on a subclass is
     issued operation by operation, which NCCL can deadlock on. 2.15 asks the backend only.
     """
-    try:
-        return "type(group)" in inspect.getsource(_c10d.batch_isend_irecv)
-    except OSError:  # no source at hand
-        return bool(cast(Any, torch.__version__) < (2, 15))
+    return "type" in inspect.unwrap(_c10d.batch_isend_irecv).__code__.co_names
 
 
 def check_batch(operations: Any) -> None:

@@ -26,6 +26,7 @@ from reloadpg.environment.model import DistributedEnvironment
 from reloadpg.environment.ownership import abort_groups, end_owned
 from reloadpg.environment.seeds import seed_for, set_seed
 from reloadpg.environment.store import open_store
+from reloadpg.observability.logs import name_rank_in_records
 from reloadpg.rendezvous import Rendezvous
 from reloadpg.supervised import Attempt
 
@@ -114,6 +115,7 @@ def init_distributed(
         RendezvousTimeoutError: not all ranks came in time; names the missing. A TimeoutError.
         PeerFailedError: another rank failed while making the groups.
     """
+    name_rank_in_records()
     bound = as_timedelta(timeout, "timeout") if timeout is not None else None
     init_bound = as_timedelta(init_timeout, "init_timeout")
     if seed is not None:

@@ -10,6 +10,7 @@ from reloadpg.environment.bounds import as_timedelta
 from reloadpg.environment.model import DistributedEnvironment
 from reloadpg.environment.ownership import is_initialized
 from reloadpg.environment.variables import Variables
+from reloadpg.observability.logs import name_rank_in_records
 
 __all__ = ["ensure_process_group"]
 
@@ -39,6 +40,7 @@ def ensure_process_group(
         DistributedEnvironmentError: a variable is missing, empty, not a number or out of range.
         DisagreementError, RendezvousTimeoutError, PeerFailedError: as ``init_distributed``.
     """
+    name_rank_in_records()
     bound = as_timedelta(timeout, "timeout")
     init_bound = as_timedelta(init_timeout, "init_timeout")
     if is_initialized() or "WORLD_SIZE" not in os.environ:

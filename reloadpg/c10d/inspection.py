@@ -1,0 +1,66 @@
+"""What tests and tools look at: the size of the tables, the registry of names, torch's server."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d as _c10d
+
+__all__ = ["is_coalescing", "register_debug_handler", "registered", "table_sizes"]
+
+
+def table_sizes() -> dict[str, int]:
+    """Entries of each of c10d's tables of groups, by the table's name. Local."""
+    tables = _c10d._world
+    names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
+    sizes = {name: len(getattr(tables, name)) for name in (*names, "pg_coalesce_state")}
+    # Torch leaves a group's tag behind with an empty list.
+    sizes["tags_to_pg"] = sum(len(groups) for groups in tables.tags_to_pg.values())
+    # 2.15 parks the recorder of a group here; earlier versions have no such table.
+    sizes["pg_flight_recorder_hooks"] = len(getattr(tables, "pg_flight_recorder_hooks", {}))
+    return sizes
+
+
+def registered(names: Iterable[str]) -> frozenset[str]:
+    """Those of the names under which the C++ registry has a group; it cannot be listed. Local."""
+
+    def is_registered(name: str) -> bool:
+        try:
+            return _resolve_process_group(cast(Any, name)) is not None
+        except (RuntimeError, ValueError):
+            return False
+
+    return frozenset(name for name in names if is_registered(name))
+
+
+def is_coalescing(group: object) -> bool:
+    """Whether torch collects this group's operations now, to run them together later."""
+    return group in cast(Any, _c10d._world.pg_coalesce_state)
+
+
+def register_debug_handler(name: str, answer: Callable[[], str]) -> bool:
+    """Serve JSON at ``/handler/<name>`` of torch's per-rank debug server (``_register_handler``).
+
+    Local; the server calls it in a thread of its own. A second handler of one name is ignored by
+    torch with a warning. Seen on 2.13 and 2.15; 2.8 has none.
+
+    Returns:
+        Whether the installed torch takes handlers.
+    """
+    register = getattr(torch._C._distributed_c10d, "_register_handler", None)
+    if register is None:
+        return False
+
+    def handle(_: Any, response: Any) -> None:
+        response.set_content(answer(), "application/json")
+        response.set_status(200)
+
+    # Torch lets go of it after the interpreter has ended, which aborts the process if that is the
+    # last reference (seen on 2.13 with a closure): so there is one more, for ever.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
+    register(name, handle)
+    return True

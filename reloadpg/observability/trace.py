@@ -1,0 +1,215 @@
+"""Offload and reload as a Chrome/Perfetto trace: JSON trace events, one process track a rank.
+
+An operation is a complete event; its phases, its waits for other ranks and its groups lie within
+it. Times are Unix time in microseconds, so the files of several ranks need no alignment but that
+of their hosts' clocks; :func:`merge_traces` puts them together. Open the file in ui.perfetto.dev
+or chrome://tracing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from reloadpg.report import Report
+
+from .subscription import subscribe
+
+__all__ = ["TraceWriter", "merge_traces", "write_trace"]
+
+KEPT = 1000
+"""Operations that a writer keeps; each new one replaces the oldest, so that a file stays small."""
+
+_TRACK = 1
+
+
+class TraceWriter:
+    """Writes this rank's trace: the whole file anew after each operation, atomically.
+
+    Local. The file is valid JSON at every moment, also if the job dies in the middle of a write.
+    If it cannot be written, one warning says so and the trace ends there. A context manager.
+
+    Args:
+        path: the file. ``{rank}`` in it is replaced by the rank; without it, a job of several
+            ranks gets ``-rank<n>`` before the suffix, so that no rank writes another's file.
+        kept: operations that the file holds, the latest ones.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, kept: int = KEPT) -> None:
+        self._path = os.fspath(path)
+        self._chunks: deque[str] = deque(maxlen=kept)
+        self._remove = subscribe(f"the trace {self._path}", self.add)
+
+    def add(self, report: Report) -> None:
+        """Write one more report; what the subscription calls.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._chunks.append(",\n".join(map(_encoded, _events(report))))
+        events = ",\n".join([*map(_encoded, _track(report)), *self._chunks])
+        _replace(rank_path(self._path, report), _document(events))
+
+    def close(self) -> None:
+        """Write no more; the file stays. Idempotent."""
+        self._remove()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def write_trace(reports: Iterable[Report], path: str | os.PathLike[str]) -> None:
+    """Write a trace of reports, of one rank or of several. Local, atomic.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    reports = list(reports)
+    tracks = {report.rank: report for report in reports}
+    events = [event for report in tracks.values() for event in _track(report)]
+    events += [event for report in reports for event in _events(report)]
+    _replace(Path(path), _document(",\n".join(map(_encoded, events))))
+
+
+def merge_traces(paths: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) -> None:
+    """Put the traces of several ranks into one file. Local, atomic.
+
+    Raises:
+        OSError: a file cannot be read, or the new one not written; nothing was written.
+        ValueError: a file is no trace; the message names it. Nothing was written.
+    """
+    events: list[str] = []
+    for one in paths:
+        try:
+            found = json.loads(Path(one).read_bytes())["traceEvents"]
+            events += map(_encoded, found)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{os.fspath(one)} is not a trace file ({type(error).__name__}: {error}); nothing "
+                "was written. Give the files that TraceWriter made."
+            ) from error
+    _replace(Path(path), _document(",\n".join(events)))
+
+
+def rank_path(path: str, report: Report) -> Path:
+    """Where the trace of the report's rank goes."""
+    rank = 0 if report.rank is None else report.rank
+    if "{rank}" in path:
+        return Path(path.replace("{rank}", str(rank)))
+    if (report.world_size or 1) == 1:
+        return Path(path)
+    whole = Path(path)
+    return whole.with_name(f"{whole.stem}-rank{rank}{whole.suffix}")
+
+
+# ---------------------------------------------------------------------------------------------
+# events
+
+
+def _track(report: Report) -> Iterator[dict[str, Any]]:
+    """The name of the rank's track, and its place among the others."""
+    rank = 0 if report.rank is None else report.rank
+    names = {
+        "process_name": {"name": f"rank {rank}"},
+        "process_labels": {"labels": f"{socket.gethostname()}, pid {os.getpid()}"},
+        "process_sort_index": {"sort_index": rank},
+    }
+    for name, args in names.items():
+        yield {"ph": "M", "name": name, "pid": rank, "tid": _TRACK, "args": args}
+    track = {"name": "offload and reload"}
+    yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": _TRACK, "args": track}
+
+
+def _events(report: Report) -> Iterator[dict[str, Any]]:
+    """The operation, and within it phases and groups: nested as viewers of one track want it."""
+    rank = 0 if report.rank is None else report.rank
+    origin = report.started_at * 1e6
+    details = {
+        name: value
+        for name, value in report.details().items()
+        if isinstance(value, (str, int, float, bool)) and value != ""
+    }
+    inner: list[tuple[float, float, str, str, dict[str, Any]]] = [
+        (
+            span.start_ms,
+            span.ms,
+            span.name,
+            "wait" if span.name.startswith("wait.") else "phase",
+            {},
+        )
+        for span in report.spans
+    ]
+    for group in report.groups:
+        args = {
+            "desc": group.desc,
+            "backend": group.backend,
+            "size": group.size,
+            "strategy": group.strategy,
+            "reason": group.reason,
+            "bytes": group.bytes,
+        }
+        given = {name: value for name, value in args.items() if value not in (None, "")}
+        inner.append((group.start_ms, group.ms, f"group {group.name}", "group", given))
+    inner.sort(key=lambda one: (one[0], -one[1]))
+    outer = (0.0, report.total_ms, report.operation, "operation", details)
+    ends: list[float] = []  # of the events that are open here, outermost first
+    for start, length, name, category, args in (outer, *inner):
+        begin, end = start, start + max(length, 0.0)
+        # Clocks are read one after the other: what overlaps by that is made to follow or to fit.
+        while len(ends) > 1 and end > ends[-1]:
+            begin = max(begin, ends.pop())
+        while len(ends) > 1 and begin >= ends[-1]:
+            ends.pop()
+        if ends:
+            begin, end = min(begin, ends[-1]), min(end, ends[-1])
+        end = max(begin, end)
+        ends.append(end)
+        yield {
+            "ph": "X",
+            "name": name,
+            "cat": f"reloadpg,{category}",
+            "pid": rank,
+            "tid": _TRACK,
+            "ts": origin + begin * 1e3,
+            "dur": (end - begin) * 1e3,
+            "args": args,
+        }
+
+
+# ---------------------------------------------------------------------------------------------
+# files
+
+
+def _encoded(event: dict[str, Any]) -> str:
+    return json.dumps(event, separators=(",", ":"))
+
+
+def _document(events: str) -> str:
+    head = '{"displayTimeUnit":"ms","otherData":{"clock":"unix, us"},"traceEvents":['
+    return f"{head}\n{events}\n]}}\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    """The file is either the old one or the new one, whenever this process is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,252 @@
+"""pytest plugin: tests whose body runs on real ranks, on a simulated accelerator, with reloads.
+
+pytest loads it by its entry point in every project of an environment, so it imports neither torch
+nor the rest of the library until a test asks for something::
+
+    @pytest.mark.ranks(2, backend="gloo")
+    def test_sum(rank, world_size):
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == world_size
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.reload_each_phase
+    def test_training(simulated_accelerator):
+        dist.init_process_group("sim")
+        ...
+
+``ranks(world_size, *, timeout, backend, env, start_method, store)`` runs the body once on each of
+so many processes and fails with every failed rank's traceback. ``reload_each_phase`` runs the test
+twice: as it is, and with an offload and a reload before each collective phase (see
+``_plugin_phases`` for what a phase is, and what is required of the test).
+
+Do not assume that the test's own process takes part: on ranks, the fixtures of this plugin are
+made in each rank and all other values are made once, in the test's process, and pickled. Ranks
+load the test's module anew and no ``conftest.py``; ``setup_method`` and the like are not called.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ._plugin_marks import PHASES, RANKS, PhasesMark, RanksMark, phases_mark, ranks_mark
+
+if TYPE_CHECKING:
+    from ._plugin_ranks import RankTest
+
+__all__ = [
+    "assert_no_group_leaks",
+    "rank",
+    "reload_point",
+    "run_ranks",
+    "simulated_accelerator",
+    "world_size",
+]
+
+_TIMEOUT = "reloadpg_timeout"
+_RELOADED = "reloadpg_reloaded"
+_IN_RANKS = ("rank", "world_size", "simulated_accelerator", "assert_no_group_leaks", "reload_point")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """One setting: the time limit of tests on ranks that name none."""
+    parser.addini(_TIMEOUT, "seconds that tests on ranks may take (reloadpg)", default="60")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marks, for ``--strict-markers``."""
+    for line in (
+        f"{RANKS}(world_size, *, timeout=None, backend=None, env=None, start_method=None, "
+        'store="parent"): run the body of the test on so many real rank processes',
+        f"{PHASES}(*, every_group=False, options=None): run the test as it is, and again with an "
+        "offload and a reload before each collective phase; needs the mark ranks",
+    ):
+        config.addinivalue_line("markers", line)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Two tests where the mark asks for reloads: as it is, and reloaded."""
+    if metafunc.definition.get_closest_marker(PHASES) is not None:
+        metafunc.fixturenames.append(_RELOADED)
+        metafunc.parametrize(_RELOADED, (False, True), ids=("as-is", "reloaded"), indirect=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse what a mark cannot do, before any fixture is made."""
+    ranks, phases = ranks_mark(item), phases_mark(item)
+    if phases is not None and ranks is None:
+        pytest.fail(
+            f"the mark {PHASES} needs the mark ranks: an offload is collective. Nothing was run. "
+            "Add for example @pytest.mark.ranks(2).",
+            pytrace=False,
+        )
+    if ranks is None:
+        return
+    function = getattr(item, "obj", None)
+    if type(item) is not pytest.Function or inspect.iscoroutinefunction(function):
+        pytest.fail(
+            "the mark ranks needs a plain test function or a method of a plain class; nothing "
+            "was run. Take it out of unittest.TestCase, and out of async.",
+            pytrace=False,
+        )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
+    """Run the body of a marked test on ranks, and take their verdict for the test's."""
+    mark = ranks_mark(pyfuncitem)
+    if mark is None:
+        return None
+    from ._plugin_ranks import execute
+
+    execute(
+        _rank_test(pyfuncitem, mark, phases_mark(pyfuncitem)),
+        mark,
+        _limit(pyfuncitem, mark.timeout),
+    )
+    return True
+
+
+# ---------------------------------------------------------------------------------------------
+# fixtures
+
+
+@pytest.fixture
+def run_ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """``reloadpg.testing.run_ranks`` bound to this test.
+
+    Temporary files of the ranks go to the test's ``tmp_path``, and the time limit is that of the
+    test (the ini option ``reloadpg_timeout``) unless the call names one. Otherwise as described
+    there: ``run_ranks(fn, world_size, args=..., kwargs=...)`` with a module-level function.
+    """
+    from .ranks import run_ranks as run
+
+    limit = _limit(request.node, None)
+
+    def bound(fn: Any, world_size: int, **settings: Any) -> list[Any]:
+        env = {"TMPDIR": str(tmp_path), **(settings.pop("env", None) or {})}
+        return run(fn, world_size, env=env, **{"timeout": limit, **settings})
+
+    return bound
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> Any:
+    """This rank's number, in a test on ranks."""
+    return _only_in_ranks(request, "rank")
+
+
+@pytest.fixture
+def world_size(request: pytest.FixtureRequest) -> Any:
+    """The number of ranks, in a test on ranks."""
+    return _only_in_ranks(request, "world_size")
+
+
+@pytest.fixture
+def reload_point(request: pytest.FixtureRequest) -> Any:
+    """Called in the body on all ranks, a place to reload at; for the mark ``reload_each_phase``.
+
+    For phases that the mark does not see, since their collectives are started by C++ (the
+    backward pass of DDP, functional collectives). In the run as it is it does nothing.
+    """
+    return _only_in_ranks(request, "reload_point")
+
+
+@pytest.fixture
+def simulated_accelerator(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The simulated accelerator: backend ``sim`` is registered and set up for this test.
+
+    The value is the module ``reloadpg.testing.simulated``. At the end faults and settings are
+    taken back, and a test that passed fails if communicators that it made still exist, or were
+    dropped without being released. Settings of ``simulated.configure`` may be given by indirect
+    parametrization; a communicator holds 1 MiB unless they say otherwise. On ranks it is made in
+    each rank.
+    """
+    yield from _here_or_in_ranks(request, "simulated_accelerator")
+
+
+@pytest.fixture
+def assert_no_group_leaks(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The test leaves no process group behind: compared around the whole test.
+
+    Compared are c10d's tables, the C++ registry of names, reloadable groups and communicators of
+    the simulated accelerator. The value is a context manager that compares around a block of the
+    test: ``with assert_no_group_leaks(): ...``. On ranks it is made in each rank.
+    """
+    yield from _here_or_in_ranks(request, "assert_no_group_leaks")
+
+
+@pytest.fixture
+def reloadpg_reloaded(request: pytest.FixtureRequest) -> bool:
+    """Whether this is the reloaded one of the two runs that the mark asks for."""
+    return bool(request.param)
+
+
+# ---------------------------------------------------------------------------------------------
+# from a test to its ranks
+
+
+def _rank_test(item: pytest.Function, mark: RanksMark, phases: PhasesMark | None) -> RankTest:
+    from ._plugin_ranks import RankTest
+
+    parameters = inspect.signature(item.obj).parameters
+    values = {name: value for name, value in item.funcargs.items() if name in parameters}
+    settings = {
+        name: value.settings
+        for name, value in item.funcargs.items()
+        if isinstance(value, _MadeInRanks)
+    }
+    parameters_of_run = item.callspec.params if hasattr(item, "callspec") else {}
+    reloaded = bool(parameters_of_run.get(_RELOADED))
+    return RankTest(
+        module=item.module.__name__,
+        file=str(item.path),
+        holder=None if item.cls is None else item.cls.__qualname__,
+        name=item.originalname,
+        values={k: v for k, v in values.items() if not isinstance(v, _MadeInRanks)},
+        fixtures=tuple(name for name in _IN_RANKS if name in item.fixturenames),
+        arguments=tuple(name for name in _IN_RANKS if name in parameters),
+        settings=settings,
+        backend=mark.backend,
+        phases=phases if reloaded else None,
+    )
+
+
+class _MadeInRanks:
+    """Stands in the test's process for a fixture that each rank makes for itself."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+
+
+def _only_in_ranks(request: pytest.FixtureRequest, name: str) -> Any:
+    if request.node.get_closest_marker(RANKS) is None:
+        pytest.fail(
+            f"the fixture {name} is for tests on ranks; nothing was run. Add for example "
+            "@pytest.mark.ranks(2).",
+            pytrace=False,
+        )
+    return _MadeInRanks({})
+
+
+def _here_or_in_ranks(request: pytest.FixtureRequest, name: str) -> Iterator[Any]:
+    settings = dict(getattr(request, "param", {}))
+    if request.node.get_closest_marker(RANKS) is not None:
+        yield _MadeInRanks(settings)
+        return
+    from ._plugin_fixtures import made
+
+    fixture: AbstractContextManager[Any] = made(name, settings)
+    with fixture as value:
+        yield value
+
+
+def _limit(node: pytest.Item, named: float | None) -> float:
+    return float(node.config.getini(_TIMEOUT)) if named is None else named

@@ -1,0 +1,52 @@
+"""The examples as they stand in the documents: code blocks and commands, taken from the text."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+ENVIRONMENT = ROOT / "reloadpg" / "environment" / "__init__.py"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One example: which document, which line it starts at, and its code."""
+
+    document: str
+    line: int
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.document}:{self.line}"
+
+
+def readme_blocks() -> list[Block]:
+    """The Python blocks of the README."""
+    text = README.read_text()
+    fences = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block("README.md", text[: f.start(1)].count("\n") + 1, f.group(1)) for f in fences]
+
+
+def docstring_blocks() -> list[Block]:
+    """The literal blocks of the docstring of ``reloadpg.environment``."""
+    docstring = ast.get_docstring(ast.parse(ENVIRONMENT.read_text()), clean=True) or ""
+    blocks = re.finditer(r"::\n\n((?:(?:    .*)?\n)+)", docstring + "\n")
+    return [
+        Block(
+            "environment",
+            docstring[: block.start(1)].count("\n") + 1,
+            textwrap.dedent(block.group(1)).strip() + "\n",
+        )
+        for block in blocks
+    ]
+
+
+def readme_commands() -> list[str]:
+    """The shell commands of the README that set up an environment: its two commands."""
+    lines = README.read_text().splitlines()
+    return [line.strip() for line in lines if line.startswith("    python3 -m venv ")]

@@ -1,0 +1,95 @@
+"""What the examples leave to their reader: the names that they use and do not define.
+
+Each stands for the user's own code, and checks what holds where the example calls it. The
+simulated accelerator is what the examples' ``nccl`` is here: its groups are reloadable by default,
+as NCCL's are.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import reloadpg
+from reloadpg.testing import simulated
+
+CYCLES = 3
+
+
+class Stubs:
+    """One rank's placeholders, and what was seen at them."""
+
+    def __init__(self) -> None:
+        simulated.register()
+        simulated.configure(bytes_per_communicator=1 << 20)
+        self.seen: list[Any] = []
+        self.model = nn.Linear(4, 4)
+        self.group: Any = None
+
+    def namespace(self) -> dict[str, Any]:
+        """What the examples find; libraries among them that a reader imports without being told."""
+        return {
+            "__name__": "example",
+            "build_trainer": self.build_trainer,
+            "data": range(CYCLES),
+            "dist": dist,
+            "evaluate": self.evaluate,
+            "fully_shard": fully_shard,
+            "generate": self.generate,
+            "model": self.model,
+            "reloadpg": reloadpg,
+            "timedelta": timedelta,
+            "torch": torch,
+            "train": self.train,
+        }
+
+    def build_trainer(self) -> nn.Module:
+        self.group = dist.new_group(list(range(dist.get_world_size())), group_desc="trainer's")
+        self._summed()
+        return self.model
+
+    def generate(self, batch: int) -> int:
+        held = simulated.stats().held_bytes
+        self.seen.append(("generate", reloadpg.status().state, held))
+        return batch
+
+    def train(self, *given: Any) -> None:
+        """``train(model, rollouts)``, ``train()`` or ``train(model, device)``."""
+        if dist.get_world_size() > 2:
+            self.seen.append(("mesh", self._step(given[0]), str(given[1])))
+            return
+        self.seen.append(("train", reloadpg.status().state, self._summed()))
+
+    def evaluate(self, shard: int) -> str:
+        self.seen.append(("evaluate", shard, dist.get_world_size(), self._summed()))
+        return "results"
+
+    def _summed(self) -> float:
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=self.group)
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    def _step(self, model: nn.Module) -> bool:
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        return all(parameter.grad is not None for parameter in model.parameters())
+
+
+def run_block(rank: int, world_size: int, code: str, name: str) -> dict[str, Any]:
+    """Run one example as one rank; what was seen at its placeholders, and how it ended."""
+    stubs = Stubs()
+    namespace = stubs.namespace()
+    exec(compile(code.replace('"nccl"', '"sim"'), name, "exec"), namespace)
+    return {
+        "seen": stubs.seen,
+        "generation": reloadpg.status().generation,
+        "groups": len(reloadpg.status().groups),
+        "initialized": dist.is_initialized(),
+        "results": namespace.get("results"),
+    }

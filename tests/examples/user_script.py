@@ -1,0 +1,47 @@
+"""A plain torchrun script as a user has it, before reloadpg; ``test_new_user`` adds the lines.
+
+The lines go where the three comments in capitals stand, with their indentation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+# IMPORT
+
+
+def generate(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(8, 4, generator=generator)
+
+
+def main() -> None:
+    # INSTALL
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        with nullcontext():  # OFFLOAD
+            rollouts = generate(step)
+        loss = (model(rollouts) - 1).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        dist.all_reduce(loss.detach())
+        losses.append(loss.item())
+    print(json.dumps({"rank": int(os.environ["RANK"]), "losses": losses, **SEEN}))
+    dist.destroy_process_group()
+
+
+SEEN: dict[str, object] = {}
+
+if __name__ == "__main__":
+    main()

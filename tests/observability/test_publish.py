@@ -1,0 +1,285 @@
+"""Publishing and exporting beside a job: they never break it, never delay it, and end with it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from reports import report
+
+import reloadpg
+from reloadpg import observability
+from reloadpg.observability import publish
+from reloadpg.observability.subscription import subscribe
+from reloadpg.registry import registry
+from reloadpg.testing import run_ranks
+
+LIMIT_S = 20.0
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Ask again until it holds; the bound is for a test that would fail."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not come to be"
+    return value
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The record; empty if there is none. What is there must be whole."""
+    try:
+        record: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    return record
+
+
+def _single_rank(**options: Any) -> None:
+    reloadpg.install(backends={"gloo"}, min_size=1, **options)
+    dist.init_process_group("gloo")
+
+
+# ---------------------------------------------------------------------------------------------
+
+
+def _heartbeat(rank, world_size, directory):
+    path = Path(directory, "rank-0.json")
+    publisher = publish.Publisher(Path(directory), heartbeat=0.01)
+    publisher.start()
+    not_yet = until(lambda: read(path))  # the launcher's rank is known before any group is
+    _single_rank()
+    with_world = until(lambda: len(found := read(path)["status"]["groups"]) == 1 and found)
+    group = dist.new_group([0], group_desc="late")
+    until(lambda: len(read(path)["status"]["groups"]) == 2)
+    first = read(path)["time"]
+    later = until(lambda: (now := read(path)["time"]) > first and now)
+    dist.destroy_process_group(group)
+    until(lambda: len(read(path)["status"]["groups"]) == 1)
+    publisher.stop()
+    return not_yet["installed"], with_world[0]["desc"], later > first
+
+
+def test_the_heartbeat_sees_what_no_operation_reports(tmp_path: Path) -> None:
+    """Before any operation: the installation, groups that come and go, and the time."""
+    assert run_ranks(_heartbeat, 1, args=(str(tmp_path / "new"),)) == [(False, "default_pg", True)]
+
+
+def _stuck_disk(rank, world_size, directory):
+    entered, released = threading.Event(), threading.Event()
+    write = publish.Publisher._write
+
+    def stuck(self):
+        entered.set()
+        released.wait(LIMIT_S)
+        write(self)
+
+    publish.Publisher._write = stuck
+    _single_rank()
+    end = observability.publish_status(directory)
+    assert entered.wait(LIMIT_S)
+    with reloadpg.offloaded():
+        pass
+    cycled = not released.is_set()
+    nothing = not any(Path(directory).iterdir())
+    released.set()
+    end()
+    return cycled, nothing, read(Path(directory, "rank-0.json"))["status"]["cycles"]
+
+
+def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
+    """The job goes through a cycle while the write of its file does not return."""
+    assert run_ranks(_stuck_disk, 1, args=(str(tmp_path),)) == [(True, True, 1)]
+
+
+def _no_directory(rank, world_size, file):
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("reloadpg").addHandler(handler)
+    publisher = publish.Publisher(Path(file), heartbeat=0.01)
+    tries = threading.Semaphore(0)
+    write = publisher._write
+    publisher._write = lambda: (tries.release(), write())
+    publisher.start()
+    for _ in range(3):
+        assert tries.acquire(timeout=LIMIT_S)
+    _single_rank()
+    with reloadpg.offloaded():
+        pass
+    Path(file).unlink()
+    record = until(lambda: read(Path(file, "rank-0.json")))
+    publisher.stop()
+    return [text for text in messages if "no status file" in text], record["rank"]
+
+
+def test_a_directory_that_cannot_be_had_is_one_warning(tmp_path: Path) -> None:
+    """The job goes on; when the directory can be had, the file is there."""
+    (tmp_path / "file").touch()
+    (((warning,), rank),) = run_ranks(_no_directory, 1, args=(str(tmp_path / "file"),))
+    assert "no status file can be written" in warning
+    assert rank == 0
+
+
+def _in_child(body):
+    """Run something in a forked child; return its exit code."""
+    child = os.fork()
+    if child == 0:
+        try:
+            body()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _fork(rank, world_size, directory):
+    path, own = Path(directory, "rank-0.json"), Path(directory, "own")
+
+    def with_a_group_of_its_own():
+        assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
+        store = dist.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        observability.publish_status(own)()
+
+    def with_the_parents_group():
+        reloadpg.install(backends={"gloo"}, min_size=1)
+        observability.publish_status(directory)()
+
+    reloadpg.install(backends={"gloo"}, min_size=1)
+    observability.serve_status()
+    observability.publish_status(directory)
+    until(lambda: read(path))
+    with publish._process._lock:  # as if another thread were at it
+        codes = [_in_child(with_a_group_of_its_own)]
+        dist.init_process_group("gloo")
+        codes += [_in_child(with_the_parents_group)]
+    untouched = read(path)["pid"] == os.getpid()
+    with reloadpg.offloaded():
+        pass
+    record = until(lambda: (found := read(path))["status"]["cycles"] == 1 and found)
+    return codes, untouched, record["pid"] == os.getpid(), read(own / "rank-0.json")["rank"]
+
+
+def test_a_forked_child_leaves_the_parents_file_alone(tmp_path: Path) -> None:
+    """It has no thread of it, publishes only as a rank of its own, and the parent goes on."""
+    assert run_ranks(_fork, 1, args=(str(tmp_path),)) == [([0, 0], True, True, 0)]
+
+
+def test_the_last_record_is_written_at_the_end_of_the_process(tmp_path: Path) -> None:
+    """A process that ends right after an operation leaves its report, and does not hang."""
+    code = (
+        "import torch.distributed as dist, reloadpg\n"
+        "from reloadpg import observability\n"
+        "reloadpg.install(backends={'gloo'}, min_size=1)\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "observability.publish_status()\n"
+        "reloadpg.offload()\n"
+    )
+    env = {**os.environ, "RELOADPG_STATUS_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    record = read(tmp_path / "rank-0.json")
+    assert record["last_report"]["operation"] == "offload"
+    assert record["status"]["state"] == "offloaded"
+
+
+def test_without_the_variable_nothing_is_published(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No thread, no file; a process that is no rank writes none either."""
+    monkeypatch.delenv("RELOADPG_STATUS_DIR", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    observability.publish_status()
+    assert publish._process._publisher is None
+    publisher = publish.Publisher(tmp_path)
+    publisher.start()
+    publisher.stop()
+    assert not any(tmp_path.iterdir())
+
+
+def _while_busy(rank, world_size, directory):
+    _single_rank()
+    path = Path(directory, "rank-0.json")
+    looks = []
+    status = reloadpg.status
+
+    def noted():
+        looks.append(threading.current_thread().name)
+        return status()
+
+    reloadpg.status = noted
+    publisher = publish.Publisher(Path(directory), heartbeat=0.001)
+    publisher.start()
+    until(lambda: read(path).get("status"))
+    inside = []
+
+    def on_offload():
+        looks.clear()
+        dist.new_group([0])  # something to see, in the middle of an operation
+        first = read(path)["time"]
+        until(lambda: read(path)["time"] > first)
+        inside.extend(looks)
+
+    reloadpg.on_offload(on_offload)
+    reloadpg.offload()
+    publisher.stop()
+    return inside, looks[0]
+
+
+def test_no_other_thread_asks_for_the_status_during_an_operation(tmp_path: Path) -> None:
+    """Communicators are not asked for their memory while they may be released."""
+    assert run_ranks(_while_busy, 1, args=(str(tmp_path),)) == [([], "MainThread")]
+
+
+def test_an_exporter_that_fails_is_off(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning, and no further call."""
+    calls, before = [], list(registry.callbacks.report)
+
+    def broken(_: object) -> None:
+        calls.append(1)
+        raise OSError("disk full")
+
+    remove = subscribe("the test", broken)
+    for _ in range(2):
+        for callback in [one for one in registry.callbacks.report if one not in before]:
+            callback(report())
+    remove()
+    assert calls == [1]
+    (record,) = caplog.records
+    assert "the test failed and is off from now on" in record.getMessage()
+    assert registry.callbacks.report == before
+
+
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [
+        ("prometheus_client", "reloadpg.observability.ReloadpgCollector()"),
+        ("opentelemetry", "print(reloadpg.observability.export_spans()())"),
+    ],
+)
+def test_what_is_optional_may_be_missing(module: str, call: str) -> None:
+    """Prometheus: an error that names the extra; spans: nothing happens."""
+    code = f"import sys; sys.modules[{module!r}] = None; import reloadpg.observability; {call}"
+    env = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
+    if module == "prometheus_client":
+        assert "pip install 'reloadpg[prometheus]'" in done.stderr
+    else:
+        assert done.stdout == "None\n", done.stderr

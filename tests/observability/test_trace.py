@@ -1,0 +1,158 @@
+"""The Chrome/Perfetto trace: what is in it, that it nests, and that it is valid at any moment."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reports import group, report
+
+from reloadpg.observability import TraceWriter, merge_traces, write_trace
+from reloadpg.report import Span
+
+SECOND_US = 1e6
+
+
+def events(path: Path, phase: str = "X") -> list[dict[str, Any]]:
+    return [one for one in json.loads(path.read_text())["traceEvents"] if one["ph"] == phase]
+
+
+def named(path: Path) -> dict[str, dict[str, Any]]:
+    return {one["name"]: one for one in events(path)}
+
+
+def ends(event: dict[str, Any]) -> float:
+    return float(event["ts"] + event["dur"])
+
+
+def test_times_are_unix_microseconds(tmp_path: Path) -> None:
+    """An event stands where its clock says, so that ranks need no alignment."""
+    write_trace([report()], tmp_path / "trace.json")
+    found = named(tmp_path / "trace.json")
+    start = 1_700_000_000.25 * SECOND_US
+    assert (found["offload"]["ts"], found["offload"]["dur"]) == (start, 10_000)
+    assert (found["wait.enter"]["ts"], found["wait.enter"]["dur"]) == (start, 3_000)
+    assert (found["group 1"]["ts"], found["group 1"]["dur"]) == (start + 4_000, 3_000)
+
+
+def test_events_say_what_they_are(tmp_path: Path) -> None:
+    """Scalars of the report on the operation, and what the group is on the group's event."""
+    write_trace([report(error="RuntimeError: no")], tmp_path / "trace.json")
+    found = named(tmp_path / "trace.json")
+    assert found["offload"]["args"]["error"] == "RuntimeError: no"
+    assert found["offload"]["args"]["generation"] == 3
+    assert found["group 0"]["args"] == {
+        "desc": "desc 0",
+        "backend": "nccl",
+        "size": 8,
+        "strategy": "recreate",
+    }
+    categories = {name: one["cat"].split(",")[1] for name, one in found.items()}
+    assert categories == {
+        "offload": "operation",
+        "wait.enter": "wait",
+        "device": "phase",
+        "group 1": "group",
+        "group 0": "group",
+    }
+
+
+def test_events_of_a_track_nest(tmp_path: Path) -> None:
+    """Whatever the clock readings: each pair is one within the other or one after the other."""
+    spans = (
+        Span("connect", 5.0, 4.0),  # around two groups
+        Span("wait.enter", 0.0, 3.0),
+        Span("device", 2.999, 1.0),  # begins a little before the end of the one before it
+        Span("wait.done", 9.0, 2.0),  # ends after the operation
+        Span("late", 12.0, 1.0),
+    )
+    groups = (group("1", 5.5, 1.0), group("0", 6.5, 2.5001))
+    path = tmp_path / "trace.json"
+    write_trace([report(spans=spans, groups=groups)], path)
+    found = events(path)
+    for one in found:
+        assert one["dur"] >= 0
+        for other in found:
+            apart = ends(one) <= other["ts"] or ends(other) <= one["ts"]
+            within = one["ts"] <= other["ts"] and ends(other) <= ends(one)
+            around = other["ts"] <= one["ts"] and ends(one) <= ends(other)
+            assert apart or within or around, (one, other)
+    by_name = {one["name"]: one for one in found}
+    assert by_name["device"]["dur"] == pytest.approx(999, abs=1)  # moved, not swallowed
+    assert by_name["connect"]["ts"] < by_name["group 1"]["ts"] < ends(by_name["connect"])
+
+
+def test_one_track_a_rank(tmp_path: Path) -> None:
+    """The merged file has a process for each rank, named and in order."""
+    for rank in (1, 0):
+        write_trace([report(rank=rank), report("reload", rank=rank)], tmp_path / f"{rank}.json")
+    merge_traces([tmp_path / "1.json", tmp_path / "0.json"], tmp_path / "all.json")
+    found = events(tmp_path / "all.json")
+    assert sorted((one["pid"], one["name"]) for one in found if "operation" in one["cat"]) == [
+        *((0, "offload"), (0, "reload"), (1, "offload"), (1, "reload")),
+    ]
+    metadata = events(tmp_path / "all.json", "M")
+    names = {one["pid"]: one["args"] for one in metadata if one["name"] == "process_name"}
+    assert names == {0: {"name": "rank 0"}, 1: {"name": "rank 1"}}
+    order = {one["pid"]: one["args"] for one in metadata if one["name"] == "process_sort_index"}
+    assert order == {0: {"sort_index": 0}, 1: {"sort_index": 1}}
+
+
+def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
+    """And nothing is written."""
+    (tmp_path / "0.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"0\.json is not a trace file"):
+        merge_traces([tmp_path / "0.json"], tmp_path / "all.json")
+    assert not (tmp_path / "all.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "size", "expected"),
+    [
+        ("trace.json", 1, "trace.json"),
+        ("trace.json", 2, "trace-rank1.json"),
+        ("trace.{rank}.json", 2, "trace.1.json"),
+        ("deeper/{rank}/trace.json", 1, "deeper/1/trace.json"),
+    ],
+)
+def test_each_rank_has_a_file(tmp_path: Path, path: str, size: int, expected: str) -> None:
+    """No rank writes another's, and missing folders are made."""
+    with TraceWriter(tmp_path / path) as writer:
+        writer.add(report(rank=1, world_size=size))
+    assert [str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*.json")] == [expected]
+
+
+def test_a_file_holds_the_latest_operations(tmp_path: Path) -> None:
+    """A job of any length leaves a file that a viewer can open."""
+    with TraceWriter(tmp_path / "trace.json", kept=2) as writer:
+        for generation in range(5):
+            writer.add(report(world_size=1, spans=(), groups=(), note=str(generation)))
+    notes = [one["args"]["note"] for one in events(tmp_path / "trace.json")]
+    assert notes == ["3", "4"]
+
+
+def test_the_file_is_valid_at_every_moment_and_after_a_kill(tmp_path: Path) -> None:
+    """It is read while another process writes it, and when that was killed in the middle."""
+    code = (
+        "from reports import report\n"
+        "from reloadpg.observability import TraceWriter\n"
+        "writer = TraceWriter('trace.json')\n"
+        "while True: writer.add(report(world_size=1))\n"
+    )
+    path = tmp_path / "trace.json"
+    env = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}
+    writer = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env)
+    try:
+        sizes: set[int] = set()
+        while len(sizes) < 50:
+            assert writer.poll() is None
+            if path.exists():
+                sizes.add(len(events(path)))
+    finally:
+        writer.kill()
+        writer.wait()
+    assert len(events(path)) >= max(sizes)
