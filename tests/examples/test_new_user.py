@@ -59,7 +59,8 @@ def torchrun(script: Path) -> list[dict[str, Any]]:
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    # Two ranks on one pipe: their lines may run into each other.
+    found = [json.loads(text) for text in re.findall(r"\{.*?\}", done.stdout)]
     return sorted(found, key=lambda one: one["rank"])
 
 
