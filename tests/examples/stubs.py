@@ -38,11 +38,13 @@ class Stubs:
             "build_trainer": self.build_trainer,
             "data": range(CYCLES),
             "dist": dist,
+            "engine": self,
             "evaluate": self.evaluate,
             "fully_shard": fully_shard,
             "generate": self.generate,
             "model": self.model,
             "reloadpg": reloadpg,
+            "saver": self,
             "timedelta": timedelta,
             "torch": torch,
             "train": self.train,
@@ -57,6 +59,20 @@ class Stubs:
         held = simulated.stats().held_bytes
         self.seen.append(("generate", reloadpg.status().state, held))
         return batch
+
+    # -- as a rollout engine and as a memory saver ------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        self.seen.append(("sleep", reloadpg.status().state))
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.seen.append(("wake", reloadpg.status().state))
+
+    def pause(self, tag: str | None = None) -> None:
+        self.seen.append(("pause", reloadpg.status().state))
+
+    def resume(self, tag: str | None = None) -> None:
+        self.seen.append(("resume", reloadpg.status().state))
 
     def train(self, *given: Any) -> None:
         """``train(model, rollouts)``, ``train()`` or ``train(model, device)``."""
@@ -92,4 +108,5 @@ def run_block(rank: int, world_size: int, code: str, name: str) -> dict[str, Any
         "groups": len(reloadpg.status().groups),
         "initialized": dist.is_initialized(),
         "results": namespace.get("results"),
+        "report": namespace.get("report"),
     }

@@ -50,8 +50,29 @@ def the_mesh(ranks: list[dict[str, Any]]) -> None:
     assert not any(rank["initialized"] for rank in ranks)
 
 
+def the_report(ranks: list[dict[str, Any]]) -> None:
+    """The default group is recreated, as its pattern says; nothing was connected yet."""
+    for rank in ranks:
+        report = rank["report"]
+        assert (report.memory_source, report.released_bytes) == ("simulated", 0)
+        assert [(group.desc, group.strategy) for group in report.groups] == [
+            ("default_pg", "recreate")
+        ]
+        assert rank["generation"] == 1
+
+
+def the_rollout(ranks: list[dict[str, Any]]) -> None:
+    """Groups first, then pause; resume, then reload; the engine awake in between."""
+    cycle = [("pause", "offloaded"), ("wake", "offloaded"), ("generate", "offloaded", 0)]
+    cycle += [("sleep", "offloaded"), ("resume", "offloaded"), ("train", "live", 4.0)]
+    for rank in ranks:
+        assert rank["seen"] == cycle * CYCLES
+
+
 CHECKS = {
-    "build_trainer()": (2, the_colocated_loop),
+    "StrategyPolicy(": (2, the_report),
+    "colocated(engine": (2, the_rollout),
+    "with reloadpg.offloaded():  # all ranks": (2, the_colocated_loop),
     "ensure_process_group()": (2, the_evaluator),
     "process_group_scope()": (2, the_owner),
     'mesh_dims={"pp": 2, "dp_shard": -1, "tp": 4}': (8, the_mesh),
