@@ -172,7 +172,9 @@ def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
 def status() -> Status:
     """How this process stands: installation, generation, and each reloadable group.
 
-    Local, cheap, at any time: before ``install``, while offloaded, after a failure.
+    Local, cheap, at any time and from any thread: before ``install``, while offloaded, after a
+    failure. While an operation runs, the groups' ``memory_bytes`` are None: no communicator is
+    asked for its memory while another thread releases it.
     """
     options = registry.options
     world = c10d.world()
@@ -369,7 +371,8 @@ def _register(
 
 
 def _group_status(group: ReloadableProcessGroup) -> GroupStatus:
-    timeouts, history, stats = group.current_timeouts(), group.history, group.memory_stats()
+    timeouts, history = group.current_timeouts(), group.history
+    stats = None if registry.busy else group.memory_stats()
     selected = [timeouts[d].total_seconds() for d in group.construction.selected if d in timeouts]
     return GroupStatus(
         group.group_name,

@@ -176,6 +176,11 @@ class Registry:
             self._busy = None
 
     @property
+    def busy(self) -> bool:
+        """Whether a lifecycle operation is running in this process."""
+        return self._busy is not None
+
+    @property
     def lock(self) -> threading.RLock:  # type: ignore[valid-type]
         """Guards installation; never held across a callback or a collective step."""
         return self._lock

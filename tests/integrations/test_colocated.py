@@ -17,6 +17,8 @@ import reloadpg
 from reloadpg.integrations import ColocationError, MemorySaver, colocated
 from reloadpg.testing import run_ranks, simulated
 
+pytestmark = pytest.mark.matrix
+
 CYCLES = 3
 PARAMETERS = 4 * BYTES
 CAPACITY = 6 * BYTES

@@ -26,6 +26,8 @@ from reloadpg.integrations.slime import (
 )
 from reloadpg.testing import run_ranks, simulated
 
+pytestmark = pytest.mark.matrix
+
 CYCLES = 3
 GIVEN, REGISTERED = timedelta(minutes=30), timedelta(minutes=7)
 

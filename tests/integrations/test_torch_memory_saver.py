@@ -22,6 +22,8 @@ import reloadpg
 from reloadpg.integrations import MemorySaver
 from reloadpg.testing import run_ranks, simulated
 
+pytestmark = pytest.mark.matrix
+
 CYCLES = 3
 
 

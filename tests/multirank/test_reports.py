@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import reloadpg
-from reloadpg.testing import run_ranks
+from reloadpg.testing import run_ranks, simulated
 
 
 def listen(rank: int, size: int) -> dict[str, Any]:
@@ -18,12 +18,16 @@ def listen(rank: int, size: int) -> dict[str, Any]:
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("reloadpg").addHandler(handler)
-    reloadpg.install(backends={"gloo"})
-    dist.init_process_group("gloo")
+    simulated.register()
+    reloadpg.install()
+    dist.init_process_group("sim")
+    before = [group.memory_bytes for group in reloadpg.status().groups]
 
     def broken(_: Any) -> None:
         raise ValueError("broken on purpose")
 
+    within: list[Any] = []
+    reloadpg.on_offload(lambda: within.append([g.memory_bytes for g in reloadpg.status().groups]))
     removes = [reloadpg.on_report(broken), reloadpg.on_report(reports.append)]
     returned = [reloadpg.offload(), reloadpg.reload()]
     take_off = reloadpg.on_offload(lambda: 1 / (1 - rank))
@@ -53,6 +57,7 @@ def listen(rank: int, size: int) -> dict[str, Any]:
         "failed": failed,
         "afterwards": reloadpg.status().last_error,
         "logged": logged,
+        "memory": (before, within[0]),
     }
 
 
@@ -93,3 +98,9 @@ def test_status_remembers_the_last_error(listened: Any) -> None:
         assert seen["kind"] == ("ReloadpgError" if rank == 1 else "PeerFailedError")
         assert "ZeroDivisionError" in seen["failed"]
         assert seen["afterwards"] == ""
+
+
+def test_no_communicator_is_asked_for_memory_while_an_operation_runs(listened: Any) -> None:
+    """Status answers from within an operation, or from another thread, without that figure."""
+    for seen in listened:
+        assert seen["memory"] == ([0], [None])
