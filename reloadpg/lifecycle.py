@@ -21,7 +21,7 @@ from .construction import Construction
 from .errors import NotInstalledError, ReloadpgError
 from .group import GroupState, ReloadableProcessGroup
 from .operation import Operation, gates_of, settings_of
-from .registry import registry
+from .registry import Options, registry
 from .report import GroupStatus, Report, Status
 from .strategies import RECREATE, discard
 from .supervised import Attempt
@@ -213,29 +213,45 @@ def _operate(operation: str, body: Callable[[Operation], Report]) -> Report:
             f"{operation}() was called and nothing is installed; nothing was changed. Call "
             "reloadpg.install() before the process groups are created."
         )
-    with registry.exclusively(operation):
-        job = registry.job(operation)
-        if job is None:
-            return Report(operation, False, 0, note="torch.distributed is not initialized")
-        gates = gates_of(operation, options.strategy.may_suspend)
-        if operation == "reload" and not job.released:
-            gates = gates[:1]  # with nothing offloaded it ends when all ranks say so
-        run = Operation(
-            job,
-            options,
-            job.rendezvous.open(operation, gates, options.timeout.total_seconds()),
-            registry.managed(),
-            started,
-        )
-        job.last_error = ""
-        try:
-            report = body(run)
-        except BaseException as error:
-            job.last_error = f"{type(error).__name__}: {error}"
-            _publish(run.report(error=error))
-            raise
-        _publish(report)
-        return report
+    reports: list[Report] = []
+    try:
+        with registry.exclusively(operation):
+            return _run(operation, options, started, body, reports)
+    finally:
+        for report in reports:
+            _publish(report)
+
+
+def _run(
+    operation: str,
+    options: Options,
+    started: float,
+    body: Callable[[Operation], Report],
+    reports: list[Report],
+) -> Report:
+    """The operation; its report, which stands in ``reports`` too, also if this raises."""
+    job = registry.job(operation)
+    if job is None:
+        return Report(operation, False, 0, note="torch.distributed is not initialized")
+    gates = gates_of(operation, options.strategy.may_suspend)
+    if operation == "reload" and not job.released:
+        gates = gates[:1]  # with nothing offloaded it ends when all ranks say so
+    run = Operation(
+        job,
+        options,
+        job.rendezvous.open(operation, gates, options.timeout.total_seconds()),
+        registry.managed(),
+        started,
+    )
+    job.last_error = ""
+    try:
+        report = body(run)
+    except BaseException as error:
+        job.last_error = f"{type(error).__name__}: {error}"
+        reports.append(run.report(error=error))
+        raise
+    reports.append(report)
+    return report
 
 
 def _publish(report: Report) -> None:

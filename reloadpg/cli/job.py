@@ -225,7 +225,7 @@ class JobView:
         facts = self.facts()
         failures = [Line(f"unreadable: {failure}", "warning") for failure in self.reading.failures]
         if not self.ranks:
-            return Page((self._nothing(), *failures))
+            return Page((*self._nothing(), *failures))
         indent = max(len(fact.name) for fact in facts)
         below: list[Line] = []
         for fact in facts:
@@ -248,11 +248,10 @@ class JobView:
         clock = time.strftime("%H:%M:%S", time.localtime(self.reading.time))
         return Line(f"reloadpg {clock}: {len(self.ranks)} of {known} ranks: {states}", "head")
 
-    def _nothing(self) -> Line:
-        return Line(
-            f"No rank of a job was found in {self.reading.source}. Start the job with "
-            f"RELOADPG_STATUS_DIR set to that directory on every rank, and reloadpg installed.",
-            "warning",
+    def _nothing(self) -> tuple[Line, Line]:
+        return (
+            Line(f"No rank of a job was found in {self.reading.source}.", "warning"),
+            Line("Set RELOADPG_STATUS_DIR to it on every rank, and install reloadpg there."),
         )
 
     def _table(self, width: int | None, room: int | None) -> list[Line | Table]:
