@@ -27,7 +27,7 @@ __all__ = [
 STRATEGY_NAMES = ("auto", "recreate", "suspend")
 
 ALL_GROUPS = "*"
-"""In a proposal, stands for every group of the job."""
+"""In a proposal, with a rank after it, stands for every group of that rank."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class StrategyPolicy:
     groups: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", dict(self.groups))  # the caller's may change
         for name in (self.name, *self.groups.values()):
             if not isinstance(name, str) or name not in STRATEGY_NAMES:
                 raise InvalidOptionError(
@@ -157,6 +158,6 @@ def conclude(group: str, mine: Choice, offers: Iterable[str]) -> Choice:
     proposals = [mine] if mine.strategy != "suspend" else []
     for offer in sorted(offers):
         name, strategy, reason = json.loads(offer)
-        if name in (group, ALL_GROUPS) and mine.strategy != "recreate":
+        if (name == group or name.startswith(ALL_GROUPS)) and mine.strategy != "recreate":
             proposals.append(Choice(strategy, reason))
     return max(proposals, key=lambda choice: _WEIGHT[choice.strategy], default=mine)

@@ -274,6 +274,8 @@ class ReloadableProcessGroup(Forwarding):
         """Make the group that was set aside the live one again."""
         inner = self._inner.parked
         inner._set_group_desc(self._settings.desc)
+        if self._symm_mem is not None:
+            inner.use_pg_for_symm_mem_rendezvous = self._symm_mem
         self._inner = inner
         self.state = GroupState.LIVE
         self.last_error = ""

@@ -9,9 +9,10 @@ and in state ``failed``, on all ranks alike, and ``reload()`` called again rebui
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -284,6 +285,7 @@ def _offload(run: Operation, collect: bool) -> Report:
         suspension.conclude(live, run.agree("enter", run.plan(), suspension.proposals(live)))
         if first:
             run.call_back(registry.callbacks.offload)
+            live = [group for group in live if group.is_live]  # a callback may destroy its own
         with run.timed("device"):
             run.round.run(
                 "quiesced",
@@ -319,24 +321,27 @@ def _reload(run: Operation, connect: Connect) -> Report:
         run.await_earlier("enter")
         if was_released:
             run.call_back(registry.callbacks.before_reload)
-        here = [repr(g.construction.order) for g in run.groups] if run.replays_shared else []
+        here = [_standing(g) for g in run.groups if g.construction.order in job.shared]
         alive = run.agree("enter", run.plan(connect=connect), here)
         if not was_released:
             # So it is on all ranks: they agreed on the state.
             return run.report("nothing is offloaded")
-        if run.replays_shared:
-            for order in [order for order in job.shared if repr(order) not in alive]:
-                del job.shared[order]
+        standing = dict(json.loads(offer) for offer in alive)
+        for order in [order for order in job.shared if repr(order) not in standing]:
+            del job.shared[order]
         with run.timed("device"):
             devices.empty_cache()
         parked = [g for g in run.groups if not g.is_live and g.communicator is not None]
+        replayed = {"without"}
         if run.options.strategy.may_suspend:
             run.round.run(
                 "room", lambda _: suspension.check_room(parked), lambda: "looking for room"
             )
             run.gate("room")
-            suspension.attempt("resumed", parked, lambda strategy: strategy.resume)
-        items = _to_rebuild(run)
+            if not suspension.attempt("resumed", parked, lambda strategy: strategy.resume):
+                replayed.add("kept")  # all ranks fell back: these groups are rebuilt, too
+        shared = {o: made for o, made in job.shared.items() if standing[repr(o)] in replayed}
+        items = _to_rebuild(run, shared)
 
         def rebuild(item: ReloadableProcessGroup | Construction, attempt: Attempt) -> None:
             # The round's label makes the name new in each attempt and in each job on one store: no
@@ -363,15 +368,22 @@ def _reload(run: Operation, connect: Connect) -> Report:
     return run.report("" if run.done else "no reloadable group here")
 
 
-def _to_rebuild(run: Operation) -> list[ReloadableProcessGroup | Construction]:
+def _standing(group: ReloadableProcessGroup) -> str:
+    """For ranks that are no members: whether the group has to be made again."""
+    kept = "without" if group.communicator is None else "live" if group.is_live else "kept"
+    return json.dumps([repr(group.construction.order), kept])
+
+
+def _to_rebuild(
+    run: Operation, shared: Mapping[Any, Construction]
+) -> list[ReloadableProcessGroup | Construction]:
     """What this rank takes part in, in the order that all ranks share."""
-    here: dict[Any, ReloadableProcessGroup | Construction] = dict(run.job.shared)
-    here.update({group.construction.order: group for group in run.groups})
-    return [
-        item
-        for _, item in sorted(here.items(), key=lambda pair: pair[0])
-        if not (isinstance(item, ReloadableProcessGroup) and item.is_live)
-    ]
+    here: dict[Any, ReloadableProcessGroup | Construction] = dict(shared)
+    for group in run.groups:
+        here.pop(group.construction.order, None)
+        if group.state in (GroupState.OFFLOADED, GroupState.FAILED):
+            here[group.construction.order] = group
+    return [item for _, item in sorted(here.items(), key=lambda pair: pair[0])]
 
 
 def _register(

@@ -17,6 +17,7 @@ Nothing here starts an accelerator: asking its runtime would create a context of
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -28,6 +29,8 @@ from typing import Any
 from . import devices
 
 __all__ = ["Source", "add_check", "add_source", "exact_sources", "free_bytes", "in_use", "warnings"]
+
+logger = logging.getLogger("reloadpg")
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _CACHE_WORTH_SAYING = 256 << 20
@@ -83,13 +86,22 @@ def add_check(check: Callable[[], str | None]) -> Callable[[], None]:
 def in_use() -> dict[str, int]:
     """Bytes in use now, by source, the most trustworthy first. Local, some 20 microseconds."""
     readings = {
-        "device": _device_used(),
-        **{name: source.used() for name, source in _added().items()},
-        "nvml": _nvml_used(),
-        "rss": _resident(),
-        "pinned": _pinned(),
+        "device": _device_used,
+        **{name: source.used for name, source in _added().items()},
+        "nvml": _nvml_used,
+        "rss": _resident,
+        "pinned": _pinned,
     }
-    return {name: used for name, used in readings.items() if used is not None}
+    found: dict[str, int] = {}
+    for name, ask in readings.items():
+        try:
+            used = ask()
+        except Exception as error:  # a device in an error state must not end an operation here
+            logger.debug("memory in use by %s is unknown: %s", name, error)
+            continue
+        if used is not None:
+            found[name] = used
+    return found
 
 
 def exact_sources() -> frozenset[str]:
@@ -126,7 +138,15 @@ def warnings(released: bool) -> list[str]:
             )
     with _sources.lock:
         checks = list(_sources.checks)
-    return found + [text for check in checks if (text := check())]
+    for check in checks:
+        try:
+            text = check()
+        except Exception:
+            logger.exception("a check added with reloadpg.memory.add_check failed")
+            continue
+        if text:
+            found.append(text)
+    return found
 
 
 def _added() -> Mapping[str, Source]:

@@ -219,11 +219,29 @@ class Operation:
             completed()
         except BaseException as error:
             gate = self.round.fail(error)
+            if gate in ("suspended", "resumed") and self.falls_back:
+                # The others go on in a second round: this rank ends that one.
+                self.go_on_after(gate)
+                gate = self.round.fail(error)
             if gate is None:
                 completed()
             elif gate in TOUCHING:
                 self._give_up(error)
             raise
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether the ranks go on after a communicator that failed to suspend or to resume."""
+        verdict = self.round.verdict
+        return verdict is not None and verdict.mendable and self.options.strategy.fallback
+
+    def go_on_after(self, gate: str) -> tuple[str, ...]:
+        """Begin the second round of a fall back; the gates that it has."""
+        gates = gates_of(self.operation, self.options.strategy.may_suspend)
+        left = gates[gates.index(gate) + 1 :]
+        self.job.torn = self.job.torn or self.round.left_work
+        self.round = self.job.rendezvous.again(self.round, left)
+        return left
 
     def _give_up(self, error: BaseException) -> None:
         """Leave every group of the job failed: the other ranks do the same."""

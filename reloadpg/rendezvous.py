@@ -97,6 +97,14 @@ class Rendezvous:
         self._sequence += 1
         return Round(self, operation, self._sequence, gates, seconds)
 
+    def again(self, ended: Round, gates: Sequence[str]) -> Round:
+        """Begin the second round of an operation, with the number of the first.
+
+        A rank that leaves before it hears of it stays in step with the others: no round is
+        counted on some ranks only.
+        """
+        return Round(self, ended.operation, ended.sequence, gates, ended.seconds, again=True)
+
     def ask(self, question: Callable[[Store], T], seconds: float, purpose: str) -> T:
         """Ask this rendezvous' own part of the store; see :meth:`Connection.ask`."""
         return self.ask_root(lambda root: question(self._part(root)), seconds, purpose)
@@ -127,7 +135,14 @@ class Round:
     """
 
     def __init__(
-        self, rdv: Rendezvous, operation: str, sequence: int, gates: Sequence[str], seconds: float
+        self,
+        rdv: Rendezvous,
+        operation: str,
+        sequence: int,
+        gates: Sequence[str],
+        seconds: float,
+        *,
+        again: bool = False,
     ) -> None:
         self.operation = operation
         self.sequence = sequence
@@ -135,7 +150,8 @@ class Round:
         self._rdv = rdv
         self._phases = list(gates)  # still to pass
         self._gates: dict[str, Gate] = {}
-        self._seconds = seconds
+        self.seconds = seconds
+        self._mark = "+" if again else ""
         self._arrived = ""  # the last gate at which this rank may have been counted
         self._ended: str | None = None  # the gate whose verdict ended the round
         self._lost = False  # whether the store has failed this round
@@ -145,7 +161,7 @@ class Round:
     @property
     def label(self) -> str:
         """What no other round on the same store has, of this job or one before it."""
-        return f"{self._rdv.instance}.{self.sequence}"
+        return f"{self._rdv.instance}.{self.sequence}{self._mark}"
 
     # -- what the lifecycle calls -----------------------------------------------------------
 
@@ -249,7 +265,7 @@ class Round:
     def _gate(self, phase: str) -> Gate:
         gate = self._gates.get(phase)
         if gate is None:
-            name = f"{self.sequence}/{phase}"
+            name = f"{self.sequence}{self._mark}/{phase}"
             gate = Gate(name, self._rdv.keys, self._rdv.rank, self._rdv.size)
             self._gates[phase] = gate
         return gate
@@ -264,7 +280,7 @@ class Round:
             self._arrived = phase
             verdict = self._ask(
                 lambda store: gate.meet(store, plan, offers, log),
-                self._seconds + 2 * GRACE_S + 0.5,
+                self.seconds + 2 * GRACE_S + 0.5,
                 phase,
             )
         self.waited_ms[phase] = log.waited * 1e3
@@ -279,7 +295,7 @@ class Round:
         self._ended = phase
         self.verdict = verdict
         raise verdict.error(
-            self.operation, phase, seconds=self._seconds, rank=self._rdv.rank, size=self._rdv.size
+            self.operation, phase, seconds=self.seconds, rank=self._rdv.rank, size=self._rdv.size
         )
 
     def _attend(self, phase: str, task: Task[object], doing: Callable[[], str]) -> None:
@@ -288,7 +304,7 @@ class Round:
         # Most work ends at once and then nobody asks the store; later, all ranks together ask it
         # some thousand times a second at most.
         pause = max(0.1, self._rdv.size / 2000)
-        if task.wait(min(0.2, self._seconds)):
+        if task.wait(min(0.2, self.seconds)):
             return
         while not task.wait(min(pause, log.end - time.monotonic())):
             if not self._rdv.alone:
@@ -317,7 +333,7 @@ class Round:
             raise
 
     def _long_wait(self, phase: str) -> LongWait:
-        return LongWait(f"{self.operation}, phase {phase}", self._seconds)
+        return LongWait(f"{self.operation}, phase {phase}", self.seconds)
 
 
 def _add_to(error: BaseException, text: str) -> None:

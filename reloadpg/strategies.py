@@ -86,6 +86,7 @@ class Recreate(Strategy):
         with attempt.commit() as wanted:
             if wanted:
                 group._attach(inner, generation)
+                group.history.strategy = self.name
             else:
                 discard(inner)
 

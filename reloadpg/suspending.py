@@ -7,6 +7,7 @@ kept and go on in a new round, in which these groups are recreated.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from . import c10d, memory
 from .choice import ALL_GROUPS, Choice, Facts, conclude, propose
 from .errors import InsufficientMemoryError, ReleaseError, ReloadpgError
 from .group import GroupState, ReloadableProcessGroup
-from .operation import Operation, Took, gates_of
+from .operation import Operation, Took
 from .strategies import KEEPING, Suspend, abandon, communicators
 from .supervised import Attempt
 
@@ -50,7 +51,8 @@ class Suspension:
                 offers[name] = choice
         if len(obstacles) > 1 and obstacles[0] and len(set(obstacles)) == 1:
             # The same for all: torch or NCCL is too old, most likely. One line says it.
-            return [Choice("recreate", obstacles[0]).to_offer(ALL_GROUPS)]
+            every = f"{ALL_GROUPS}{self.run.job.world.rank()}"
+            return [Choice("recreate", obstacles[0]).to_offer(every)]
         return [choice.to_offer(name) for name, choice in offers.items()]
 
     def _facts(self, group: ReloadableProcessGroup, wanted: str) -> Facts:
@@ -76,9 +78,14 @@ class Suspension:
             ReleaseError: a group cannot be suspended and must not be recreated instead.
         """
         recreated: list[str] = []
+        by_name: dict[str, list[str]] = {}
+        for offer in offers:  # of the whole job: each is parsed once, not once a group
+            by_name.setdefault(json.loads(offer)[0], []).append(offer)
         for group in groups:
             name = group.group_name
-            choice = self.run.choices[name] = conclude(name, self.run.choices[name], offers)
+            of_members = [f"{ALL_GROUPS}{rank}" for rank in group.construction.ranks]
+            heard = [offer for key in (name, *of_members) for offer in by_name.get(key, ())]
+            choice = self.run.choices[name] = conclude(name, self.run.choices[name], heard)
             group.history.strategy = choice.strategy
             if choice.strategy != "recreate" or not choice.reason:
                 continue
@@ -99,7 +106,7 @@ class Suspension:
         gate: str,
         groups: Sequence[ReloadableProcessGroup],
         action: Callable[[Suspend], Callable[[ReloadableProcessGroup, Attempt], None]],
-    ) -> None:
+    ) -> bool:
         """Suspend or resume groups and pass a gate; if that fails, fall back, on all ranks alike.
 
         If a communicator fails on any rank, and the policy allows it, all ranks drop all of these
@@ -109,6 +116,9 @@ class Suspension:
             gate: the gate after it.
             groups: in the order that all ranks share.
             action: what a strategy does with a group.
+
+        Returns:
+            Whether it was done; False after a fall back, on all ranks alike.
         """
         try:
             took = self.run.each(
@@ -122,9 +132,10 @@ class Suspension:
             if not (mendable and self.policy.fallback):
                 raise
             self._fall_back(gate, groups, error)
-            return
+            return False
         self.run.note(took)
         self.run.measure(gate)
+        return True
 
     def _fall_back(
         self, gate: str, groups: Sequence[ReloadableProcessGroup], error: ReloadpgError
@@ -137,12 +148,7 @@ class Suspension:
             reason,
         )
         self.run.warnings.append(f"recreated instead of suspended: {reason}")
-        self.run.job.torn = self.run.job.torn or self.run.round.left_work
-        gates = gates_of(self.run.operation, self.policy.may_suspend)
-        left = gates[gates.index(gate) + 1 :]
-        self.run.round = self.run.job.rendezvous.open(
-            self.run.operation, left, self.run.options.timeout.total_seconds()
-        )
+        left = self.run.go_on_after(gate)
         for group in groups:
             self.run.choices[group.group_name] = Choice("recreate", reason)
             group.history.strategy = "recreate"
@@ -162,15 +168,16 @@ class Suspension:
         Raises:
             InsufficientMemoryError: it has not; nothing was touched.
         """
-        needed = sum(group.history.suspended_bytes for group in parked)
+        suspended = [group for group in parked if group.history.strategy == "suspend"]
+        needed = sum(group.history.suspended_bytes for group in suspended)
         known = memory.free_bytes()
         if known is None or known[0] >= needed:
             return
         free, source = known
         raise InsufficientMemoryError(
             f"{self.run.operation}: rank {self.run.job.world.rank()} has {free / 2**20:.0f} MiB "
-            f"free ({source}) and needs {needed / 2**20:.0f} MiB to resume {len(parked)} suspended "
-            "groups. No communicator was resumed on any rank; the groups stay offloaded. Free "
+            f"free ({source}) and needs {needed / 2**20:.0f} MiB to resume {len(suspended)} "
+            "suspended groups. No communicator was resumed on any rank; they stay offloaded. Free "
             "memory there, then call reload() again on all ranks."
         )
 
@@ -181,13 +188,13 @@ class Suspension:
         less than ``min_share`` of it recreates its ``auto`` groups from then on: this rank
         proposes so next time, and one proposal is enough.
         """
-        source = next(iter(self.run.memory["before"]))
+        source = next(iter(self.run.memory["before"]), "")
         kept = [group for group in self.run.done if group.strategy == "suspend"]
         account = sum(group.bytes or 0 for group in kept)
         stays = account - sum(
             group.history.suspended_bytes
             for group in self.run.groups
-            if group.history.strategy == "suspend" and group.communicator is not None
+            if group.group_name in {one.name for one in kept}
         )
         if kept and stays > 0:
             self.run.warnings.append(

@@ -124,8 +124,8 @@ class Interpreter:
                 group_desc=desc or None,
             )
         ranks.clear()  # the caller's list is the caller's
-        if made is None:
-            return "none"
+        if made is None or (local and made is dist.GroupMember.NON_GROUP_MEMBER):
+            return "none"  # 2.15 has the other answer for this case
         if made is dist.GroupMember.NON_GROUP_MEMBER:
             return "no member"
         self._groups[slot] = made

@@ -116,3 +116,11 @@ def test_bad_policies_are_refused(make):
     """An InvalidOptionError, which is a ValueError."""
     with pytest.raises(InvalidOptionError, match="nothing was installed"):
         make()
+
+
+def test_a_policy_keeps_what_it_was_given():
+    """Changing the caller's mapping afterwards changes nothing."""
+    groups = {"x": "suspend"}
+    policy = StrategyPolicy(groups=groups)
+    groups["x"] = "wishful"
+    assert policy.wanted("x", "") == "suspend"
