@@ -120,7 +120,7 @@ def run_ranks(
             `destroy_process_group`: a second gloo `init_process_group` in one run reads the
             first one's addresses and fails (seen on torch 2.13 and 2.15). `rank0`: rank 0,
             inside `init_process_group`, as torch does without torchelastic; the store ends with
-            rank 0's group or process, and groups can be initialised again.
+            rank 0's group or process, and groups can be initialised again once that has ended.
         check: Raise if a rank fails. If False, return one `RankOutcome` a rank instead, and let
             the other ranks run on after a failure.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import time
 import weakref
 from datetime import timedelta
 
@@ -450,7 +451,15 @@ def _meet_at_rank_0(rank, key):
         store.set(key, "")
 
 
-def _again(rank, world_size, state):
+def _store_closed_by_rank_0(rank, marker):
+    """A rank that begins again too early would connect to the store that is going away."""
+    if rank == 0:
+        marker.touch()
+    while not marker.exists():
+        time.sleep(0.01)
+
+
+def _again(rank, world_size, state, folder):
     _install()
     facts = []
     old = []
@@ -476,6 +485,7 @@ def _again(rank, world_size, state):
             reloadpg.offload()
         _meet_at_rank_0(rank, f"life {life}")
         dist.destroy_process_group()
+        _store_closed_by_rank_0(rank, folder / f"closed {life}")
         facts[-1] |= {
             "tables": {name: n for name, n in lengths().items() if n and name != "tags_to_pg"},
             "states": (str(world.state), str(pair.state)),
@@ -490,9 +500,9 @@ def _again(rank, world_size, state):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("state", ["live", "offloaded"])
-def test_job_can_end_and_begin_again_in_the_same_process(state):
+def test_job_can_end_and_begin_again_in_the_same_process(state, tmp_path):
     """destroy_process_group() live or offloaded, then init_process_group and cycles (failure 5)."""
-    for facts in run_ranks(_again, 2, args=(state,), store="rank0"):
+    for facts in run_ranks(_again, 2, args=(state, tmp_path), store="rank0"):
         assert facts.pop() == 3  # the WORLD of each life is an object of its own
         for life in facts:
             assert life["kinds"] == ("ReloadableProcessGroup",) * 2

@@ -128,8 +128,14 @@ def reduce_ranks(rank: int, world_size: int) -> int:
     return int(value)
 
 
-def reduce_twice(rank: int, world_size: int) -> list[int]:
-    return [reduce_ranks(rank, world_size), reduce_ranks(rank, world_size)]
+def reduce_twice(rank: int, world_size: int, closed: str) -> list[int]:
+    first = reduce_ranks(rank, world_size)
+    # Rank 0 hosts the store. A rank that is quicker would connect to the one that is going away.
+    if rank == 0:
+        Path(closed).touch()
+    while not Path(closed).exists():
+        time.sleep(0.01)
+    return [first, reduce_ranks(rank, world_size)]
 
 
 def threads_and_cpu(rank: int, world_size: int) -> tuple[int, float]:
@@ -339,9 +345,11 @@ def test_init_process_group_just_works(start_method: Any, store: Any) -> None:
     assert results == [3, 3]
 
 
-def test_groups_can_be_initialised_again_with_the_store_in_rank_0() -> None:
+def test_groups_can_be_initialised_again_with_the_store_in_rank_0(tmp_path: Path) -> None:
     """With `store="rank0"` the store dies with the group, so a second one reads no old keys."""
-    assert run_ranks(reduce_twice, 2, store="rank0", timeout=LIMIT) == [[3, 3], [3, 3]]
+    closed = (str(tmp_path / "closed"),)
+    results = run_ranks(reduce_twice, 2, args=closed, store="rank0", timeout=LIMIT)
+    assert results == [[3, 3], [3, 3]]
 
 
 @pytest.mark.parametrize("store", STORES)
