@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from opentelemetry import trace as otel
 from opentelemetry.sdk.trace import TracerProvider
@@ -21,6 +22,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 from torch._C import _distributed_c10d
+from torch.torch_version import TorchVersion
 
 import reloadpg
 from reloadpg import observability
@@ -167,7 +169,10 @@ def test_no_part_of_a_file_is_left(ranks: list[dict[str, Any]], directory: Path)
 def test_the_debug_server_answers_with_the_same_record(
     ranks: list[dict[str, Any]], directory: Path
 ) -> None:
-    """Each rank's own, over HTTP, from torch's server."""
+    """Each rank's own, over HTTP, from torch's server; torch 2.8 has none."""
+    if TorchVersion(torch.__version__) < (2, 9):
+        assert [seen["http"] for seen in ranks] == [None, None]
+        return
     for rank, seen in enumerate(ranks):
         record = json.loads((directory / f"rank-{rank}.json").read_text())
         assert {**seen["http"], "time": 0} == {**record, "time": 0}
