@@ -208,9 +208,9 @@ class WorldConstruction(Construction):
     def _create(self) -> Any:
         raise NotImplementedError("the default group is replayed with its name: use replay()")
 
-    def reconnected(self) -> WorldConstruction:
-        """The same with a connection of its own to the store. Blocking until it is connected."""
-        return replace(self, store=c10d.clone_store(self.store))
+    def with_store(self, store: Store) -> WorldConstruction:
+        """The same on another client of its store. Local."""
+        return replace(self, store=store)
 
     def replay(self, name: str) -> ProcessGroup | None:
         backend = self.backend

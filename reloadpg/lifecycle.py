@@ -314,7 +314,7 @@ def _reload(run: Operation, connect: Connect) -> Report:
     was_released, generation = job.released, job.generation + job.released
 
     def completed() -> None:
-        job.released = job.torn = False
+        job.released = False
         job.generation = generation
 
     with run.guarded(completed):
@@ -355,7 +355,7 @@ def _reload(run: Operation, connect: Connect) -> Report:
                 discard(made)
 
         with run.timed("store"):
-            run.prepare_store("rebuilt", items, renew=job.torn)
+            run.prepare_store("rebuilt", items)
         run.note(run.each("rebuilt", items, rebuild))
         run.measure("rebuilt")
         run.gate("rebuilt")

@@ -253,6 +253,7 @@ class Operation:
         # ranks would disagree in every attempt to come.
         for group, generation in zip(self.groups, self._generations, strict=True):
             group.generation = generation
+        self._free_store()
         ending = Task(lambda _: abandon(groups, GroupState.FAILED, reason), "abandon")
         if ending.wait(_ABANDON_S):
             return
@@ -275,18 +276,40 @@ class Operation:
             )
             self.job.ending = None
 
+    def _free_store(self) -> None:
+        """After work was given up: let groups be created again, by anybody. Bounded."""
+        if self.job.torn:
+            attempt = Attempt()
+            if not Task(self._renew_store, "renew", attempt).wait(_ABANDON_S):
+                attempt.abandon()  # the next reload tries again
+
+    def _renew_store(self, attempt: Attempt) -> None:
+        """Connect anew for the creation of groups; blocking until connected.
+
+        A creation that was given up may hold the store client of the default group, with which
+        all groups are created.
+        """
+        world = self.job.world
+        store = c10d.clone_store(c10d.store_of(world))
+        with attempt.commit() as wanted:
+            if not wanted:
+                return
+            c10d.replace_store(world, store)
+            if isinstance(world, ReloadableProcessGroup):
+                construction = cast(WorldConstruction, world.construction)
+                world.construction = construction.with_store(c10d.root_store(world))
+            self.job.torn = False
+
     def prepare_store(
-        self, gate: str, items: Sequence[ReloadableProcessGroup | Construction], *, renew: bool
+        self, gate: str, items: Sequence[ReloadableProcessGroup | Construction]
     ) -> None:
-        """Delete the keys of earlier generations, before groups are rebuilt.
+        """Delete the keys of earlier generations, and connect anew after work was given up.
 
         Args:
             gate: the gate that comes next.
             items: what is about to be rebuilt.
-            renew: whether to connect anew for the groups: a creation that was given up may hold
-                the store client of the default group, which all groups are created with.
         """
-        world, rendezvous = self.job.world, self.job.rendezvous
+        rendezvous = self.job.rendezvous
         groups = [item for item in items if isinstance(item, ReloadableProcessGroup)]
         spent = [key for group in groups for key in RECREATE.spent_keys(group)]
 
@@ -295,16 +318,11 @@ class Operation:
                 with suppress(NotImplementedError):
                     store.delete_key(key)
 
-        def work(_: Attempt) -> None:
+        def work(attempt: Attempt) -> None:
             if spent and not rendezvous.alone:
                 rendezvous.ask_root(delete, self.options.timeout.total_seconds(), self.operation)
-            if not renew:
-                return
-            if isinstance(world, ReloadableProcessGroup):
-                construction = cast(WorldConstruction, world.construction)
-                world.construction = construction.reconnected()
-            else:
-                c10d.replace_store(world, c10d.clone_store(c10d.store_of(world)))
+            if self.job.torn:
+                self._renew_store(attempt)
 
         self.round.run(gate, work, lambda: "deleting the keys of earlier generations")
 

@@ -1,0 +1,92 @@
+"""Between a failure and the next reload: the job can go on making groups."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reloadpg
+from reloadpg.strategies import Recreate
+from reloadpg.testing import run_ranks, simulated
+
+BOUND_S = 6.0
+
+
+def summed(group: Any) -> float:
+    value = torch.ones(1)
+    dist.all_reduce(value, group=group)
+    return value.item()
+
+
+def kind_of(function: Any) -> str:
+    try:
+        function()
+    except reloadpg.ReloadpgError as error:
+        return type(error).__name__
+    return ""
+
+
+def after_a_failed_reload(rank: int, size: int, world: bool) -> dict[str, Any]:
+    reloadpg.install(backends={"gloo"}, world=world, timeout=timedelta(seconds=BOUND_S))
+    dist.init_process_group("gloo")
+    first, last = dist.new_group([0, 1]), dist.new_group([0, 1])
+    reloadpg.offload()
+    rebuild = Recreate.rebuild
+
+    def broken(self: Recreate, group: Any, *rest: Any) -> None:
+        if group is last:
+            raise RuntimeError("on purpose")
+        rebuild(self, group, *rest)
+
+    if rank == 1:
+        Recreate.rebuild = broken  # type: ignore[method-assign]
+    failed = kind_of(reloadpg.reload)  # rank 0 is left in the creation of `last`
+    Recreate.rebuild = rebuild  # type: ignore[method-assign]
+    begun = time.monotonic()
+    made = dist.new_group([0, 1])
+    seconds = time.monotonic() - begun
+    sums = [summed(made)] + ([] if world else [summed(None)])
+    after = kind_of(reloadpg.reload)
+    sums += [summed(group) for group in (first, last, made, None)]
+    return {"failed": failed, "seconds": seconds, "after": after, "sums": set(sums)}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("world", [True, False])
+def test_a_group_can_be_made_after_a_failed_reload(world: bool) -> None:
+    """The creation that was given up holds the store client that torch makes all groups with; a
+    new group does not wait for it (failures 14, 19).
+    """
+    for rank, seen in enumerate(run_ranks(after_a_failed_reload, 2, args=(world,), timeout=60)):
+        assert seen["failed"] == ("RebuildError" if rank == 1 else "PeerFailedError")
+        assert seen["seconds"] < BOUND_S
+        assert (seen["after"], seen["sums"]) == ("", {2.0})
+
+
+def after_a_fall_back(rank: int, size: int) -> tuple[float, set[float]]:
+    simulated.register()
+    reloadpg.install(strategy="suspend", timeout=timedelta(seconds=BOUND_S))
+    dist.init_process_group("sim")
+    pair = dist.new_group([0, 1])
+    summed(None), summed(pair)
+    if rank == 1:
+        simulated.inject(simulated.Fault("suspend"))
+    reloadpg.offload()  # rank 0 is left in the suspend
+    begun = time.monotonic()
+    made = dist.new_group([0, 1])
+    seconds = time.monotonic() - begun
+    sums = {summed(made)}
+    reloadpg.reload()
+    return seconds, sums | {summed(group) for group in (pair, made, None)}
+
+
+def test_a_group_can_be_made_after_a_fall_back() -> None:
+    """The groups are offloaded, by the other way; work of the first one may still hang."""
+    for seconds, sums in run_ranks(after_a_fall_back, 2, timeout=60):
+        assert seconds < BOUND_S
+        assert sums == {2.0}
