@@ -46,11 +46,12 @@ if TYPE_CHECKING:  # names for type checkers; at run time __getattr__ finds them
         RendezvousTimeoutError,
     )
     from .group import GroupState, ReloadableProcessGroup
-    from .lifecycle import offload, offloaded, on_offload, on_reload, on_report, reload, status
+    from .lifecycle import offload, offloaded, on_offload, on_reload, on_report, reload
     from .lifecycle import offload as destroy_process_groups
     from .lifecycle import reload as reload_process_groups
     from .patching import Installation, install, is_installed, uninstall
     from .report import GroupReport, GroupStatus, Report, Status
+    from .standing import status
 
 __all__ = [
     "DisagreementError",
@@ -150,10 +151,10 @@ _HOMES = {
         "on_reload",
         "on_report",
         "reload",
-        "status",
     ),
     "patching": ("Installation", "install", "is_installed", "uninstall"),
     "report": ("GroupReport", "GroupStatus", "Report", "Status"),
+    "standing": ("status",),
 }
 _ALIASES = {"destroy_process_groups": "offload", "reload_process_groups": "reload"}
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -1,21 +1,21 @@
 """Which strategy releases a group: what the user wants, and what can be done. Pure.
 
 Suspending is collective over a communicator's members, so all members must choose alike. Each
-rank proposes for its own groups; the proposals that are not a plain ``suspend`` are made known to
-all ranks when they agree on the operation, and every rank draws the same conclusion from them.
+rank proposes for its own groups; the proposals that are not a plain ``suspend`` are offered to the
+other members when the ranks agree on the operation, and all of them draw the same conclusion.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from .errors import InvalidOptionError
+from .plans import Offer
 
 __all__ = [
-    "ALL_GROUPS",
     "STRATEGY_NAMES",
     "Choice",
     "Facts",
@@ -25,9 +25,6 @@ __all__ = [
 ]
 
 STRATEGY_NAMES = ("auto", "recreate", "suspend")
-
-ALL_GROUPS = "*"
-"""In a proposal, with a rank after it, stands for every group of that rank."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,8 @@ class StrategyPolicy:
         min_share: for ``auto``: the least share of a communicator's memory that a suspend must
             give back, from 0 to 1.
         fallback: whether a group that cannot be suspended or resumed is recreated, on all ranks
-            alike. If not, the operation raises on all ranks.
+            alike. If not, the operation raises on all ranks. After a fall back ``auto`` does not
+            try again in this job, ``suspend`` does.
         groups: other strategies for single groups: a pattern (``fnmatch``) of their description
             or name, and a strategy. The first that matches counts. Equal on all ranks.
     """
@@ -122,8 +120,14 @@ class Choice:
     strategy: str
     reason: str = ""
 
-    def to_offer(self, group: str) -> str:
-        return json.dumps([group, self.strategy, self.reason])
+    def to_offer(self, group: str) -> Offer:
+        """For the other members; one that must recreate decides for those that would skip."""
+        text = json.dumps([self.strategy, self.reason])
+        return Offer(group, text, yields=self.strategy != "recreate")
+
+    @classmethod
+    def from_offer(cls, text: str) -> Choice:
+        return cls(*json.loads(text))
 
 
 def propose(policy: StrategyPolicy, wanted: str, facts: Facts) -> Choice:
@@ -150,14 +154,11 @@ def propose(policy: StrategyPolicy, wanted: str, facts: Facts) -> Choice:
 _WEIGHT = {"suspend": 0, "skip": 1, "recreate": 2}
 
 
-def conclude(group: str, mine: Choice, offers: Iterable[str]) -> Choice:
-    """What all members do with a group, given what every rank has proposed. Pure.
+def conclude(mine: Choice, heard: Choice | None) -> Choice:
+    """What all members do with a group, given what one proposes and what is offered. Pure.
 
     One that must recreate decides for all; one that has nothing to suspend makes all skip.
     """
-    proposals = [mine] if mine.strategy != "suspend" else []
-    for offer in sorted(offers):
-        name, strategy, reason = json.loads(offer)
-        if (name == group or name.startswith(ALL_GROUPS)) and mine.strategy != "recreate":
-            proposals.append(Choice(strategy, reason))
-    return max(proposals, key=lambda choice: _WEIGHT[choice.strategy], default=mine)
+    if heard is None:
+        return mine
+    return max(mine, heard, key=lambda choice: _WEIGHT[choice.strategy])

@@ -17,7 +17,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 
 from .errors import format_ranks
-from .plans import Plan, first_difference
+from .plans import Offer, Plan, first_difference
 from .verdicts import Verdict
 
 __all__ = ["GRACE_S", "Gate", "Keys", "LongWait"]
@@ -73,20 +73,30 @@ class Gate:
         self._answer_for("count", "sum", "offering", "verdict")
 
     def meet(
-        self, store: Store, plan: Plan | None, offers: Sequence[str], log: LongWait
+        self, store: Store, plan: Plan | None, offers: Sequence[Offer], log: LongWait
     ) -> Verdict:
         """Arrive, and wait for the verdict until ``log.end``."""
+        for offer in offers:
+            key = self._keys.add(self._key("offer", offer.subject))
+            if offer.yields:
+                store.compare_set(key, "", offer.text)
+            else:
+                store.set(key, offer.text)
         if offers:
-            store.set(self._mine("offer"), json.dumps(offers))
             store.add(self._key("offering"), 1)
         if plan is not None:
             store.add(self._key("sum"), plan.contribution(self._rank, self._size))
         if store.add(self._key("count"), 1) == self._size:
-            self._settle(store, self._all_here(store, plan, offers))
+            self._settle(store, self._all_here(store, plan))
         store.set(self._mine("here"), "1")
         text = self._await(store, "verdict", log.end, log)
         verdict = Verdict.from_json(text) if text else self._judge(store)
         return self._aftermath(store, verdict, plan)
+
+    def hear(self, store: Store, subjects: Sequence[str]) -> dict[str, str]:
+        """What ranks have offered on some subjects, once this gate is passed."""
+        keys = {subject: self._key("offer", subject) for subject in subjects}
+        return {s: store.get(key).decode() for s, key in keys.items() if store.check([key])}
 
     def look(self, store: Store) -> Verdict | None:
         """The verdict before this rank has arrived: a bad one, or none."""
@@ -137,18 +147,13 @@ class Gate:
 
     # -- arrival ----------------------------------------------------------------------------
 
-    def _all_here(self, store: Store, plan: Plan | None, offers: Sequence[str]) -> Verdict:
+    def _all_here(self, store: Store, plan: Plan | None) -> Verdict:
         """The verdict by the last rank to arrive."""
         if plan is None:
             return Verdict("ok")
         if store.add(self._key("sum"), 0) != 0:
             return Verdict("disagree")
-        found = set(offers)
-        for other in range(self._size) if store.add(self._key("offering"), 0) else ():
-            key = self._key("offer", other)
-            if store.check([key]):
-                found.update(json.loads(store.get(key)))
-        return Verdict("ok", offers=tuple(sorted(found)))
+        return Verdict("ok", offered=store.add(self._key("offering"), 0) > 0)
 
     def _settle(self, store: Store, verdict: Verdict) -> Verdict:
         """Write the verdict unless there is one; the one that stands."""

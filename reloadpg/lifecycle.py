@@ -1,4 +1,4 @@
-"""offload, reload, offloaded, status: the lifecycle of a job's reloadable groups.
+"""offload, reload, offloaded: the lifecycle of a job's reloadable groups.
 
 Both operations are rounds (see ``rendezvous``): all ranks agree before anything is touched, do
 their part, and end with the same verdict. A failure before the first group is touched leaves
@@ -9,26 +9,27 @@ and in state ``failed``, on all ranks alike, and ``reload()`` called again rebui
 from __future__ import annotations
 
 import gc
-import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from . import c10d, devices, memory
+from . import devices
 from .connect import Connect, connect_group, validate
 from .construction import Construction
 from .errors import NotInstalledError, ReloadpgError
 from .group import GroupState, ReloadableProcessGroup
-from .operation import Operation, gates_of, settings_of
+from .operation import Operation, gates_of
+from .plans import Offer
 from .registry import Options, registry
-from .report import GroupStatus, Report, Status
+from .report import Report
 from .strategies import RECREATE, discard
 from .supervised import Attempt
 from .suspending import Suspension
 
-__all__ = ["offload", "offloaded", "on_offload", "on_reload", "on_report", "reload", "status"]
+__all__ = ["offload", "offloaded", "on_offload", "on_reload", "on_report", "reload"]
 
 logger = logging.getLogger("reloadpg")
 
@@ -100,23 +101,34 @@ def reload(*, connect: Connect = "none") -> Report:
 def offloaded() -> Iterator[Report]:
     """Within this block the groups are offloaded; afterwards, whatever happens, reloaded.
 
-    Collective, like :func:`offload` and :func:`reload`. If the body raises, the groups are
-    reloaded (the other ranks wait for it) and the body's exception goes on. If the reload then
-    fails too, its error is logged and the body's exception still goes on.
+    Collective, like :func:`offload` and :func:`reload`. Blocks nest: the outermost one reloads.
+    If its body raises, the groups are reloaded (the other ranks wait for it) and the body's
+    exception goes on. If the reload then fails too, its error is logged and the body's exception
+    still goes on.
 
     Yields:
         The report of the offload.
     """
     report = offload()
+    outermost = not registry.blocks
+    registry.blocks += 1
     try:
         yield report
     except BaseException:
-        try:
-            reload()
-        except ReloadpgError as error:
-            logger.error("reload after an exception in the offloaded block failed: %s", error)
+        registry.blocks -= 1
+        if outermost:
+            _reload_logged()
         raise
-    reload()
+    registry.blocks -= 1
+    if outermost:
+        reload()
+
+
+def _reload_logged() -> None:
+    try:
+        reload()
+    except ReloadpgError as error:
+        logger.error("reload after an exception in the offloaded block failed: %s", error)
 
 
 def on_offload(callback: Callable[[], object], *, name: str = "") -> Callable[[], None]:
@@ -168,38 +180,6 @@ def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
         callbacks[:] = [other for other in callbacks if other is not callback]
 
     return remove
-
-
-def status() -> Status:
-    """How this process stands: installation, generation, and each reloadable group.
-
-    Local, cheap, at any time and from any thread: before ``install``, while offloaded, after a
-    failure. While an operation runs, the groups' ``memory_bytes`` are None: no communicator is
-    asked for its memory while another thread releases it.
-    """
-    options = registry.options
-    world = c10d.world()
-    groups = registry.managed()
-    job = registry._job if registry._job is not None and registry._job.world is world else None
-    states = [group.state for group in groups]
-    worst = next(
-        (s for s in (GroupState.FAILED, GroupState.OFFLOADED) if s in states), GroupState.LIVE
-    )
-    return Status(
-        installed=registry.patches is not None,
-        initialized=world is not None,
-        rank=world.rank() if world is not None else None,
-        world_size=world.size() if world is not None else None,
-        state=worst.value,
-        generation=job.generation if job else 0,
-        cycles=job.cycles if job else 0,
-        options=settings_of(options) if options else {},
-        groups=tuple(_group_status(group) for group in groups),
-        bypassed=len(c10d.known_groups()) - len(groups),
-        memory=memory.in_use(),
-        foreign=tuple(registry.patches.foreign()) if registry.patches is not None else (),
-        last_error=job.last_error if job else "",
-    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -259,8 +239,9 @@ def _publish(report: Report) -> None:
     """Log a report and hand it to all who asked for it; their errors stay here."""
     logger.log(logging.ERROR if report.error else logging.INFO, "%s", report)
     for warning in report.warnings:
-        first = warning not in registry.warned  # in every cycle it would be noise
-        registry.warned.add(warning)
+        kind = re.sub(r"\d[\d.]*", "#", warning)  # the same with other figures is not news
+        first = kind not in registry.warned
+        registry.warned.add(kind)
         logger.log(logging.WARNING if first else logging.DEBUG, "%s: %s", report.operation, warning)
     for callback in list(registry.callbacks.report):
         try:
@@ -282,8 +263,10 @@ def _offload(run: Operation, collect: bool) -> Report:
 
     with run.guarded(completed):
         run.await_earlier("enter")
-        suspension.conclude(live, run.agree("enter", run.plan(), suspension.proposals(live)))
-        if first:
+        offers = suspension.proposals(live)
+        heard = run.agree("enter", run.plan(), offers, suspension.questions())
+        suspension.conclude(live, heard)
+        if first or live:  # groups made while offloaded are released by a second offload
             run.call_back(registry.callbacks.offload)
             live = [group for group in live if group.is_live]  # a callback may destroy its own
         with run.timed("device"):
@@ -322,11 +305,11 @@ def _reload(run: Operation, connect: Connect) -> Report:
         if was_released:
             run.call_back(registry.callbacks.before_reload)
         here = [_standing(g) for g in run.groups if g.construction.order in job.shared]
-        alive = run.agree("enter", run.plan(connect=connect), here)
+        asks = [repr(order) for order in job.shared]
+        standing = run.agree("enter", run.plan(connect=connect), here, asks)
         if not was_released:
             # So it is on all ranks: they agreed on the state.
             return run.report("nothing is offloaded")
-        standing = dict(json.loads(offer) for offer in alive)
         for order in [order for order in job.shared if repr(order) not in standing]:
             del job.shared[order]
         with run.timed("device"):
@@ -368,10 +351,10 @@ def _reload(run: Operation, connect: Connect) -> Report:
     return run.report("" if run.done else "no reloadable group here")
 
 
-def _standing(group: ReloadableProcessGroup) -> str:
+def _standing(group: ReloadableProcessGroup) -> Offer:
     """For ranks that are no members: whether the group has to be made again."""
     kept = "without" if group.communicator is None else "live" if group.is_live else "kept"
-    return json.dumps([repr(group.construction.order), kept])
+    return Offer(repr(group.construction.order), kept)
 
 
 def _to_rebuild(
@@ -396,24 +379,3 @@ def _register(
         callbacks[:] = [other for other in callbacks if other is not entry]
 
     return remove
-
-
-def _group_status(group: ReloadableProcessGroup) -> GroupStatus:
-    timeouts, history = group.current_timeouts(), group.history
-    stats = None if registry.busy else group.memory_stats()
-    selected = [timeouts[d].total_seconds() for d in group.construction.selected if d in timeouts]
-    return GroupStatus(
-        group.group_name,
-        group.group_desc,
-        group.construction.ranks,
-        group.construction.backend,
-        group.state.value,
-        group.generation,
-        selected[0] if selected else None,
-        group.last_error,
-        history.strategy,
-        None if stats is None else stats.get("total", 0),
-        history.cycles,
-        history.offload_ms,
-        history.reload_ms,
-    )

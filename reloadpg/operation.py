@@ -17,7 +17,7 @@ from .choice import Choice
 from .construction import Construction, WorldConstruction
 from .errors import RebuildError, ReleaseError, ReloadpgError
 from .group import GroupState, ReloadableProcessGroup
-from .plans import GroupPlan, Plan
+from .plans import GroupPlan, Offer, Plan
 from .registry import Job, Options
 from .rendezvous import Round
 from .report import GroupReport, Report, Span
@@ -103,11 +103,13 @@ class Operation:
         finally:
             self._span(f"wait.{name}", begun)
 
-    def agree(self, name: str, plan: Plan, offers: Sequence[str] = ()) -> frozenset[str]:
+    def agree(
+        self, name: str, plan: Plan, offers: Sequence[Offer] = (), asks: Sequence[str] = ()
+    ) -> dict[str, str]:
         """Agree with all ranks; see :meth:`Round.agree`."""
         begun = time.perf_counter()
         try:
-            return self.round.agree(name, plan, offers)
+            return self.round.agree(name, plan, offers, asks)
         finally:
             self._span(f"wait.{name}", begun)
 

@@ -6,10 +6,25 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .errors import format_ranks
 
-__all__ = ["GroupPlan", "Plan", "first_difference"]
+__all__ = ["GroupPlan", "Offer", "Plan", "first_difference"]
+
+
+class Offer(NamedTuple):
+    """What a rank makes known, to those who ask, when all agree on a plan.
+
+    Attributes:
+        subject: what it is about, in words that who asks can find.
+        text: what it says. Of several ranks' on one subject one is heard, the same by all.
+        yields: whether one that does not yield is heard instead.
+    """
+
+    subject: str
+    text: str
+    yields: bool = False
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,7 @@ class Registry:
         self.callbacks = Callbacks()
         self.warned: set[str] = set()
         self._job: Job | None = None
+        self.blocks = 0  # open ``offloaded()`` blocks
         self._busy: str | None = None
         self._inherited: ProcessGroup | None = None
 

@@ -15,7 +15,9 @@ tries to write its failure: the verdict that stands says it, see :meth:`Round.fa
 
 Cost of a gate: five short store operations a rank, whatever the number of ranks. Agreement adds
 one: each group's members add numbers that sum to zero exactly if all of them describe the group
-alike. Plans are exchanged in full only after that sum has shown a difference. After a time-out
+alike. Plans are exchanged in full only after that sum has shown a difference. What a rank has to
+say about a group is an offer, kept under the group's name for those who ask; a rank asks only
+where somebody has offered something, and only about its own groups. After a time-out
 one rank looks for the missing ones, and the others read what it found.
 
 Keys are retired: when a gate is passed, all ranks have read the gate before it, and its keys are
@@ -31,7 +33,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -41,7 +43,7 @@ from . import c10d
 from .connection import Connection
 from .errors import RebuildError, ReleaseError, ReloadpgError, RendezvousTimeoutError
 from .gates import GRACE_S, Gate, Keys, LongWait
-from .plans import Plan
+from .plans import Offer, Plan
 from .supervised import Attempt, Task
 from .verdicts import Verdict
 
@@ -165,22 +167,30 @@ class Round:
 
     # -- what the lifecycle calls -----------------------------------------------------------
 
-    def agree(self, phase: str, plan: Plan, offers: Iterable[str] = ()) -> frozenset[str]:
+    def agree(
+        self, phase: str, plan: Plan, offers: Sequence[Offer] = (), asks: Sequence[str] = ()
+    ) -> dict[str, str]:
         """Pass a gate at which all ranks must ask for the same. Collective, blocking, bounded.
 
         Args:
             phase: the gate.
             plan: what this rank is about to do.
-            offers: what this rank brings for all to know.
+            offers: what this rank makes known.
+            asks: the subjects of which it wants to know what any rank has offered.
 
         Returns:
-            The offers of all ranks.
+            The texts offered, by subject; those asked for, where there is one.
 
         Raises:
             DisagreementError: on all ranks; nothing was touched.
             RendezvousTimeoutError, PeerFailedError: as :meth:`gate`.
         """
-        return frozenset(self._pass(phase, plan, tuple(offers)).offers)
+        if not self._pass(phase, plan, offers).offered or not asks:
+            return {}
+        if self._rdv.alone:
+            return {offer.subject: offer.text for offer in offers if offer.subject in asks}
+        gate = self._gate(phase)
+        return self._ask(lambda store: gate.hear(store, asks), self.seconds, phase)
 
     def gate(self, phase: str) -> None:
         """Wait until all ranks are here. Collective, blocking, bounded.
@@ -270,11 +280,11 @@ class Round:
             self._gates[phase] = gate
         return gate
 
-    def _pass(self, phase: str, plan: Plan | None = None, offers: Sequence[str] = ()) -> Verdict:
+    def _pass(self, phase: str, plan: Plan | None = None, offers: Sequence[Offer] = ()) -> Verdict:
         if self._phases[:1] != [phase]:
             raise ReloadpgError(f"gate {phase!r} is not the next of {self._phases}")
         log = self._long_wait(phase)
-        verdict = Verdict("ok", offers=tuple(offers))
+        verdict = Verdict("ok", offered=bool(offers))
         if not self._rdv.alone:
             gate = self._gate(phase)
             self._arrived = phase

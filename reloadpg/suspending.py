@@ -7,16 +7,16 @@ kept and go on in a new round, in which these groups are recreated.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from . import c10d, memory
-from .choice import ALL_GROUPS, Choice, Facts, conclude, propose
+from .choice import Choice, Facts, conclude, propose
 from .errors import InsufficientMemoryError, ReleaseError, ReloadpgError
 from .group import GroupState, ReloadableProcessGroup
 from .operation import Operation, Took
+from .plans import Offer
 from .strategies import KEEPING, Suspend, abandon, communicators
 from .supervised import Attempt
 
@@ -36,24 +36,22 @@ class Suspension:
         self.run = run
         self.policy = run.options.strategy
 
-    def proposals(self, groups: Sequence[ReloadableProcessGroup]) -> list[str]:
-        """What this rank wants to do with each group, and what of it others must hear. Local."""
-        offers: dict[str, Choice] = {}
-        obstacles: list[str] = []
+    def proposals(self, groups: Sequence[ReloadableProcessGroup]) -> list[Offer]:
+        """What this rank wants to do with each group; what of it other members must hear. Local."""
+        offers: list[Offer] = []
         for group in groups:
             name, history = group.group_name, group.history
             wanted = self.policy.wanted(name, group.group_desc)
             facts = self._facts(group, wanted)
-            obstacles.append(facts.obstacle)
             history.held_bytes, history.suspended_bytes = facts.total, facts.suspendable
             choice = self.run.choices[name] = propose(self.policy, wanted, facts)
             if wanted != "recreate" and choice.strategy != "suspend":
-                offers[name] = choice
-        if len(obstacles) > 1 and obstacles[0] and len(set(obstacles)) == 1:
-            # The same for all: torch or NCCL is too old, most likely. One line says it.
-            every = f"{ALL_GROUPS}{self.run.job.world.rank()}"
-            return [Choice("recreate", obstacles[0]).to_offer(every)]
-        return [choice.to_offer(name) for name, choice in offers.items()]
+                offers.append(choice.to_offer(name))
+        return offers
+
+    def questions(self) -> list[str]:
+        """The groups of which this rank must hear what other members propose. Local."""
+        return [name for name, mine in self.run.choices.items() if mine.strategy != "recreate"]
 
     def _facts(self, group: ReloadableProcessGroup, wanted: str) -> Facts:
         stats = group.memory_stats()
@@ -71,21 +69,21 @@ class Suspension:
             suspendable=stats.get("suspend", 0) if stats else 0,
         )
 
-    def conclude(self, groups: Sequence[ReloadableProcessGroup], offers: frozenset[str]) -> None:
+    def conclude(self, groups: Sequence[ReloadableProcessGroup], heard: Mapping[str, str]) -> None:
         """Decide, alike on all members, how each group is released. Local.
+
+        Args:
+            groups: those to release.
+            heard: what other members propose, by group name.
 
         Raises:
             ReleaseError: a group cannot be suspended and must not be recreated instead.
         """
         recreated: list[str] = []
-        by_name: dict[str, list[str]] = {}
-        for offer in offers:  # of the whole job: each is parsed once, not once a group
-            by_name.setdefault(json.loads(offer)[0], []).append(offer)
         for group in groups:
             name = group.group_name
-            of_members = [f"{ALL_GROUPS}{rank}" for rank in group.construction.ranks]
-            heard = [offer for key in (name, *of_members) for offer in by_name.get(key, ())]
-            choice = self.run.choices[name] = conclude(name, self.run.choices[name], heard)
+            theirs = Choice.from_offer(heard[name]) if name in heard else None
+            choice = self.run.choices[name] = conclude(self.run.choices[name], theirs)
             group.history.strategy = choice.strategy
             if choice.strategy != "recreate" or not choice.reason:
                 continue
@@ -148,6 +146,8 @@ class Suspension:
             reason,
         )
         self.run.warnings.append(f"recreated instead of suspended: {reason}")
+        # It has cost all ranks a wait: ``auto`` does not try again in this job.
+        self.run.job.suspend_obstacle = f"{gate} failed before: {reason}"
         left = self.run.go_on_after(gate)
         for group in groups:
             self.run.choices[group.group_name] = Choice("recreate", reason)

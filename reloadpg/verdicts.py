@@ -29,7 +29,7 @@ class Verdict:
         stuck: ranks that were here and did not finish their own part before the bound.
         silent: ranks that did not answer when a failure was made known.
         doing: what ``rank`` was at, when that was its own part.
-        offers: what the ranks brought to an agreement, all of it.
+        offered: whether a rank has made an offer in an agreement.
         at_group: whether it was a group's communicator that failed, not the rank.
     """
 
@@ -40,7 +40,7 @@ class Verdict:
     stuck: tuple[int, ...] = ()
     silent: tuple[int, ...] = ()
     doing: str = ""
-    offers: tuple[str, ...] = ()
+    offered: bool = False
     at_group: bool = False
 
     @property
@@ -91,10 +91,11 @@ class Verdict:
             text += f", missing: rank {format_ranks(self.missing)}"
         text += "."
         if self.stuck:
+            text += f" Rank {format_ranks(self.stuck)} did not finish its own part"
+            text += f"; rank {self.rank} was at: {self.doing}." if self.doing else "."
             text += (
-                f" Rank {format_ranks(self.stuck)} did not finish its own part; rank {self.rank} "
-                f"was at: {self.doing}. A peer that never joined, or a buffer of another library "
-                "that still uses the communicator, does this."
+                " A peer that never joined, or a buffer of another library that still uses the "
+                "communicator, does this."
             )
         if rank in self.missing:
             text += " This rank came too late."

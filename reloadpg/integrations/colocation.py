@@ -27,9 +27,10 @@ from typing import Any
 from .. import devices
 from ..connect import Connect, validate
 from ..errors import InvalidOptionError, ReloadpgError
-from ..lifecycle import offload, reload, status
+from ..lifecycle import offload, reload
 from ..registry import registry
 from ..report import Report
+from ..standing import status
 from .torch_memory_saver import MemorySaver
 
 __all__ = ["Colocation", "ColocationError", "colocated"]

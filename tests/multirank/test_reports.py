@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import reloadpg
+from reloadpg import memory
 from reloadpg.testing import run_ranks, simulated
 
 
@@ -104,6 +105,36 @@ def test_status_remembers_the_last_error(listened: Any) -> None:
         assert seen["kind"] == ("ReloadpgError" if rank == 1 else "PeerFailedError")
         assert "ZeroDivisionError" in seen["failed"]
         assert seen["afterwards"] == ""
+
+
+def warned(rank: int, size: int) -> list[tuple[str, str]]:
+    logged: list[tuple[str, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(  # type: ignore[method-assign]
+        (record.levelname, record.getMessage())
+    )
+    logging.getLogger("reloadpg").addHandler(handler)
+    logging.getLogger("reloadpg").setLevel(logging.DEBUG)
+    simulated.register()
+    reloadpg.install()
+    dist.init_process_group("sim")
+    held = iter((12.5, 99, 3))
+    memory.add_check(lambda: f"{next(held)} MiB stay" if rank == 0 else "this rank is odd")
+    reloadpg.offload()
+    reloadpg.reload()
+    memory.add_check(lambda: "something else stays")
+    reloadpg.offload()
+    return [(level, text) for level, text in logged if "stay" in text or "odd" in text]
+
+
+def test_a_warning_is_logged_once_whatever_its_figures() -> None:
+    """Later ones of the kind are for debugging; another warning is news."""
+    ranks = run_ranks(warned, 2, timeout=60)
+    for text, logged in zip(["12.5 MiB stay", "this rank is odd"], ranks, strict=True):
+        same = [entry for entry in logged if "something else" not in entry[1]]
+        assert [level for level, _ in same] == ["WARNING", "DEBUG", "DEBUG"]
+        assert text in same[0][1]
+        assert [level for level, line in logged if "something else" in line] == ["WARNING"]
 
 
 def test_no_communicator_is_asked_for_memory_while_an_operation_runs(listened: Any) -> None:

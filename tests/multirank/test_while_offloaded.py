@@ -354,6 +354,57 @@ def test_calls_that_find_nothing_to_do_are_no_ops():
         }
 
 
+def _nested(rank, world_size, raising):
+    _install()
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    called = []
+    reloadpg.on_offload(lambda: called.append(reloadpg.status().cycles))
+    states = []
+    try:
+        with reloadpg.offloaded():
+            with reloadpg.offloaded() as inner:
+                states.append((inner.changed, reloadpg.status().state))
+                if raising:
+                    raise KeyError("in the inner block")
+            states.append(reloadpg.status().state)
+    except KeyError:
+        states.append("raised")
+    states.append(reloadpg.status().state)
+    with reloadpg.offloaded():  # a block of its own again, also after an offload by hand
+        pass
+    reloadpg.offload()
+    with reloadpg.offloaded():
+        pass
+    return states, reloadpg.status().state, reloadpg.status().cycles, len(called)
+
+
+@pytest.mark.parametrize("raising", [False, True])
+def test_the_outermost_block_reloads(raising):
+    """A library's block inside the caller's leaves the groups offloaded (failure 23)."""
+    middle = "raised" if raising else "offloaded"
+    for facts in run_ranks(_nested, 2, args=(raising,)):
+        assert facts == ([(False, "offloaded"), middle, "live"], "live", 3, 3)
+
+
+def _made_while_offloaded(rank, world_size):
+    _install()
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    called = []
+    reloadpg.on_offload(lambda: called.append(len(reloadpg.status().groups)))
+    reloadpg.offload()
+    late = dist.new_group([0, 1])
+    again = reloadpg.offload(), reloadpg.offload()
+    state = str(late.state)
+    reloadpg.reload()
+    return called, [report.changed for report in again], state, summed(late, rank)
+
+
+def test_callbacks_run_on_every_offload_that_releases_something():
+    """Also for a group made while the others are offloaded: buffers on it go first (failure 18)."""
+    for facts in run_ranks(_made_while_offloaded, 2):
+        assert facts == ([1, 2], [True, False], "offloaded", 3)
+
+
 def _alone(rank, world_size, min_size):
     _install(min_size=min_size)
     dist.init_process_group("gloo", timeout=TIMEOUT)

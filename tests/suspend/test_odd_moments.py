@@ -94,6 +94,33 @@ def test_a_rank_interrupted_in_a_fall_back_stays_in_step() -> None:
         assert (result["then"], result["sums"]) == (("", ""), True)
 
 
+def after_a_fall_back(rank: int, size: int, strategy: str, at: str) -> list[Any]:
+    job = Job(strategy, bound=6)
+    if rank == 1:
+        simulated.inject(simulated.Fault(at, group="g2"))  # type: ignore[arg-type]
+    found = []
+    for _ in range(3):
+        report = reloadpg.offload()
+        reasons = {group.reason for group in report.groups}
+        found.append((set(chosen(report).values()), "injected" in "".join(reasons)))
+        reloadpg.reload()
+        simulated.clear_faults()
+        assert job.sums()
+    return found
+
+
+@pytest.mark.parametrize("at", ["suspend", "resume"])
+@pytest.mark.parametrize("strategy", ["auto", "suspend"])
+def test_auto_learns_from_a_fall_back(strategy: str, at: str) -> None:
+    """It costs all ranks a wait: `auto` recreates from then on and says why; `suspend`, which the
+    user has asked for, is tried again.
+    """
+    first = ({"recreate"}, True) if at == "suspend" else ({"suspend"}, False)
+    then = ({"recreate"}, True) if strategy == "auto" else ({"suspend"}, False)
+    for found in run_ranks(after_a_fall_back, 3, args=(strategy, at), timeout=60):
+        assert found == [first, then, then]
+
+
 def destroyed_in_callback(rank: int, size: int, strategy: str, when: str) -> dict[str, Any]:
     job = Job(strategy, subgroups=((0, 1),), bound=6)
     group = job.groups.pop("g0")

@@ -20,7 +20,7 @@ from reloadpg.errors import (
     RendezvousTimeoutError,
 )
 from reloadpg.gates import GRACE_S, Gate, Keys
-from reloadpg.plans import Plan
+from reloadpg.plans import Offer, Plan
 from reloadpg.rendezvous import Rendezvous
 from reloadpg.verdicts import Verdict
 
@@ -108,6 +108,24 @@ def test_keys_are_retired() -> None:
     # counts jobs, and a TCPStore counts one key of its own.
     assert max(counts) <= 2 * (2 + 4) + 1 + 4 + 1
     assert counts[2:] == [counts[2]] * 4
+
+
+def test_keys_of_offers_are_retired() -> None:
+    """Whoever made them; none of a gate is left when all ranks are at the second after it."""
+    job = tcp_job(3)
+
+    def offering(rdv: Rendezvous) -> None:
+        round_ = rdv.open("offload", ("enter", "quiesced", "released"), 20)
+        offers = [Offer("of all", "x"), Offer(f"of {rdv.rank}", "x", yields=True)]
+        assert round_.agree("enter", PLAN, offers, ["of all"]) == {"of all": "x"}
+        round_.gate("quiesced")
+        round_.gate("released")
+
+    job.run(three_gates)
+    before = job.store.num_keys()
+    for _ in range(3):
+        assert [result for result, _ in job.run(offering)] == [None] * 3
+    assert job.store.num_keys() == before
 
 
 def test_keys_of_failed_rounds_are_retired() -> None:
@@ -228,14 +246,53 @@ def test_a_disagreement_is_told_to_all() -> None:
     assert [result for result, _ in job.run(three_gates)] == ["passed"] * 5
 
 
-def test_offers_reach_all_ranks() -> None:
-    """Everybody gets everything that anybody brought."""
+def test_offers_reach_those_who_ask() -> None:
+    """What any rank has offered, whoever asks; nothing on what nobody has offered anything on."""
     job = tcp_job(3)
-    offers = [("a",), ("a", "b"), ("c",)]
+    offers = [[Offer("a", "1")], [Offer("b", "2"), Offer("c", "3")], []]
+    asks = [["b", "d"], [], ["c", "a"]]
     results = job.run(
-        lambda rdv: rdv.open("reload", ("enter",), 20).agree("enter", PLAN, offers[rdv.rank])
+        lambda rdv: rdv.open("reload", ("enter",), 20).agree(
+            "enter", PLAN, offers[rdv.rank], asks[rdv.rank]
+        )
     )
-    assert [result for result, _ in results] == [frozenset("abc")] * 3
+    assert [result for result, _ in results] == [{"b": "2"}, {}, {"c": "3", "a": "1"}]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_an_offer_that_yields_is_heard_only_without_another(order: tuple[int, int]) -> None:
+    """Whoever comes first."""
+    job = tcp_job(2)
+    written = threading.Event()
+    offers = [[Offer("a", "weak", yields=True)], [Offer("a", "strong")]]
+
+    def agree(rdv: Rendezvous) -> dict[str, str]:
+        round_ = rdv.open("reload", ("enter",), 20)
+        if rdv.rank == order[0]:
+            waits = Gate._await
+
+            def arrived(self: Gate, *args: Any) -> Any:
+                written.set()
+                return waits(self, *args)
+
+            Gate._await = arrived  # type: ignore[method-assign]
+        else:
+            assert written.wait(20)
+        return round_.agree("enter", PLAN, offers[rdv.rank], ["a"])
+
+    original = Gate._await
+    try:
+        results = job.run(agree)
+    finally:
+        Gate._await = original  # type: ignore[method-assign]
+    assert [result for result, _ in results] == [{"a": "strong"}] * 2
+
+
+def test_a_rank_alone_hears_its_own_offers() -> None:
+    """As with others: those that it asks for."""
+    round_ = Rendezvous(None, 0, 1).open("reload", ("enter",), 20)
+    offers = [Offer("a", "1"), Offer("b", "2")]
+    assert round_.agree("enter", PLAN, offers, ["b", "c"]) == {"b": "2"}
 
 
 @pytest.mark.parametrize("last", [0, 1])
@@ -244,7 +301,7 @@ def test_an_offer_reaches_all_ranks_whoever_arrives_last(last: int) -> None:
     job = tcp_job(2)
     first_is_here = threading.Event()
 
-    def agree(rdv: Rendezvous) -> frozenset[str]:
+    def agree(rdv: Rendezvous) -> dict[str, str]:
         if rdv.rank == last:
             assert first_is_here.wait(20)
         else:
@@ -256,15 +313,15 @@ def test_an_offer_reaches_all_ranks_whoever_arrives_last(last: int) -> None:
                 return waits(self, *args)
 
             Gate._await = arrived  # type: ignore[method-assign]
-        offers = ("a",) if rdv.rank == 0 else ()
-        return rdv.open("offload", ("enter",), 20).agree("enter", PLAN, offers)
+        offers = [Offer("a", "x")] if rdv.rank == 0 else []
+        return rdv.open("offload", ("enter",), 20).agree("enter", PLAN, offers, ["a"])
 
     original = Gate._await
     try:
         results = job.run(agree)
     finally:
         Gate._await = original  # type: ignore[method-assign]
-    assert [result for result, _ in results] == [frozenset("a")] * 2
+    assert [result for result, _ in results] == [{"a": "x"}] * 2
 
 
 def test_work_that_does_not_end_is_told_from_ranks_that_are_gone() -> None:
@@ -387,6 +444,6 @@ def test_a_store_that_is_gone_is_an_error_within_the_bound() -> None:
 
 def test_verdicts_survive_the_store() -> None:
     """Written and read back, a verdict is the same."""
-    verdict = Verdict("timeout", 3, missing=(1, 2), stuck=(0,), doing="a group", offers=("x",))
+    verdict = Verdict("timeout", 3, missing=(1, 2), stuck=(0,), doing="a group", offered=True)
     assert Verdict.from_json(verdict.to_json()) == verdict
     assert Verdict.from_json(Verdict("ok").to_json()) == Verdict("ok")
