@@ -158,6 +158,16 @@ class Registry:
         """The managed groups that own no communicator now."""
         return [group for group in self.managed() if group.state is not GroupState.LIVE]
 
+    @property
+    def known_job(self) -> Job | None:
+        """The job of the current default group if there was reason to note it. Local, cheap."""
+        job = self._job
+        return job if job is not None and job.world is c10d.world() else None
+
+    def is_inherited(self, world: ProcessGroup) -> bool:
+        """Whether a default group came with a fork, and is the parent's."""
+        return world is self._inherited
+
     # -- one operation at a time --------------------------------------------------------------
 
     @contextmanager

@@ -21,7 +21,7 @@ def status() -> Status:
     options = registry.options
     world = c10d.world()
     groups = registry.managed()
-    job = registry._job if registry._job is not None and registry._job.world is world else None
+    job = registry.known_job
     states = [group.state for group in groups]
     worst = next(
         (s for s in (GroupState.FAILED, GroupState.OFFLOADED) if s in states), GroupState.LIVE

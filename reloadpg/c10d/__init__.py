@@ -8,6 +8,7 @@ it; each function says what it relies on.
 from __future__ import annotations
 
 from .backends import (
+    abort_all,
     add_backends,
     get_timeouts,
     group_of_backends,
@@ -59,6 +60,7 @@ from .tables import (
 )
 
 __all__ = [
+    "abort_all",
     "add_backends",
     "backend_of",
     "barrier_after_creation",

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 
 __all__ = [
+    "abort_all",
     "add_backends",
     "get_timeouts",
     "group_of_backends",
@@ -159,3 +160,11 @@ def add_backends(group: ProcessGroup, backends: Mapping[str, tuple[str, CppBacke
 
 def _backend_type(name: str) -> Any:
     return _c10d.Backend.backend_type_map.get(name, ProcessGroup.BackendType.CUSTOM)
+
+
+def abort_all() -> None:
+    """Abort all groups of this process (``_abort_process_group``). Blocking; waits for no peer.
+
+    All in one call: aborting the communicators of one job one by one hung (pytorch#119797).
+    """
+    _c10d._abort_process_group()

@@ -157,13 +157,10 @@ def abort_groups() -> None:
     """
     if not is_initialized():
         return
-    # Private to torch (2.8 to 2.15). All groups in one call: aborting the communicators of one
-    # job one by one hung (pytorch#119797).
-    from torch.distributed.distributed_c10d import _abort_process_group
-
+    from reloadpg import c10d
     from reloadpg.supervised import Task
 
-    task = Task(lambda _: _abort_process_group(), "abort")
+    task = Task(lambda _: c10d.abort_all(), "abort")
     if not task.wait(_ABORT_S):
         raise TimeoutError(
             f"The process groups were not aborted within {_ABORT_S:g} s; a thread goes on with "

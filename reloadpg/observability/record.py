@@ -50,7 +50,7 @@ class StatusRecord:
         has inherited, but only what a group of its own says.
         """
         world = c10d.world()
-        if self._forked and (world is None or world is registry._inherited):
+        if self._forked and (world is None or registry.is_inherited(world)):
             return None
         return current_rank() if world is None else world.rank()
 
@@ -64,7 +64,7 @@ class StatusRecord:
         if seen == self._seen or not registry.lock.acquire(blocking=False):  # type: ignore[attr-defined]
             return
         try:
-            if registry._busy is None:
+            if not registry.busy:
                 self._look(seen)
         finally:
             registry.lock.release()  # type: ignore[attr-defined]
