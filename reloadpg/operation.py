@@ -280,7 +280,7 @@ class Operation:
 
     def _free_store(self) -> None:
         """After work was given up: let groups be created again, by anybody. Bounded."""
-        if self.job.torn:
+        if self.job.torn and not self.round.lost:
             attempt = Attempt()
             if not Task(self._renew_store, "renew", attempt).wait(_ABANDON_S):
                 attempt.abandon()  # the next reload tries again

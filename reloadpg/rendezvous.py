@@ -133,6 +133,7 @@ class Round:
         sequence: number of the round, equal on all ranks that meet in it.
         waited_ms: time spent waiting for other ranks, by gate.
         left_work: whether work was given up that has not ended: it may hold a store client.
+        lost: whether the store has failed this round.
         verdict: what ended the round early, as all ranks read it; None before that.
     """
 
@@ -156,7 +157,7 @@ class Round:
         self._mark = "+" if again else ""
         self._arrived = ""  # the last gate at which this rank may have been counted
         self._ended: str | None = None  # the gate whose verdict ended the round
-        self._lost = False  # whether the store has failed this round
+        self.lost = False
         self.left_work = False
         self.verdict: Verdict | None = None
 
@@ -241,7 +242,7 @@ class Round:
         # How a gate ended at which this rank was counted is unknown without the store: suppose
         # that the others have gone on.
         counted = phases[0] == self._arrived and len(phases) > 1
-        if self._rdv.alone or self._lost:
+        if self._rdv.alone or self.lost:
             self._ended = phases[1] if counted else phases[0]
             if self._rdv.alone:
                 self.verdict = Verdict("failed", self._rdv.rank, at_group=at_group)
@@ -337,7 +338,7 @@ class Round:
         try:
             return self._rdv.ask(question, seconds, f"{self.operation}, phase {phase!r}")
         except ReloadpgError as error:
-            self._lost = True
+            self.lost = True
             if isinstance(error, RendezvousTimeoutError):
                 error.phase = phase
             raise
