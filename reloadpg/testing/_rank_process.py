@@ -26,6 +26,9 @@ from typing import Any, NoReturn
 LOADING = "RELOADPG_RANK_LOADING"
 """Set in a rank's environment while it imports the function's module; see `run_ranks`."""
 
+OVER = "over"
+"""This file is in the job's directory once a rank has failed: nobody waits for the others."""
+
 
 def _load_module(name: str, file: str) -> None:
     """Import `name`; if that is impossible or finds another file, load `file` under that name.
@@ -96,6 +99,18 @@ def _write(path: Path, data: bytes) -> None:
     part.replace(path)
 
 
+def _stay(job_dir: Path, world_size: int) -> None:
+    """Until all ranks have returned or one has failed.
+
+    A peer may still be connecting to this rank, or taking the last bytes of a collective: gloo
+    breaks there if the sockets close ("connection closed by peer").
+    """
+    results = [job_dir / f"{rank}.result" for rank in range(world_size)]
+    over = job_dir / OVER
+    while not over.exists() and not all(result.exists() for result in results):
+        time.sleep(0.01)
+
+
 def _own_frames_skipped(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         if trace.tb_next is None:
@@ -119,12 +134,14 @@ def run(job_dir: Path, rank: int) -> int:
         os.environ.update(job["rank_environ"][rank])
         _prepare(job, job_dir, rank)
         _write(job_dir / f"{rank}.result", _call(job, job_dir, rank))
+        _stay(job_dir, job["world_size"])
         code = 0
     except BaseException as error:
         at = time.monotonic()
         error.__traceback__ = _own_frames_skipped(error.__traceback__)
         report = {"exception": "".join(traceback.format_exception(error)), "at": at}
         _write(job_dir / f"{rank}.error", json.dumps(report).encode())
+        (job_dir / OVER).touch()
         code = _exit_code(error)
     sys.stdout.flush()
     sys.stderr.flush()

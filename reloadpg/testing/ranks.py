@@ -32,12 +32,14 @@ from ._rank_job import (
     tail,
 )
 from ._rank_pool import POOL
-from ._rank_process import LOADING
+from ._rank_process import LOADING, OVER
 
 __all__ = ["RankOutcome", "RanksFailedError", "run_ranks"]
 
 _GRACE = 1.0
 """Seconds that the other ranks get to fail by themselves after the first failure."""
+_LEAVE_LIMIT = 2.0
+"""Seconds that ranks get to end that had returned and waited for the others."""
 _STACK_LIMIT = 2.0
 """Seconds to wait for the Python stacks of ranks that hang."""
 _END_LIMIT = 20.0
@@ -100,7 +102,9 @@ def run_ranks(
 
     Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and
     MASTER_PORT, so `torch.distributed.init_process_group("gloo")` works as it is; gloo uses the
-    loopback device only, and each rank computes on one thread. Blocks until every rank has ended.
+    loopback device only, and each rank computes on one thread. A rank whose function has returned
+    stays until all have, or one has failed: no peer loses a connection that it still needs.
+    Blocks until every rank has ended.
     Thread-safe. All processes of the run are gone when the call returns or raises, and when the
     calling process dies by whatever means: ranks, their children, and what those moved to other
     sessions. A directory in `tempfile.gettempdir()` is used and removed.
@@ -216,13 +220,24 @@ class _Run:
         deadline = limit
         while len(self._ended) < self._world_size and not self._over:
             rank = self._receive(deadline)
+            if rank is not None and not self._returned(rank):
+                (self._job_dir / OVER).touch()
             if time.monotonic() >= deadline and len(self._ended) < self._world_size:
+                self._release_those_that_stay()
                 self._hung = frozenset(range(self._world_size)) - frozenset(self._ended)
                 self._timed_out = deadline == limit
                 self._read_stacks()
                 return
             if rank is not None and self._end_on_failure and not self._returned(rank):
                 deadline = min(deadline, time.monotonic() + _GRACE)
+
+    def _release_those_that_stay(self) -> None:
+        """Let ranks end that only wait for the others; who is left then, hangs."""
+        (self._job_dir / OVER).touch()
+        deadline = time.monotonic() + _LEAVE_LIMIT
+        staying = {r for r in range(self._world_size) if (self._job_dir / f"{r}.result").exists()}
+        while staying - set(self._ended) and time.monotonic() < deadline and not self._over:
+            self._receive(deadline)
 
     def _receive(self, deadline: float) -> int | None:
         """Take one message; return the rank that it says has ended, if any."""

@@ -64,14 +64,16 @@ class Faults:
 class Interpreter:
     """One rank's run of one program: what it saw after each instruction."""
 
-    def __init__(self, rank: int, faults: Faults) -> None:
+    def __init__(self, rank: int, faults: Faults, meetings: dist.Store) -> None:
         self._rank = rank
         self._faults = faults
+        self._meetings = meetings
         self._groups: dict[int, Any] = {}
 
     def run(self, number: int, program: Program) -> list[Any]:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, is_master=False)
+        store = _connect()
+        self._meeting = dist.PrefixStore(f"meeting/{number}", self._meetings)
+        self._size = program.size
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore(f"program/{number}", store),
@@ -83,6 +85,7 @@ class Interpreter:
         try:
             return [self._step(*step) for step in enumerate(program.instructions)]
         finally:
+            self._meet(len(program.instructions))
             dist.destroy_process_group()  # in any state, with whatever groups there are
 
     def _step(self, number: int, instruction: Instruction) -> dict[str, Any]:
@@ -132,7 +135,16 @@ class Interpreter:
         reloadable = isinstance(made, reloadpg.ReloadableProcessGroup)
         return "reloadable" if reloadable else "as torch made it"
 
-    def _destroy(self, _: int, slot: int, only: int | None) -> str:
+    def _meet(self, number: int) -> None:
+        """Wait for the other ranks of the program. A gloo group whose peer destroys it while this
+        rank is still connecting it, or in a collective, breaks: with torch as it is, too.
+        """
+        if self._meeting.add(f"{number}/count", 1) == self._size:
+            self._meeting.set(f"{number}/all", "")
+        self._meeting.wait([f"{number}/all"], timedelta(seconds=PROGRAM_LIMIT_S))
+
+    def _destroy(self, number: int, slot: int, only: int | None) -> str:
+        self._meet(number)
         if slot not in self._groups or only not in (None, self._rank):
             return ""
         group = self._groups.pop(slot)
@@ -206,16 +218,24 @@ def _is_registered(group: Any) -> bool:
     return name is not None and c10d._resolve_process_group(name) is group
 
 
+def _connect() -> dist.TCPStore:
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
 def serve(rank: int, size: int, address: str) -> None:
     """Interpret programs until there are no more."""
-    faults = Faults()
+    faults, meetings = Faults(), _connect()
     reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=BOUND_S))
     with Client(address, "AF_UNIX") as connection:
         connection.send(rank)
         while (task := connection.recv()) is not None:
             faulthandler.dump_traceback_later(PROGRAM_LIMIT_S, exit=True)
             number, program = task
-            seen = Interpreter(rank, faults).run(number, program) if rank < program.size else []
+            seen = (
+                Interpreter(rank, faults, meetings).run(number, program)
+                if rank < program.size
+                else []
+            )
             faulthandler.cancel_dump_traceback_later()
             connection.send(seen)
 
@@ -243,13 +263,17 @@ class Pool:
         if self._thread is None:
             self._start()
         self._count += 1
+        seen: list[list[Any]] = []
         try:
             for connection in self._connections.values():
                 connection.send((self._count, program))
-            return [self._receive(rank) for rank in range(RANKS)][: program.size]
+            for rank in range(RANKS):
+                seen.append(self._receive(rank))
         except (EOFError, OSError) as cause:
             self.close()
-            raise PoolBrokenError(self._error) from cause
+            lines = [f"rank {rank} saw {steps}" for rank, steps in enumerate(seen)]
+            raise PoolBrokenError("\n".join([self._error, *lines])) from cause
+        return seen[: program.size]
 
     def close(self) -> None:
         """End the ranks; those that hang end at their own limit."""

@@ -146,6 +146,11 @@ def hash_randomized(rank: int, world_size: int) -> int:
     return sys.flags.hash_randomization
 
 
+def hang_in_rank_1(rank: int, world_size: int) -> None:
+    while rank == 1:
+        time.sleep(1)
+
+
 class Point:
     def __init__(self, x: int) -> None:
         self.x = x
@@ -280,18 +285,13 @@ def wait_for_ever(rank: int, world_size: int) -> None:
 
 
 def stay_after_return(rank: int, world_size: int, fifo: str) -> str:
-    """Rank 0 returns, but its process waits for a thread; rank 1 fails when it has got there."""
+    """Rank 0 returns, but its process waits for a thread; rank 1 fails then."""
     if rank == 1:
         with open(fifo) as file:
             raise ValueError(file.readline())
-    threading.Thread(target=tell_when_main_is_over, args=(fifo,)).start()
-    return "returned"
-
-
-def tell_when_main_is_over(fifo: str) -> None:
-    threading.main_thread().join()
+    threading.Thread(target=wait_in_helper).start()
     report(fifo, 1)
-    wait_in_helper()
+    return "returned"
 
 
 # ----- what ranks see
@@ -343,6 +343,59 @@ def test_init_process_group_just_works(start_method: Any, store: Any) -> None:
     """`init_process_group("gloo")` without arguments connects the ranks of the run."""
     results = run_ranks(reduce_ranks, 2, start_method=start_method, store=store, timeout=LIMIT)
     assert results == [3, 3]
+
+
+def leave_at_once(rank: int, world_size: int, fate: str, returned: str) -> list[str]:
+    """Rank 0 returns; the others look whether its process is there, and go on as they are told."""
+    marker, looked = Path(returned), Path(f"{returned}.looked")
+    if rank == 0:
+        marker.write_text(str(os.getpid()))
+        return []
+    while not marker.exists() or not marker.read_text():
+        time.sleep(0.01)
+    process = Path(f"/proc/{marker.read_text()}")
+    if rank == 1:
+        while not looked.exists():
+            time.sleep(0.01)
+        if fate == "raise":
+            raise ValueError("on purpose")
+        if fate == "die":
+            os._exit(3)
+        return []
+    time.sleep(0.3)  # rank 0 would be gone by now
+    left = [] if process.exists() else ["gone"]
+    looked.touch()
+    while fate != "return" and process.exists():
+        time.sleep(0.01)
+    return left
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+@pytest.mark.parametrize("fate", ["return", "raise", "die"])
+def test_a_rank_that_has_returned_stays_for_the_others(
+    fate: str, start_method: Any, tmp_path: Path
+) -> None:
+    """Its connections are there until all have returned; or one has failed, and then it ends."""
+    outcomes = run_ranks(
+        leave_at_once,
+        3,
+        args=(fate, str(tmp_path / "returned")),
+        start_method=start_method,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert [outcome.ok for outcome in outcomes] == [True, fate == "return", True]
+    assert outcomes[2].result == []
+    assert not any(outcome.timed_out or outcome.ended for outcome in outcomes)
+
+
+def test_ranks_that_stay_do_not_count_as_hung(tmp_path: Path) -> None:
+    """At the time limit only those are named that have not returned."""
+    with pytest.raises(RanksFailedError) as failed:
+        run_ranks(hang_in_rank_1, 3, timeout=3)
+    assert [outcome.ok for outcome in failed.value.outcomes] == [True, False, True]
+    assert failed.value.outcomes[1].timed_out
+    assert "1 of 3 ranks failed" in str(failed.value)
 
 
 def test_groups_can_be_initialised_again_with_the_store_in_rank_0(tmp_path: Path) -> None:
