@@ -34,6 +34,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -52,6 +54,9 @@ __all__ = ["Rendezvous", "Round"]
 logger = logging.getLogger("reloadpg")
 
 T = TypeVar("T")
+
+_NEXT_S = 0.2
+"""How long a rank that was given up on looks whether the others call again at this moment."""
 
 _TELL_S = 5.0
 """How long a rank that fails tries to tell the others."""
@@ -98,6 +103,11 @@ class Rendezvous:
         """Begin a round. Local; all ranks must open their rounds in the same order."""
         self._sequence += 1
         return Round(self, operation, self._sequence, gates, seconds)
+
+    def skip(self, sequence: int) -> int:
+        """Count a round that the others have ended without this rank; the number of the next."""
+        self._sequence = max(self._sequence, sequence + 1)
+        return sequence + 1
 
     def again(self, ended: Round, gates: Sequence[str]) -> Round:
         """Begin the second round of an operation, with the number of the first.
@@ -186,7 +196,8 @@ class Round:
             DisagreementError: on all ranks; nothing was touched.
             RendezvousTimeoutError, PeerFailedError: as :meth:`gate`.
         """
-        if not self._pass(phase, plan, offers).offered or not asks:
+        verdict = self._meet_in_step(phase, plan, offers)
+        if not verdict.offered or not asks:
             return {}
         if self._rdv.alone:
             return {offer.subject: offer.text for offer in offers if offer.subject in asks}
@@ -239,11 +250,8 @@ class Round:
             return self._ended
         at_group = isinstance(error, (ReleaseError, RebuildError))
         phases = list(self._phases)
-        # How a gate ended at which this rank was counted is unknown without the store: suppose
-        # that the others have gone on.
-        counted = phases[0] == self._arrived and len(phases) > 1
         if self._rdv.alone or self.lost:
-            self._ended = phases[1] if counted else phases[0]
+            self._ended = self.supposed_end
             if self._rdv.alone:
                 self.verdict = Verdict("failed", self._rdv.rank, at_group=at_group)
             return self._ended
@@ -268,8 +276,20 @@ class Round:
         except ReloadpgError as lost:
             logger.warning("could not tell the other ranks of a failure: %s", lost)
             _add_to(error, f"\nThe other ranks could not be told: {lost}")
-            self._ended = phases[1] if counted else phases[0]
+            self._ended = self.supposed_end
         return self._ended
+
+    @property
+    def supposed_end(self) -> str | None:
+        """The gate at which the round ends for a rank that cannot ask the store.
+
+        How a gate ended at which it was counted it does not know: suppose that the others have
+        gone on.
+        """
+        if self._ended is not None or not self._phases:
+            return self._ended
+        counted = self._phases[0] == self._arrived and len(self._phases) > 1
+        return self._phases[1 if counted else 0]
 
     # -- gates ------------------------------------------------------------------------------
 
@@ -298,6 +318,32 @@ class Round:
         self._conclude(phase, verdict)
         log.over()
         return verdict
+
+    def _meet_in_step(self, phase: str, plan: Plan, offers: Sequence[Offer]) -> Verdict:
+        """Pass the first gate, in the round that the other ranks are in.
+
+        They give up on a rank that does not call at all, and count that round. It comes to it
+        with its next call and must not stay behind for ever: where the others have begun the
+        next round already, it joins them there. Nothing was touched yet.
+        """
+        while True:
+            try:
+                return self._pass(phase, plan, offers)
+            except RendezvousTimeoutError:
+                ended = self.verdict
+                if ended is None or self._rdv.rank not in ended.missing:
+                    raise
+                if not self._ask(self._next_has_begun, 2 * GRACE_S, phase):
+                    raise
+                self.sequence = self._rdv.skip(self.sequence)
+                self._gates.clear()
+                self._ended = self.verdict = None
+
+    def _next_has_begun(self, store: Store) -> bool:
+        key = f"{self.sequence + 1}/{self._phases[0]}/count"
+        with suppress(RuntimeError):
+            store.wait([key], timedelta(seconds=_NEXT_S))
+        return bool(store.check([key]))
 
     def _conclude(self, phase: str, verdict: Verdict) -> None:
         if verdict.ok:

@@ -76,8 +76,8 @@ class Verdict:
         if self.kind == "failed":
             return PeerFailedError(
                 f"{operation}: rank {self.rank} failed before phase {phase!r}: {self.text}"
-                f"{self.silence()}\nSee reloadpg.status(); once rank {self.rank} is able to, call "
-                f"{operation}() again on all ranks.",
+                f"{self.silence()}\nSee reloadpg.status(); once rank {self.rank} is able to, "
+                f"{_next_step(operation)}.",
                 rank=self.rank,
                 phase=phase,
                 missing=self.silent,
@@ -93,14 +93,15 @@ class Verdict:
         if self.stuck:
             text += f" Rank {format_ranks(self.stuck)} did not finish its own part"
             text += f"; rank {self.rank} was at: {self.doing}." if self.doing else "."
-            text += (
-                " A peer that never joined, or a buffer of another library that still uses the "
-                "communicator, does this."
-            )
+            if size > 1:
+                text += (
+                    " A peer that never joined, or a buffer of another library that still uses the "
+                    "communicator, does this."
+                )
         if rank in self.missing:
             text += " This rank came too late."
         return RendezvousTimeoutError(
-            f"{text} Find out what holds them up, then call {operation}() again on all ranks.",
+            f"{text} Find out what holds them up, then {_next_step(operation)}.",
             phase=phase,
             seconds=seconds,
             arrived=arrived,
@@ -115,3 +116,9 @@ class Verdict:
             f"\nNo sign of life since then from rank {format_ranks(self.silent)}: ended, cut off, "
             "or busy."
         )
+
+
+def _next_step(operation: str) -> str:
+    if operation == "exit":  # of a scope: this rank's groups are aborted when it has raised
+        return "restart the job: its process groups are aborted"
+    return f"call {operation.split()[0]}() again on all ranks"

@@ -145,6 +145,25 @@ def test_a_rank_one_call_behind() -> None:
     assert "This rank came too late" in results[1]["late"].text
 
 
+def one_call_skipped(rank: int, size: int) -> list[Any]:
+    """Rank 1 raises before its reload; then all call reload again, in step, as they are told."""
+    job = Job.start(rank, subgroups=((0, 1), (1, 2)), bound=1.5)
+    job.cycle()
+    reloadpg.offload()
+    alone = attempt(reloadpg.reload) if rank != 1 else None
+    meet("skipped", size)
+    again = attempt(reloadpg.reload)
+    return [alone, again, job.cycle()]
+
+
+def test_a_rank_that_skipped_a_call_is_in_step_with_the_next_one() -> None:
+    """It joins the others in the round that they are in, instead of staying one behind for good."""
+    for rank, (alone, again, goes_on) in enumerate(run_ranks(one_call_skipped, 3, timeout=60)):
+        assert rank == 1 or alone.kind == "RendezvousTimeoutError"
+        assert again.kind == "", again
+        assert goes_on
+
+
 def one_cycle_ahead(rank: int, size: int) -> dict[str, Any]:
     """A rank whose groups are a generation behind the others' is not let in."""
     job = Job.start(rank, subgroups=((0, 1), (1, 2)), bound=10)

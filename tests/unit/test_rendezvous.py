@@ -447,3 +447,19 @@ def test_verdicts_survive_the_store() -> None:
     verdict = Verdict("timeout", 3, missing=(1, 2), stuck=(0,), doing="a group", offered=True)
     assert Verdict.from_json(verdict.to_json()) == verdict
     assert Verdict.from_json(Verdict("ok").to_json()) == Verdict("ok")
+
+
+@pytest.mark.parametrize(
+    ("operation", "step"),
+    [
+        ("reload", "call reload() again on all ranks."),
+        ("barrier 'the data'", "call barrier() again on all ranks."),
+        ("exit", "restart the job: its process groups are aborted."),
+    ],
+)
+@pytest.mark.parametrize("kind", ["failed", "timeout"])
+def test_an_error_says_what_to_do_next(kind: str, operation: str, step: str) -> None:
+    """A function that exists, or that nothing here can be called again."""
+    verdict = Verdict(kind, 1, text="broken", missing=(1,))
+    error = verdict.error(operation, "arrive", seconds=3, rank=0, size=2)
+    assert str(error).endswith(step)
