@@ -109,19 +109,24 @@ def offloaded() -> Iterator[Report]:
     Yields:
         The report of the offload.
     """
+    before = registry.known_job
+    inner = before is not None and before.blocks > 0 and before.released
     report = offload()
-    outermost = not registry.blocks
-    registry.blocks += 1
+    job = registry.known_job
+    if job is not None:
+        job.blocks += 1
     try:
         yield report
     except BaseException:
-        registry.blocks -= 1
-        if outermost:
+        if not inner:
             _reload_logged()
         raise
-    registry.blocks -= 1
-    if outermost:
-        reload()
+    else:
+        if not inner:
+            reload()
+    finally:
+        if job is not None:
+            job.blocks -= 1
 
 
 def _reload_logged() -> None:
@@ -136,7 +141,7 @@ def on_offload(callback: Callable[[], object], *, name: str = "") -> Callable[[]
 
     Local; callbacks run in the order of registration, in the caller's thread, on every offload
     that has something to release. One that raises makes the offload fail on all ranks before any
-    group is touched.
+    group is touched. A group that a callback creates is not released by this offload.
 
     Returns:
         A function that takes the callback off again; idempotent.

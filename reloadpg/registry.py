@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ class Job:
     """One initialised ``torch.distributed``: from ``init_process_group`` to its destruction.
 
     Attributes:
-        world: the default group that the job stands for.
+        of: the default group that the job stands for; the job ends with it.
         rendezvous: how the ranks of the job meet.
         generation: number of completed reloads.
         cycles: number of completed offloads.
@@ -67,9 +68,10 @@ class Job:
         splits: how often each group was split.
         suspend_obstacle: why this job has learnt not to suspend, in words; empty if it has not.
         last_error: the error that the last operation raised on this rank; empty if none.
+        blocks: open ``offloaded()`` blocks.
     """
 
-    world: ProcessGroup
+    of: weakref.ref[ProcessGroup]
     rendezvous: Rendezvous
     generation: int = 0
     cycles: int = 0
@@ -80,6 +82,14 @@ class Job:
     splits: WeakKeyDictionary[ProcessGroup, int] = field(default_factory=WeakKeyDictionary)
     suspend_obstacle: str = ""
     last_error: str = ""
+    blocks: int = 0
+
+    @property
+    def world(self) -> ProcessGroup:
+        world = self.of()
+        if world is None:
+            raise ReloadpgError("the default group of this job was destroyed; this is a bug")
+        return world
 
 
 @dataclass
@@ -108,7 +118,6 @@ class Registry:
         self.callbacks = Callbacks()
         self.warned: set[str] = set()
         self._job: Job | None = None
-        self.blocks = 0  # open ``offloaded()`` blocks
         self._busy: str | None = None
         self._inherited: ProcessGroup | None = None
 
@@ -143,9 +152,16 @@ class Registry:
                 "parent, or start the child with the 'spawn' method and initialise it there."
             )
         with self._lock:
-            if self._job is None or self._job.world is not world:
-                self._job = Job(world, Rendezvous.of_world(world))
+            if self._job is None or self._job.of() is not world:
+                # A job ends with its default group: rank 0's store, and the server in it, must
+                # not outlive it, or the next job would find the keys of this one.
+                ended = weakref.ref(world, self._forget)
+                self._job = Job(ended, Rendezvous.of_world(world))
             return self._job
+
+    def _forget(self, ended: weakref.ref[ProcessGroup]) -> None:
+        if self._job is not None and self._job.of is ended:
+            self._job = None
 
     def managed(self) -> list[ReloadableProcessGroup]:
         """The proxies in c10d's tables, in the order that all ranks share: WORLD first."""
@@ -162,7 +178,7 @@ class Registry:
     def known_job(self) -> Job | None:
         """The job of the current default group if there was reason to note it. Local, cheap."""
         job = self._job
-        return job if job is not None and job.world is c10d.world() else None
+        return job if job is not None and job.of() is c10d.world() else None
 
     def is_inherited(self, world: ProcessGroup) -> bool:
         """Whether a default group came with a fork, and is the parent's."""

@@ -498,6 +498,29 @@ def _again(rank, world_size, state, folder):
     return facts
 
 
+def _installed_only(rank, world_size, world, folder):
+    reloadpg.install(backends={"gloo"}, world=world, timeout=TIMEOUT)
+    sums = []
+    for life in range(3):
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        sums += [summed(None, rank), summed(dist.new_group([0, 1]), rank)]
+        if not world:  # our own connection to the store is made by the first operation
+            reloadpg.offload()
+            reloadpg.reload()
+        _meet_at_rank_0(rank, f"life {life}")
+        dist.destroy_process_group()
+        _store_closed_by_rank_0(rank, folder / f"closed {life}")
+    return sums
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("world", [True, False])
+def test_nothing_of_ours_outlives_the_default_group(world, tmp_path):
+    """Rank 0's store ends with it, as without us: the next job finds no old keys (failure 5)."""
+    results = run_ranks(_installed_only, 2, args=(world, tmp_path), store="rank0")
+    assert results == [[3] * 6] * 2
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("state", ["live", "offloaded"])
 def test_job_can_end_and_begin_again_in_the_same_process(state, tmp_path):

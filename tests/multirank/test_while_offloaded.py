@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 import weakref
 from datetime import timedelta
 
@@ -384,6 +385,33 @@ def test_the_outermost_block_reloads(raising):
     middle = "raised" if raising else "offloaded"
     for facts in run_ranks(_nested, 2, args=(raising,)):
         assert facts == ([(False, "offloaded"), middle, "live"], "live", 3, 3)
+
+
+def _blocks_and_jobs(rank, world_size, case, folder):
+    _install()
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    with reloadpg.offloaded():
+        if case == "reloaded inside":
+            reloadpg.reload()
+        else:
+            dist.destroy_process_group()
+            (folder / f"ended {rank}").touch()  # the store is rank 0's
+            while not all((folder / f"ended {other}").exists() for other in range(world_size)):
+                time.sleep(0.01)
+            dist.init_process_group("gloo", timeout=TIMEOUT)
+        with reloadpg.offloaded():
+            state = reloadpg.status().state
+        within = summed(None, rank)
+    with reloadpg.offloaded():
+        pass
+    return state, within, summed(None, rank)
+
+
+@pytest.mark.parametrize("case", ["reloaded inside", "another job"])
+def test_a_block_reloads_what_it_has_offloaded(case, tmp_path):
+    """In a block whose groups were reloaded, or whose job has ended, the next one is outermost."""
+    for facts in run_ranks(_blocks_and_jobs, 2, args=(case, tmp_path), store="rank0"):
+        assert facts == ("offloaded", 3, 3)
 
 
 def _made_while_offloaded(rank, world_size):
