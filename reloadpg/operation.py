@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Store
 
 from . import c10d, memory
 from .choice import Choice
-from .construction import Construction, WorldConstruction
+from .construction import Construction
+from .creation_store import CreationStore
 from .errors import RebuildError, ReleaseError, ReloadpgError
 from .group import GroupState, ReloadableProcessGroup
 from .plans import GroupPlan, Offer, Plan
@@ -37,6 +38,9 @@ _SUSPENDING = ("suspended", "room", "resumed")
 
 TOUCHING = ("suspended", "released", "resumed", "rebuilt", "done")
 """The gates on the way to which groups are touched: a round that ends there leaves them failed."""
+
+_TELLS = 3
+"""How often a rank that is interrupted again tries to tell the others that it cannot go on."""
 
 _ABANDON_S = 2.0
 """How long a failed operation waits for its communicators to abort before it raises anyway."""
@@ -74,7 +78,9 @@ class Operation:
 
     def __post_init__(self) -> None:
         self.started_at = time.time() - (time.perf_counter() - self.started)
+        self.world = self.job.world
         self._generations = [group.generation for group in self.groups]
+        self.creation = CreationStore(self.world)
         self.measure("before")
 
     def measure(self, moment: str) -> None:
@@ -144,7 +150,7 @@ class Operation:
                 except Exception as cause:
                     raise failure(
                         f"{self.operation} failed at {self.current} on rank "
-                        f"{self.job.world.rank()}: {type(cause).__name__}: {cause}"
+                        f"{self.world.rank()}: {type(cause).__name__}: {cause}"
                     ) from cause
                 if isinstance(item, ReloadableProcessGroup):
                     took.append(Took(item, begun, (time.perf_counter() - begun) * 1e3))
@@ -155,7 +161,7 @@ class Operation:
     @property
     def replays_shared(self) -> bool:
         """Whether torch wants all ranks in the creation of a group that some are members of."""
-        return c10d.barrier_after_creation() or self.job.world.bound_device_id is not None
+        return c10d.barrier_after_creation() or self.world.bound_device_id is not None
 
     @property
     def operation(self) -> str:
@@ -201,8 +207,8 @@ class Operation:
             (*self.warnings, *memory.warnings(self.job.released)),
             "" if error is None else f"{type(error).__name__}: {error}",
             self.started_at,
-            self.job.world.rank(),
-            self.job.world.size(),
+            self.world.rank(),
+            self.world.size(),
         )
 
     @contextmanager
@@ -220,16 +226,28 @@ class Operation:
             yield
             completed()
         except BaseException as error:
-            gate = self.round.fail(error)
-            if gate in ("suspended", "resumed") and self.falls_back:
-                # The others go on in a second round: this rank ends that one.
-                self.go_on_after(gate)
-                gate = self.round.fail(error)
+            gate = self._end_early(error)
             if gate is None:
                 completed()
             elif gate in TOUCHING:
                 self._give_up(error)
             raise
+
+    def _end_early(self, error: BaseException) -> str | None:
+        """Tell the other ranks; the gate at which the operation ended, None if it is complete.
+
+        Bounded. A second interrupt meanwhile only makes it ask again: a rank that does not know
+        how the round ended would leave its groups in another state than the others, for good.
+        """
+        for _ in range(_TELLS):
+            with suppress(BaseException):
+                gate = self.round.fail(error)
+                if gate in ("suspended", "resumed") and self.falls_back:
+                    # The others go on in a second round: this rank ends that one.
+                    self.go_on_after(gate)
+                    gate = self.round.fail(error)
+                return gate
+        return self.round.supposed_end
 
     @property
     def falls_back(self) -> bool:
@@ -255,11 +273,13 @@ class Operation:
         # ranks would disagree in every attempt to come.
         for group, generation in zip(self.groups, self._generations, strict=True):
             group.generation = generation
-        self._free_store()
         ending = Task(lambda _: abandon(groups, GroupState.FAILED, reason), "abandon")
+        self.job.ending = ending  # whatever interrupts this rank from here on
+        self.creation.restore()
+        self._free_store()
         if ending.wait(_ABANDON_S):
+            self.job.ending = None
             return
-        self.job.ending = ending
         logger.error(
             "%s: aborting the communicators did not end within %g s and goes on beside; their "
             "memory is not free yet, and the next operation waits for it",
@@ -286,20 +306,7 @@ class Operation:
                 attempt.abandon()  # the next reload tries again
 
     def _renew_store(self, attempt: Attempt) -> None:
-        """Connect anew for the creation of groups; blocking until connected.
-
-        A creation that was given up may hold the store client of the default group, with which
-        all groups are created.
-        """
-        world = self.job.world
-        store = c10d.clone_store(c10d.store_of(world))
-        with attempt.commit() as wanted:
-            if not wanted:
-                return
-            c10d.replace_store(world, store)
-            if isinstance(world, ReloadableProcessGroup):
-                construction = cast(WorldConstruction, world.construction)
-                world.construction = construction.with_store(c10d.root_store(world))
+        if self.creation.renew(attempt):
             self.job.torn = False
 
     def prepare_store(

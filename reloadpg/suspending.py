@@ -175,7 +175,7 @@ class Suspension:
             return
         free, source = known
         raise InsufficientMemoryError(
-            f"{self.run.operation}: rank {self.run.job.world.rank()} has {free / 2**20:.0f} MiB "
+            f"{self.run.operation}: rank {self.run.world.rank()} has {free / 2**20:.0f} MiB "
             f"free ({source}) and needs {needed / 2**20:.0f} MiB to resume {len(suspended)} "
             "suspended groups. No communicator was resumed on any rank; they stay offloaded. Free "
             "memory there, then call reload() again on all ranks."

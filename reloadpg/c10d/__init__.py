@@ -36,6 +36,7 @@ from .stores import (
     replace_store,
     root_store,
     store_path,
+    top_path,
 )
 from .tables import (
     backend_of,
@@ -100,6 +101,7 @@ __all__ = [
     "set_timeouts",
     "store_of",
     "store_path",
+    "top_path",
     "suspend_obstacle",
     "table_sizes",
     "take_generation",

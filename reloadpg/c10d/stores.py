@@ -20,6 +20,7 @@ __all__ = [
     "replace_store",
     "root_store",
     "store_path",
+    "top_path",
 ]
 
 
@@ -43,11 +44,16 @@ def store_path(name: str, *, is_world: bool) -> str:
 
     Torch puts the default group's under its name, and all others under the default group's.
     """
-    top = None if is_world else world()
+    return f"{name}//" if is_world else f"{top_path()}{name}//"
+
+
+def top_path() -> str:
+    """Where the groups that are created now keep their keys: under the default group's. Local."""
+    top = world()
     if top is None:
-        return f"{name}//"
+        return ""
     paths: list[str] = getattr(top, "store_paths", None) or [f"{name_of(top)}//"]
-    return f"{paths[-1]}{name}//"
+    return paths[-1]
 
 
 def rendezvous_keys(path: str, devices: Sequence[str], rank: int) -> list[str]:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 import reloadpg
+from reloadpg.creation_store import CreationStore
+from reloadpg.rendezvous import Round
 from reloadpg.strategies import Recreate
 from reloadpg.testing import run_ranks, simulated
 
@@ -66,6 +68,82 @@ def test_a_group_can_be_made_after_a_failed_reload(world: bool) -> None:
         assert seen["failed"] == ("RebuildError" if rank == 1 else "PeerFailedError")
         assert seen["seconds"] < BOUND_S
         assert (seen["after"], seen["sums"]) == ("", {2.0})
+
+
+def after_world_on_one_rank(rank: int, size: int) -> dict[str, Any]:
+    simulated.register()
+    reloadpg.install(timeout=timedelta(seconds=BOUND_S))
+    dist.init_process_group("sim")
+    summed(None)
+    reloadpg.offload()
+    rebuild = Recreate.rebuild
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    if rank == 1:
+        Recreate.rebuild = broken  # type: ignore[method-assign]
+    failed = kind_of(reloadpg.reload)  # creating WORLD is local here: rank 0 has done it
+    Recreate.rebuild = rebuild  # type: ignore[method-assign]
+    sums = {summed(dist.new_group([0, 1], backend="gloo", timeout=timedelta(seconds=10)))}
+    after = [kind_of(reloadpg.reload), kind_of(reloadpg.offload), kind_of(reloadpg.reload)]
+    return {"failed": failed, "after": set(after), "sums": sums | {summed(None)}}
+
+
+def test_a_group_can_be_made_where_only_some_ranks_have_a_new_world() -> None:
+    """All look for each other under one name in the store, the one before the reload."""
+    for rank, seen in enumerate(run_ranks(after_world_on_one_rank, 2, timeout=60)):
+        assert seen["failed"] == ("RebuildError" if rank == 1 else "PeerFailedError")
+        assert (seen["after"], seen["sums"]) == ({""}, {2.0})
+
+
+def interrupted_twice(rank: int, size: int, at: str) -> dict[str, Any]:
+    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=BOUND_S))
+    dist.init_process_group("gloo")
+    groups = [dist.group.WORLD, dist.new_group([0, 1])]
+    reloadpg.offload()
+    rebuild = Recreate.rebuild
+    if rank == 1:
+        interrupts = iter((True, False))
+
+        def once(function: Any) -> Any:
+            def interrupted(*args: Any) -> Any:
+                if next(interrupts, False):
+                    raise KeyboardInterrupt
+                return function(*args)
+
+            return interrupted
+
+        def broken(*_: Any) -> None:
+            raise RuntimeError("on purpose")
+
+        Recreate.rebuild = broken  # type: ignore[method-assign]
+        if at == "telling the others":
+            Round.fail = once(Round.fail)  # type: ignore[method-assign]
+        else:
+            CreationStore.restore = once(CreationStore.restore)  # type: ignore[method-assign]
+    try:
+        reloadpg.reload()
+    except BaseException as error:
+        kind = type(error).__name__
+    Recreate.rebuild = rebuild  # type: ignore[method-assign]
+    states = {(str(group.state), group.generation) for group in groups}
+    again = kind_of(reloadpg.reload)
+    return {"kind": kind, "states": states, "again": again, "sums": {summed(g) for g in groups}}
+
+
+@pytest.mark.parametrize("at", ["telling the others", "giving up"])
+def test_a_second_interrupt_leaves_the_ranks_alike(at: str) -> None:
+    """The user presses Ctrl-C again while the first failure is being told: no rank keeps another
+    generation or another state than the others, and the next reload completes.
+    """
+    for rank, seen in enumerate(run_ranks(interrupted_twice, 2, args=(at,), timeout=60)):
+        if rank == 0:
+            assert seen["kind"] == "PeerFailedError"
+        else:
+            assert seen["kind"] in ("RebuildError", "KeyboardInterrupt")
+        assert {state for state, _ in seen["states"]} == {"failed"}
+        assert (seen["again"], seen["sums"]) == ("", {2.0})
 
 
 def after_a_fall_back(rank: int, size: int) -> tuple[float, set[float]]:
