@@ -109,12 +109,10 @@ def offloaded() -> Iterator[Report]:
     Yields:
         The report of the offload.
     """
-    before = registry.known_job
-    inner = before is not None and before.blocks > 0 and before.released
+    inner = _in_block()
     report = offload()
-    job = registry.known_job
-    if job is not None:
-        job.blocks += 1
+    block, blocks = object(), registry.blocks
+    blocks.add(block)
     try:
         yield report
     except BaseException:
@@ -125,8 +123,12 @@ def offloaded() -> Iterator[Report]:
         if not inner:
             reload()
     finally:
-        if job is not None:
-            job.blocks -= 1
+        blocks.discard(block)
+
+
+def _in_block() -> bool:
+    job = registry.known_job
+    return job is not None and bool(job.blocks) and job.released
 
 
 def _reload_logged() -> None:

@@ -68,7 +68,7 @@ class Job:
         splits: how often each group was split.
         suspend_obstacle: why this job has learnt not to suspend, in words; empty if it has not.
         last_error: the error that the last operation raised on this rank; empty if none.
-        blocks: open ``offloaded()`` blocks.
+        blocks: open ``offloaded()`` blocks; they hold this set, and not the job.
     """
 
     of: weakref.ref[ProcessGroup]
@@ -82,7 +82,7 @@ class Job:
     splits: WeakKeyDictionary[ProcessGroup, int] = field(default_factory=WeakKeyDictionary)
     suspend_obstacle: str = ""
     last_error: str = ""
-    blocks: int = 0
+    blocks: set[object] = field(default_factory=set)
 
     @property
     def world(self) -> ProcessGroup:
@@ -179,6 +179,12 @@ class Registry:
         """The job of the current default group if there was reason to note it. Local, cheap."""
         job = self._job
         return job if job is not None and job.of() is c10d.world() else None
+
+    @property
+    def blocks(self) -> set[object]:
+        """The open ``offloaded()`` blocks of the present job; without a job, a set of no one's."""
+        job = self.known_job
+        return set() if job is None else job.blocks
 
     def is_inherited(self, world: ProcessGroup) -> bool:
         """Whether a default group came with a fork, and is the parent's."""
