@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-import inspect
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -49,9 +49,15 @@ def _new_group(wrapped: Wrapped, _: Any, args: tuple[Any, ...], kwargs: dict[str
 def _split_group(wrapped: Wrapped, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if is_verbatim():
         return wrapped(*args, **kwargs)
-    call = Call.capture(wrapped, args, kwargs)
+    # Torch reads None as the default group, which a record that lives in the job must not keep.
+    world = c10d.world()
+    call = Call.capture(
+        wrapped,
+        tuple(None if value is world else value for value in args),
+        {key: None if value is world else value for key, value in kwargs.items()},
+    )
     made, names = _create(call)
-    parent = cast(ProcessGroup, (args[0] if args else kwargs.get("parent_pg")) or c10d.world())
+    parent = cast(ProcessGroup, call.given.get("parent_pg") or world)
     name = names[-1] if names else ""
     return _adopt(call, made, name, lambda: _next_split(parent))
 
@@ -98,21 +104,21 @@ def _adopt(call: Call, made: Any, name: str, order: Callable[[], Order]) -> Any:
         return made
     group = cast(ProcessGroup, made)
     devices = c10d.device_backends(group)
-    selected = options.policy.selected(devices, group.size())
+    # One part of a split may be too small for the policy while another one is not.
+    wanted = options.policy.selected(devices, sys.maxsize)
     construction = Construction(
         call,
         c10d.name_of(group),
         c10d.ranks_of(group),
         c10d.backend_of(group),
         devices,
-        selected,
+        wanted,
         order(),
     )
-    if not selected:
-        return group
-    if _more_than_members_take_part(call):
+    if wanted and _more_than_members_take_part(call):
         _job().shared[construction.order] = construction
-    return _install_proxy(group, construction)
+    selected = options.policy.selected(devices, group.size())
+    return _install_proxy(group, construction) if selected else group
 
 
 def _install_proxy(group: ProcessGroup, construction: Construction) -> ReloadableProcessGroup:
@@ -125,8 +131,7 @@ def _more_than_members_take_part(call: Call) -> bool:
     """Whether torch wants ranks in the replay that are no members of the group."""
     if call.function.__name__ == "split_group":
         return True
-    bound = inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments
-    if bound.get("use_local_synchronization", False):
+    if call.given.get("use_local_synchronization", False):
         return False
     world = c10d.world()
     return c10d.barrier_after_creation() or (
@@ -168,14 +173,14 @@ def adopt_world(call: Call | None) -> ReloadableProcessGroup | None:
     if not selected:
         return None
     backend = c10d.backend_of(world)
-    given: dict[str, Any] = {}
     if call is None:
-        call = Call(c10d.init_process_group_original(), (), {})
-        given["pg_options"] = c10d.options_of(world, selected)
-        timeouts = c10d.get_timeouts(world, selected)
-        given["timeout"] = next(iter(timeouts.values()), None)
+        call = Call(c10d.original("init_process_group"), (), {})
+        given: dict[str, Any] = {
+            "pg_options": c10d.options_of(world, selected),
+            "timeout": next(iter(c10d.get_timeouts(world, selected).values()), None),
+        }
     else:
-        given = inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments
+        given = call.given
     timeout: timedelta = given.get("timeout") or c10d.default_timeout(backend)
     device: torch.device | None = world.bound_device_id
     construction = WorldConstruction(

@@ -9,6 +9,7 @@ are the caller's own objects.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -81,6 +82,11 @@ class Call:
             MappingProxyType({name: _copied(value) for name, value in kwargs.items()}),
         )
 
+    @cached_property
+    def given(self) -> dict[str, Any]:
+        """What was passed, by parameter name; without the parameters left out."""
+        return inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments
+
     def __call__(self) -> Any:
         """Call the function with fresh copies, so that it cannot change the record."""
         return self.function(
@@ -151,6 +157,14 @@ class Construction:
         """Whether part of the group's backends stays alive while it is offloaded."""
         return bool(self.kept)
 
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the group was split from one that its user has destroyed since. Local."""
+        if self.call.function.__name__ != "split_group":
+            return False
+        parent = self.call.given.get("parent_pg")
+        return parent is not None and not c10d.is_known(parent)
+
     @cached_property
     def digest(self) -> int:
         """40 bits over name, members, backends and order: what all members must agree on."""
@@ -161,19 +175,34 @@ class Construction:
         """Create the group again under another name; None on a rank that is no member.
 
         Collective over the ranks that torch wants in the call (the members; for a split, the
-        parent's ranks). Blocking as the backend's own creation is. The result stands in c10d's
-        tables, as the original function leaves it there.
+        parent's ranks, unless the parent was destroyed: then the members make it alone).
+        Blocking as the backend's own creation is. The result stands in c10d's tables, as the
+        original function leaves it there.
         """
         with verbatim(), c10d.forced_name(name):
             made = self._create()
         return None if c10d.is_non_member(made) else made
 
     def _create(self) -> Any:
-        if not self.is_mixed:
-            return self.call()
-        # Only the selected backends are made again: the others never went away.
-        backend = ",".join(f"{device}:{self.devices[device]}" for device in self.selected)
-        return self._with_backend(backend)()
+        # Of a mixed group only the selected backends are made again: the others never went away.
+        backend = self.backend
+        if self.is_mixed:
+            backend = ",".join(f"{device}:{self.devices[device]}" for device in self.selected)
+        if self.is_orphan:
+            return self._by_members(backend)
+        return (self._with_backend(backend) if self.is_mixed else self.call)()
+
+    def _by_members(self, backend: str) -> ProcessGroup | None:
+        if not self.ranks:
+            return None
+        given = self.call.given
+        return c10d.create_among_members(
+            self.ranks,
+            backend=backend,
+            options=given.get("pg_options"),
+            timeout=given.get("timeout"),
+            desc=given.get("group_desc"),
+        )
 
     def _with_backend(self, backend: str) -> Call:
         position = 2  # new_group(ranks, timeout, backend, ...)

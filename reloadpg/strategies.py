@@ -78,8 +78,15 @@ class Recreate(Strategy):
         is_world = group is c10d.world()
         group.store_paths.append(c10d.store_path(name, is_world=is_world))
         # Torch asks the default group that stands there for a communicator to split from (when it
-        # is bound to a device) or for its options (fake, 2.15): the new WORLD must ask nobody.
-        with group.solitary() if is_world else nullcontext():
+        # is bound to a device) or for its options (fake, 2.15). The new WORLD must ask nobody; nor
+        # must a split whose parent is gone, since only the members would take part.
+        world = c10d.world()
+        alone = is_world or group.construction.is_orphan
+        with (
+            world.solitary()
+            if alone and isinstance(world, ReloadableProcessGroup)
+            else nullcontext()
+        ):
             inner = group.construction.replay(name)
         if inner is None:
             raise RuntimeError("torch says that this rank is no member of its own group")

@@ -23,11 +23,12 @@ from .creation import (
     batch_coalesced,
     batching_refuses_subclasses,
     check_batch,
+    create_among_members,
     create_world,
     creator_modules,
     forced_name,
-    init_process_group_original,
     observed_names,
+    original,
 )
 from .inspection import is_coalescing, register_debug_handler, registered, table_sizes
 from .stores import (
@@ -70,6 +71,7 @@ __all__ = [
     "check_batch",
     "clone_store",
     "close_coalescing",
+    "create_among_members",
     "create_world",
     "creator_modules",
     "default_timeout",
@@ -80,7 +82,6 @@ __all__ = [
     "get_timeouts",
     "group_of_backends",
     "has_peers",
-    "init_process_group_original",
     "is_coalescing",
     "is_initialized",
     "is_known",
@@ -91,6 +92,7 @@ __all__ = [
     "memory_stats",
     "name_of",
     "observed_names",
+    "original",
     "options_of",
     "ranks_of",
     "register_debug_handler",

@@ -21,11 +21,12 @@ __all__ = [
     "batch_coalesced",
     "batching_refuses_subclasses",
     "check_batch",
+    "create_among_members",
     "create_world",
     "creator_modules",
     "forced_name",
-    "init_process_group_original",
     "observed_names",
+    "original",
 ]
 
 
@@ -58,10 +59,30 @@ def batch_coalesced(operations: Sequence[Any]) -> list[Any]:
     return cast("list[Any]", manager.works)
 
 
-def init_process_group_original() -> Callable[..., Any]:
-    """The unpatched ``init_process_group``."""
-    function = _c10d.init_process_group
+def original(name: str) -> Callable[..., Any]:
+    """One of torch's creating functions, unpatched."""
+    function = getattr(_c10d, name)
     return cast("Callable[..., Any]", getattr(function, "__wrapped__", function))
+
+
+def create_among_members(
+    ranks: Sequence[int],
+    *,
+    backend: str,
+    options: object,
+    timeout: timedelta | None,
+    desc: str | None,
+) -> ProcessGroup:
+    """A group that its members create alone. Collective over them; blocking as the backend's."""
+    made = original("new_group")(
+        list(ranks),
+        timeout=timeout,
+        backend=backend,
+        pg_options=options,
+        use_local_synchronization=True,
+        group_desc=desc,
+    )
+    return cast(ProcessGroup, made)
 
 
 def create_world(

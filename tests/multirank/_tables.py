@@ -1,10 +1,13 @@
-"""What c10d's tables say, read without asking the library."""
+"""What c10d's tables say, read without asking the library; and how ranks part at rank 0's store."""
 
 from __future__ import annotations
 
 import gc
 import inspect
+import time
 import types
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -74,3 +77,20 @@ def summed(group: Any, rank: int) -> int:
 
 def expected_sum(ranks: Any) -> int:
     return sum(2**rank for rank in ranks)
+
+
+def meet_at_rank_0(rank: int, key: str) -> None:
+    """Rank 0 has the store: it must not go while rank 1 still asks it how the offload ended."""
+    store = c10d._get_default_store()
+    if rank == 0:
+        store.wait([key], timedelta(seconds=30))
+    else:
+        store.set(key, "")
+
+
+def store_closed_by_rank_0(rank: int, marker: Path) -> None:
+    """A rank that begins again too early would connect to the store that is going away."""
+    if rank == 0:
+        marker.touch()
+    while not marker.exists():
+        time.sleep(0.01)

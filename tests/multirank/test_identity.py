@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import time
 import weakref
 from datetime import timedelta
 
@@ -13,7 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import wrapt
-from _tables import expected_sum, holders, lengths, mentions, resolves_to, summed, world_tables
+from _tables import (
+    expected_sum,
+    holders,
+    lengths,
+    meet_at_rank_0,
+    mentions,
+    resolves_to,
+    store_closed_by_rank_0,
+    summed,
+    world_tables,
+)
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.torch_version import TorchVersion
@@ -442,23 +451,6 @@ def test_short_lived_groups_leave_nothing(destroying):
     assert [facts["tags"] for facts in destroying] == [15, 15]
 
 
-def _meet_at_rank_0(rank, key):
-    """Rank 0 has the store: it must not go while rank 1 still asks it how the offload ended."""
-    store = c10d._get_default_store()
-    if rank == 0:
-        store.wait([key], TIMEOUT)
-    else:
-        store.set(key, "")
-
-
-def _store_closed_by_rank_0(rank, marker):
-    """A rank that begins again too early would connect to the store that is going away."""
-    if rank == 0:
-        marker.touch()
-    while not marker.exists():
-        time.sleep(0.01)
-
-
 def _again(rank, world_size, state, folder):
     _install()
     facts = []
@@ -483,9 +475,9 @@ def _again(rank, world_size, state, folder):
         inner = weakref.ref(pair._inner)
         if state == "offloaded":
             reloadpg.offload()
-        _meet_at_rank_0(rank, f"life {life}")
+        meet_at_rank_0(rank, f"life {life}")
         dist.destroy_process_group()
-        _store_closed_by_rank_0(rank, folder / f"closed {life}")
+        store_closed_by_rank_0(rank, folder / f"closed {life}")
         facts[-1] |= {
             "tables": {name: n for name, n in lengths().items() if n and name != "tags_to_pg"},
             "states": (str(world.state), str(pair.state)),
@@ -507,9 +499,9 @@ def _installed_only(rank, world_size, world, folder):
         if not world:  # our own connection to the store is made by the first operation
             reloadpg.offload()
             reloadpg.reload()
-        _meet_at_rank_0(rank, f"life {life}")
+        meet_at_rank_0(rank, f"life {life}")
         dist.destroy_process_group()
-        _store_closed_by_rank_0(rank, folder / f"closed {life}")
+        store_closed_by_rank_0(rank, folder / f"closed {life}")
     return sums
 
 
