@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # names for type checkers; at run time __getattr__ finds them
+    from .blocks import offloaded
     from .choice import StrategyPolicy
     from .environment import (
         DistributedContext,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:  # names for type checkers; at run time __getattr__ finds them
         RendezvousTimeoutError,
     )
     from .group import GroupState, ReloadableProcessGroup
-    from .lifecycle import offload, offloaded, on_offload, on_reload, on_report, reload
+    from .lifecycle import offload, on_offload, on_reload, on_report, reload
     from .lifecycle import offload as destroy_process_groups
     from .lifecycle import reload as reload_process_groups
     from .patching import Installation, install, is_installed, uninstall
@@ -109,6 +110,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "blocks": ("offloaded",),
     "choice": ("StrategyPolicy",),
     "environment": (
         "DistributedContext",
@@ -146,7 +148,6 @@ _HOMES = {
     "group": ("GroupState", "ReloadableProcessGroup"),
     "lifecycle": (
         "offload",
-        "offloaded",
         "on_offload",
         "on_reload",
         "on_report",

@@ -1,4 +1,4 @@
-"""offload, reload, offloaded: the lifecycle of a job's reloadable groups.
+"""offload and reload: the lifecycle of a job's reloadable groups.
 
 Both operations are rounds (see ``rendezvous``): all ranks agree before anything is touched, do
 their part, and end with the same verdict. A failure before the first group is touched leaves
@@ -12,14 +12,13 @@ import gc
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import devices
 from .connect import Connect, connect_group, validate
 from .construction import Construction
-from .errors import NotInstalledError, ReloadpgError
+from .errors import NotInstalledError
 from .group import GroupState, ReloadableProcessGroup
 from .operation import Operation, gates_of
 from .plans import Offer
@@ -29,7 +28,7 @@ from .strategies import RECREATE, discard
 from .supervised import Attempt
 from .suspending import Suspension
 
-__all__ = ["offload", "offloaded", "on_offload", "on_reload", "on_report", "reload"]
+__all__ = ["offload", "offload_noting", "on_offload", "on_reload", "on_report", "reload"]
 
 logger = logging.getLogger("reloadpg")
 
@@ -63,7 +62,12 @@ def offload(*, collect: bool = False) -> Report:
         PeerFailedError: another rank failed; it names it.
         ReleaseError: a group could not be released on this rank.
     """
-    return _operate("offload", lambda run: _offload(run, collect))
+    return offload_noting([], collect=collect)
+
+
+def offload_noting(completed: list[bool], *, collect: bool = False) -> Report:
+    """:func:`offload`; notes that it is complete on all ranks, also if it is interrupted then."""
+    return _operate("offload", lambda run: _offload(run, collect, completed))
 
 
 def reload(*, connect: Connect = "none") -> Report:
@@ -95,47 +99,6 @@ def reload(*, connect: Connect = "none") -> Report:
     """
     how = validate(connect)
     return _operate("reload", lambda run: _reload(run, how))
-
-
-@contextmanager
-def offloaded() -> Iterator[Report]:
-    """Within this block the groups are offloaded; afterwards, whatever happens, reloaded.
-
-    Collective, like :func:`offload` and :func:`reload`. Blocks nest: the outermost one reloads.
-    If its body raises, the groups are reloaded (the other ranks wait for it) and the body's
-    exception goes on. If the reload then fails too, its error is logged and the body's exception
-    still goes on.
-
-    Yields:
-        The report of the offload.
-    """
-    inner = _in_block()
-    report = offload()
-    block, blocks = object(), registry.blocks
-    blocks.add(block)
-    try:
-        yield report
-    except BaseException:
-        if not inner:
-            _reload_logged()
-        raise
-    else:
-        if not inner:
-            reload()
-    finally:
-        blocks.discard(block)
-
-
-def _in_block() -> bool:
-    job = registry.known_job
-    return job is not None and bool(job.blocks) and job.released
-
-
-def _reload_logged() -> None:
-    try:
-        reload()
-    except ReloadpgError as error:
-        logger.error("reload after an exception in the offloaded block failed: %s", error)
 
 
 def on_offload(callback: Callable[[], object], *, name: str = "") -> Callable[[], None]:
@@ -257,7 +220,7 @@ def _publish(report: Report) -> None:
             logger.exception("a callback registered with reloadpg.on_report failed")
 
 
-def _offload(run: Operation, collect: bool) -> Report:
+def _offload(run: Operation, collect: bool, noted: list[bool]) -> Report:
     job, first, suspension = run.job, not run.job.released, Suspension(run)
     cycles = job.cycles + first
     live = [group for group in reversed(run.groups) if group.is_live]
@@ -267,6 +230,7 @@ def _offload(run: Operation, collect: bool) -> Report:
         job.cycles = cycles
         for group in run.groups:
             group._settle_offloaded()
+        noted[:] = [True]
 
     with run.guarded(completed):
         run.await_earlier("enter")
@@ -311,6 +275,8 @@ def _reload(run: Operation, connect: Connect) -> Report:
         run.await_earlier("enter")
         if was_released:
             run.call_back(registry.callbacks.before_reload)
+            # A callback may destroy its own: nobody is to make such a group again.
+            run.groups = [g for g in run.groups if g.state is not GroupState.DESTROYED]
         here = [_standing(g) for g in run.groups if g.construction.order in job.shared]
         asks = [repr(order) for order in job.shared]
         standing = run.agree("enter", run.plan(connect=connect), here, asks)

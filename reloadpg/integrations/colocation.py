@@ -25,9 +25,10 @@ from types import TracebackType
 from typing import Any
 
 from .. import devices
+from ..blocks import Block
 from ..connect import Connect, validate
 from ..errors import InvalidOptionError, ReloadpgError
-from ..lifecycle import offload, reload
+from ..lifecycle import reload
 from ..registry import registry
 from ..report import Report
 from ..standing import status
@@ -124,6 +125,7 @@ class Colocation:
         self._wake_tags = wake_tags
         self._connect: Connect = connect
         self._collect = collect
+        self._block = Block()
         self._inside = False
         self._awake = False
         self.steps: list[tuple[str, float]] = []
@@ -166,8 +168,9 @@ class Colocation:
         self.steps = []
         self._step("synchronize", devices.synchronize)
         # Fails alike on all ranks, with errors that say what to call: nothing to undo here.
-        self.offload_report = self._step("offload groups", offload)
-        self._inside = True
+        block = Block()
+        self.offload_report = self._step("offload groups", block.enter)
+        self._block, self._inside = block, True
         step = ""
         try:
             for step, action in self._way_in():
@@ -211,7 +214,7 @@ class Colocation:
             steps.append(("put engine to sleep", self._sleep_engine))
         if self._saver is not None:
             steps.append(("resume saver", self._saver.resume_all))
-        if self._groups_offloaded():
+        if self._groups_offloaded() and not self._block.nested:
             steps += [("empty cache", devices.empty_cache), ("reload groups", self._reload)]
         failures: list[tuple[str, Exception]] = []
         for step, action in steps:
@@ -219,7 +222,8 @@ class Colocation:
                 self._step(step, action)
             except Exception as error:
                 failures.append((step, error))
-        self._inside = self._groups_offloaded()
+        self._block.close()
+        self._inside = self._groups_offloaded() and not self._block.nested
         return failures
 
     def _step(self, name: str, action: Callable[[], Any]) -> Any:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import socket
-import time
 import weakref
 from datetime import timedelta
 
@@ -355,72 +352,6 @@ def test_calls_that_find_nothing_to_do_are_no_ops():
             "second cycle": (2, 3, 2),
             "after destroy": [noted, noted],
         }
-
-
-def _nested(rank, world_size, raising):
-    _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    called = []
-    reloadpg.on_offload(lambda: called.append(reloadpg.status().cycles))
-    states = []
-    try:
-        with reloadpg.offloaded():
-            with reloadpg.offloaded() as inner:
-                states.append((inner.changed, reloadpg.status().state))
-                if raising:
-                    raise KeyError("in the inner block")
-            states.append(reloadpg.status().state)
-    except KeyError:
-        states.append("raised")
-    states.append(reloadpg.status().state)
-    with reloadpg.offloaded():  # a block of its own again, also after an offload by hand
-        pass
-    reloadpg.offload()
-    with reloadpg.offloaded():
-        pass
-    return states, reloadpg.status().state, reloadpg.status().cycles, len(called)
-
-
-@pytest.mark.parametrize("raising", [False, True])
-def test_the_outermost_block_reloads(raising):
-    """A library's block inside the caller's leaves the groups offloaded (failure 23)."""
-    middle = "raised" if raising else "offloaded"
-    for facts in run_ranks(_nested, 2, args=(raising,)):
-        assert facts == ([(False, "offloaded"), middle, "live"], "live", 3, 3)
-
-
-def _listens(port):
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _blocks_and_jobs(rank, world_size, case, folder):
-    _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    with reloadpg.offloaded():
-        if case == "reloaded inside":
-            reloadpg.reload()
-        else:
-            dist.destroy_process_group()
-            if rank == 0:  # its store, or the next job would find the keys of this one
-                assert not _listens(int(os.environ["MASTER_PORT"]))
-            (folder / f"ended {rank}").touch()
-            while not all((folder / f"ended {other}").exists() for other in range(world_size)):
-                time.sleep(0.01)
-            dist.init_process_group("gloo", timeout=TIMEOUT)
-        with reloadpg.offloaded():
-            state = reloadpg.status().state
-        within = summed(None, rank)
-    with reloadpg.offloaded():
-        pass
-    return state, within, summed(None, rank)
-
-
-@pytest.mark.parametrize("case", ["reloaded inside", "another job"])
-def test_a_block_reloads_what_it_has_offloaded(case, tmp_path):
-    """In a block whose groups were reloaded, or whose job has ended, the next one is outermost."""
-    for facts in run_ranks(_blocks_and_jobs, 2, args=(case, tmp_path), store="rank0"):
-        assert facts == ("offloaded", 3, 3)
 
 
 def _made_while_offloaded(rank, world_size):
