@@ -33,14 +33,16 @@ class Connection:
         self._root = root
         self._line = _Line(root)
 
-    def connect_ahead(self) -> None:
+    def connect_ahead(self, first: Callable[[Store], object]) -> None:
         """Connect in the background, so that the first question need not. Local, at once.
+
+        What the store is asked ``first`` is asked then, too; its error stays unheard.
 
         Connecting costs the server a look-up of the client's host name; with a name service that
         does not answer, 5 s in which it serves nobody (seen on torch 2.13 and 2.15).
         """
         line = self._line
-        Task(lambda _: line.store(), "connect")
+        Task(lambda _: first(line.store()), "connect")
 
     def ask(self, question: Callable[[Store], T], seconds: float, purpose: str) -> T:
         """Ask the store something, in a thread. Blocking, bounded; takes signals meanwhile.

@@ -231,6 +231,8 @@ class ReloadableProcessGroup(Forwarding):
 
     def shutdown(self) -> None:
         """Shut the communicator down for good; called by ``destroy_process_group``. Idempotent."""
+        if self.is_live and self._inner._has_hooks():
+            self._inner._wait_for_pending_works()
         self._end(lambda inner: inner.shutdown())
 
     def abort(self) -> None:
@@ -240,8 +242,6 @@ class ReloadableProcessGroup(Forwarding):
     def _end(self, how: Callable[[Any], None]) -> None:
         vacant = self._inner if isinstance(self._inner, Vacant) else None
         inner = self._inner if vacant is None else vacant.rest
-        if inner is not None and self.is_live and inner._has_hooks():
-            inner._wait_for_pending_works()
         self.state = GroupState.DESTROYED
         self._inner = Vacant(self, None)
         if vacant is not None and vacant.parked is not None:

@@ -79,7 +79,7 @@ class Operation:
     def __post_init__(self) -> None:
         self.started_at = time.time() - (time.perf_counter() - self.started)
         self.world = self.job.world
-        self._generations = [group.generation for group in self.groups]
+        self._generations = {group: group.generation for group in self.groups}
         self.creation = CreationStore(self.world)
         self.measure("before")
 
@@ -271,7 +271,7 @@ class Operation:
         self.job.torn = self.job.torn or self.round.left_work
         # Some ranks had rebuilt a group and others had not yet: left at different generations, the
         # ranks would disagree in every attempt to come.
-        for group, generation in zip(self.groups, self._generations, strict=True):
+        for group, generation in self._generations.items():
             group.generation = generation
         ending = Task(lambda _: abandon(groups, GroupState.FAILED, reason), "abandon")
         self.job.ending = ending  # whatever interrupts this rank from here on

@@ -17,8 +17,8 @@ Cost of a gate: five short store operations a rank, whatever the number of ranks
 one: each group's members add numbers that sum to zero exactly if all of them describe the group
 alike. Plans are exchanged in full only after that sum has shown a difference. What a rank has to
 say about a group is an offer, kept under the group's name for those who ask; a rank asks only
-where somebody has offered something, and only about its own groups. After a time-out
-one rank looks for the missing ones, and the others read what it found.
+where somebody has offered something, and only about its own groups. After a time-out one rank
+looks for the missing ones, and the others read what it found.
 
 Keys are retired: when a gate is passed, all ranks have read the gate before it, and its keys are
 deleted (each rank its own, rank 0 the shared ones). At most two gates' keys are in the store, and
@@ -86,7 +86,8 @@ class Rendezvous:
         root = c10d.root_store(world) if c10d.has_peers() else None
         rendezvous = cls(root, world.rank(), world.size())
         if rendezvous._connection is not None:
-            rendezvous._connection.connect_ahead()
+            # Counted by all ranks alike: an operation that only some call must not be the one to.
+            rendezvous._connection.connect_ahead(rendezvous._part)
         return rendezvous
 
     @property
@@ -320,11 +321,9 @@ class Round:
         return verdict
 
     def _meet_in_step(self, phase: str, plan: Plan, offers: Sequence[Offer]) -> Verdict:
-        """Pass the first gate, in the round that the other ranks are in.
+        """Pass the first gate, in the round that the others are in.
 
-        They give up on a rank that does not call at all, and count that round. It comes to it
-        with its next call and must not stay behind for ever: where the others have begun the
-        next round already, it joins them there. Nothing was touched yet.
+        A rank that did not call at all must not stay one behind for ever. Nothing was touched.
         """
         while True:
             try:

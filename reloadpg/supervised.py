@@ -101,19 +101,21 @@ class Task(Generic[T]):
         self, function: Callable[[Attempt], T], name: str, attempt: Attempt | None = None
     ) -> None:
         self.attempt = attempt or Attempt()
-        self._function = function
         self._done = threading.Event()
         self._result: T | None = None
         self._error: BaseException | None = None
         self._device = devices.current_index()
-        self._thread = threading.Thread(target=self._run, name=f"reloadpg-{name}", daemon=True)
+        # Given to the thread alone, which lets go of it: a task that has ended holds nothing.
+        self._thread = threading.Thread(
+            target=self._run, args=(function,), name=f"reloadpg-{name}", daemon=True
+        )
         _running.add(self._thread)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, function: Callable[[Attempt], T]) -> None:
         try:
             devices.use_index(self._device)
-            self._result = self._function(self.attempt)
+            self._result = function(self.attempt)
         except BaseException as error:  # handed to the caller by result()
             self._error = error
         finally:

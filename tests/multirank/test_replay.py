@@ -278,7 +278,7 @@ def test_timeout_and_description_changed_on_the_live_group_hold():
 # who takes part
 
 
-def _participants(rank, world_size):
+def _participants(rank, world_size, in_callback=False):
     new_group = _Recorder("new_group")
     _install()
     dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -289,7 +289,10 @@ def _participants(rank, world_size):
     for cycle in range(2):
         reloadpg.offload()
         if cycle == 1 and rank < 2:
-            dist.destroy_process_group(doomed)
+            if in_callback:
+                reloadpg.on_reload(lambda: dist.destroy_process_group(doomed), before=True)
+            else:
+                dist.destroy_process_group(doomed)
         reloadpg.reload()
         facts["replayed"].append([call[0][0] for call in new_group.take()])
     facts["sums"] = [
@@ -309,13 +312,16 @@ def test_only_members_replay():
 
 
 @pytest.mark.matrix
-def test_all_ranks_replay_where_torch_waits_for_all():
+@pytest.mark.parametrize("in_callback", [False, True])
+def test_all_ranks_replay_where_torch_waits_for_all(in_callback):
     """With TORCH_DIST_INIT_BARRIER=1 each creation is a barrier of the job (failure 12).
 
-    A group that its members destroyed before the reload is replayed by nobody.
+    A group that its members destroyed before the reload, or in a callback before it rebuilds
+    anything, is replayed by nobody.
     """
     made = [[0, 1], [1, 2], [0, 1, 2], [0, 2]]
-    results = run_ranks(_participants, 3, env={"TORCH_DIST_INIT_BARRIER": "1"})
+    env = {"TORCH_DIST_INIT_BARRIER": "1"}
+    results = run_ranks(_participants, 3, args=(in_callback,), env=env)
     for rank, facts in enumerate(results):
         assert facts["replayed"] == [[*made, [0, 1]], made]
         assert facts["sums"] == [expected_sum(ranks) for ranks in made if rank in ranks]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 
-from reloadpg import gates
+from reloadpg import c10d, gates
 from reloadpg.errors import (
     DisagreementError,
     PeerFailedError,
@@ -463,3 +463,23 @@ def test_an_error_says_what_to_do_next(kind: str, operation: str, step: str) -> 
     verdict = Verdict(kind, 1, text="broken", missing=(1,))
     error = verdict.error(operation, "arrive", seconds=3, rank=0, size=2)
     assert str(error).endswith(step)
+
+
+def test_a_job_is_counted_without_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of an earlier job that asked the store nothing meets the others in the next one."""
+
+    class World:
+        def rank(self) -> int:
+            return 1
+
+        def size(self) -> int:
+            return 2
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(c10d, "has_peers", lambda: True)
+    monkeypatch.setattr(c10d, "root_store", lambda _: store)
+    for number in (1, 2):
+        job, end = Rendezvous.of_world(World()), time.monotonic() + 30  # type: ignore[arg-type]
+        while not job.instance and time.monotonic() < end:
+            time.sleep(0.01)
+        assert job.instance == number
