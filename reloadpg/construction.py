@@ -158,9 +158,14 @@ class Construction:
         return bool(self.kept)
 
     @property
+    def is_split(self) -> bool:
+        """Whether the group was made by ``split_group``."""
+        return self.call.function.__name__ == "split_group"
+
+    @property
     def is_orphan(self) -> bool:
         """Whether the group was split from one that its user has destroyed since. Local."""
-        if self.call.function.__name__ != "split_group":
+        if not self.is_split:
             return False
         parent = self.call.given.get("parent_pg")
         return parent is not None and not c10d.is_known(parent)

@@ -103,8 +103,12 @@ class Recreate(Strategy):
         Asked before a rebuild, when all members have left the generations before.
         """
         paths, group.store_paths = group.store_paths, []
-        devices, rank = group.construction.selected, group.rank()
-        return [key for path in paths for key in c10d.rendezvous_keys(path, devices, rank)]
+        made, rank = group.construction, group.rank()
+        return [
+            key
+            for path in paths
+            for key in c10d.rendezvous_keys(path, made.selected, rank, split=made.is_split)
+        ]
 
 
 class Suspend(Strategy):

@@ -56,16 +56,18 @@ def top_path() -> str:
     return paths[-1]
 
 
-def rendezvous_keys(path: str, devices: Sequence[str], rank: int) -> list[str]:
+def rendezvous_keys(path: str, devices: Sequence[str], rank: int, *, split: bool) -> list[str]:
     """The keys that one member of a group writes to connect it, in the job's store.
 
     A group leaves them in the store for ever; with names that change from generation to
     generation the store would grow. Seen: gloo writes ``0/<rank>`` in the device's prefix on
-    torch 2.8 to 2.15; NCCL's unique id is written by group rank 0 as ``0``.
+    torch 2.8 to 2.15, and a split of it without that prefix (2.15); NCCL's unique id is written
+    by group rank 0 as ``0``.
     """
+    places = [f"{path}{device}//" for device in devices] + [path] * split
     return [
-        f"{path}{device}//{key}"
-        for device in devices
+        f"{place}{key}"
+        for place in places
         for key in ([f"0/{rank}", "0"] if rank == 0 else [f"0/{rank}"])
     ]
 
