@@ -13,12 +13,12 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from . import devices
 from .connect import Connect, connect_group, validate
 from .construction import Construction
-from .errors import NotInstalledError
+from .errors import InvalidOptionError, NotInstalledError
 from .group import GroupState, ReloadableProcessGroup
 from .operation import Operation, gates_of
 from .plans import Offer
@@ -31,6 +31,8 @@ from .suspending import Suspension
 __all__ = ["offload", "offload_noting", "on_offload", "on_reload", "on_report", "reload"]
 
 logger = logging.getLogger("reloadpg")
+
+Callback = TypeVar("Callback", bound=Callable[..., object])
 
 # ---------------------------------------------------------------------------------------------
 # public functions
@@ -110,8 +112,11 @@ def on_offload(callback: Callable[[], object], *, name: str = "") -> Callable[[]
 
     Returns:
         A function that takes the callback off again; idempotent.
+
+    Raises:
+        InvalidOptionError: the callback cannot be called; nothing was registered.
     """
-    return _register(registry.callbacks.offload, callback, name)
+    return _register(registry.callbacks.offload, _callable(callback, "on_offload"), name)
 
 
 def on_reload(
@@ -130,9 +135,12 @@ def on_reload(
 
     Returns:
         A function that takes the callback off again; idempotent.
+
+    Raises:
+        InvalidOptionError: the callback cannot be called; nothing was registered.
     """
     callbacks = registry.callbacks.before_reload if before else registry.callbacks.reload
-    return _register(callbacks, callback, name)
+    return _register(callbacks, _callable(callback, "on_reload"), name)
 
 
 def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
@@ -142,9 +150,12 @@ def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
 
     Returns:
         A function that takes the callback off again; idempotent.
+
+    Raises:
+        InvalidOptionError: the callback cannot be called; nothing was registered.
     """
     callbacks = registry.callbacks.report
-    callbacks.append(callback)
+    callbacks.append(_callable(callback, "on_report"))
 
     def remove() -> None:
         callbacks[:] = [other for other in callbacks if other is not callback]
@@ -340,6 +351,14 @@ def _to_rebuild(
         if group.state in (GroupState.OFFLOADED, GroupState.FAILED):
             here[group.construction.order] = group
     return [item for _, item in sorted(here.items(), key=lambda pair: pair[0])]
+
+
+def _callable(callback: Callback, where: str) -> Callback:
+    if not callable(callback):
+        raise InvalidOptionError(
+            f"{where}({callback!r}): it cannot be called; nothing was registered. Pass a function."
+        )
+    return callback
 
 
 def _register(

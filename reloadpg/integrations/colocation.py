@@ -90,7 +90,7 @@ def colocated(
         _adapted(engine, sleep_level),
         saver,
         saver_tags,
-        wake_tags if wake_tags is None else list(wake_tags),
+        _listed(wake_tags, "colocated(wake_tags"),
         validate(connect),
         collect,
     )
@@ -137,7 +137,9 @@ class Colocation:
 
         Raises:
             ReloadpgError: called outside the block; nothing was changed.
+            InvalidOptionError: ``tags`` is no sequence of tags; nothing was changed.
         """
+        chosen = _listed(tags, "wake_up(tags")
         if not self._inside:
             raise ReloadpgError(
                 "wake_up: the trainer's groups and memory are still in place; nothing was "
@@ -145,7 +147,7 @@ class Colocation:
             )
         if self._engine is not None:
             self._awake = True  # one that fails on the way has to be put to sleep too
-            self._engine.wake_up(None if tags is None else list(tags))
+            self._engine.wake_up(chosen)
 
     def restore(self) -> None:
         """Do what is left of the way back, after it failed. Idempotent.
@@ -275,6 +277,20 @@ class Colocation:
     def _log(self, failures: list[tuple[str, Exception]]) -> None:
         if failures:
             logger.error("%s", self._error("leave", failures))
+
+
+def _listed(tags: Any, where: str) -> list[str] | None:
+    """Tags as a list. A string is a sequence of letters to Python, and to an engine."""
+    if tags is None:
+        return None
+    if isinstance(tags, Sequence) and not isinstance(tags, str):
+        listed = list(tags)
+        if all(isinstance(tag, str) for tag in listed):
+            return listed
+    raise InvalidOptionError(
+        f"{where}={tags!r}): not a sequence of tags; nothing was changed. Pass a list such as "
+        "['weights', 'kv_cache'], or None for all."
+    )
 
 
 class _Engine:

@@ -154,6 +154,7 @@ def raising(side: Side) -> dict[str, Any]:
 
     seen["nested"] = attempt(nested)
     seen["outside"] = attempt(rollout.wake_up)
+    seen["letters"] = attempt(lambda: rollout.wake_up("weights"))
     seen["last"] = side.state()
     return seen
 
@@ -364,6 +365,9 @@ def test_misuse(ranks: list[dict[str, Any]]) -> None:
         kind, text = seen["raising"]["outside"]
         assert kind == "ReloadpgError"
         assert "Call it within the colocated() block" in text
+        kind, text = seen["raising"]["letters"]
+        assert kind == "InvalidOptionError"
+        assert text.startswith("wake_up(tags='weights'): not a sequence of tags")
 
 
 def test_an_asynchronous_engine(ranks: list[dict[str, Any]]) -> None:
@@ -394,6 +398,9 @@ def test_ranks_without_an_engine(ranks: list[dict[str, Any]]) -> None:
         ({"connect": "always"}, "reload\\(connect='always'\\)"),
         ({"saver_tags": ["default"]}, "no bare saver"),
         ({"saver": object()}, "no pause"),
+        ({"wake_tags": "kv_cache"}, "wake_tags='kv_cache'.: not a sequence of tags"),
+        ({"wake_tags": 3}, "wake_tags=3.: not a sequence of tags"),
+        ({"wake_tags": [b"weights"]}, "not a sequence of tags"),
     ],
 )
 def test_arguments_that_cannot_be_used(arguments: dict[str, Any], said: str) -> None:
