@@ -89,6 +89,7 @@ def _create(call: Call) -> tuple[Any, list[str]]:
         names = stack.enter_context(c10d.observed_names())
         if isinstance(world, ReloadableProcessGroup) and not world.is_live:
             # An offloaded WORLD has no communicator to split from: create a fresh one.
+            c10d.forget_parent(call.given.get("pg_options"))
             stack.enter_context(world.solitary())
         return call(), names
 

@@ -27,6 +27,7 @@ from .creation import (
     create_world,
     creator_modules,
     forced_name,
+    forget_parent,
     observed_names,
     original,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "drop_generation",
     "evict",
     "forced_name",
+    "forget_parent",
     "get_timeouts",
     "group_of_backends",
     "has_peers",

@@ -25,6 +25,7 @@ __all__ = [
     "create_world",
     "creator_modules",
     "forced_name",
+    "forget_parent",
     "observed_names",
     "original",
 ]
@@ -74,6 +75,7 @@ def create_among_members(
     desc: str | None,
 ) -> ProcessGroup:
     """A group that its members create alone. Collective over them; blocking as the backend's."""
+    forget_parent(options)
     made = original("new_group")(
         list(ranks),
         timeout=timeout,
@@ -83,6 +85,16 @@ def create_among_members(
         group_desc=desc,
     )
     return cast(ProcessGroup, made)
+
+
+def forget_parent(options: object) -> None:
+    """Let a group with these options connect afresh. Local.
+
+    When torch splits a communicator it notes the parent in the options that it was given (NCCL's
+    have ``split_from``), and would look for it again in the next group with the same options.
+    """
+    if getattr(options, "split_from", None) is not None:
+        cast(Any, options).split_from = None
 
 
 def create_world(

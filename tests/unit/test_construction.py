@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import distributed_c10d
 
+from reloadpg import c10d
 from reloadpg.construction import (
     WORLD_ORDER,
     Call,
@@ -139,3 +142,17 @@ def test_the_digest_covers_what_members_must_agree_on():
         _construction(call, order=subgroup_order("9")),
     ]
     assert len({base.digest, *(other.digest for other in others)}) == 5
+
+
+@pytest.mark.parametrize("options", [None, SimpleNamespace(), SimpleNamespace(split_from="gone")])
+def test_a_group_made_without_its_parent_does_not_look_for_it(monkeypatch, options):
+    """Torch leaves the parent in NCCL's options; shown for the call, not on real NCCL."""
+    received = []
+
+    def new_group(ranks, **kwargs):
+        parent = getattr(kwargs["pg_options"], "split_from", None)
+        received.append((ranks, kwargs["pg_options"], parent, kwargs["use_local_synchronization"]))
+
+    monkeypatch.setattr(distributed_c10d, "new_group", new_group)
+    c10d.create_among_members((2, 0), backend="nccl", options=options, timeout=None, desc=None)
+    assert received == [([2, 0], options, None, True)]
