@@ -9,6 +9,7 @@ output is no terminal, everything is plain text.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; None for this process's own.
 
     Returns:
-        The exit code; 130 after Ctrl-C.
+        The exit code; 130 after Ctrl-C, 141 if nobody reads stdout any more.
 
     Raises:
         SystemExit: the arguments cannot be used (code 2), or help was asked for.
@@ -65,7 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.script_arguments = rest
     try:
         code: int = options.run(options)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         say(f"\n{top.prog}: interrupted", sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Whoever read stdout has gone, as head does. The interpreter flushes it again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return code

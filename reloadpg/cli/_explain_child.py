@@ -2,8 +2,8 @@
 
 Started by ``reloadpg explain`` as a process of its own. The script's default group becomes a fake
 one of the size that was asked for, whatever backend it names; collectives on it do nothing and
-return at once. Each creation is written to a file as it happens, so that what was seen is known
-also of a script that raises, exits or is ended.
+return at once, and objects that other ranks would send do not come. Each creation is written to a
+file as it happens, so that what was seen is known also of a script that raises, exits or is ended.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FakeRank:
 
     Attributes:
         settings: what the parent passed.
-        backend: the backend that the script asked for its default group.
+        backend: the backend that the script asked for its default group, as torch calls it.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -65,6 +65,11 @@ class FakeRank:
             "new_group": self._new_group,
             "split_group": self._split_group,
             "destroy_process_group": self._destroy_process_group,
+            "get_backend": self._get_backend,
+            "monitored_barrier": self._receive_nothing,
+            "broadcast_object_list": self._receive_nothing,
+            "recv_object_list": self._receive_nothing,
+            "scatter_object_list": self._scatter_object_list,
         }
         for name, replacement in replacements.items():
             wrapper = wrapt.FunctionWrapper(vars(dist)[name], replacement)
@@ -77,7 +82,11 @@ class FakeRank:
 
     def _init_process_group(self, wrapped: Wrapped, _: Any, args: Any, kwargs: Any) -> Any:
         given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-        self.backend = self._backend(given.get("backend"), given.get("device_id"))
+        asked, device = given.get("backend"), given.get("device_id")
+        if asked is None and device is not None:
+            kind = getattr(device, "type", self.settings["device"])
+            asked = Backend.default_device_backend_map.get(kind)
+        self.backend = str(asked or "undefined").lower()
         wrapped(
             "fake",
             store=FakeStore(),
@@ -92,7 +101,8 @@ class FakeRank:
     def _new_group(self, wrapped: Wrapped, _: Any, args: Any, kwargs: Any) -> Any:
         given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
         asked = given.pop("backend", None)
-        backend = self.backend if asked is None else self._backend(asked, None)
+        # Torch's own code hands on what get_backend tells it.
+        backend = self.backend if asked in (None, "fake") else str(asked).lower()
         # Options and devices are those of a backend that is not here.
         made = wrapped(**{k: v for k, v in given.items() if k not in ("pg_options", "device_id")})
         if c10d.is_non_member(made):
@@ -122,7 +132,7 @@ class FakeRank:
         )
         asked = given.get("backend")
         backend = self._asked.get(c10d.name_of(parent), self.backend)
-        self._note_group(made, backend if asked is None else self._backend(asked, None))
+        self._note_group(made, backend if asked is None else str(asked).lower())
         return made
 
     def _destroy_process_group(self, wrapped: Wrapped, _: Any, args: Any, kwargs: Any) -> Any:
@@ -131,6 +141,27 @@ class FakeRank:
             with suppress(KeyError):
                 self.note("destroyed", name=c10d.name_of(group))
         return wrapped(*args, **kwargs)
+
+    def _get_backend(self, wrapped: Wrapped, _: Any, args: Any, kwargs: Any) -> Any:
+        """To the script what it asked for. Torch's own code would then turn to GPUs and NCCL."""
+        made = wrapped(*args, **kwargs)
+        asker = sys._getframe(1).f_globals.get("__name__", "")
+        if asker.partition(".")[0] == "torch":
+            return made
+        group: Any = (args[0] if args else kwargs.get("group")) or c10d.world()
+        return self._asked.get(c10d.name_of(group), made)
+
+    def _receive_nothing(self, wrapped: Wrapped, _: Any, args: Any, kwargs: Any) -> Any:
+        # Torch would make objects of memory that nobody has written to.
+        given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+        return given.get("src")
+
+    def _scatter_object_list(self, wrapped: Wrapped, _: Any, args: Any, kwargs: Any) -> None:
+        given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+        parts = given.get("scatter_object_input_list") or ()
+        mine = dist.get_rank(given.get("group"))
+        if 0 <= mine < len(parts):
+            given["scatter_object_output_list"][0] = parts[mine]
 
     def _set_device(self, wrapped: Wrapped, _: Any, args: Any, kwargs: Any) -> Any:
         # A device that is not here; a torch without CUDA lacks even the function.
@@ -160,16 +191,12 @@ class FakeRank:
 
     # -- what is noted ----------------------------------------------------------------------------
 
-    def _backend(self, asked: Any, device_id: Any) -> str:
-        """The backend as torch would take it where the job's accelerators are."""
-        if asked is not None and str(asked).lower() != "undefined":
-            return str(asked).lower()
-        kind = getattr(device_id, "type", None) or self.settings["device"]
-        return f"{kind}:{Backend.default_device_backend_map.get(kind, 'undefined')}"
-
     def _note_group(self, group: Any, backend: str, *, is_world: bool = False) -> None:
         name = c10d.name_of(group)
         self._asked[name] = backend
+        if backend == "undefined":  # torch takes what the job's accelerators have
+            kind = self.settings["device"]
+            backend = f"{kind}:{Backend.default_device_backend_map[kind]}"
         devices = BackendConfig(Backend(backend)).get_device_backend_map()
         registry = sys.modules.get("reloadpg.registry")
         options = registry.registry.options if registry is not None else None

@@ -13,10 +13,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .console import Line, Page, Table, progress, say, show
 from .options import positive, seconds
+
+if TYPE_CHECKING:
+    from ..testing import RanksFailedError
 
 __all__ = ["add"]
 
@@ -90,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
                 timeout=options.timeout,
             )
     except RanksFailedError as error:
-        say(f"reloadpg bench: {error}", sys.stderr)
+        say(f"reloadpg bench: {_failure(error, options.timeout)}", sys.stderr)
         return 1
     except KeyboardInterrupt:
         say("\nreloadpg bench: interrupted; all ranks have been ended", sys.stderr)
@@ -110,6 +113,15 @@ def _run(options: argparse.Namespace) -> int:
     else:
         show(_page(result))
     return 0
+
+
+def _failure(error: RanksFailedError, timeout: float) -> str:
+    """The error without its advice for those who call ``run_ranks`` themselves."""
+    head, _, details = str(error).partition("\n")
+    advice = ""
+    if any(outcome.timed_out for outcome in error.outcomes):
+        advice = f" --timeout gives them longer than {timeout:g} s."
+    return f"{head.partition('. ')[0]}.{advice}\n{details}"
 
 
 def _devices() -> int:

@@ -44,6 +44,7 @@ def run(
         from ..testing import simulated
 
         simulated.register()
+    reloadpg.uninstall()  # with RELOADPG_AUTOINSTALL=1 it came with torch, with other options
     with reloadpg.install(backends={backend}, min_size=1):
         dist.init_process_group(backend)
         held = [dist.group.WORLD, *(dist.new_group() for _ in range(groups - 1))]

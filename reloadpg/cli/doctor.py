@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .console import Line, Page, progress, say, show
+from .doctor_autoinstall import check_autoinstall
 from .doctor_imports import import_modules, import_of_script
 from .doctor_job import check_job, check_launcher
 from .doctor_patches import check_early_aliases, check_foreign_wrappers
@@ -54,6 +55,7 @@ def diagnose(
     variables = os.environ if environ is None else environ
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("torch", check_torch),
+        ("autoinstall", lambda: check_autoinstall(variables)),
         ("nccl", check_nccl),
         ("nccl settings", lambda: check_nccl_settings(variables)),
         ("suspend", lambda: check_suspend(variables)),

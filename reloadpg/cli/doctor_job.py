@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .findings import Finding
 from .job import JobView
-from .records import STATUS_DIR, read_directory
+from .records import read_directory
 
 __all__ = ["check_job", "check_launcher"]
 
@@ -36,12 +36,7 @@ def check_job(directory: Path) -> Iterator[Finding]:
     """What does not fit together among the ranks that keep a file in a status directory."""
     view = JobView(read_directory(directory))
     if not view.ranks:
-        yield Finding(
-            "job",
-            "problem",
-            f"no rank of a job was found in {directory}",
-            f"start the job with {STATUS_DIR} set to that directory on every rank",
-        )
+        yield Finding("job", "problem", view.reading.absence, view.reading.remedy)
         return
     troubles = [fact for fact in view.facts() if fact.tone in ("warning", "bad")]
     for fact in troubles:

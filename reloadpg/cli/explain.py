@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ def add(subcommands: Any) -> None:
     )
     parser.add_argument(
         "--device",
+        type=_device_type,
         default="cuda",
         metavar="TYPE",
         help="accelerator that the job runs on, for groups that name no backend (default: cuda)",
@@ -66,6 +68,11 @@ def add(subcommands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="everything as JSON")
     parser.set_defaults(run=_run, script_arguments=[])
+
+
+def _device_type(text: str) -> str:
+    """``cuda`` of ``cuda:0`` too: which one of its kind does not matter."""
+    return re.sub(r":\d+$", "", text)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -103,6 +110,13 @@ def _refusal(options: argparse.Namespace) -> str:
         return f"--rank {options.rank} is not in a job of {options.world_size} ranks"
     if not options.module and not Path(options.script).is_file():
         return f"there is no file {options.script!r}; nothing was run. For a module use -m."
+    from torch.distributed import Backend
+
+    known = sorted(name for name in Backend.default_device_backend_map if name.isidentifier())
+    if options.device not in known:
+        return (
+            f"torch knows no device {options.device!r} here ({', '.join(known)}); nothing was run."
+        )
     return ""
 
 
@@ -134,6 +148,7 @@ def _page(options: argparse.Namespace, run: Run, explanation: Explanation) -> Pa
         parts += _summary(run, explanation)
     else:
         parts.append(Line("The script created no process group.", "warning"))
+        parts.append(Line("Groups of other processes that the script starts are not seen."))
     if run.timed_out:
         parts.append(
             Line(

@@ -140,6 +140,15 @@ class JobView:
         if not self.ranks:
             return []
         found = [self._generation_fact(), *self._trouble_facts()]
+        left_over = self.reading.left_over
+        if left_over:
+            found.append(
+                Fact(
+                    "left over",
+                    f"{_ranks(left_over)} of an earlier, larger job: their files are not looked at",
+                    "note",
+                )
+            )
         skew = self.skew
         if skew is not None:
             found.append(
@@ -249,9 +258,8 @@ class JobView:
         return Line(f"reloadpg {clock}: {len(self.ranks)} of {known} ranks: {states}", "head")
 
     def _nothing(self) -> tuple[Line, Line]:
-        return (
-            Line(f"No rank of a job was found in {self.reading.source}.", "warning"),
-            Line("Set RELOADPG_STATUS_DIR to it on every rank, and install reloadpg there."),
+        return Line(_sentence(self.reading.absence), "warning"), Line(
+            _sentence(self.reading.remedy)
         )
 
     def _table(self, width: int | None, room: int | None) -> list[Line | Table]:
@@ -303,6 +311,7 @@ class JobView:
             "generations": {str(g): ranks for g, ranks in self.generations.items()},
             "generation_is_equal": len(self.generations) == 1,
             "missing_ranks": self.reading.missing,
+            "left_over": list(self.reading.left_over),
             "not_installed": self.not_installed,
             "silent": [record.rank for record in self.silent],
             "skew": self.skew,
@@ -335,6 +344,10 @@ def _ranks(ranks: Sequence[int]) -> str:
     if len(runs) > _SHOWN_RANKS:
         runs = [*runs[:_SHOWN_RANKS], f"... ({len(ranks)} in all)"]
     return f"{several} {', '.join(runs)}"
+
+
+def _sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}."
 
 
 def _in_use(record: RankRecord) -> Any:

@@ -135,18 +135,24 @@ class Reading:
         source: where it was looked for, in words.
         ranks: the ranks that could be read, by rank.
         failures: what could not be read, in words.
+        left_over: ranks of an earlier, larger job, whose files are still there.
+        absence: where no rank was found, why, in words.
+        remedy: what to do then.
         time: Unix time at which it was read, in seconds.
     """
 
     source: str
     ranks: Sequence[RankRecord] = ()
     failures: Sequence[str] = ()
+    left_over: Sequence[int] = ()
+    absence: str = ""
+    remedy: str = ""
     time: float = field(default_factory=time.time)
 
     @property
     def world_size(self) -> int | None:
-        """Size of the job as its ranks state it."""
-        return max((r.world_size for r in self.ranks if r.world_size is not None), default=None)
+        """Size of the job as the latest of its ranks states it."""
+        return _world_size(self.ranks)
 
     def after(self, before: Reading) -> Reading:
         """The same with what an earlier reading of the same job knew."""
@@ -166,10 +172,17 @@ def read_directory(directory: Path) -> Reading:
     now = time.time()
     records: list[RankRecord] = []
     failures: list[str] = []
+    files: list[Path] = []
+    absence = f"no rank of a job was found in {directory}"
+    remedy = f"set {STATUS_DIR} to it on every rank, and install reloadpg there"
     try:
-        files = sorted(directory.glob("rank-*.json"))
+        if directory.is_dir():
+            files = sorted(directory.glob("rank-*.json"))
+        else:
+            absence += f", which {'is not a directory' if directory.exists() else 'does not exist'}"
+            remedy = f"name the directory that the ranks have in {STATUS_DIR}; they create it"
     except OSError as error:
-        return Reading(str(directory), (), (f"{directory}: {error.strerror}",))
+        failures.append(f"{directory}: {error.strerror}")
     for file in files:
         try:
             record = RankRecord.of(_decoded(file.read_bytes()), now)
@@ -182,7 +195,11 @@ def read_directory(directory: Path) -> Reading:
             failures.append(f"{file.name}: names no rank")
         else:
             records.append(record)
-    return Reading(str(directory), _one_a_rank(records), tuple(failures))
+    ranks = _one_a_rank(records)
+    size = _world_size(ranks)
+    left_over = [one.rank for one in ranks if size is not None and one.rank >= size]
+    ranks = ranks[: len(ranks) - len(left_over)]  # they are in the order of ranks
+    return Reading(str(directory), ranks, tuple(failures), left_over, absence, remedy)
 
 
 def read_endpoints(endpoints: Sequence[str]) -> Reading:
@@ -199,17 +216,27 @@ def read_endpoints(endpoints: Sequence[str]) -> Reading:
         else:
             why = answer if isinstance(answer, str) else "its answer names no rank"
             failures.append(f"{endpoint}: {why}")
-    return Reading(", ".join(endpoints), _one_a_rank(records), tuple(failures))
+    return Reading(
+        ", ".join(endpoints),
+        _one_a_rank(records),
+        tuple(failures),
+        absence=f"no rank of a job answered at {', '.join(endpoints)}",
+        remedy="start torch's debug server in each rank, and install reloadpg there",
+    )
 
 
 def _ask(endpoint: str) -> Any:
     """What a debug server answers, or a sentence that says why nothing came."""
-    connection = http.client.HTTPConnection(endpoint, timeout=ENDPOINT_TIMEOUT_S)
+    try:
+        connection = http.client.HTTPConnection(endpoint, timeout=ENDPOINT_TIMEOUT_S)
+    except http.client.InvalidURL as error:
+        return f"no HOST:PORT ({error})"
     try:
         connection.request("POST", HANDLER, body=b"", headers={"Content-Length": "0"})
         response = connection.getresponse()
         body = response.read(_LARGEST)
-    except (OSError, http.client.HTTPException) as error:
+    # A name that cannot be encoded is a ValueError, a huge port an OverflowError.
+    except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
         return f"no answer ({error or type(error).__name__})"
     finally:
         connection.close()
@@ -235,6 +262,18 @@ def _one_a_rank(records: Iterable[RankRecord]) -> list[RankRecord]:
         if before is None or (record.time or 0.0) >= (before.time or 0.0):
             latest[record.rank] = record
     return [latest[rank] for rank in sorted(latest)]
+
+
+def _world_size(records: Iterable[RankRecord]) -> int | None:
+    """By the latest record that states one; it must have room for its own rank."""
+    latest: tuple[float, int] | None = None
+    for record in records:
+        size = record.world_size
+        if size is None or record.rank >= size:
+            continue
+        if latest is None or (record.time or 0.0, size) >= latest:
+            latest = (record.time or 0.0, size)
+    return None if latest is None else latest[1]
 
 
 # -- values of the right type, or nothing -------------------------------------------------------

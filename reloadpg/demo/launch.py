@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ..autoinstall import SWITCH
 from . import job
 from .parallel import megatron_version
 from .settings import Settings
@@ -114,11 +115,17 @@ def _quiet(*packages: str) -> Iterator[None]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables for the ranks, which inherit this process's; those set already stay."""
+    """Variables for the ranks, which inherit this process's; those set already stay.
+
+    Less the switch that installs reloadpg: a rank does so with options of its own, or not at all.
+    """
     added = {name: value for name, value in variables.items() if name not in os.environ}
+    switch = os.environ.pop(SWITCH, None)
     os.environ.update(added)
     try:
         yield
     finally:
         for name in added:
             os.environ.pop(name, None)
+        if switch is not None:
+            os.environ[SWITCH] = switch

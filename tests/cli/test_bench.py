@@ -1,8 +1,10 @@
 """``bench`` runs real ranks and shows what they measured. The figures themselves are not tested."""
 
 import json
+import threading
 
 import pytest
+from cli_process import command, decoded
 
 from reloadpg.cli import bench, main
 
@@ -66,3 +68,26 @@ def test_a_rank_that_fails_is_exit_code_1(monkeypatch, capsys):
 
 def failing(*_):
     raise ValueError("broken on purpose")
+
+
+def test_the_time_limit_is_said_to_be_that_of_the_command(monkeypatch, capsys):
+    """Not what a program would do that calls ``run_ranks`` itself."""
+    monkeypatch.setattr("reloadpg.cli.bench_ranks.run", hanging)
+    assert main(["bench", "--backend", "gloo", "--ranks", "1", "--timeout", "0.5"]) == 1
+    errors = capsys.readouterr().err
+    assert "1 of 1 ranks failed (no process is left). --timeout gives them longer than 0.5 s." in (
+        errors
+    )
+    assert "still running at the time limit of 0.5 s" in errors
+    assert "run_ranks" not in errors
+
+
+def hanging(*_):
+    threading.Event().wait()
+
+
+def test_autoinstall_in_the_shell_does_not_matter():
+    """Its options are others than those that are measured."""
+    options = ["--backend", "gloo", "--ranks", "1", "--groups", "1", "--cycles", "1", "--json"]
+    process = command("bench", *options, RELOADPG_AUTOINSTALL="1")
+    assert len(decoded(process)["by_rank"][0]) == 1, process.stderr

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from cli_process import LIMIT, environment
+from rank_files import write_rank
 
 from reloadpg.__main__ import main
 
@@ -47,6 +48,54 @@ def test_ctrl_c_is_exit_code_130(monkeypatch, capsys):
     monkeypatch.setattr("reloadpg.cli.doctor.diagnose", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err.splitlines()[-1].endswith(": interrupted")
+
+
+PENDING = """
+import sys
+from reloadpg import cli
+
+def run(options):
+    sys.stdout.write("one\\n")
+    sys.stdout.flush()
+    sys.stdin.read()  # until nobody reads any more
+    sys.stdout.write("two\\n")
+    return 0
+
+def add(subcommands):
+    subcommands.add_parser("write").set_defaults(run=run)
+
+cli.SUBCOMMANDS = (add,)
+sys.exit(cli.main(["write"]))
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["-m", "reloadpg", "status", ".", "--watch", "--interval", "0.01"], ["-c", PENDING]],
+    ids=["watch", "last line"],
+)
+def test_a_reader_that_leaves_is_exit_code_141(tmp_path, arguments):
+    """As for ``head``: no traceback, and nothing that the interpreter adds at its end."""
+    write_rank(tmp_path, 0, 1)
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        env=environment(PYTHONUNBUFFERED=""),
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline()
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=LIMIT) == 141
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,41 @@ def test_problems_give_exit_code_1(sick):
     assert decoded(sick)["ok"] is False
 
 
+@pytest.fixture(scope="module")
+def switched_on():
+    """What is found with a backend that torch knows, and with one that it does not know."""
+    options = {"RELOADPG_AUTOINSTALL": "1", "RELOADPG_TIMEOUT_S": "7.5"}
+    return {
+        backend: command("doctor", "--json", **options, RELOADPG_BACKENDS=backend)
+        for backend in ("gloo", "bogus")
+    }
+
+
+def test_an_autoinstall_that_failed_is_a_problem(switched_on):
+    """With autoinstall's own words, which it has written to stderr too."""
+    (message,) = of(decoded(switched_on["bogus"]), "autoinstall", "problem")
+    assert "unknown backend bogus" in message
+    assert f"reloadpg: {message}" in switched_on["bogus"].stderr
+    assert switched_on["bogus"].returncode == 1
+
+
+def test_an_autoinstall_in_place_is_said_with_its_options(switched_on, healthy):
+    """And where it is switched off, nothing is."""
+    (message,) = of(decoded(switched_on["gloo"]), "autoinstall", "ok")
+    assert "backends gloo" in message
+    assert "strategy recreate" in message
+    assert "timeout 7.5 s" in message
+    assert not of(decoded(healthy), "autoinstall")
+
+
+def test_an_autoinstall_that_torch_did_not_call_is_a_problem():
+    """This process was not switched on, and a fresh one says nothing: torch is told not to ask."""
+    variables = {**os.environ, "RELOADPG_AUTOINSTALL": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    (finding,) = [f for f in diagnose(environ=variables).findings if f.check == "autoinstall"]
+    assert finding.level == "problem"
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in finding.remedy
+
+
 @pytest.mark.parametrize(
     ("version", "level", "words"),
     [

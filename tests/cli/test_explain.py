@@ -169,6 +169,65 @@ def test_a_script_that_raises_is_reported_below_the_table(nccl):
     assert "does not call reloadpg.install()" in nccl.stdout
 
 
+TALKS = """
+import sys
+import torch.distributed as dist
+from torch.distributed import scatter_object_list
+
+dist.init_process_group("NCCL")
+assert dist.get_backend() == dist.Backend.NCCL, dist.get_backend()
+if dist.get_backend() == "nccl":
+    dist.new_group(group_desc="on nccl")
+control = dist.new_group(backend="gloo", group_desc="control")
+assert dist.get_backend(control) == dist.Backend.GLOO, dist.get_backend(group=control)
+mixed = dist.new_group(backend="cpu:gloo,cuda:nccl")
+assert dist.get_backend(mixed) == "cpu:gloo,cuda:nccl", dist.get_backend(mixed)
+
+torchs = {"__name__": "torch.somewhere", "dist": dist}
+exec("dist.new_group(backend=dist.get_backend(), group_desc='of torch')", torchs)
+exec("backend = dist.get_backend()", torchs)
+assert torchs["backend"] == "fake", torchs["backend"]
+
+dist.monitored_barrier(control)
+plan = ["mine"]
+dist.broadcast_object_list(plan, src=0)
+dist.broadcast_object_list(plan, src=1, group=control)
+assert dist.recv_object_list(plan, src=0) == 0
+assert plan == ["mine"], plan
+part = [None]
+scatter_object_list(part, None, src=0)
+assert part == [None], part
+scatter_object_list(part, ["a", "b", "c"], src=1)
+assert part == ["b"], part
+
+dist.destroy_process_group()
+dist.init_process_group()
+assert dist.get_backend() == "undefined", dist.get_backend()
+"""
+
+
+@pytest.mark.matrix
+def test_a_script_that_asks_for_its_backend_and_receives_objects(tmp_path):
+    """``get_backend`` answers what the script asked for, and torch's own code what is there.
+
+    What would wait for other ranks, or read what they send, returns at once: objects stay as they
+    were, and a rank that scatters gets its own part.
+    """
+    script = tmp_path / "talks.py"
+    script.write_text(TALKS)
+    options = ["--world-size", 3, "--rank", 1, "--device", "cuda:0", "--json"]
+    found = decoded(command("explain", script, *options))
+    assert found["error"] == "", found["traceback"]
+    assert [(one["desc"], one["backend"]) for one in found["groups"]] == [
+        ("", "nccl"),
+        ("on nccl", "nccl"),
+        ("control", "gloo"),
+        ("", "cpu:gloo,cuda:nccl"),
+        ("of torch", "nccl"),
+        ("", "cuda:nccl"),
+    ]
+
+
 def test_a_script_that_does_not_end_is_ended(tmp_path):
     """At the time limit; what it created until then is shown, and no process is left."""
     script = tmp_path / "hangs.py"
@@ -214,6 +273,7 @@ def test_a_script_that_creates_no_group(tmp_path):
     process = command("explain", script, "--world-size", 2)
     assert process.returncode == 1
     assert "created no process group" in process.stdout
+    assert "Groups of other processes that the script starts are not seen" in process.stdout
     assert "the script called sys.exit(3)" in process.stdout
 
 
@@ -222,6 +282,9 @@ def test_a_script_that_creates_no_group(tmp_path):
     [
         (["no_such_file.py", "--world-size", "2"], "there is no file 'no_such_file.py'"),
         ([__file__, "--world-size", "2", "--rank", "2"], "--rank 2 is not in a job of 2 ranks"),
+        ([__file__, "--world-size", "2", "--device", "foo"], "torch knows no device 'foo'"),
+        ([__file__, "--world-size", "2", "--device", ""], "(cpu, cuda, "),
+        ([__file__, "--world-size", "2", "--device", "cuda:x"], "torch knows no device 'cuda:x'"),
     ],
 )
 def test_what_cannot_be_explained_is_exit_code_2(capsys, arguments, words):

@@ -228,6 +228,31 @@ def test_the_latest_of_two_files_of_a_rank_counts(tmp_path):
     assert [one.host for one in read_directory(tmp_path).ranks] == ["new"]
 
 
+def test_ranks_of_an_earlier_larger_job_are_left_out(tmp_path):
+    """The size is what the latest record says; in one line, and not as a trouble."""
+    for rank in (0, 2, 3):
+        write_rank(tmp_path, rank, 4, time=time.time() - 5000)
+    write_rank(tmp_path, 1, 2)
+    job = JobView(read_directory(tmp_path))
+    assert [one.rank for one in job.ranks] == [0, 1]
+    assert (job.reading.world_size, job.reading.missing) == (2, [])
+    assert facts(job)["left over"].startswith("ranks 2-3 of an earlier, larger job")
+    assert job.to_dict()["left_over"] == [2, 3]
+    assert [fact.tone for fact in job.facts() if fact.name == "left over"] == ["note"]
+    assert "left over" not in facts(view(record(0, 2), record(1, 2)))
+
+
+def test_a_record_that_contradicts_itself_says_no_size(tmp_path):
+    """A rank that is not in a job of its own size does not push the others out."""
+    write_rank(tmp_path, 0, 2, time=None)
+    write_rank(tmp_path, 1, 2, time=1000.0)
+    for rank, size in enumerate((5, 0, -1), start=5):
+        write_rank(tmp_path, rank, size)
+    reading = read_directory(tmp_path)
+    assert [one.rank for one in reading.ranks] == [0, 1]
+    assert (reading.world_size, reading.left_over) == (2, [5, 6, 7])
+
+
 DEBUG_SERVER = """
 import os, sys
 from torch._C import _distributed_c10d as c10d
@@ -278,6 +303,28 @@ def test_ranks_are_read_through_torchs_debug_server(monkeypatch):
     assert "is reloadpg installed in that process?" in without.failures[0]
 
 
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "http://localhost:1/x",
+        "[::1]:x",
+        f"127.0.0.1:{10**30}",
+        f"{'a' * 64}:1",
+        "a b:1",
+        "\n:1",
+        "",
+    ],
+)
+def test_an_endpoint_that_is_none_is_named(endpoint, capsys):
+    """One that was mistyped does not hide the others; nothing is said of directories."""
+    assert main(["status", "--endpoint", endpoint, "--endpoint", "127.0.0.1:1"]) == 1
+    written = capsys.readouterr().out
+    assert f"unreadable: {endpoint}: no " in written
+    assert "unreadable: 127.0.0.1:1: no answer (" in written
+    assert "debug server" in written
+    assert "STATUS_DIR" not in written
+
+
 # -- the command --------------------------------------------------------------------------------
 
 
@@ -306,11 +353,21 @@ def test_no_directory_is_an_error_that_says_what_to_set(monkeypatch, capsys):
     assert "set RELOADPG_STATUS_DIR" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [".", "missing"])
-def test_a_directory_without_ranks_is_exit_code_1(tmp_path, capsys, name):
-    """It may be that the job has not started yet."""
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (".", "No rank of a job was found in {}."),
+        ("missing", "{}, which does not exist."),
+        ("file", "{}, which is not a directory."),
+    ],
+)
+def test_a_directory_without_ranks_is_exit_code_1(tmp_path, capsys, name, words):
+    """It may be that the job has not started yet. A wrong path is named as what it is."""
+    (tmp_path / "file").touch()
     assert main(["status", str(tmp_path / name)]) == 1
-    assert "No rank of a job was found" in capsys.readouterr().out
+    written = capsys.readouterr().out
+    assert words.format(tmp_path / name) in written
+    assert ("Set RELOADPG_STATUS_DIR" in written) == (name == ".")
 
 
 def test_watch_is_plain_text_where_there_is_no_terminal(job, capsys):

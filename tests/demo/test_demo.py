@@ -31,10 +31,10 @@ def environment():
     return {**os.environ, "PYTHONPATH": path}
 
 
-def run(*command, timeout=LIMIT):
+def run(*command, timeout=LIMIT, **variables):
     return subprocess.run(
         [sys.executable, *map(str, command)],
-        env=environment(),
+        env={**environment(), **variables},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -314,6 +314,24 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(scratch):
     with running_demo(scratch) as (launcher, started):
         launcher.kill()
         assert psutil.wait_procs(started, timeout=10)[1] == []
+
+
+ONE_RANK = """
+import os
+import reloadpg
+from reloadpg.demo.launch import launch
+from reloadpg.demo.settings import Settings
+
+(seen,) = launch(Settings(1, 1, offload=True, accelerator="simulated"))
+print(reloadpg.is_installed(), os.environ["RELOADPG_AUTOINSTALL"], len(seen["cycles"]))
+"""
+
+
+def test_autoinstall_in_the_shell_does_not_matter():
+    """The ranks install with options of their own; what they run beside is left as it was."""
+    process = run("-c", ONE_RANK, RELOADPG_AUTOINSTALL="1")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.splitlines()[-1] == "True 1 1"
 
 
 @pytest.mark.parametrize(
