@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from numbers import Real
 
 from .errors import InvalidOptionError
 from .plans import Offer
@@ -53,6 +54,13 @@ class StrategyPolicy:
     groups: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.groups, Mapping) or not all(
+            isinstance(pattern, str) for pattern in self.groups
+        ):
+            raise InvalidOptionError(
+                f"StrategyPolicy(groups={self.groups!r}): must map patterns to strategies; nothing "
+                "was installed."
+            )
         object.__setattr__(self, "groups", dict(self.groups))  # the caller's may change
         for name in (self.name, *self.groups.values()):
             if not isinstance(name, str) or name not in STRATEGY_NAMES:
@@ -60,10 +68,15 @@ class StrategyPolicy:
                     f"strategy {name!r} is unknown; nothing was installed. Use one of: "
                     f"{', '.join(STRATEGY_NAMES)}."
                 )
-        if not 0 <= self.min_share <= 1:
+        if not _is_number(self.min_share) or not 0 <= self.min_share <= 1:
             raise InvalidOptionError(
                 f"StrategyPolicy(min_share={self.min_share!r}): must be a share from 0 to 1; "
                 "nothing was installed."
+            )
+        if not isinstance(self.fallback, bool):
+            raise InvalidOptionError(
+                f"StrategyPolicy(fallback={self.fallback!r}): must be True or False; nothing was "
+                "installed."
             )
 
     @classmethod
@@ -94,6 +107,10 @@ class StrategyPolicy:
             f"{self.name} (min_share {self.min_share:g}, fallback {self.fallback}, "
             f"groups {dict(self.groups)})"
         )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

@@ -32,15 +32,21 @@ class Policy:
         """Validate the options of ``install``.
 
         Raises:
-            InvalidOptionError: an unknown backend, an empty set, or ``min_size`` below 1.
+            InvalidOptionError: an unknown backend, an empty set, ``min_size`` below 1, or a
+                ``world`` that is neither True nor False.
         """
         if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
             raise InvalidOptionError(
                 f"install(min_size={min_size!r}): the smallest group is one rank; nothing was "
                 "installed. Pass an integer of 1 or more."
             )
+        if not isinstance(world, bool):
+            raise InvalidOptionError(
+                f"install(world={world!r}): must be True or False; nothing was installed. Pass "
+                "False to leave the default group as torch makes it."
+            )
         if backends is None:
-            return cls(None, min_size, bool(world))
+            return cls(None, min_size, world)
         names = frozenset([backends] if isinstance(backends, str) else backends)
         if not names:
             raise InvalidOptionError(
@@ -55,7 +61,7 @@ class Policy:
                 f"installed. Torch knows {', '.join(sorted(known))} here; register another with "
                 "torch.distributed.Backend.register_backend first."
             )
-        return cls(frozenset(str(name) for name in names), min_size, bool(world))
+        return cls(frozenset(str(name) for name in names), min_size, world)
 
     def selected(self, devices: Mapping[str, str], size: int) -> tuple[str, ...]:
         """The device types whose backend is released; empty if the group is to be left alone.

@@ -21,7 +21,12 @@ from reloadpg import c10d
 from reloadpg.environment.bounds import as_timedelta
 from reloadpg.environment.detect import detect_environment
 from reloadpg.environment.errors import GroupNotInitializedError
-from reloadpg.errors import ReloadpgError, RendezvousTimeoutError, format_ranks
+from reloadpg.errors import (
+    InvalidOptionError,
+    ReloadpgError,
+    RendezvousTimeoutError,
+    format_ranks,
+)
 from reloadpg.rendezvous import Rendezvous, Round
 
 if TYPE_CHECKING:
@@ -68,11 +73,12 @@ def _meeting_place(group: ProcessGroup, purpose: str) -> Rendezvous:
 def barrier(timeout: timedelta | float, reason: str, group: ProcessGroup | None = None) -> None:
     """Wait until all ranks of a group are here, or say which are not.
 
-    Collective over the group; blocking, bounded, signals are handled meanwhile. The ranks meet on
-    the rendezvous store, so the barrier also works while groups are offloaded, and never makes an
-    accelerator's first call: NCCL's first collective ignores its timeout (pytorch#124950). It does
-    not wait for work queued on devices. A rank that comes after the others gave up gets the same
-    error at once. A process without launcher and without group is alone and returns.
+    Collective over the group, whose ranks all make the same barriers in the same order; blocking,
+    bounded, signals are handled meanwhile. The ranks meet on the rendezvous store, so the barrier
+    also works while groups are offloaded, and never makes an accelerator's first call: NCCL's
+    first collective ignores its timeout (pytorch#124950). It does not wait for work queued on
+    devices. A rank that comes after the others gave up gets the same error at once. A process
+    without launcher and without group is alone and returns.
 
     Args:
         timeout: how long to wait; a timedelta, or seconds.
@@ -83,11 +89,16 @@ def barrier(timeout: timedelta | float, reason: str, group: ProcessGroup | None 
         RendezvousTimeoutError: not all ranks came. Names reason, seconds and the missing ranks;
             also a TimeoutError.
         GroupNotInitializedError: several ranks, but no group yet.
-        InvalidOptionError: the timeout is not a time. Also a ValueError.
+        InvalidOptionError: the timeout is not a time, or the group no group. Also a ValueError.
     """
     bound = as_timedelta(timeout, "timeout")
     if c10d.is_non_member(group) and group is not None:
         return
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise InvalidOptionError(
+            f"barrier(group={group!r}) is not a process group. Nothing was done. Give what "
+            f"new_group() returned, or None for the default group."
+        )
     chosen = _group_or_world(group, f"barrier({reason!r})")
     if chosen is None:
         return
@@ -106,7 +117,7 @@ def job_round(purpose: str, gates: tuple[str, ...], bound: timedelta) -> Round:
     return _job_place(purpose).open(purpose, gates, bound.total_seconds())
 
 
-def part(bound: timedelta) -> None:
+def part(bound: timedelta, purpose: str = "exit") -> None:
     """Pass a last gate with all ranks of the job; rank 0, who holds the store, leaves last.
 
     Collective, blocking, bounded. A rank 0 that ended its process right after a common barrier
@@ -116,9 +127,9 @@ def part(bound: timedelta) -> None:
         RendezvousTimeoutError: not all ranks came.
         PeerFailedError: a rank failed on its way here.
     """
-    place, seconds = _job_place("exit"), bound.total_seconds()
-    round_ = place.open("exit", ("arrive",), seconds)
-    with _told_in_ranks(None, "exit"):
+    place, seconds = _job_place(purpose), bound.total_seconds()
+    round_ = place.open(purpose, ("arrive",), seconds)
+    with _told_in_ranks(None, purpose):
         round_.gate("arrive")
     if place.alone:
         return
@@ -131,10 +142,10 @@ def part(bound: timedelta) -> None:
             store.set(all_left, "1")
 
     try:
-        place.ask(leave, seconds, "exit")
+        place.ask(leave, seconds, purpose)
     except ReloadpgError as error:
         # All ranks have met; that one of them died since changes nothing for this one.
-        logging.getLogger(__name__).warning("exit: not all ranks said goodbye: %s", error)
+        logging.getLogger(__name__).warning("%s: not all ranks said goodbye: %s", purpose, error)
 
 
 def _job_place(purpose: str) -> Rendezvous:

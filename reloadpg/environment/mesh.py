@@ -26,18 +26,23 @@ def resolve_mesh_dims(dims: Mapping[str, int], world_size: int) -> dict[str, int
         world_size: number of ranks.
 
     Raises:
-        MeshDimensionError: unknown name, a size that is not a positive number or -1, more than
-            one -1, a world that cannot be divided so, or a product that is not the world size.
-            Also a ValueError.
+        MeshDimensionError: no mapping, unknown name, a size that is not a positive number or -1,
+            more than one -1, a world that cannot be divided so, or a product that is not the world
+            size. Also a ValueError.
     """
-    if not _is_integer(world_size) or world_size < 1:
-        raise _error(f"world_size={world_size!r} is not a positive number", dims)
+    if not isinstance(dims, Mapping):
+        raise MeshDimensionError(
+            f"mesh_dims={dims!r} is no mapping of names to sizes. No group was made. Give for "
+            f"example {{'dp_shard': -1, 'tp': 2}}."
+        )
     unknown = [name for name in dims if name not in MESH_ORDER]
     if unknown:
         raise _error(f"Unknown mesh dimension {unknown[0]!r}; known are {MESH_ORDER}", dims)
     for name, size in dims.items():
         if not _is_integer(size) or size == 0 or size < -1:
             raise _error(f"{name}={size!r} is neither a positive number nor -1", dims)
+    if not _is_integer(world_size) or world_size < 1:
+        raise _error(f"world_size={world_size!r} is not a positive number", dims)
     inferred = [name for name, size in dims.items() if size == -1]
     if len(inferred) > 1:
         raise _error(f"{' and '.join(inferred)} are -1; only one size can be inferred", dims)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from reloadpg.environment.mesh import MESH_ORDER
@@ -31,17 +32,18 @@ def set_seed(
     Args:
         seed: from 0 to 2**64 - 1, equal on all ranks. NumPy gets it modulo 2**32.
         mesh: the mesh of the job, with named dimensions; None gives all ranks ``seed`` itself.
-        distinct_dims: dimensions along which seeds differ. One that the mesh has dropped, being
-            of size 1, is fine.
+        distinct_dims: names of the dimensions along which seeds differ. One that the mesh has
+            dropped, being of size 1, is fine; without a mesh, any name is.
 
     Returns:
         The seed of this rank.
 
     Raises:
-        InvalidOptionError: the seed is out of range, a dimension is unknown, or this rank is not
-            in the mesh; nothing was seeded. Also a ValueError.
+        InvalidOptionError: the seed is out of range, a dimension is no name or unknown, or this
+            rank is not in the mesh; nothing was seeded. Also a ValueError.
     """
-    if mesh is None:
+    distinct = _names(distinct_dims)
+    if mesh is None:  # its names, which need not be those of bring-up, are not known then
         mine = seed_for(seed, {}, {}, ())
     else:
         names = mesh.mesh_dim_names
@@ -50,7 +52,7 @@ def set_seed(
             reason = "has no dimension names" if names is None else "does not contain this rank"
             raise _error(f"The mesh {reason}")
         sizes = dict(zip(names, mesh.shape, strict=True))
-        mine = seed_for(seed, sizes, dict(zip(names, coordinate, strict=True)), distinct_dims)
+        mine = seed_for(seed, sizes, dict(zip(names, coordinate, strict=True)), distinct)
     _seed_all(mine)
     return mine
 
@@ -69,10 +71,12 @@ def seed_for(
     Raises:
         InvalidOptionError: the seed is out of range or a dimension is unknown.
     """
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _TORCH_SEEDS:
+    try:
+        number = -1 if isinstance(seed, bool) else operator.index(seed)  # NumPy's integers too
+    except TypeError:
+        number = -1
+    if not 0 <= number < _TORCH_SEEDS:
         raise _error(f"seed={seed!r} is not a number in 0..2**64-1")
-    if isinstance(distinct_dims, str):
-        raise _error(f"distinct_dims={distinct_dims!r} is one name; give a sequence of names")
     unknown = [name for name in distinct_dims if name not in sizes and name not in MESH_ORDER]
     if unknown:
         raise _error(f"distinct_dims names {unknown[0]!r}; the mesh has {tuple(sizes)}")
@@ -80,7 +84,16 @@ def seed_for(
     for name in sizes:
         if name in distinct_dims:
             offset = offset * sizes[name] + coordinate[name]
-    return (seed + offset) % _TORCH_SEEDS
+    return (number + offset) % _TORCH_SEEDS
+
+
+def _names(distinct_dims: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(distinct_dims, str):
+        raise _error(f"distinct_dims={distinct_dims!r} is one name; give a sequence of names")
+    names = tuple(distinct_dims) if isinstance(distinct_dims, Iterable) else (None,)
+    if not all(isinstance(name, str) for name in names):
+        raise _error(f"distinct_dims={distinct_dims!r} is not a sequence of names")
+    return names  # type: ignore[return-value]
 
 
 def _seed_all(seed: int) -> None:

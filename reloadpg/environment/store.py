@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,7 +16,8 @@ from reloadpg.supervised import Task
 
 __all__ = ["open_store"]
 
-_GRACE_S = 5.0
+_RESOLVE_S = 1.0
+"""After the bound: how long to look whether the address can be resolved, so as to say so."""
 
 
 class _Stores:
@@ -82,22 +84,55 @@ def _connect(environment: DistributedEnvironment, timeout: timedelta) -> TCPStor
         "store-open",
     )
     cause: Exception | None = None
-    if task.wait(seconds + _GRACE_S):
+    # torch keeps trying for up to twice its timeout, and for ever where a server says nothing.
+    if task.wait(seconds):
         try:
             return task.result()
         except RuntimeError as error:
             cause = error
-    who = "the launcher's agent" if by_agent else "rank 0"
-    if serves:
-        what = f"the store could not be opened at {address}:{port}: {cause}. Nothing was started. "
-        what += "Free the port, or set another MASTER_PORT on all ranks."
-    else:
-        what = f"no store answered at {address}:{port} within {seconds:g} s: {who} "
-        what += "has not come, or the address is not reachable from here. Nothing was started. "
-        what += "See what that process reports; raise init_timeout if it is only slow."
+    what = _what_failed(address, port, f"within {seconds:g} s", cause, by_agent, serves)
     raise RendezvousTimeoutError(
         f"init_distributed: rank {environment.rank} of {environment.world_size}: {what}",
         phase="connect",
         seconds=seconds,
         missing=() if serves or by_agent else (0,),
     ) from cause
+
+
+def _what_failed(
+    address: str, port: int, within: str, cause: Exception | None, by_agent: bool, serves: bool
+) -> str:
+    if "EADDRINUSE" in str(cause):
+        return (
+            f"the store could not be opened at {address}:{port}: the port is taken. Nothing was "
+            f"started. Free the port, or set another MASTER_PORT on all ranks."
+        )
+    if _unresolvable(address, port):
+        return (
+            f"no store answered at {address}:{port} {within}: MASTER_ADDR {address!r} cannot be "
+            f"resolved here. Nothing was started. Set it to a name or address of rank 0's host "
+            f"that all ranks can resolve."
+        )
+    if serves:
+        return (
+            f"rank 0 does not reach its own store at {address}:{port} {within}"
+            f"{f' ({cause})' if cause else ''}. Nothing was started. Set MASTER_ADDR to an address "
+            f"of this host, and MASTER_PORT to a port that may be opened here."
+        )
+    who = "the launcher's agent" if by_agent else "rank 0"
+    return (
+        f"no store answered at {address}:{port} {within}: {who} has not come, or the address is "
+        f"not reachable from here. Nothing was started. See what that process reports; raise "
+        f"init_timeout if it is only slow."
+    )
+
+
+def _unresolvable(address: str, port: int) -> bool:
+    look_up = Task(lambda _: socket.getaddrinfo(address, port), "store-address")
+    if not look_up.wait(_RESOLVE_S):
+        return True
+    try:
+        look_up.result()
+    except (OSError, UnicodeError):  # the latter for what cannot be a host name, such as "a..b"
+        return True
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterable, Mapping
 
@@ -66,9 +67,9 @@ class Variables:
         return value
 
     def host(self, name: str) -> str:
-        """A host name or address: one word of the characters that such names have."""
+        """A host name or address: one word of the characters that such names have, no port."""
         value = self.text(name)
-        if not _HOST.fullmatch(value):
+        if not _HOST.fullmatch(value) or (":" in value and not _is_address(value)):
             raise self.error(f"{name}={value!r} is not a host name or address", name)
         return value
 
@@ -95,3 +96,11 @@ class Variables:
                 limit_name,
             )
         return value
+
+
+def _is_address(value: str) -> bool:
+    try:
+        ipaddress.ip_address(value.partition("%")[0])
+    except ValueError:
+        return False
+    return True

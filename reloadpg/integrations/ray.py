@@ -25,9 +25,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..environment.bounds import as_timedelta
 from ..errors import (
     InvalidOptionError,
     PeerFailedError,
@@ -76,7 +78,7 @@ class ActorTimeoutError(ActorFailedError, TimeoutError):
     """Not all actors answered within the bound, and none failed."""
 
 
-def setup_actors(actors: Sequence[Any], *, timeout: float = 60.0) -> None:
+def setup_actors(actors: Sequence[Any], *, timeout: timedelta | float = 60.0) -> None:
     """Make the actors the ranks of one job, by the environment variables that torchrun sets.
 
     Afterwards ``init_process_group`` and ``reloadpg.init_distributed`` find rank, size and address
@@ -86,12 +88,14 @@ def setup_actors(actors: Sequence[Any], *, timeout: float = 60.0) -> None:
 
     Args:
         actors: one handle a rank, in rank order; actors of any class, on any nodes.
-        timeout: bound of the whole call in seconds; actors that are not scheduled yet count.
+        timeout: bound of the whole call, a timedelta or seconds; actors that are not scheduled
+            yet count.
 
     Raises:
         ActorFailedError: an actor is dead, failed, or is in a job already.
         ActorTimeoutError: not all actors answered in time; it names them.
-        InvalidOptionError: there are no actors, or one is listed twice.
+        InvalidOptionError: there are no actors, one is listed twice, or another argument is
+            wrong; nothing was sent to any actor.
     """
     call = _Call("setup_actors", actors, timeout)
     places: list[tuple[str, str]] = call.on_all(_place, UNTOUCHED)
@@ -102,7 +106,7 @@ def setup_actors(actors: Sequence[Any], *, timeout: float = 60.0) -> None:
 
 
 def offload_all(
-    actors: Sequence[Any], *, timeout: float = 600.0, collect: bool = False
+    actors: Sequence[Any], *, timeout: timedelta | float = 600.0, collect: bool = False
 ) -> list[Report]:
     """Call ``reloadpg.offload`` in all actors of a job, and wait for all.
 
@@ -110,8 +114,9 @@ def offload_all(
 
     Args:
         actors: all ranks of the job, in rank order.
-        timeout: bound in seconds. Let it be longer than the ``timeout`` of ``install``: then it is
-            reloadpg in the actors that gives up first, and says which ranks are missing.
+        timeout: bound, a timedelta or seconds. Let it be longer than the ``timeout`` of
+            ``install``: then it is reloadpg in the actors that gives up first, and says which
+            ranks are missing.
         collect: as for ``offload``.
 
     Returns:
@@ -120,7 +125,8 @@ def offload_all(
     Raises:
         ActorFailedError: an actor is dead or its ``offload`` raised; it names the actor.
         ActorTimeoutError: not all actors answered in time; it names them.
-        InvalidOptionError: there are no actors, or one is listed twice.
+        InvalidOptionError: there are no actors, one is listed twice, or another argument is
+            wrong; nothing was sent to any actor.
     """
     call = _Call("offload_all", actors, timeout)
     call.on_all(_answer, UNTOUCHED)
@@ -128,7 +134,7 @@ def offload_all(
 
 
 def reload_all(
-    actors: Sequence[Any], *, timeout: float = 600.0, connect: Connect = "none"
+    actors: Sequence[Any], *, timeout: timedelta | float = 600.0, connect: Connect = "none"
 ) -> list[Report]:
     """Call ``reloadpg.reload`` in all actors of a job, and wait for all.
 
@@ -136,7 +142,7 @@ def reload_all(
 
     Args:
         actors: all ranks of the job, in rank order.
-        timeout: bound in seconds; see :func:`offload_all`.
+        timeout: bound, a timedelta or seconds; see :func:`offload_all`.
         connect: as for ``reload``.
 
     Returns:
@@ -145,9 +151,13 @@ def reload_all(
     Raises:
         ActorFailedError: an actor is dead or its ``reload`` raised; it names the actor.
         ActorTimeoutError: not all actors answered in time; it names them.
-        InvalidOptionError: there are no actors, or one is listed twice.
+        InvalidOptionError: there are no actors, one is listed twice, or another argument is
+            wrong; nothing was sent to any actor.
     """
+    from ..connect import validate
+
     call = _Call("reload_all", actors, timeout)
+    validate(connect)
     call.on_all(_answer, UNTOUCHED)
     return call.on_all(_reload, TOUCHED, [connect] * len(actors))
 
@@ -256,26 +266,38 @@ def _ray() -> Any:
         ) from error
 
 
+def _what_is_wrong(actors: object) -> str:
+    """Why this is no list of a job's actors, in words; empty if it is one."""
+    if not isinstance(actors, Sequence):
+        return f"actors is not a list but {actors!r}"
+    for actor in actors:  # of a remote class, not an actor of it, the method is a plain function
+        if not hasattr(getattr(actor, "__ray_call__", None), "remote"):
+            return f"{actor!r} is not an actor"
+    if not actors:
+        return "there are no actors"
+    return "an actor is listed twice" if len(set(actors)) != len(actors) else ""
+
+
 class _Call:
     """One call of a public function: its steps in all actors share one bound.
 
     Args:
         what: the public function, for messages.
         actors: one handle a rank.
-        timeout: bound of all steps together, in seconds.
+        timeout: bound of all steps together; a timedelta, or seconds.
     """
 
-    def __init__(self, what: str, actors: Sequence[Any], timeout: float) -> None:
+    def __init__(self, what: str, actors: Sequence[Any], timeout: timedelta | float) -> None:
         self._ray = _ray()
         self._what = what
-        self._actors = list(actors)
-        self._timeout = timeout
-        self._deadline = time.monotonic() + timeout
-        if not self._actors or len(set(self._actors)) != len(self._actors):
-            wrong = "an actor is listed twice" if self._actors else "there are no actors"
+        wrong = _what_is_wrong(actors)
+        if wrong:
             raise InvalidOptionError(
                 f"{what}(actors): {wrong}; nothing was done. Pass one handle a rank, in rank order."
             )
+        self._actors = list(actors)
+        self._timeout = as_timedelta(timeout, "timeout").total_seconds()
+        self._deadline = time.monotonic() + self._timeout
 
     def on_all(
         self, task: Callable[..., Any], state: str, *columns: Sequence[Any], first: bool = False

@@ -96,6 +96,8 @@ def merge_traces(paths: Sequence[str | os.PathLike[str]], path: str | os.PathLik
     for one in paths:
         try:
             found = json.loads(Path(one).read_bytes())["traceEvents"]
+            if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+                raise TypeError("its traceEvents are not a list of events")
             events += map(_encoded, found)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(

@@ -14,11 +14,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from ..autoinstall import SWITCH
 from ._plugin_marks import PhasesMark, RanksMark
 
 __all__ = ["RankTest", "Verdict", "execute", "run_body"]
@@ -87,7 +89,7 @@ def execute(test: RankTest, mark: RanksMark, timeout: float) -> None:
             size,
             args=(test, timeout),
             timeout=timeout,
-            env=mark.env,
+            env={SWITCH: None, **(mark.env or {})},
             start_method=mark.start_method,
             store=mark.store,
         )
@@ -118,6 +120,7 @@ def _run_name(test: RankTest) -> str:
 
 def run_body(rank: int, world_size: int, test: RankTest, timeout: float) -> Verdict:
     """One rank's part: load the test, make its fixtures, run the body."""
+    _install_as_told()
     with ExitStack() as stack:
         own: dict[str, Any] = {"rank": rank, "world_size": world_size}
         # Before the module is loaded, so that collectives it imports by name are seen too.
@@ -128,7 +131,7 @@ def run_body(rank: int, world_size: int, test: RankTest, timeout: float) -> Verd
                 from ._plugin_fixtures import made
 
                 own[name] = stack.enter_context(made(name, test.settings.get(name, {})))
-        stack.enter_context(_default_group(test.backend))
+        stack.enter_context(_default_group(test.backend, timeout))
         try:
             function(**test.values, **{name: own[name] for name in test.arguments})
         except pytest.skip.Exception as skipped:
@@ -136,6 +139,18 @@ def run_body(rank: int, world_size: int, test: RankTest, timeout: float) -> Verd
         except pytest.xfail.Exception as expected:
             return Verdict("xfailed", str(expected.msg))
     return Verdict("passed")
+
+
+def _install_as_told() -> None:
+    """Be installed if this rank's environment says so.
+
+    A forked rank is what its server is, which was told by the environment of the test's process.
+    """
+    if "torch" in sys.modules:
+        from .. import autoinstall, patching
+
+        patching.uninstall()
+        autoinstall.activate()
 
 
 def _reloading(
@@ -149,13 +164,18 @@ def _reloading(
 
 
 @contextmanager
-def _default_group(backend: str | None) -> Iterator[None]:
+def _default_group(backend: str | None, timeout: float) -> Iterator[None]:
     if backend is None:
         yield
         return
     import torch.distributed as dist
 
+    from ..environment.meeting import part
+
     dist.init_process_group(backend)
+    # It returns on a fast rank before a slow one is connected (gloo), which then fails if the
+    # fast one destroys the group: "Gloo connectFullMesh failed".
+    part(timedelta(seconds=timeout), "connected")
     yield  # after an exception the other ranks may be anywhere: nothing collective then
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -86,7 +86,10 @@ def test_a_missing_rank_is_named_with_reason_and_seconds_on_all_ranks_also_the_l
 
 
 def bad_calls(rank: int, world_size: int) -> list[str]:
-    found = []
+    found: list[str] = []
+    for group in ("foo", 0, [0, 1]):
+        with pytest.raises(reloadpg.InvalidOptionError, match=r"barrier\(group="):
+            reloadpg.barrier(1, "x", group=group)  # type: ignore[arg-type]
     for timeout in (0, -1, float("inf"), float("nan"), "5", True, timedelta(0)):
         with pytest.raises(reloadpg.InvalidOptionError) as caught:
             reloadpg.barrier(timeout, "x")  # type: ignore[arg-type]

@@ -277,6 +277,73 @@ def test_a_rank_that_never_comes_is_named_by_the_others_within_the_bound(
             assert "4 s" in message
 
 
+def refuse_address(
+    rank: int, world_size: int, values: dict[str, str], taken: bool
+) -> tuple[str, float, tuple[int, ...]]:
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        port = server.getsockname()[1]
+        if not taken:
+            server.close()
+        os.environ.update({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+        os.environ.update({"MASTER_PORT": str(port), **values})
+        started = time.monotonic()
+        with pytest.raises(reloadpg.RendezvousTimeoutError) as caught:
+            reloadpg.init_distributed(init_timeout=1.5)
+        return str(caught.value), time.monotonic() - started, caught.value.missing
+
+
+UNREACHABLE: dict[str, tuple[dict[str, str], bool, str, tuple[int, ...]]] = {
+    "nobody listens": (
+        {"RANK": "1", "LOCAL_RANK": "1"},
+        False,
+        "no store answered at 127.0.0.1:",
+        (0,),
+    ),
+    "a server that says nothing": (
+        {"RANK": "1", "LOCAL_RANK": "1"},
+        True,
+        "no store answered at 127.0.0.1:",
+        (0,),
+    ),
+    "no such host, rank 1": (
+        {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "nobody.invalid"},
+        False,
+        "MASTER_ADDR 'nobody.invalid' cannot be resolved",
+        (0,),
+    ),
+    "no such host": (
+        {"MASTER_ADDR": "nobody.invalid"},
+        False,
+        "MASTER_ADDR 'nobody.invalid' cannot be resolved",
+        (),
+    ),
+    "no name": ({"MASTER_ADDR": "a..b"}, False, "MASTER_ADDR 'a..b' cannot be resolved", ()),
+    "another host": (
+        {"MASTER_ADDR": "192.0.2.1"},
+        False,
+        "rank 0 does not reach its own store at 192.0.2.1:",
+        (),
+    ),
+    "port taken": ({}, True, "Free the port, or set another MASTER_PORT", ()),
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "taken", "text", "missing"), UNREACHABLE.values(), ids=UNREACHABLE
+)
+def test_a_store_that_cannot_be_had_is_reported_within_the_bound_with_what_to_correct(
+    values: dict[str, str], taken: bool, text: str, missing: tuple[int, ...]
+) -> None:
+    """torch tries for twice its own bound. Address and port are told apart; the remedy fits."""
+    env = {"TORCHELASTIC_USE_AGENT_STORE": None}
+    [(message, seconds, found)] = run_ranks(refuse_address, 1, args=(values, taken), env=env)
+    assert text in message
+    assert ("Free the port" in message) == ("Free the port" in text)
+    assert ("within 1.5 s" in message) == ("Free the port" not in text)
+    assert found == missing
+    assert seconds < 2.8  # the bound, and at most a second to look the address up
+
+
 # ---------------------------------------------------------------------------------------------
 # bad input
 
@@ -294,6 +361,9 @@ BAD: dict[str, tuple[dict[str, str | None], dict[str, Any], str]] = {
     "device_id": ({}, {"device": "cpu", "device_id": 0}, "device_id"),
     "mesh": ({}, {"mesh_dims": {"tp": 3}}, "world_size=2"),
     "mesh name": ({}, {"mesh_dims": {"dp": 2}}, "'dp'"),
+    "mesh tuple": ({}, {"mesh_dims": ("tp",)}, "mesh_dims=('tp',) is no mapping"),
+    "mesh list": ({}, {"mesh_dims": [2]}, "mesh_dims=[2] is no mapping"),
+    "address with port": ({"MASTER_ADDR": "h:29500"}, {}, "MASTER_ADDR='h:29500'"),
     "seed": ({}, {"seed": -1}, "seed=-1"),
 }
 

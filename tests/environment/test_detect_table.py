@@ -136,6 +136,12 @@ ROWS = [
     Row("empty address", TORCHRUN + " MASTER_ADDR=<empty>", ["MASTER_ADDR='' is empty"], UNCHECKED),
     Row("address is a URL", TORCHRUN + " MASTER_ADDR=tcp://n0", ["MASTER_ADDR='tcp://n0'"],
         UNCHECKED),
+    Row("address with port", TORCHRUN + " MASTER_ADDR=h:29500", ["MASTER_ADDR='h:29500'"],
+        UNCHECKED),
+    Row("IPv4 address with port", TORCHRUN + " MASTER_ADDR=10.0.0.1:29500",
+        ["MASTER_ADDR='10.0.0.1:29500' is not a host name or address"], UNCHECKED),
+    Row("torchrun, IPv6 of a link", TORCHRUN + " MASTER_ADDR=fe80::2%eth0",
+        ("torchrun", 5, 1, 8, 4, 1, 2, "fe80::2%eth0", 29500)),
     Row("node rank out of range", TORCHRUN + " GROUP_RANK=2 GROUP_WORLD_SIZE=2",
         ["GROUP_RANK='2' is not below GROUP_WORLD_SIZE=2"], UNCHECKED),
     # -- SLURM

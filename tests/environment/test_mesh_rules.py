@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,8 @@ BAD = [
     ({"dp": 8}, 8, ["'dp'", "dp_shard"]),
     ({}, 0, ["world_size=0"]),
     ({}, -8, ["world_size=-8"]),
+    (("tp",), 8, ["mesh_dims=('tp',) is no mapping"]),
+    ([2], 8, ["mesh_dims=[2] is no mapping"]),
 ]
 
 
@@ -62,7 +65,7 @@ def test_the_mesh_is_exactly_this_in_mesh_order(
 
 @pytest.mark.parametrize(("dims", "world_size", "parts"), BAD)
 def test_what_cannot_be_laid_over_the_world_is_a_value_error_with_the_numbers(
-    dims: dict[str, int], world_size: int, parts: list[str]
+    dims: Any, world_size: int, parts: list[str]
 ) -> None:
     """Every error is a ValueError and names dimension and numbers."""
     with pytest.raises(MeshDimensionError) as caught:

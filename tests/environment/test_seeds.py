@@ -107,6 +107,29 @@ def test_a_bad_seed_is_a_value_error_and_seeds_nothing(seed: object) -> None:
     assert draws() == expected
 
 
+@pytest.mark.parametrize("seed", [numpy.int64(5), numpy.uint8(5), 5])
+def test_any_integer_is_a_seed(seed: int) -> None:
+    """NumPy's too; what comes back is a plain one."""
+    assert type(set_seed(seed)) is int
+    assert set_seed(seed) == 5
+
+
+@pytest.mark.parametrize("mesh", [None, Mesh({"pp": 2}, (0,))], ids=["no mesh", "mesh"])
+@pytest.mark.parametrize("distinct", ["pp", None, 1, (1,), ("pp", None)])
+def test_dimensions_that_are_no_names_are_a_value_error_with_and_without_a_mesh(
+    mesh: object, distinct: object
+) -> None:
+    """A script that is wrong with a mesh is wrong without."""
+    with pytest.raises(InvalidOptionError, match="distinct_dims="):
+        set_seed(5, mesh, distinct)  # type: ignore[arg-type]
+
+
+def test_without_a_mesh_any_name_will_do() -> None:
+    """A script whose mesh has names of its own also runs where there is none."""
+    assert set_seed(5, None, ("stage",)) == set_seed(5, None, ()) == 5
+    assert set_seed(5, Mesh({"stage": 2}, (1,)), ("stage",)) == 6  # type: ignore[arg-type]
+
+
 def test_an_unknown_dimension_or_a_rank_outside_the_mesh_is_a_value_error() -> None:
     """A misspelt dimension would silently give equal seeds."""
     assert "pipeline" not in MESH_ORDER

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,13 @@ def _loop(ray: Any, folder: Path) -> dict[str, Any]:
 
     seen["none"] = caught(ours.offload_all, [])
     seen["twice"] = caught(ours.offload_all, [actors[0], actors[0]])
-    ours.setup_actors(actors, timeout=2 * BOUND_S)  # the actors start meanwhile
+    seen["numbers"] = caught(ours.offload_all, [1, 2])
+    seen["dict"] = caught(ours.offload_all, [{}])
+    seen["class"] = caught(ours.offload_all, [ray.remote(Trainer)])
+    seen["one"] = caught(ours.offload_all, actors[0])
+    seen["timeout"] = caught(ours.offload_all, actors, timeout="1")
+    seen["connect"] = caught(ours.reload_all, actors, connect="zz")
+    ours.setup_actors(actors, timeout=timedelta(seconds=2 * BOUND_S))  # they start meanwhile
     seen["variables"] = everywhere("variables")
     everywhere("start")
     seen["second set-up"] = caught(ours.setup_actors, actors, timeout=BOUND_S)

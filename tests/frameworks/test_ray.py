@@ -129,6 +129,26 @@ def test_a_list_of_actors_that_is_no_job_is_refused(
     assert said in seen[what]["text"]
 
 
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("numbers", "1 is not an actor"),
+        ("dict", "{} is not an actor"),
+        ("class", "is not an actor"),
+        ("one", "actors is not a list"),
+        ("timeout", "timeout='1' is not a time"),
+        ("connect", "reload(connect='zz')"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_the_driver(
+    seen: dict[str, Any], what: str, said: str
+) -> None:
+    """Before anything is sent to an actor."""
+    assert seen[what]["type"] == "InvalidOptionError"
+    assert said in seen[what]["text"]
+    assert "nothing was" in seen[what]["text"].lower()
+
+
 def test_nothing_of_ray_is_left(seen: dict[str, Any]) -> None:
     """Servers, agents and workers, those of dead actors too, end with the driver."""
     assert seen["started"] > ray_job.RANKS

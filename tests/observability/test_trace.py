@@ -102,9 +102,16 @@ def test_one_track_a_rank(tmp_path: Path) -> None:
     assert order == {0: {"sort_index": 0}, 1: {"sort_index": 1}}
 
 
-def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", "7", '{"traceEvents": {"a": 1}}', '{"traceEvents": null}'),
+        *('{"traceEvents": "events"}', '{"traceEvents": [{"ph": "X"}, 1]}'),
+    ],
+)
+def test_what_is_no_trace_is_named(tmp_path: Path, text: str) -> None:
     """And nothing is written."""
-    (tmp_path / "0.json").write_text("[]")
+    (tmp_path / "0.json").write_text(text)
     with pytest.raises(ValueError, match=r"0\.json is not a trace file"):
         merge_traces([tmp_path / "0.json"], tmp_path / "all.json")
     assert not (tmp_path / "all.json").exists()

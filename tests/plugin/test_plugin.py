@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -17,6 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SUITES = Path(__file__).parent / "suites"
+SHELL = {"autoinstall": {"RELOADPG_AUTOINSTALL": "1"}}
+"""What the shell of a suite has set."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,13 @@ class Suite:
         return self.tests[name]
 
 
-def run_pytest(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(
+    directory: Path, *arguments: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Pytest in a process of its own, with this plugin alone."""
-    env = {
+    environ = {
         **os.environ,
+        **(env or {}),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONPATH": str(ROOT),
         "RECORDS": str(directory),
@@ -53,7 +58,7 @@ def run_pytest(directory: Path, *arguments: str) -> subprocess.CompletedProcess[
             *("--basetemp", str(directory / "tmp"), *arguments),
         ],
         cwd=directory,
-        env=env,
+        env=environ,
         capture_output=True,
         text=True,
         timeout=240,
@@ -71,7 +76,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Suite]:
             directory = tmp_path_factory.mktemp(name)
             xml = directory / "results.xml"
             file = SUITES / f"check_{name}.py"
-            ran = run_pytest(directory, f"--junitxml={xml}", str(file))
+            ran = run_pytest(directory, f"--junitxml={xml}", str(file), env=SHELL.get(name))
             assert xml.exists(), ran.stdout + ran.stderr
             done[name] = Suite(_outcomes(xml), ran.stdout + ran.stderr, directory)
         return done[name]
@@ -99,12 +104,15 @@ def _outcomes(xml: Path) -> dict[str, Outcome]:
         "test_the_body_runs_on_ranks",
         "test_values_are_sent[size0]",
         "test_a_method",
+        "test_begins_where_all_are_connected",
+        "test_has_no_collective",
         "test_run_ranks_is_bound_to_the_test",
         "test_unmarked_runs_here",
     ],
 )
 def test_what_passes_on_all_ranks_passes(suite: Callable[[str], Suite], name: str) -> None:
-    """Functions and methods, with pickled values and the ranks' own fixtures."""
+    """Functions and methods, with pickled values and the ranks' own fixtures; with a default
+    group none begins, and could end, before all ranks are connected."""
     outcome = suite("ranks")[name]
     assert outcome.how == "passed", outcome.text
 
@@ -144,8 +152,9 @@ def test_a_hang_and_a_death_are_failures(suite: Callable[[str], Suite]) -> None:
 def test_skips_and_expected_failures_are_the_tests_own(suite: Callable[[str], Suite]) -> None:
     """What all ranks do, the test does; what one does alone is a failure that says so."""
     found = suite("ranks")
-    assert found["test_skips"].how == "skipped"
-    assert "no such machine" in found["test_skips"].text
+    for name in ("test_skips", "test_skips_without_a_collective"):
+        assert found[name].how == "skipped"
+        assert "no such machine" in found[name].text
     assert found["test_expected_to_fail"].how == "skipped"  # JUnit has no word for xfail
     assert found["test_marked_as_expected_to_fail"].how == "skipped"
     alone = found["test_skips_on_one_rank"]
@@ -288,6 +297,27 @@ def test_code_that_reloads_break_is_found(suite: Callable[[str], Suite]) -> None
     outcome = found["test_breaks_under_reloads[reloaded]"]
     assert outcome.how == "failed"
     assert "with reloads before each collective phase" in outcome.text
+
+
+# ---------------------------------------------------------------------------------------------
+# RELOADPG_AUTOINSTALL in the shell
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_phases[as-is]",
+        "test_phases[reloaded]",
+        "test_not_inherited[forkserver]",
+        "test_not_inherited[spawn]",
+        "test_the_marks_own[forkserver]",
+        "test_the_marks_own[spawn]",
+    ],
+)
+def test_ranks_are_installed_as_their_test_says(suite: Callable[[str], Suite], name: str) -> None:
+    """Whatever the shell has set; the mark's own ``env`` counts."""
+    outcome = suite("autoinstall")[name]
+    assert outcome.how == "passed", outcome.text
 
 
 # ---------------------------------------------------------------------------------------------

@@ -109,6 +109,13 @@ def test_whether_any_group_may_be_suspended(name, groups, may):
         lambda: StrategyPolicy(min_share=1.1),
         lambda: StrategyPolicy(min_share=-0.1),
         lambda: StrategyPolicy.of(["recreate"]),
+        lambda: StrategyPolicy("auto", groups=["a"]),
+        lambda: StrategyPolicy("auto", groups={1: "suspend"}),
+        lambda: StrategyPolicy("auto", groups=None),
+        lambda: StrategyPolicy("auto", min_share="0.5"),
+        lambda: StrategyPolicy("auto", min_share=None),
+        lambda: StrategyPolicy("auto", min_share=True),
+        lambda: StrategyPolicy("auto", fallback="no"),
     ],
 )
 def test_bad_policies_are_refused(make):

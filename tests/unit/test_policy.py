@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from reloadpg import InvalidOptionError
 from reloadpg.policy import Policy
 
 NCCL, GLOO = {"cuda": "nccl"}, {"cpu": "gloo", "cuda": "gloo"}
@@ -55,3 +56,11 @@ def test_smaller_groups_bypass(size, selected):
 def test_a_single_name_is_taken_as_one_backend_not_as_letters():
     """``backends="gloo"`` means the same as ``backends={"gloo"}``."""
     assert Policy.of("gloo", 2, True) == Policy.of({"gloo"}, 2, True)
+
+
+@pytest.mark.parametrize("backends", [None, {"gloo"}])
+@pytest.mark.parametrize("world", ["no", 0, None])
+def test_world_is_true_or_false(backends, world):
+    """A word would count as true: with ``world="no"`` the default group would be reloadable."""
+    with pytest.raises(InvalidOptionError, match=r"install\(world=.*nothing was installed"):
+        Policy.of(backends, 2, world)

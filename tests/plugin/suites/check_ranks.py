@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,39 @@ class TestOfAClass:
     def test_a_method(self, rank):
         assert self.word == "class"
         assert summed() == 2
+
+
+def initialized_late(*args, **kwargs):
+    """Give the other rank the time to begin too early."""
+    initialized(*args, **kwargs)
+    try:
+        store().wait(["begun"], timedelta(seconds=0.5))
+    except RuntimeError:
+        return
+    raise AssertionError("the other rank began before this one was connected")
+
+
+def store():
+    return dist.distributed_c10d._get_default_store()
+
+
+if os.environ.get("LATE_RANK", "none") == os.environ.get("RANK"):
+    initialized, dist.init_process_group = dist.init_process_group, initialized_late
+
+
+@pytest.mark.ranks(2, backend="gloo", env={"LATE_RANK": "1"})
+def test_begins_where_all_are_connected():
+    store().set("begun", "1")
+
+
+@pytest.mark.ranks(2, backend="gloo", store="rank0")
+def test_has_no_collective():
+    pass
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_skips_without_a_collective():
+    pytest.skip("no such machine")
 
 
 @pytest.mark.ranks(2, backend="gloo")

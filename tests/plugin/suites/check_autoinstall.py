@@ -1,0 +1,42 @@
+"""Tests of somebody else's project, run by ``test_plugin.py`` with RELOADPG_AUTOINSTALL=1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reloadpg
+
+OWN = {"RELOADPG_AUTOINSTALL": "1", "RELOADPG_BACKENDS": "gloo"}
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.reload_each_phase
+def test_phases():
+    dist.all_reduce(torch.ones(1))
+    assert not reloadpg.is_installed() or reloadpg.status().cycles == 1
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, marks=pytest.mark.ranks(1, backend="gloo", start_method=method))
+        for method in ("forkserver", "spawn")
+    ],
+)
+def test_not_inherited(method):
+    assert not reloadpg.is_installed()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(
+            method, marks=pytest.mark.ranks(2, backend="gloo", start_method=method, env=OWN)
+        )
+        for method in ("forkserver", "spawn")
+    ],
+)
+def test_the_marks_own(method):
+    assert type(dist.group.WORLD) is reloadpg.ReloadableProcessGroup
