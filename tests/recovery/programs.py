@@ -9,8 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
+from torch.torch_version import TorchVersion
 
+ADVANCES_COUNTER = TorchVersion(torch.__version__) >= "2.15"
+"""Whether a creation with local synchronization counts for the names of later groups."""
 WORLD = -1
 """The slot of the default group."""
 WORLD_TIMEOUT_S = 40.0
@@ -85,7 +89,10 @@ class Model:
 
         Torch hashes the ranks and the number of groups that the process knows. Members that know
         different numbers never meet, and a name that was used before finds old keys in the store.
+        Since 2.15 the members alone advance the counter that all later names come from.
         """
+        if ADVANCES_COUNTER:
+            return (ranks, len(self._names)) if len(ranks) == self.size else None
         counts = {sum(rank in group.holders for group in self.groups.values()) for rank in ranks}
         name = (ranks, counts.pop())
         return None if counts or name in self._names else name
