@@ -37,6 +37,7 @@ def main() -> None:
         optimizer.step()
         dist.all_reduce(loss.detach())
         losses.append(loss.item())
+    del model  # DDP's reducer must not be the last to hold a gloo group: its end can hang (torch)
     print(json.dumps({"rank": int(os.environ["RANK"]), "losses": losses, **SEEN}))
     dist.destroy_process_group()
 

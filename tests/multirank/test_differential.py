@@ -62,6 +62,9 @@ def _program(rank, world_size, installed):
     model = DistributedDataParallel(torch.nn.Linear(4, 2))
     model(torch.ones(3, 4) * rank).sum().backward()
     seen["gradient"] = [p.grad.tolist() for p in model.parameters()]
+    # Before the group: where DDP's reducer is the last to hold a gloo group, torch ends the group's
+    # thread with the interpreter's lock held, for which that thread may wait.
+    del model
     seen["errors"] = [
         _error(dist.new_group, [7]),
         _error(dist.new_group, [0], timeout=5),

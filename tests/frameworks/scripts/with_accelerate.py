@@ -39,6 +39,11 @@ def main():
     result = {"world size": accelerator.num_processes, "losses": losses, "weights": weights}
     path = Path(sys.argv[1]) / f"training.{accelerator.process_index}.json"
     path.write_text(json.dumps(result))
+    # The model goes before the group: where DDP's reducer is the last to hold a gloo group, torch
+    # ends the group's thread with the interpreter's lock held, for which that thread may wait.
+    model, optimizer, scheduler, loader = accelerator.free_memory(
+        model, optimizer, scheduler, loader
+    )
     accelerator.end_training()
 
 

@@ -9,7 +9,7 @@ from lightning_fabric import Fabric
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def main():
+def train(folder):
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     fabric.seed_everything(7)
@@ -34,8 +34,13 @@ def main():
         fabric.barrier()
     weights = [parameter.flatten().tolist() for parameter in model.parameters()]
     result = {"world size": fabric.world_size, "losses": losses, "weights": weights}
-    path = Path(sys.argv[1]) / f"training.{fabric.global_rank}.json"
-    path.write_text(json.dumps(result))
+    (folder / f"training.{fabric.global_rank}.json").write_text(json.dumps(result))
+
+
+def main():
+    # The model goes before the group: where DDP's reducer is the last to hold a gloo group, torch
+    # ends the group's thread with the interpreter's lock held, for which that thread may wait.
+    train(Path(sys.argv[1]))
     torch.distributed.destroy_process_group()
 
 
