@@ -219,13 +219,15 @@ class Colocation:
         if self._groups_offloaded() and not self._block.nested:
             steps += [("empty cache", devices.empty_cache), ("reload groups", self._reload)]
         failures: list[tuple[str, Exception]] = []
-        for step, action in steps:
-            try:
-                self._step(step, action)
-            except Exception as error:
-                failures.append((step, error))
-        self._block.close()
-        self._inside = self._groups_offloaded() and not self._block.nested
+        try:
+            for step, action in steps:
+                try:
+                    self._step(step, action)
+                except Exception as error:
+                    failures.append((step, error))
+        finally:  # an interrupt, too, ends the block
+            self._block.close()
+            self._inside = self._groups_offloaded() and not self._block.nested
         return failures
 
     def _step(self, name: str, action: Callable[[], Any]) -> Any:

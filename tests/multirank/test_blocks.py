@@ -141,6 +141,32 @@ def test_an_interrupt_at_the_very_end_of_the_offload(kind):
     assert results == [("", *both), ("interrupted", *both)]
 
 
+def _interrupted_on_the_way_back(rank, world_size):
+    _install()
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    keep = devices.empty_cache
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    ended = ""
+    try:
+        with colocated():
+            devices.empty_cache = interrupt
+    except KeyboardInterrupt:
+        ended = "interrupted"
+    devices.empty_cache = keep
+    with reloadpg.offloaded():  # it finds the groups as the interrupt has left them
+        left = reloadpg.status().state
+    return ended, left, reloadpg.status().state, summed(None, rank)
+
+
+def test_a_rollout_that_was_interrupted_on_its_way_back_is_over():
+    """The next block is an outermost one, and brings back what the rollout left offloaded."""
+    results = run_ranks(_interrupted_on_the_way_back, 2)
+    assert results == [("interrupted", "offloaded", "live", 3)] * 2
+
+
 def _reload_fails_too(rank, world_size):
     _install()
     dist.init_process_group("gloo", timeout=TIMEOUT)
