@@ -22,7 +22,7 @@ import gpu_job  # noqa: E402 - beside the tests
 import torch  # noqa: E402
 from _output import machine, write_json  # noqa: E402
 
-from reloadpg.report import table  # noqa: E402
+from reloadpg.errors import table  # noqa: E402
 from reloadpg.testing import run_ranks  # noqa: E402
 
 HEADER = (

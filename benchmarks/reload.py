@@ -40,7 +40,7 @@ from _output import machine, write_json
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
-from reloadpg.report import Report, table
+from reloadpg.lifecycle.report import Report, table
 from reloadpg.testing import run_ranks
 
 GROUPS = (1, 10, 25, 50, 100)

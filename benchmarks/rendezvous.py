@@ -21,9 +21,9 @@ from typing import Any
 import torch.distributed as dist
 from _output import machine, write_json
 
-from reloadpg.plans import GroupPlan, Plan
-from reloadpg.rendezvous import Rendezvous
-from reloadpg.report import table
+from reloadpg.errors import table
+from reloadpg.rendezvous.plan import GroupPlan, Plan
+from reloadpg.rendezvous.round import Rendezvous
 from reloadpg.testing import run_ranks
 
 BOUND_S = 120.0

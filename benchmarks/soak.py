@@ -29,7 +29,7 @@ from _output import machine, write_json
 from torch.distributed import distributed_c10d as c10d
 
 import reloadpg
-from reloadpg.report import table
+from reloadpg.errors import table
 from reloadpg.testing import run_ranks
 
 BOUND = timedelta(seconds=60)

@@ -26,7 +26,7 @@ from typing import Any
 
 from _output import machine, write_json
 
-from reloadpg.report import table
+from reloadpg.errors import table
 
 MODULES = 3000
 LIMITS_MS = {"import": 50.0, "install": 20.0}

@@ -7,168 +7,114 @@ again. Importing this package imports neither torch nor anything else of weight.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # names for type checkers; at run time __getattr__ finds them
-    from .blocks import offloaded
-    from .choice import StrategyPolicy
-    from .environment import (
-        DistributedContext,
-        DistributedEnvironment,
-        barrier,
-        configure_network_environment,
-        destroy_distributed,
-        detect_environment,
-        detect_ib_interface,
-        ensure_process_group,
-        get_rank,
-        init_distributed,
-        is_rank_zero,
-        process_group_scope,
-        rank_zero_first,
-        rank_zero_only,
-        resolve_mesh_dims,
-        set_seed,
-    )
-    from .errors import (
-        DisagreementError,
-        GroupDestroyedError,
-        GroupOffloadedError,
-        GroupPickleError,
-        InsufficientMemoryError,
-        InvalidOptionError,
-        NotInstalledError,
-        PatchConflictError,
-        PeerFailedError,
-        RebuildError,
-        ReleaseError,
-        ReloadpgError,
-        RendezvousTimeoutError,
-    )
-    from .group import GroupState, ReloadableProcessGroup
-    from .lifecycle import offload, on_offload, on_reload, on_report, reload
-    from .lifecycle import offload as destroy_process_groups
-    from .lifecycle import reload as reload_process_groups
-    from .patching import Installation, install, is_installed, uninstall
-    from .report import GroupReport, GroupStatus, Report, Status
-    from .standing import status
-
-__all__ = [
-    "DisagreementError",
-    "DistributedContext",
-    "DistributedEnvironment",
-    "GroupDestroyedError",
-    "GroupOffloadedError",
-    "GroupPickleError",
-    "GroupReport",
-    "GroupState",
-    "GroupStatus",
-    "Installation",
-    "InsufficientMemoryError",
-    "InvalidOptionError",
-    "NotInstalledError",
-    "PatchConflictError",
-    "PeerFailedError",
-    "RebuildError",
-    "ReleaseError",
-    "ReloadableProcessGroup",
-    "ReloadpgError",
-    "RendezvousTimeoutError",
-    "Report",
-    "Status",
-    "StrategyPolicy",
-    "__version__",
-    "barrier",
-    "configure_network_environment",
-    "destroy_distributed",
-    "destroy_process_groups",
-    "detect_environment",
-    "detect_ib_interface",
-    "ensure_process_group",
-    "get_rank",
-    "init_distributed",
-    "install",
-    "is_installed",
-    "is_rank_zero",
-    "offload",
-    "offloaded",
-    "on_offload",
-    "on_reload",
-    "on_report",
-    "process_group_scope",
-    "rank_zero_first",
-    "rank_zero_only",
-    "reload",
-    "reload_process_groups",
-    "resolve_mesh_dims",
-    "set_seed",
-    "status",
-    "uninstall",
-]
+if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
+    from .environment import DistributedContext as DistributedContext
+    from .environment import DistributedEnvironment as DistributedEnvironment
+    from .environment import barrier as barrier
+    from .environment import configure_network_environment as configure_network_environment
+    from .environment import destroy_distributed as destroy_distributed
+    from .environment import detect_environment as detect_environment
+    from .environment import detect_ib_interface as detect_ib_interface
+    from .environment import ensure_process_group as ensure_process_group
+    from .environment import get_rank as get_rank
+    from .environment import init_distributed as init_distributed
+    from .environment import is_rank_zero as is_rank_zero
+    from .environment import process_group_scope as process_group_scope
+    from .environment import rank_zero_first as rank_zero_first
+    from .environment import rank_zero_only as rank_zero_only
+    from .environment import resolve_mesh_dims as resolve_mesh_dims
+    from .environment import set_seed as set_seed
+    from .errors import DisagreementError as DisagreementError
+    from .errors import GroupDestroyedError as GroupDestroyedError
+    from .errors import GroupOffloadedError as GroupOffloadedError
+    from .errors import GroupPickleError as GroupPickleError
+    from .errors import InsufficientMemoryError as InsufficientMemoryError
+    from .errors import InvalidOptionError as InvalidOptionError
+    from .errors import NotInstalledError as NotInstalledError
+    from .errors import PatchConflictError as PatchConflictError
+    from .errors import PeerFailedError as PeerFailedError
+    from .errors import RebuildError as RebuildError
+    from .errors import ReleaseError as ReleaseError
+    from .errors import ReloadpgError as ReloadpgError
+    from .errors import RendezvousTimeoutError as RendezvousTimeoutError
+    from .groups.manage import manage as manage
+    from .groups.proxy import GroupState as GroupState
+    from .groups.proxy import ReloadableProcessGroup as ReloadableProcessGroup
+    from .groups.selection import StrategyPolicy as StrategyPolicy
+    from .lifecycle.block import offloaded as offloaded
+    from .lifecycle.callbacks import on_offload as on_offload
+    from .lifecycle.callbacks import on_reload as on_reload
+    from .lifecycle.callbacks import on_report as on_report
+    from .lifecycle.install import Installation as Installation
+    from .lifecycle.install import install as install
+    from .lifecycle.install import is_installed as is_installed
+    from .lifecycle.install import uninstall as uninstall
+    from .lifecycle.offload import offload as destroy_process_groups
+    from .lifecycle.offload import offload as offload
+    from .lifecycle.reload import reload as reload
+    from .lifecycle.reload import reload as reload_process_groups
+    from .lifecycle.report import GroupReport as GroupReport
+    from .lifecycle.report import GroupStatus as GroupStatus
+    from .lifecycle.report import Report as Report
+    from .lifecycle.report import Status as Status
+    from .lifecycle.status import status as status
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "blocks": ("offloaded",),
-    "choice": ("StrategyPolicy",),
-    "environment": (
-        "DistributedContext",
-        "DistributedEnvironment",
-        "barrier",
-        "configure_network_environment",
-        "destroy_distributed",
-        "detect_environment",
-        "detect_ib_interface",
-        "ensure_process_group",
-        "get_rank",
-        "init_distributed",
-        "is_rank_zero",
-        "process_group_scope",
-        "rank_zero_first",
-        "rank_zero_only",
-        "resolve_mesh_dims",
-        "set_seed",
-    ),
-    "errors": (
-        "DisagreementError",
-        "GroupDestroyedError",
-        "GroupOffloadedError",
-        "GroupPickleError",
-        "InsufficientMemoryError",
-        "InvalidOptionError",
-        "NotInstalledError",
-        "PatchConflictError",
-        "PeerFailedError",
-        "RebuildError",
-        "ReleaseError",
-        "ReloadpgError",
-        "RendezvousTimeoutError",
-    ),
-    "group": ("GroupState", "ReloadableProcessGroup"),
-    "lifecycle": (
-        "offload",
-        "on_offload",
-        "on_reload",
-        "on_report",
-        "reload",
-    ),
-    "patching": ("Installation", "install", "is_installed", "uninstall"),
-    "report": ("GroupReport", "GroupStatus", "Report", "Status"),
-    "standing": ("status",),
+    "environment": """
+        barrier destroy_distributed detect_environment ensure_process_group init_distributed
+        process_group_scope resolve_mesh_dims
+    """,
+    "errors": """
+        DisagreementError GroupDestroyedError GroupOffloadedError GroupPickleError
+        InsufficientMemoryError InvalidOptionError NotInstalledError PatchConflictError
+        PeerFailedError RebuildError ReleaseError ReloadpgError RendezvousTimeoutError
+    """,
+    "groups.manage": "manage",
+    "groups.proxy": "GroupState ReloadableProcessGroup",
+    "groups.selection": "StrategyPolicy",
+    "lifecycle.block": "offloaded",
+    "lifecycle.callbacks": "on_offload on_reload on_report",
+    "lifecycle.install": "Installation install is_installed uninstall",
+    "lifecycle.offload": "offload",
+    "lifecycle.reload": "reload",
+    "lifecycle.report": "GroupReport GroupStatus Report Status",
+    "lifecycle.status": "status",
 }
 _ALIASES = {"destroy_process_groups": "offload", "reload_process_groups": "reload"}
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+_MORE = """
+    DistributedContext DistributedEnvironment configure_network_environment detect_ib_interface
+    get_rank is_rank_zero rank_zero_first rank_zero_only set_seed
+"""  # of reloadpg.environment: found here too, and not listed
+
+__all__ = sorted([*_HOME_OF, *_ALIASES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
     target = _ALIASES.get(name, name)
-    if target not in _HOME_OF:
+    home = _HOME_OF.get(target) or ("environment" if name in _MORE.split() else None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOME_OF[target]}", __name__), target)
-    globals()[name] = value
+    if home != "errors":
+        import_module(
+            "torch"
+        )  # before any module of ours: RELOADPG_AUTOINSTALL installs at its end
+    value = globals()[name] = getattr(import_module(f".{home}", __name__), target)
+    if name == "install":
+        # The core knows nothing of what shows a job: it is told here to start with installations.
+        import_module(".observability.startup", __name__).start_with_installations()
+        for other in _HOME_OF:  # a signal handler that asks for the status must not import it
+            if _HOME_OF[other] != "environment" and other not in globals():
+                with suppress(AttributeError):  # its module is being imported, and imports torch
+                    __getattr__(other)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__doc__", "__file__", "__name__", "__path__"]

@@ -1,7 +1,8 @@
-"""The errors of reloadpg: one root, and for each the built-in that a caller would already catch.
+"""Errors of reloadpg: one root, and for each the built-in that a caller would already catch.
 
 Every message says what happened, the state now, and what to call. This module imports neither
-torch nor any other module of the package, so that it can be used before torch is loaded.
+torch nor any other module of the package, so that it can be used before torch is loaded; so the
+functions are here, too, that show ranks and tables as text.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = [
     "ReloadpgError",
     "RendezvousTimeoutError",
     "format_ranks",
+    "table",
 ]
 
 
@@ -76,6 +78,7 @@ class RendezvousTimeoutError(ReloadpgError, TimeoutError):
         seconds: the bound.
         arrived: how many ranks had arrived.
         missing: the ranks that had not.
+        unknown: the ranks of which nothing is known, since the store did not answer.
     """
 
     def __init__(
@@ -86,12 +89,14 @@ class RendezvousTimeoutError(ReloadpgError, TimeoutError):
         seconds: float = 0.0,
         arrived: int = 0,
         missing: Sequence[int] = (),
+        unknown: Sequence[int] = (),
     ) -> None:
         super().__init__(message)
         self.phase = phase
         self.seconds = seconds
         self.arrived = arrived
         self.missing = tuple(missing)
+        self.unknown = tuple(unknown)
 
 
 class PeerFailedError(ReloadpgError):
@@ -137,3 +142,28 @@ def format_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
+
+
+def table(header: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    """Lay out columns of text, numbers to the right, as wide as they need. Local, pure."""
+
+    def cell(value: object) -> str:
+        if value is None:
+            return "-"
+        return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+    cells = [[cell(value) for value in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    numeric = [
+        all(isinstance(row[i], (int, float)) or row[i] is None for row in rows)
+        for i in range(len(header))
+    ]
+    lines = [
+        "  ".join(
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(row, widths, numeric, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
+
+import pytest
 
 # A TCPStore server looks up the host name of each client; one that cannot be found costs it 5 s by
 # default, in which it serves nobody. Read by the C library at its first look-up in a process.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port of this host that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

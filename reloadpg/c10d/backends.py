@@ -1,10 +1,10 @@
-"""What is inside a group: its backend objects, their timeouts, options and memory."""
+"""The backend objects inside a group, with their timeouts, options and memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -26,7 +26,6 @@ __all__ = [
     "options_of",
     "set_timeouts",
     "suspend_obstacle",
-    "together",
 ]
 
 
@@ -68,28 +67,6 @@ def set_timeouts(group: ProcessGroup, timeouts: Mapping[str, timedelta]) -> None
     for device, timeout in timeouts.items():
         if device in backends and now.get(device) != timeout:
             cast(Any, backends[device])._set_default_timeout(timeout)
-
-
-@contextmanager
-def together(parts: Sequence[Any]) -> Iterator[None]:
-    """Within this block, NCCL communicators are aborted as one.
-
-    Aborting several communicators of one job one by one can hang (pytorch#119797, #150690);
-    torch's own ``_abort_process_group`` brackets them the same way.
-    """
-    nccl = getattr(_c10d, "ProcessGroupNCCL", None)
-    backend = None
-    for part in parts:
-        found = live_backends(part, ("cuda",)) if isinstance(part, ProcessGroup) else {"": part}
-        backend = next((b for b in found.values() if nccl and isinstance(b, nccl)), backend)
-    if backend is None:
-        yield
-        return
-    cast(Any, backend)._group_start()
-    try:
-        yield
-    finally:
-        cast(Any, backend)._group_end()
 
 
 def suspend_obstacle(backend: CppBackend) -> str:

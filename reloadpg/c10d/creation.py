@@ -1,39 +1,52 @@
-"""Torch's creating functions, the names that they give, and the default group."""
+"""Torch's creating functions, run with a name, a store and a device that the caller chooses."""
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any, cast
 
 import torch
-from torch._C._distributed_c10d import (
-    Store,
-)
+from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, device_mesh
 from torch.distributed import distributed_c10d as _c10d
 
+from .backends import live_backends
+
 __all__ = [
+    "Creation",
     "batch_coalesced",
     "batching_refuses_subclasses",
     "check_batch",
-    "create_among_members",
+    "complete_ranks",
     "create_world",
     "creator_modules",
-    "forced_name",
     "forget_parent",
-    "observed_names",
+    "is_creating",
     "original",
+    "sorts_ranks",
 ]
 
 
 def creator_modules() -> tuple[ModuleType, ...]:
-    """Torch's modules that bind the creating functions: where they live, and who imports them."""
+    """Return torch's modules that bind the creating functions."""
     return (_c10d, torch.distributed, device_mesh)
+
+
+def original(name: str) -> Callable[..., Any]:
+    """Return one of torch's creating functions, unpatched."""
+    function = getattr(_c10d, name)
+    return cast("Callable[..., Any]", getattr(function, "__wrapped__", function))
+
+
+def sorts_ranks() -> bool:
+    """Whether ``new_group`` always sorts the ranks (2.8); later ones have ``sort_ranks``."""
+    return "sort_ranks" not in inspect.signature(original("new_group")).parameters
 
 
 def batching_refuses_subclasses() -> bool:
@@ -51,7 +64,7 @@ def check_batch(operations: Any) -> None:
 
 
 def batch_coalesced(operations: Sequence[Any]) -> list[Any]:
-    """What ``batch_isend_irecv`` does for a group whose backend coalesces."""
+    """Do what ``batch_isend_irecv`` does for a group whose backend coalesces."""
     first = operations[0]
     with _c10d._coalescing_manager(first.group, first.tensor.device, async_ops=True) as manager:
         for one in operations:
@@ -60,38 +73,118 @@ def batch_coalesced(operations: Sequence[Any]) -> list[Any]:
     return cast("list[Any]", manager.works)
 
 
-def original(name: str) -> Callable[..., Any]:
-    """One of torch's creating functions, unpatched."""
-    function = getattr(_c10d, name)
-    return cast("Callable[..., Any]", getattr(function, "__wrapped__", function))
+@dataclass
+class Creation:
+    """A block in which this thread's groups are created on their own, never split from WORLD.
+
+    Where the default group is bound to a device, torch makes new groups by splitting its
+    communicator, in which all ranks of the job take part, and ``TORCH_DIST_INIT_BARRIER=1`` lets
+    all ranks wait for each other. Within this block neither happens: the members alone create.
+
+    Other threads are not affected. What torch does was seen on 2.8, 2.13 and 2.15.
+
+    Attributes:
+        name: the name that groups get; None leaves it to torch, whose names come from a counter
+            that all ranks advance alike.
+        store: the store beneath the name's prefix; None for the default group's.
+        device: the device that groups are bound to, if ``name`` is given.
+    """
+
+    name: str | None = None
+    store: Store | None = None
+    device: torch.device | None = None
+
+    def __enter__(self) -> Creation:
+        _hooks.enter(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _hooks.leave()
 
 
-def create_among_members(
-    ranks: Sequence[int],
-    *,
-    backend: str,
-    options: object,
-    timeout: timedelta | None,
-    desc: str | None,
-) -> ProcessGroup:
-    """A group that its members create alone. Collective over them; blocking as the backend's."""
-    forget_parent(options)
-    made = original("new_group")(
-        list(ranks),
-        timeout=timeout,
-        backend=backend,
-        pg_options=options,
-        use_local_synchronization=True,
-        group_desc=desc,
-    )
-    return cast(ProcessGroup, made)
+class _Hooks:
+    """Private functions of torch's, replaced while any thread is in a :class:`Creation` block."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._local = threading.local()
+        self._originals: dict[str, Callable[..., Any]] = {}
+
+    def enter(self, creation: Creation) -> None:
+        with self._lock:
+            if self._users == 0:
+                for name in ("_process_group_name", "_get_split_source", "_is_barrier_after_init"):
+                    self._replace(name, getattr(self, name))
+                self._replace("_new_process_group_helper", self._helper)
+            self._users += 1
+        self._local.creation = creation
+
+    def leave(self) -> None:
+        self._local.creation = None
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                # The table stays: a caller may have looked a hook up just before.
+                for name, function in self._originals.items():
+                    setattr(_c10d, name, function)
+
+    def _replace(self, name: str, hook: Callable[..., Any]) -> None:
+        self._originals[name] = getattr(_c10d, name)
+        setattr(_c10d, name, hook)
+
+    @property
+    def creation(self) -> Creation | None:
+        return getattr(self._local, "creation", None)
+
+    def _process_group_name(self, *args: Any, **kwargs: Any) -> Any:
+        creation = self.creation
+        if creation is not None and creation.name is not None:
+            return creation.name
+        return self._originals["_process_group_name"](*args, **kwargs)
+
+    def _get_split_source(self, *args: Any, **kwargs: Any) -> Any:
+        if self.creation is not None:
+            return None
+        return self._originals["_get_split_source"](*args, **kwargs)
+
+    def _is_barrier_after_init(self) -> Any:
+        creation = self.creation
+        if creation is not None and creation.name is not None:
+            return 0
+        return self._originals["_is_barrier_after_init"]()
+
+    def _helper(
+        self, size: Any, rank: Any, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        creation = self.creation
+        if creation is not None and creation.name is not None:
+            store = creation.store or store
+            kwargs["device_id"] = creation.device
+            kwargs["pg_tag"] = None  # or torch finds the group that has the tag already
+        helper = self._originals["_new_process_group_helper"]
+        return helper(size, rank, ranks, backend, store, *args, **kwargs)
+
+
+_hooks = _Hooks()
+
+
+def is_creating() -> bool:
+    """Whether this thread is in a :class:`Creation` block."""
+    return _hooks.creation is not None
 
 
 def forget_parent(options: object) -> None:
-    """Let a group with these options connect afresh. Local.
+    """Let a group with these options be created on its own. Local, idempotent.
 
     When torch splits a communicator it notes the parent in the options that it was given (NCCL's
-    have ``split_from``), and would look for it again in the next group with the same options.
+    have ``split_from``), would split from it again for the next group with the same options, and
+    keeps it alive as long as the options live.
     """
     if getattr(options, "split_from", None) is not None:
         cast(Any, options).split_from = None
@@ -105,28 +198,28 @@ def create_world(
     store: Store,
     name: str,
     options: object,
-    timeout: timedelta,
+    timeout: timedelta | None,
     device: torch.device | None,
     desc: str,
 ) -> ProcessGroup:
-    """A default group as ``init_process_group`` makes it, given the store, and in the tables.
+    """Create a default group as ``init_process_group`` does, given the store; it is in the tables.
 
     ``init_process_group`` itself cannot be called again: it refuses a second default group, it
     opens a new rendezvous, and it wraps ``sys.excepthook`` once more each time. Collective over
     all ranks for backends that connect at creation; blocking.
     """
-    group, _ = _c10d._new_process_group_helper(
-        size,
-        rank,
-        [],
-        _c10d.Backend(backend),
-        store,
-        cast(Any, name),
-        backend_options=options,
-        timeout=timeout,
-        device_id=device,
-        group_desc=desc,
-    )
+    with Creation(name, store, device):
+        group, _ = _c10d._new_process_group_helper(
+            size,
+            rank,
+            [],
+            _c10d.Backend(backend),
+            store,
+            cast(Any, name),
+            backend_options=options,
+            timeout=timeout or _c10d._get_default_timeout(cast(Any, backend)),
+            group_desc=desc,
+        )
     created = cast(ProcessGroup, group)
     tables = _c10d._world
     ranks = tables.pg_group_ranks.get(cast(ProcessGroup, tables.default_pg))
@@ -135,69 +228,15 @@ def create_world(
     return created
 
 
-class _Names:
-    """Takes the place of ``_process_group_name`` while a creating function runs.
+def complete_ranks(world: ProcessGroup, devices: Sequence[str]) -> None:
+    """Tell the backends of a default group its ranks. Local, idempotent.
 
-    Names normally come from a process-wide counter that all ranks must advance alike, so a
-    replay by the members alone needs its own. The hook is per thread: a group that another
-    thread creates meanwhile gets its name from torch.
+    Torch creates a default group with an empty list of ranks; the backends then make the list up,
+    but only in the first group of the process. ``split`` of a later one indexes the empty list,
+    which kills the process (seen with gloo on 2.13; ``ProcessGroupNCCL::split`` has the same line).
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._original: Callable[..., Any] | None = None
-        self._users = 0
-        self._local = threading.local()
-
-    @contextmanager
-    def forced(self, name: str) -> Iterator[None]:
-        with self._hooked():
-            self._local.forced = name
-            try:
-                yield
-            finally:
-                self._local.forced = None
-
-    @contextmanager
-    def observed(self) -> Iterator[list[str]]:
-        """The names that torch gave in this block, in order."""
-        with self._hooked():
-            seen: list[str] = []
-            self._local.seen = seen
-            try:
-                yield seen
-            finally:
-                self._local.seen = None
-
-    @contextmanager
-    def _hooked(self) -> Iterator[None]:
-        with self._lock:
-            if self._users == 0:
-                self._original = _c10d._process_group_name
-                _c10d._process_group_name = self._name
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    _c10d._process_group_name = cast(Any, self._original)
-
-    def _name(self, *args: Any, **kwargs: Any) -> Any:
-        forced = getattr(self._local, "forced", None)
-        if forced is not None:
-            return forced
-        original = self._original
-        if original is None:  # a caller that looked the hook up just before it was taken off
-            original = _c10d._process_group_name
-        name = original(*args, **kwargs)
-        seen = getattr(self._local, "seen", None)
-        if seen is not None:
-            seen.append(str(name))
-        return name
-
-
-_names = _Names()
-forced_name = _names.forced
-observed_names = _names.observed
+    for backend in live_backends(world, devices).values():
+        with suppress(AttributeError):  # written in Python, or without options
+            options = cast(Any, backend).options
+            if not options.global_ranks_in_group:
+                options.global_ranks_in_group = list(range(world.size()))

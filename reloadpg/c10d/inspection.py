@@ -1,4 +1,4 @@
-"""What tests and tools look at: the size of the tables, the registry of names, torch's server."""
+"""Views of torch's state for tests and tools: table sizes, registered names, the debug server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import torch
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d as _c10d
 
-__all__ = ["is_coalescing", "register_debug_handler", "registered", "table_sizes"]
+__all__ = [
+    "is_coalescing",
+    "register_debug_handler",
+    "registered",
+    "skip_in_compiled_code",
+    "table_sizes",
+]
 
 
 def table_sizes() -> dict[str, int]:
@@ -64,3 +70,19 @@ def register_debug_handler(name: str, answer: Callable[[], str]) -> bool:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
     register(name, handle)
     return True
+
+
+def skip_in_compiled_code(functions: Iterable[Any]) -> None:
+    """Let ``torch.compile`` run these Python functions as they are, with what they call traceable.
+
+    After a graph break torch runs its own function eagerly, which calls the group's method. On a
+    plain group that is C++; on a reloadable one it is a Python frame, which Dynamo would compile:
+    reading an attribute of the group, an opaque object to it, is a hard error there. Does not
+    import ``torch._dynamo``. Seen on 2.8, 2.13 and 2.15.
+    """
+    from torch._C._dynamo import eval_frame
+
+    action = eval_frame._FrameAction
+    skip = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+    for function in functions:
+        eval_frame.set_code_exec_strategy(function.__code__, skip)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 from torch._C._distributed_c10d import (
@@ -10,28 +12,20 @@ from torch._C._distributed_c10d import (
     Store,
 )
 from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as _c10d
 
-from .tables import name_of, store_of, world
+from .tables import store_of
 
-__all__ = [
-    "clone_store",
-    "rendezvous_keys",
-    "replace_store",
-    "root_store",
-    "store_path",
-    "top_path",
-]
+__all__ = ["clone_store", "is_store_host", "rendezvous_keys", "root_store"]
 
 
 def root_store(group: ProcessGroup) -> Store:
-    """The store beneath the group's own name prefix: shared by all ranks, not by generations."""
+    """Return the store beneath the group's own name prefix, which all groups share."""
     store = store_of(group)
     return store.underlying_store if isinstance(store, PrefixStore) else store
 
 
 def clone_store(store: Store) -> Store:
-    """A handle on the same store with its own connection.
+    """Return a handle on the same store with a connection of its own. Blocking.
 
     A blocking wait holds the lock of its TCPStore client until it ends, so two threads that must
     not wait for each other need a client each.
@@ -39,40 +33,48 @@ def clone_store(store: Store) -> Store:
     return cast(Store, cast(Any, store).clone())
 
 
-def store_path(name: str, *, is_world: bool) -> str:
-    """Where a group of that name, created now, keeps its keys in the job's store.
+def is_store_host(store: Store, rank: int) -> bool:
+    """Whether the server of a store runs in this process. Local.
 
-    Torch puts the default group's under its name, and all others under the default group's.
+    Torch does not say it; a TCPStore's server listens on the port that its clients know.
     """
-    return f"{name}//" if is_world else f"{top_path()}{name}//"
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    port = getattr(store, "port", None)
+    if port is None:
+        return False
+    try:
+        mine = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd")}
+        return any(f"socket:[{inode}]" in mine for inode in _listening(port))
+    except OSError:  # no such files beside Linux, or one was closed meanwhile
+        return rank == 0
 
 
-def top_path() -> str:
-    """Where the groups that are created now keep their keys: under the default group's. Local."""
-    top = world()
-    if top is None:
-        return ""
-    paths: list[str] = getattr(top, "store_paths", None) or [f"{name_of(top)}//"]
-    return paths[-1]
+def _listening(port: int) -> list[str]:
+    """The inodes of the sockets on this host that listen on a port."""
+    found = []
+    for name in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with suppress(FileNotFoundError), open(name, encoding="ascii") as file:
+            for line in list(file)[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    found.append(fields[9])
+    return found
 
 
-def rendezvous_keys(path: str, devices: Sequence[str], rank: int, *, split: bool) -> list[str]:
-    """The keys that one member of a group writes to connect it, in the job's store.
+def rendezvous_keys(name: str, devices: Sequence[str], rank: int) -> list[str]:
+    """List the keys that one member of a group has written to connect it, in the root store.
 
-    A group leaves them in the store for ever; with names that change from generation to
-    generation the store would grow. Seen: gloo writes ``0/<rank>`` in the device's prefix on
-    torch 2.8 to 2.15, and a split of it without that prefix (2.15); NCCL's unique id is written
-    by group rank 0 as ``0``.
+    A group leaves them there for ever; with names that change from generation to generation the
+    store would grow. Torch puts the default group's keys under its name, and all others under the
+    default group's. Seen: gloo writes ``0/<rank>`` in the device's prefix on torch 2.8 to 2.15,
+    and a split of it without that prefix (2.15); NCCL's unique id is written by group rank 0.
+
+    Args:
+        name: the name of the generation; for a group that is not WORLD, under WORLD's.
+        devices: device types whose backend was created.
+        rank: rank in the group.
     """
-    places = [f"{path}{device}//" for device in devices] + [path] * split
-    return [
-        f"{place}{key}"
-        for place in places
-        for key in ([f"0/{rank}", "0"] if rank == 0 else [f"0/{rank}"])
-    ]
-
-
-def replace_store(group: ProcessGroup, store: Store) -> None:
-    """Let a group, and the groups created after it, use another client of the same store."""
-    tables = _c10d._world
-    tables.pg_map[group] = (tables.pg_map[group][0], store)
+    places = [f"{name}//{device}//" for device in devices] + [f"{name}//"]
+    keys = [f"0/{rank}"] + ["0"] * (rank == 0)
+    return [f"{place}{key}" for place in places for key in keys]

@@ -1,4 +1,4 @@
-"""C10d's tables: which groups there are, and who stands in for whom."""
+"""The tables of c10d: which groups exist, and under which object and name they are found."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 
 __all__ = [
+    "NameFreed",
     "backend_of",
-    "barrier_after_creation",
     "close_coalescing",
     "default_timeout",
     "device_backends",
@@ -62,8 +62,12 @@ def name_of(group: ProcessGroup) -> str:
 
 
 def ranks_of(group: ProcessGroup) -> tuple[int, ...]:
-    """Global ranks of the members, in the order of their group ranks."""
-    return tuple(_c10d._world.pg_group_ranks[group])
+    """Global ranks of the members, in the order of their group ranks.
+
+    A group made by hand with ``_new_process_group_helper`` has none until its maker notes them.
+    """
+    ranks = _c10d._world.pg_group_ranks.get(group)
+    return tuple(range(group.size())) if ranks is None else tuple(ranks)
 
 
 def backend_of(group: ProcessGroup) -> str:
@@ -96,11 +100,6 @@ def default_timeout(backend: str) -> timedelta:
     return _c10d._get_default_timeout(cast(Any, backend))
 
 
-def barrier_after_creation() -> bool:
-    """Whether ``TORCH_DIST_INIT_BARRIER=1`` makes every creation wait for all ranks."""
-    return _c10d._is_barrier_after_init() == 1
-
-
 def has_peers() -> bool:
     """Whether other processes take part: not so with the fake backend, which has no real store."""
     group = world()
@@ -127,19 +126,38 @@ def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
 
 
 def take_generation(inner: ProcessGroup, proxy: ProcessGroup) -> None:
-    """Remove a rebuilt ``inner`` from the tables; its proxy, there already, gets its store.
+    """Remove a rebuilt ``inner`` from the tables: its proxy is there already. Not idempotent.
 
-    Local, not idempotent.
+    The proxy keeps the store of its first generation, in which users may have keys. Local.
     """
-    tables = _c10d._world
-    backend, _ = tables.pg_map[proxy]
-    store = store_of(inner)
     hooks = _flight_recorder_hooks()
     hook = hooks.pop(inner, None)
     evict(inner)
-    tables.pg_map[proxy] = (backend, store)
     if hook is not None:
         hooks[proxy] = hook
+
+
+class NameFreed:
+    """A block in which another group can be created under a group's name.
+
+    Torch refuses a name that is in use, and puts the other group in the place of the first.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        tables = _c10d._world
+        self._name = tables.pg_names[self._group]
+        tables.pg_names[self._group] = cast(Any, f"{self._name} (being rebuilt)")
+        _unregister_process_group(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        tables = _c10d._world
+        tables.pg_names[self._group] = self._name
+        with suppress(RuntimeError):
+            _unregister_process_group(self._name)
+        _register_process_group(self._name, self._group)
 
 
 def evict(inner: ProcessGroup) -> None:
@@ -149,12 +167,12 @@ def evict(inner: ProcessGroup) -> None:
     tag = tables.pg_to_tag.get(inner)
     for table in _tables_by_group():
         table.pop(inner, None)
-    for groups in tables.tags_to_pg.values():
+    for groups in list(tables.tags_to_pg.values()):  # other threads may create groups meanwhile
         groups[:] = [group for group in groups if group is not inner]
     # Tags are made of names, so every generation has one: its empty list would stay for ever.
     if tag and not tables.tags_to_pg.get(tag):
         tables.tags_to_pg.pop(tag, None)
-    if name is not None:
+    if name is not None and name not in tables.pg_names.values():
         with suppress(RuntimeError):
             _unregister_process_group(name)
 

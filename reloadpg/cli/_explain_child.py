@@ -211,7 +211,7 @@ class FakeRank:
             installed=options is not None,
         )
         if options is not None:
-            self.note_policy(options.policy)
+            self.note_policy(options.selection)
 
     def note_policy(self, policy: Any) -> None:
         """What the script gave ``install``."""
@@ -240,7 +240,7 @@ class FakeRank:
             self.note("error", error=why, trace=self._trace(error))
         registry = sys.modules.get("reloadpg.registry")
         if registry is not None and registry.registry.options is not None:
-            self.note_policy(registry.registry.options.policy)
+            self.note_policy(registry.registry.options.selection)
         self.note("end")
 
     def _trace(self, error: BaseException) -> str:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from ..report import table as plain_table
+from ..errors import table as plain_table
 
 __all__ = ["Line", "Page", "Table", "follow", "progress", "say", "show", "terminal_size"]
 

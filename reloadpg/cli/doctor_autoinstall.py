@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 
-from ..autoinstall import SWITCH
+from ..lifecycle.autoinstall import SWITCH
 from .findings import Finding
 
 __all__ = ["check_autoinstall"]
@@ -24,11 +24,11 @@ def check_autoinstall(environ: Mapping[str, str]) -> Iterator[Finding]:
     """
     if environ.get(SWITCH, "").strip().lower() in _OFF:
         return
-    from ..registry import registry
+    from ..groups.registry import registry
 
     options = registry.options
     if options is not None:
-        backends = options.policy.backends
+        backends = options.selection.backends
         yield Finding(
             "autoinstall",
             "ok",

@@ -44,7 +44,7 @@ def check_foreign_wrappers() -> Iterator[Finding]:
                     "remove it if it replaces or records groups itself, as reloadpg does; if it "
                     "must stay, put it in place before reloadpg.install(), which leaves it below",
                 )
-    from ..registry import registry
+    from ..groups.registry import registry
 
     for changed in registry.patches.foreign() if registry.patches is not None else ():
         yield Finding(
@@ -60,7 +60,7 @@ def check_foreign_wrappers() -> Iterator[Finding]:
 
 def check_early_aliases() -> Iterator[Finding]:
     """Modules that hold torch's own creating functions at a name or in a place of their own."""
-    from ..patching import is_installed
+    from ..lifecycle.install import is_installed
 
     installed = is_installed()
     found = 0
@@ -137,12 +137,12 @@ def _is_torchs(layer: Any) -> bool:
 def _is_ours(layer: Any) -> bool:
     import wrapt
 
-    from ..adoption import WRAPPERS
+    from ..groups.wrappers import wrappers
 
     if not isinstance(layer, wrapt.FunctionWrapper):
         return False
     wrapper = getattr(layer, "_self_wrapper", None)
-    return any(wrapper is ours for ours in WRAPPERS.values())
+    return any(wrapper is ours for ours in wrappers().values())
 
 
 def _is_torchs_creator(value: Any) -> bool:

@@ -121,7 +121,7 @@ def _refusal(options: argparse.Namespace) -> str:
 
 
 def _explanation(options: argparse.Namespace, run: Run) -> Explanation:
-    from ..policy import Policy
+    from ..groups.selection import Selection
     from .explain_policy import Explanation, decide
 
     given = {"backends": None, "min_size": 2, "world": True, **(run.policy or {})}
@@ -133,9 +133,9 @@ def _explanation(options: argparse.Namespace, run: Run) -> Explanation:
     noted = {name for group in run.groups for name in group["devices"].values()}
     backends = given["backends"]
     if backends is not None and set(backends) <= noted:
-        policy = Policy(frozenset(backends), given["min_size"], given["world"])
+        policy = Selection(frozenset(backends), given["min_size"], given["world"])
     else:
-        policy = Policy.of(backends, given["min_size"], given["world"])
+        policy = Selection.of(backends, given["min_size"], given["world"])
     decisions = decide(run.groups, policy, script_installs=run.policy is not None)
     return Explanation(options.rank, options.world_size, policy, decisions, run.others)
 

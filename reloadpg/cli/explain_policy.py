@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..policy import BYPASS, Policy
+from ..groups.selection import BYPASS, Selection
 
 __all__ = ["COMMUNICATOR_BYTES", "SOURCE", "Decision", "Explanation", "decide"]
 
@@ -49,7 +49,7 @@ class Decision:
 
 
 def decide(
-    groups: Iterable[Mapping[str, Any]], policy: Policy, *, script_installs: bool
+    groups: Iterable[Mapping[str, Any]], policy: Selection, *, script_installs: bool
 ) -> list[Decision]:
     """What the policy says of each group that a run noted."""
     decided = []
@@ -76,7 +76,9 @@ def decide(
     return decided
 
 
-def _reason(policy: Policy, devices: Mapping[str, str], size: int, selected: Sequence[str]) -> str:
+def _reason(
+    policy: Selection, devices: Mapping[str, str], size: int, selected: Sequence[str]
+) -> str:
     if selected:
         kept = [f"{device}:{devices[device]}" for device in devices if device not in selected]
         return f"{', '.join(kept)} stays" if kept else ""
@@ -97,7 +99,7 @@ class Explanation:
 
     rank: int
     world_size: int
-    policy: Policy
+    policy: Selection
     decisions: Sequence[Decision]
     others: int
 

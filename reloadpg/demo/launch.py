@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..autoinstall import SWITCH
+from ..lifecycle.autoinstall import SWITCH
 from . import job
 from .parallel import megatron_version
 from .settings import Settings

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..report import table
+from ..errors import table
 
 __all__ = ["Row", "cycles_table", "mebibytes"]
 

@@ -18,7 +18,7 @@ from reloadpg.environment.meeting import job_round
 from reloadpg.environment.mesh_groups import build_mesh
 from reloadpg.environment.model import DistributedEnvironment
 from reloadpg.errors import InvalidOptionError
-from reloadpg.plans import Plan
+from reloadpg.rendezvous.plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,7 +65,7 @@ def adopt_existing(
     except BaseException as error:
         round_.fail(error)
         raise
-    round_.gate("connected")
+    round_.barrier("connected")
     return environment, used, mesh
 
 

@@ -23,7 +23,7 @@ from reloadpg.errors import (
     RendezvousTimeoutError,
     format_ranks,
 )
-from reloadpg.supervised import Task
+from reloadpg.rendezvous.worker_thread import Task
 
 __all__ = ["Claim", "agree", "find_differences"]
 
@@ -102,7 +102,7 @@ def agree(store: Store, mine: Claim, timeout: timedelta) -> None:
         ReloadpgError: the store was lost meanwhile.
     """
     seconds = timeout.total_seconds()
-    task = Task(lambda _: _Exchange(store, mine, seconds).verdict(), "agree")
+    task = Task(lambda: _Exchange(store, mine, seconds).verdict(), "agree")
     if not task.wait(seconds + _SETTLE_S + _FAREWELL_S):
         raise _silent(mine, seconds)
     try:

@@ -27,8 +27,8 @@ from reloadpg.environment.ownership import abort_groups, end_owned
 from reloadpg.environment.seeds import seed_for, set_seed
 from reloadpg.environment.store import open_store
 from reloadpg.observability.logs import name_rank_in_records
-from reloadpg.rendezvous import Rendezvous
-from reloadpg.supervised import Attempt
+from reloadpg.rendezvous.round import Rendezvous
+from reloadpg.rendezvous.worker_thread import Attempt
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -191,7 +191,7 @@ def _create(
 ) -> DeviceMesh | None:
     made: list[DeviceMesh | None] = []
 
-    def create(attempt: Attempt) -> None:
+    def create(attempt: Attempt, _: int) -> None:
         dist.init_process_group(
             placement.backend,
             store=store,
@@ -218,5 +218,5 @@ def _create(
     except BaseException as error:
         round_.fail(error)
         raise
-    round_.gate("connected")
+    round_.barrier("connected")
     return made[0]

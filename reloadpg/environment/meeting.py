@@ -27,7 +27,8 @@ from reloadpg.errors import (
     RendezvousTimeoutError,
     format_ranks,
 )
-from reloadpg.rendezvous import Rendezvous, Round
+from reloadpg.rendezvous.round import Rendezvous, Round
+from reloadpg.rendezvous.worker_thread import Wait
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -105,7 +106,7 @@ def barrier(timeout: timedelta | float, reason: str, group: ProcessGroup | None 
     seconds = bound.total_seconds()
     round_ = _meetings.of(chosen, "barrier").open(f"barrier {reason!r}", ("arrive",), seconds)
     with _told_in_ranks(chosen, f"barrier {reason!r}"):
-        round_.gate("arrive")
+        round_.barrier("arrive")
 
 
 def job_round(purpose: str, gates: tuple[str, ...], bound: timedelta) -> Round:
@@ -130,7 +131,7 @@ def part(bound: timedelta, purpose: str = "exit") -> None:
     place, seconds = _job_place(purpose), bound.total_seconds()
     round_ = place.open(purpose, ("arrive",), seconds)
     with _told_in_ranks(None, purpose):
-        round_.gate("arrive")
+        round_.barrier("arrive")
     if place.alone:
         return
     count, all_left = f"left/{round_.sequence}", f"all left/{round_.sequence}"
@@ -142,8 +143,8 @@ def part(bound: timedelta, purpose: str = "exit") -> None:
             store.set(all_left, "1")
 
     try:
-        place.ask(leave, seconds, purpose)
-    except ReloadpgError as error:
+        place.ask(leave, Wait(purpose, seconds))
+    except (ReloadpgError, RuntimeError, TimeoutError) as error:
         # All ranks have met; that one of them died since changes nothing for this one.
         logging.getLogger(__name__).warning("%s: not all ranks said goodbye: %s", purpose, error)
 
@@ -170,9 +171,9 @@ def wait_for_rank_zero(timeout: timedelta | float) -> Iterator[None]:
         except BaseException as error:
             round_.fail(error)
             raise
-        round_.gate("rank 0 is done")
+        round_.barrier("rank 0 is done")
     else:
-        round_.gate("rank 0 is done")
+        round_.barrier("rank 0 is done")
         yield
 
 

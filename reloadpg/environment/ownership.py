@@ -158,9 +158,9 @@ def abort_groups() -> None:
     if not is_initialized():
         return
     from reloadpg import c10d
-    from reloadpg.supervised import Task
+    from reloadpg.rendezvous.worker_thread import Task
 
-    task = Task(lambda _: c10d.abort_all(), "abort")
+    task = Task(lambda: c10d.abort_all(), "abort")
     if not task.wait(_ABORT_S):
         raise TimeoutError(
             f"The process groups were not aborted within {_ABORT_S:g} s; a thread goes on with "

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from reloadpg.environment.model import DistributedEnvironment
 from reloadpg.errors import RendezvousTimeoutError
-from reloadpg.supervised import Task
+from reloadpg.rendezvous.worker_thread import Task
 
 __all__ = ["open_store"]
 
@@ -73,7 +73,7 @@ def _connect(environment: DistributedEnvironment, timeout: timedelta) -> TCPStor
     serves = environment.rank == 0 and not by_agent
     seconds = timeout.total_seconds()
     task = Task(
-        lambda _: TCPStore(
+        lambda: TCPStore(
             host_name=address,
             port=port,
             is_master=serves,
@@ -128,7 +128,7 @@ def _what_failed(
 
 
 def _unresolvable(address: str, port: int) -> bool:
-    look_up = Task(lambda _: socket.getaddrinfo(address, port), "store-address")
+    look_up = Task(lambda: socket.getaddrinfo(address, port), "store-address")
     if not look_up.wait(_RESOLVE_S):
         return True
     try:

@@ -24,14 +24,14 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from .. import devices
-from ..blocks import Block
-from ..connect import Connect, validate
+from ..c10d import devices
 from ..errors import InvalidOptionError, ReloadpgError
-from ..lifecycle import reload
-from ..registry import registry
-from ..report import Report
-from ..standing import status
+from ..groups.registry import registry
+from ..lifecycle.block import Block
+from ..lifecycle.connect import Connect, validate
+from ..lifecycle.reload import reload
+from ..lifecycle.report import Report
+from ..lifecycle.status import status
 from .torch_memory_saver import MemorySaver
 
 __all__ = ["Colocation", "ColocationError", "colocated"]

@@ -39,8 +39,8 @@ from ..errors import (
 )
 
 if TYPE_CHECKING:
-    from ..connect import Connect
-    from ..report import Report
+    from ..lifecycle.connect import Connect
+    from ..lifecycle.report import Report
 
 __all__ = ["ActorFailedError", "ActorTimeoutError", "offload_all", "reload_all", "setup_actors"]
 
@@ -154,7 +154,7 @@ def reload_all(
         InvalidOptionError: there are no actors, one is listed twice, or another argument is
             wrong; nothing was sent to any actor.
     """
-    from ..connect import validate
+    from ..lifecycle.connect import validate
 
     call = _Call("reload_all", actors, timeout)
     validate(connect)
@@ -233,13 +233,13 @@ def _set_variables(_: object, variables: Mapping[str, str]) -> None:
 
 
 def _offload(_: object, collect: bool) -> Report:
-    from ..lifecycle import offload
+    from ..lifecycle.offload import offload
 
     return offload(collect=collect)
 
 
 def _reload(_: object, connect: Connect) -> Report:
-    from ..lifecycle import reload
+    from ..lifecycle.reload import reload
 
     return reload(connect=connect)
 

@@ -34,14 +34,15 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import c10d
-from ..adoption import adopt_world
-from ..connect import Connect
 from ..errors import NotInstalledError, ReloadpgError
-from ..group import ReloadableProcessGroup as _Group
-from ..lifecycle import offload, reload
-from ..patching import install, is_installed
-from ..registry import registry
-from ..report import Report
+from ..groups.proxy import ReloadableProcessGroup as _Group
+from ..groups.registry import registry
+from ..groups.wrappers import adopt_world
+from ..lifecycle.connect import Connect
+from ..lifecycle.install import install, is_installed
+from ..lifecycle.offload import offload
+from ..lifecycle.reload import reload
+from ..lifecycle.report import Report
 
 __all__ = [
     "ReloadableProcessGroup",
@@ -92,12 +93,11 @@ def register_default_process_group(timeout: timedelta) -> None:
                 "register_default_process_group: nothing is installed; nothing was changed. Call "
                 "monkey_patch_torch_dist() first, before the groups are created."
             )
-        registry.options = replace(options, policy=replace(options.policy, world=True))
+        registry.options = replace(options, selection=replace(options.selection, world=True))
         adopt_world(None)
     world = c10d.world()
-    if isinstance(world, _Group) and world.is_live:
-        timeouts = dict.fromkeys(world.construction.selected, timeout)
-        c10d.set_timeouts(world._inner, timeouts)
+    if isinstance(world, _Group):
+        world.set_default_timeout(timeout)
 
 
 def destroy_process_groups() -> Report | None:

@@ -18,12 +18,15 @@ from importlib import import_module
 from typing import Any
 from weakref import finalize, ref
 
-from .. import devices, memory
-from ..connect import Connect
+from ..c10d import devices
 from ..errors import InvalidOptionError, ReloadpgError
-from ..lifecycle import offload, on_offload, on_reload, reload
-from ..registry import registry
-from ..report import Report
+from ..groups.registry import registry
+from ..lifecycle import memory
+from ..lifecycle.callbacks import on_offload, on_reload
+from ..lifecycle.connect import Connect
+from ..lifecycle.offload import offload
+from ..lifecycle.reload import reload
+from ..lifecycle.report import Report
 
 __all__ = ["MemorySaver", "MemorySaverError"]
 

@@ -21,6 +21,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import torch  # noqa: F401 - first: RELOADPG_AUTOINSTALL installs at its end
+
 if TYPE_CHECKING:
     from .debug_server import serve_status
     from .logs import RankHandler, name_rank_in_records

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import reloadpg
-from reloadpg.report import GroupStatus, Report, Status
+from reloadpg.lifecycle.report import GroupStatus, Report, Status
 
 from .subscription import subscribe
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import reloadpg
 from reloadpg import c10d
-from reloadpg.registry import registry
-from reloadpg.report import Report
+from reloadpg.groups.registry import registry
+from reloadpg.lifecycle.report import Report
 
 from .logs import current_rank
 from .subscription import subscribe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from reloadpg.report import Report
+from reloadpg.lifecycle.report import Report
 
 from .subscription import subscribe
 

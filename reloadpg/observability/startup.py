@@ -1,16 +1,23 @@
-"""What an installation switches on without being asked: cheap, local, and never an error."""
+"""Observability that starts with an installation: cheap, local, and never an error."""
 
 from __future__ import annotations
 
 import logging
 
+from ..groups.registry import registry
 from .debug_server import serve_status
 from .logs import name_rank_in_records
 from .publish import publish_status
 
-__all__ = ["start"]
+__all__ = ["start", "start_with_installations"]
 
 logger = logging.getLogger("reloadpg")
+
+
+def start_with_installations() -> None:
+    """Call :func:`start` with every ``install`` from now on. Local; idempotent."""
+    if start not in registry.callbacks.install:
+        registry.callbacks.install.append(start)
 
 
 def start() -> None:

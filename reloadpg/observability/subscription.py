@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from reloadpg.lifecycle import on_report
-from reloadpg.report import Report
+from reloadpg.lifecycle.callbacks import on_report
+from reloadpg.lifecycle.report import Report
 
 __all__ = ["subscribe"]
 

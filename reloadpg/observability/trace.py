@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from reloadpg.report import Report
+from reloadpg.lifecycle.report import Report
 
 from .subscription import subscribe
 

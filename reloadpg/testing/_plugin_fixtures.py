@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reloadpg import c10d
-from reloadpg.group import ReloadableProcessGroup
+from reloadpg.groups.proxy import ReloadableProcessGroup
 
 __all__ = ["GroupCensus", "assert_no_group_leaks", "made", "simulated_accelerator"]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from ..autoinstall import SWITCH
+from ..lifecycle.autoinstall import SWITCH
 from ._plugin_marks import PhasesMark, RanksMark
 
 __all__ = ["RankTest", "Verdict", "execute", "run_body"]
@@ -147,7 +147,8 @@ def _install_as_told() -> None:
     A forked rank is what its server is, which was told by the environment of the test's process.
     """
     if "torch" in sys.modules:
-        from .. import autoinstall, patching
+        from ..lifecycle import autoinstall
+        from ..lifecycle import install as patching
 
         patching.uninstall()
         autoinstall.activate()

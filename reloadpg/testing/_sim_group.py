@@ -11,7 +11,8 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
-from reloadpg import c10d, surface
+from reloadpg import c10d
+from reloadpg.groups import dispatch as surface
 
 from ._sim_ledger import GroupInfo, Record
 from ._sim_transport import DEVICES, NAME, OPERATIONS, Communicator, Process, SimBackend
@@ -40,9 +41,9 @@ def _control(name: str) -> Callable[..., Any]:
     return forward
 
 
-for _name in surface.names() - surface.QUERIES - surface.LOCALS:
+for _name in surface.dispatched():
     setattr(_Forwarding, _name, _operation(_name) if _name in OPERATIONS else _control(_name))
-for _name in surface.names() & surface.QUERIES:
+for _name in vars(surface.Dispatch):
     if _name.startswith("supports_"):  # C++ looks for a backend of its own, and raises
         setattr(_Forwarding, _name, False)
 

@@ -20,7 +20,8 @@ import torch
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistBackendError, ProcessGroup, ProcessGroupGloo
 
-from reloadpg import c10d, surface
+from reloadpg import c10d
+from reloadpg.groups import dispatch as surface
 
 from ._sim_faults import FaultTable
 from ._sim_ledger import Ledger, Record, SimState

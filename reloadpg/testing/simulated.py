@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.distributed import Backend
 
-from reloadpg import memory
+from reloadpg.lifecycle import memory
 
 from ._sim_faults import Fault, FaultTable, InjectedFault, InjectedFaultError
 from ._sim_group import SimulatedProcessGroup

@@ -11,7 +11,7 @@ from cli_process import command, decoded
 import reloadpg
 from reloadpg.cli import main
 from reloadpg.cli.explain_policy import Explanation, decide
-from reloadpg.policy import Policy
+from reloadpg.groups.selection import Selection
 from reloadpg.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(240)
@@ -330,7 +330,7 @@ def noted(devices, size=4, **values):
 )
 def test_reasons(policy, group, selected, reason):
     """Each way to bypass, in words."""
-    (decision,) = decide([group], Policy(**policy), script_installs=False)
+    (decision,) = decide([group], Selection(**policy), script_installs=False)
     assert (decision.selected, decision.reason) == (selected, reason)
 
 
@@ -343,8 +343,8 @@ def test_memory_counts_nccl_communicators_alone():
         noted({"cpu": "gloo", "cuda": "nccl-lazy"}),
         noted({"xpu": "xccl"}),
     ]
-    decisions = decide(groups, Policy(), script_installs=False)
-    explanation = Explanation(0, 4, Policy(), decisions, 0)
+    decisions = decide(groups, Selection(), script_installs=False)
+    explanation = Explanation(0, 4, Selection(), decisions, 0)
     assert explanation.communicators == 2
     assert explanation.memory_bytes == (1_000_000_000, 3_200_000_000)
     json.dumps(explanation.to_dict())

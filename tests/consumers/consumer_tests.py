@@ -17,7 +17,7 @@ from consumer_run import (
     outcomes,
 )
 
-STORE_SOCKETS = 2
+STORE_SOCKETS = 3
 """Connections to the store: torch's own, and the one on which reloadpg's rendezvous waits."""
 
 

@@ -62,11 +62,11 @@ def test_owned_and_success_ends_in_order_also_where_rank_0_holds_the_store(
 
 
 def leave_store_last(rank: int, world_size: int, path: str) -> bool:
-    from reloadpg.rendezvous import Round
+    from reloadpg.rendezvous.round import Round
 
     between = dist.FileStore(path, 2)
     if rank == 1:
-        passed = Round.gate
+        passed = Round.barrier
 
         def slow(self: Round, phase: str) -> None:
             passed(self, phase)
@@ -74,7 +74,7 @@ def leave_store_last(rank: int, world_size: int, path: str) -> bool:
                 between.wait(["rank 0 is out"], timedelta(seconds=1))
             between.set("rank 1 knows", "1")
 
-        Round.gate = slow  # type: ignore[method-assign]
+        Round.barrier = slow  # type: ignore[method-assign]
     with reloadpg.process_group_scope(timeout=BOUND_S):
         dist.init_process_group("gloo")
     if rank == 0:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import reloadpg
-from reloadpg import memory
+from reloadpg.lifecycle import memory
 from reloadpg.testing import simulated
 
 GROUPS = 3

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from stand_ins import BYTES, StandInSaver, attempt, sums_right
 
 import reloadpg
+from reloadpg.groups.registry import registry
 from reloadpg.integrations import MemorySaver
 from reloadpg.testing import run_ranks, simulated
 
@@ -165,7 +166,7 @@ def paused_first(group: Any) -> dict[str, Any]:
 
 def forgotten(group: Any) -> list[tuple[str, str]]:
     """A MemorySaver that nobody holds watches no more."""
-    callbacks = reloadpg.registry.registry.callbacks  # type: ignore[attr-defined]
+    callbacks = registry.callbacks
     before = len(callbacks.offload), len(callbacks.before_reload)
     saver = MemorySaver(StandInSaver())
     during = len(callbacks.offload), len(callbacks.before_reload)

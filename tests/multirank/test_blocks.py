@@ -11,7 +11,7 @@ import torch.distributed as dist
 from _tables import meet_at_rank_0, store_closed_by_rank_0, summed
 
 import reloadpg
-from reloadpg import devices
+from reloadpg.c10d import devices
 from reloadpg.integrations import colocated
 from reloadpg.testing import run_ranks
 

@@ -36,24 +36,22 @@ def _connect(rank, world_size, how):
     reloadpg.offload()
     report = reloadpg.reload(connect=how)
     order = [group.name for group in report.groups]
-    return log, order, "connect" in report.phases_ms
+    return log, order
 
 
 @pytest.mark.parametrize("how", ["eager", "canary"])
 def test_every_rebuilt_group_is_connected_in_the_shared_order(how):
     """One small all-reduce a group, in the order of the rebuild (failure 17)."""
-    for log, order, timed in run_ranks(_connect, 3, args=(how,)):
+    for log, order in run_ranks(_connect, 3, args=(how,)):
         assert log == order
         assert len(log) >= 2  # WORLD and a pair at least
-        assert timed
 
 
 def test_by_default_nothing_is_connected():
     """Each communicator connects in its first collective, as torch does it."""
-    for log, order, timed in run_ranks(_connect, 3, args=("none",)):
+    for log, order in run_ranks(_connect, 3, args=("none",)):
         assert log == []
         assert order
-        assert not timed
 
 
 def _corrupt(rank, world_size):

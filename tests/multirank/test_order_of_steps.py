@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import reloadpg
-from reloadpg import devices, strategies
+from reloadpg.c10d import devices
+from reloadpg.lifecycle import recreate as strategies
 from reloadpg.testing import run_ranks
 
 
@@ -18,10 +19,10 @@ def _program(rank, world_size):
     reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=20))
     dist.init_process_group("gloo")
     log = []
-    release, rebuild = strategies.Recreate.release, strategies.Recreate.rebuild
+    release, rebuild = strategies.Releases.release, strategies.Rebuilds.bring_back
     empty = devices.empty_cache
-    strategies.Recreate.release = lambda *a, **k: (log.append("release"), release(*a, **k))[1]
-    strategies.Recreate.rebuild = lambda *a, **k: (log.append("rebuild"), rebuild(*a, **k))[1]
+    strategies.Releases.release = lambda *a, **k: (log.append("release"), release(*a, **k))[1]
+    strategies.Rebuilds.bring_back = lambda *a, **k: (log.append("rebuild"), rebuild(*a, **k))[1]
     devices.empty_cache = lambda: (log.append("empty cache"), empty())[1]
     reloadpg.on_offload(lambda: log.append("on_offload"))
     reloadpg.on_reload(lambda: log.append("on_reload"))

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import reloadpg
-from reloadpg import memory
+from reloadpg.lifecycle import memory
 from reloadpg.testing import run_ranks, simulated
 
 
@@ -86,7 +86,7 @@ def test_times_lie_within_the_call(listened: Any) -> None:
     """Phases, waits and groups start after the call and end before it does."""
     for seen in listened:
         assert seen["spans"] == [
-            "wait.enter", "callbacks", "device", "wait.quiesced", "wait.released"
+            "wait.enter", "callbacks", "device", "wait.quiesced", "groups", "wait.released"
         ]  # fmt: skip
         assert seen["inside"]
         assert seen["groups"] == [(True, True)] * 2

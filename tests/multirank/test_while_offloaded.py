@@ -16,7 +16,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import reloadpg
-from reloadpg import GroupOffloadedError, NotInstalledError, surface
+from reloadpg import GroupOffloadedError, NotInstalledError
+from reloadpg.groups import dispatch as surface
 from reloadpg.testing import run_ranks
 
 TIMEOUT = timedelta(seconds=30)
@@ -100,7 +101,7 @@ def _methods(rank, world_size):
     pair = dist.new_group([0, 1])
     reloadpg.offload()
     found = {}
-    for name in sorted(surface.names() & (surface.COLLECTIVES | surface.CONTROLS)):
+    for name in sorted(surface.dispatched()):
         for group in (dist.group.WORLD, pair):
             try:
                 arguments = (None, 0, 0) if name in ("send", "recv") else ()

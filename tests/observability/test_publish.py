@@ -20,9 +20,9 @@ from reports import report
 
 import reloadpg
 from reloadpg import observability
+from reloadpg.groups.registry import registry
 from reloadpg.observability import publish
 from reloadpg.observability.subscription import subscribe
-from reloadpg.registry import registry
 from reloadpg.testing import run_ranks
 
 LIMIT_S = 20.0

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from reports import group, report
 
+from reloadpg.lifecycle.report import Span
 from reloadpg.observability import TraceWriter, merge_traces, write_trace
-from reloadpg.report import Span
 
 SECOND_US = 1e6
 

@@ -20,7 +20,7 @@ from programs import WORLD, WORLD_TIMEOUT_S, Instruction, Program, contribution
 from torch.distributed import distributed_c10d as c10d
 
 import reloadpg
-from reloadpg.strategies import Recreate
+from reloadpg.lifecycle.recreate import Rebuilds, Releases
 from reloadpg.testing import RanksFailedError, run_ranks
 
 RANKS = 4
@@ -40,8 +40,8 @@ class Faults:
     def __init__(self) -> None:
         self._k = -1
         self._when = ""
-        for name in ("release", "rebuild"):
-            setattr(Recreate, name, self._faulty(getattr(Recreate, name)))
+        for owner, name in ((Releases, "release"), (Rebuilds, "bring_back")):
+            setattr(owner, name, self._faulty(getattr(owner, name)))
 
     def arm(self, k: int, when: str) -> None:
         self._k, self._when = k, when

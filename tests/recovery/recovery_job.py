@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import reloadpg
-from reloadpg.rendezvous import Round
-from reloadpg.strategies import Recreate
+from reloadpg.lifecycle.recreate import Rebuilds, Releases
+from reloadpg.rendezvous.round import Round
 
 RING = ((0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 2, 3))
 """Overlapping subgroups; with WORLD, each rank is in four groups."""
@@ -195,19 +195,19 @@ def interfere(point: str, action: Callable[[], object], *, times: int = 1) -> No
     elif place.startswith("group"):
         _interfere_with_group(operation, int(place[5:]), now)
     else:
-        passing = Round._pass
+        passing = Round._reach
 
         def _pass(self: Round, phase: str, *args: Any, **kwargs: Any) -> Any:
             if (self.operation, phase) == (operation, place):
                 now()
             return passing(self, phase, *args, **kwargs)
 
-        Round._pass = _pass  # type: ignore[method-assign]
+        Round._reach = _pass  # type: ignore[method-assign]
 
 
 def _interfere_with_group(operation: str, index: int, now: Callable[[], object]) -> None:
-    name = "release" if operation == "offload" else "rebuild"
-    original = getattr(Recreate, name)
+    owner, name = (Releases, "release") if operation == "offload" else (Rebuilds, "bring_back")
+    original = getattr(owner, name)
     counts: dict[int, int] = {}
 
     def method(self: Any, group: Any, *args: Any) -> Any:
@@ -219,7 +219,7 @@ def _interfere_with_group(operation: str, index: int, now: Callable[[], object])
             now()
         return original(self, group, *args)
 
-    setattr(Recreate, name, method)
+    setattr(owner, name, method)
 
 
 def meet(name: str, size: int, seconds: float = 20.0) -> None:

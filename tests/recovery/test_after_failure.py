@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import reloadpg
-from reloadpg.creation_store import CreationStore
-from reloadpg.rendezvous import Round
-from reloadpg.strategies import Recreate
+from reloadpg.lifecycle import recovery
+from reloadpg.lifecycle.recreate import Rebuilds
+from reloadpg.rendezvous.round import Round
 from reloadpg.testing import run_ranks, simulated
 
 BOUND_S = 6.0
@@ -38,17 +38,17 @@ def after_a_failed_reload(rank: int, size: int, world: bool) -> dict[str, Any]:
     dist.init_process_group("gloo")
     first, last = dist.new_group([0, 1]), dist.new_group([0, 1])
     reloadpg.offload()
-    rebuild = Recreate.rebuild
+    rebuild = Rebuilds.bring_back
 
-    def broken(self: Recreate, group: Any, *rest: Any) -> None:
+    def broken(self: Rebuilds, group: Any, *rest: Any) -> None:
         if group is last:
             raise RuntimeError("on purpose")
         rebuild(self, group, *rest)
 
     if rank == 1:
-        Recreate.rebuild = broken  # type: ignore[method-assign]
+        Rebuilds.bring_back = broken  # type: ignore[method-assign]
     failed = kind_of(reloadpg.reload)  # rank 0 is left in the creation of `last`
-    Recreate.rebuild = rebuild  # type: ignore[method-assign]
+    Rebuilds.bring_back = rebuild  # type: ignore[method-assign]
     begun = time.monotonic()
     made = dist.new_group([0, 1])
     seconds = time.monotonic() - begun
@@ -76,15 +76,15 @@ def after_world_on_one_rank(rank: int, size: int) -> dict[str, Any]:
     dist.init_process_group("sim")
     summed(None)
     reloadpg.offload()
-    rebuild = Recreate.rebuild
+    rebuild = Rebuilds.bring_back
 
     def broken(*_: Any) -> None:
         raise RuntimeError("on purpose")
 
     if rank == 1:
-        Recreate.rebuild = broken  # type: ignore[method-assign]
+        Rebuilds.bring_back = broken  # type: ignore[method-assign]
     failed = kind_of(reloadpg.reload)  # creating WORLD is local here: rank 0 has done it
-    Recreate.rebuild = rebuild  # type: ignore[method-assign]
+    Rebuilds.bring_back = rebuild  # type: ignore[method-assign]
     sums = {summed(dist.new_group([0, 1], backend="gloo", timeout=timedelta(seconds=10)))}
     after = [kind_of(reloadpg.reload), kind_of(reloadpg.offload), kind_of(reloadpg.reload)]
     return {"failed": failed, "after": set(after), "sums": sums | {summed(None)}}
@@ -102,7 +102,7 @@ def interrupted_twice(rank: int, size: int, at: str) -> dict[str, Any]:
     dist.init_process_group("gloo")
     groups = [dist.group.WORLD, dist.new_group([0, 1])]
     reloadpg.offload()
-    rebuild = Recreate.rebuild
+    rebuild = Rebuilds.bring_back
     if rank == 1:
         interrupts = iter((True, False))
 
@@ -117,16 +117,16 @@ def interrupted_twice(rank: int, size: int, at: str) -> dict[str, Any]:
         def broken(*_: Any) -> None:
             raise RuntimeError("on purpose")
 
-        Recreate.rebuild = broken  # type: ignore[method-assign]
+        Rebuilds.bring_back = broken  # type: ignore[method-assign]
         if at == "telling the others":
             Round.fail = once(Round.fail)  # type: ignore[method-assign]
         else:
-            CreationStore.restore = once(CreationStore.restore)  # type: ignore[method-assign]
+            recovery.abort = once(recovery.abort)  # type: ignore[method-assign]
     try:
         reloadpg.reload()
     except BaseException as error:
         kind = type(error).__name__
-    Recreate.rebuild = rebuild  # type: ignore[method-assign]
+    Rebuilds.bring_back = rebuild  # type: ignore[method-assign]
     states = {(str(group.state), group.generation) for group in groups}
     again = kind_of(reloadpg.reload)
     return {"kind": kind, "states": states, "again": again, "sums": {summed(g) for g in groups}}

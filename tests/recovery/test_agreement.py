@@ -10,6 +10,7 @@ import torch.distributed as dist
 from recovery_job import Job, attempt, meet
 
 import reloadpg
+from reloadpg.groups.registry import registry
 from reloadpg.testing import run_ranks
 
 pytestmark = pytest.mark.matrix
@@ -168,7 +169,7 @@ def one_cycle_ahead(rank: int, size: int) -> dict[str, Any]:
     """A rank whose groups are a generation behind the others' is not let in."""
     job = Job.start(rank, subgroups=((0, 1), (1, 2)), bound=10)
     job.cycle()
-    groups = reloadpg.registry.registry.managed()  # type: ignore[attr-defined]
+    groups = registry.managed()  # type: ignore[attr-defined]
     if rank == 1:
         groups[1].generation -= 1
     before = job.snapshot()

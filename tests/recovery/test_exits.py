@@ -102,10 +102,10 @@ def test_exit_with_a_worker_that_is_stuck() -> None:
     """A rebuild that was given up blocks its thread; the interpreter ends all the same."""
     ended = run_interpreters(
         """
-        from reloadpg.strategies import Recreate
+        from reloadpg.lifecycle.recreate import Rebuilds
         reloadpg.offload()
         if rank == 1:
-            Recreate.rebuild = lambda *_: time.sleep(60)
+            Rebuilds.bring_back = lambda *_: time.sleep(60)
         try:
             reloadpg.reload()
         except reloadpg.RendezvousTimeoutError as error:
@@ -120,7 +120,7 @@ def test_a_stuck_worker_that_comes_back_during_the_end() -> None:
     """Its call returns while the interpreter is taken down: the exit code stays what it was."""
     ended = run_interpreters(
         """
-        from reloadpg.strategies import Recreate
+        from reloadpg.lifecycle.recreate import Rebuilds
 
         class Slow:
             def __del__(self, sleep=time.sleep):
@@ -128,7 +128,7 @@ def test_a_stuck_worker_that_comes_back_during_the_end() -> None:
 
         reloadpg.offload()
         come_back = lambda *_: dist.PrefixStore("a", store).wait(["never"], timedelta(seconds=9))
-        Recreate.rebuild = come_back
+        Rebuilds.bring_back = come_back
         slow = Slow()
         try:
             reloadpg.reload()

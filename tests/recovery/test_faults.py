@@ -23,9 +23,9 @@ from recovery_job import (
 )
 
 import reloadpg
-from reloadpg import gates
-from reloadpg.rendezvous import Round
-from reloadpg.strategies import Recreate
+from reloadpg.lifecycle.recreate import Rebuilds, Releases
+from reloadpg.rendezvous.round import Round
+from reloadpg.rendezvous.worker_thread import Wait
 from reloadpg.testing import run_ranks
 
 TWELVE = tuple((0, 1, 2) for _ in range(11))
@@ -57,10 +57,10 @@ def faults_in_every_group(rank: int, size: int, operation: str) -> list[dict[str
                 armed[0] = False
                 fault()
 
-        originals = Recreate.release, Recreate.rebuild
+        originals = Releases.release, Rebuilds.bring_back
         interfere(f"{operation}.group{k}", once)
         seen = attempt(getattr(reloadpg, operation))
-        Recreate.release, Recreate.rebuild = originals  # type: ignore[method-assign]
+        Releases.release, Rebuilds.bring_back = originals  # type: ignore[method-assign]
         states, refused, status = job.states(), job.refused(), reloadpg.status().state
         gc.collect()
         gone = all(ref() is None for ref in inner)
@@ -143,7 +143,7 @@ class TestFaultInEachOfTwelveGroups:
 
 def delays(rank: int, size: int) -> dict[str, Any]:
     """At every point in turn, a rank is held up until another one has logged that it waits."""
-    gates.FIRST_LOG_S = 0.2
+    Wait.FIRST_LOG_S = 0.2
     job = Job.start(rank, bound=15.0)
     store = base_store().clone()
     records: list[str] = []
@@ -156,7 +156,7 @@ def delays(rank: int, size: int) -> dict[str, Any]:
                 store.set(f"test/logged/{point}", "1")
 
     logging.getLogger("reloadpg").addHandler(Recorder(level=logging.WARNING))
-    originals = Recreate.release, Recreate.rebuild, Round._pass
+    originals = Releases.release, Rebuilds.bring_back, Round._reach
     found = {}
     for point in OFFLOAD_POINTS + RELOAD_POINTS:
         if rank == FAULTY:
@@ -165,7 +165,7 @@ def delays(rank: int, size: int) -> dict[str, Any]:
         records.clear()
         before = job.generations()
         seen = [attempt(reloadpg.offload), attempt(reloadpg.reload)]
-        Recreate.release, Recreate.rebuild, Round._pass = originals  # type: ignore[method-assign]
+        Releases.release, Rebuilds.bring_back, Round._reach = originals  # type: ignore[method-assign]
         found[point] = {
             "seen": [call.kind for call in seen],
             "logged": list(records),
@@ -206,7 +206,7 @@ class TestDelayWithinTheBound:
 def retried(rank: int, size: int) -> list[dict[str, Any]]:
     """After a failed offload, and after a failed reload: each operation that may come next."""
     job = Job.start(rank, bound=10)
-    originals = Recreate.release, Recreate.rebuild, Round._pass
+    originals = Releases.release, Rebuilds.bring_back, Round._reach
     found = []
     programs = [
         ("offload.group1", ["offload", "offload", "reload"]),
@@ -222,7 +222,7 @@ def retried(rank: int, size: int) -> list[dict[str, Any]]:
         if rank == FAULTY:
             interfere(point, fault)
         seen = [attempt(getattr(reloadpg, operation)).kind for operation in program]
-        Recreate.release, Recreate.rebuild, Round._pass = originals  # type: ignore[method-assign]
+        Releases.release, Rebuilds.bring_back, Round._reach = originals  # type: ignore[method-assign]
         found.append(
             {
                 "point": point,
@@ -261,7 +261,7 @@ def interrupted(rank: int, size: int) -> list[dict[str, Any]]:
         raise Terminated(143)
 
     signal.signal(signal.SIGTERM, terminate)
-    originals = Recreate.release, Recreate.rebuild, Round._pass
+    originals = Releases.release, Rebuilds.bring_back, Round._reach
     found = []
 
     def now() -> None:
@@ -278,7 +278,7 @@ def interrupted(rank: int, size: int) -> list[dict[str, Any]]:
             interfere(point, now)
         operation = point.split(".")[0]
         seen = attempt(getattr(reloadpg, operation))
-        Recreate.release, Recreate.rebuild, Round._pass = originals  # type: ignore[method-assign]
+        Releases.release, Rebuilds.bring_back, Round._reach = originals  # type: ignore[method-assign]
         states = job.states()
         again = attempt(getattr(reloadpg, operation))
         last = attempt(reloadpg.reload)
@@ -335,7 +335,7 @@ def interrupted_while_counted(rank: int, size: int) -> list[dict[str, Any]]:
     """One rank is interrupted just after it was counted at a gate; the others pass that gate."""
     job = Job.start(rank, bound=15, subgroups=((0, 1), (1, 2), (0, 1, 2)))
     found = []
-    passing = Round._pass
+    passing = Round._reach
     for operation, phases in (
         ("offload", ("enter", "quiesced", "released")),
         ("reload", ("enter", "rebuilt", "done")),
@@ -347,21 +347,21 @@ def interrupted_while_counted(rank: int, size: int) -> list[dict[str, Any]]:
             def _pass(
                 self: Round, at: str, *args: Any, here: Any = (operation, phase), **kwargs: Any
             ) -> Any:
-                verdict = self._ask  # the verdict is read and then lost
+                verdict = self._ask_within  # the outcome is read and then lost
                 if (self.operation, at) != here or rank != FAULTY:
                     return passing(self, at, *args, **kwargs)
 
                 def ask(*asked: Any) -> Any:
                     verdict(*asked)
-                    self._ask = verdict  # type: ignore[method-assign]
+                    self._ask_within = verdict  # type: ignore[method-assign]
                     raise KeyboardInterrupt
 
-                self._ask = ask  # type: ignore[method-assign]
+                self._ask_within = ask  # type: ignore[method-assign]
                 return passing(self, at, *args, **kwargs)
 
-            Round._pass = _pass  # type: ignore[method-assign]
+            Round._reach = _pass  # type: ignore[method-assign]
             seen = attempt(getattr(reloadpg, operation))
-            Round._pass = passing  # type: ignore[method-assign]
+            Round._reach = passing  # type: ignore[method-assign]
             states = job.states()
             after = [attempt(reloadpg.offload), attempt(reloadpg.reload)]
             found.append(

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 import reloadpg
-from reloadpg.strategies import Recreate
+from reloadpg.lifecycle.recreate import Rebuilds, Releases
 
 bound, cut, folder = float(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=bound))
@@ -74,7 +74,7 @@ def cut_here():
 seen = {"before": sums(), "group_rank": os.environ["GROUP_RANK"]}
 inner = [id(group._inner) for group in groups]
 if cut == "enter":
-    Round = __import__("reloadpg.rendezvous").rendezvous.Round
+    Round = __import__("reloadpg.rendezvous.round").rendezvous.round.Round
     agree = Round.agree
 
     def agree_after_cut(self, *args):
@@ -84,14 +84,14 @@ if cut == "enter":
 
     Round.agree = agree_after_cut
 elif cut == "group":
-    rebuild = Recreate.rebuild
+    rebuild = Rebuilds.bring_back
 
     def rebuild_after_cut(self, group, *args):
         if group is groups[1]:
             cut_here()
         return rebuild(self, group, *args)
 
-    Recreate.rebuild = rebuild_after_cut
+    Rebuilds.bring_back = rebuild_after_cut
 elif cut == "callback":
     reloadpg.on_reload(cut_here)
 reloadpg.offload()

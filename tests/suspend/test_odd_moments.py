@@ -11,7 +11,9 @@ import torch.distributed as dist
 from suspend_job import Job, attempt, chosen
 
 import reloadpg
-from reloadpg import StrategyPolicy, memory, registry, suspending
+from reloadpg import StrategyPolicy
+from reloadpg.groups.registry import registry
+from reloadpg.lifecycle import memory, operation
 from reloadpg.testing import run_ranks, simulated
 
 
@@ -70,13 +72,13 @@ def interrupted_in_fall_back(rank: int, size: int) -> dict[str, Any]:
     if rank == 1:
         simulated.inject(simulated.Fault("suspend", group="g2"))
     if rank == 2:
-        original = suspending.logger.warning
+        original = operation.logger.warning
 
         def interrupt(*_: Any, **__: Any) -> None:
-            suspending.logger.warning = original  # type: ignore[method-assign]
+            operation.logger.warning = original  # type: ignore[method-assign]
             raise KeyboardInterrupt
 
-        suspending.logger.warning = interrupt  # type: ignore[method-assign,assignment]
+        operation.logger.warning = interrupt  # type: ignore[method-assign,assignment]
     begun, kind = time.monotonic(), ""
     try:
         reloadpg.offload()
@@ -152,7 +154,7 @@ def broken_reading(rank: int, size: int, what: str) -> dict[str, Any]:
     elif what == "nobody":
         memory.in_use = dict  # type: ignore[assignment]
     errors = [attempt(reloadpg.offload), attempt(reloadpg.reload)]
-    return {"errors": errors, "sums": job.sums(), "busy": registry.registry.busy}
+    return {"errors": errors, "sums": job.sums(), "busy": registry.busy}
 
 
 @pytest.mark.parametrize("what", ["source", "check", "nobody"])

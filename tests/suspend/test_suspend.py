@@ -11,7 +11,9 @@ import torch.distributed as dist
 from suspend_job import HELD, MIB, STAYS, Job, attempt, chosen, reasons
 
 import reloadpg
-from reloadpg import StrategyPolicy, memory
+from reloadpg import StrategyPolicy
+from reloadpg.groups.registry import registry
+from reloadpg.lifecycle import memory
 from reloadpg.testing import run_ranks, simulated
 
 pytestmark = pytest.mark.matrix
@@ -239,11 +241,7 @@ def overridden(rank: int, size: int) -> dict[str, Any]:
     report = reloadpg.offload()
     reloadpg.reload()
     again = attempt(lambda: reloadpg.install(strategy="suspend"))
-    same = attempt(
-        lambda: reloadpg.install(
-            strategy=policy, timeout=reloadpg.patching.registry.options.timeout
-        )
-    )
+    same = attempt(lambda: reloadpg.install(strategy=policy, timeout=registry.options.timeout))
     return {"chosen": chosen(report), "sums": job.sums(), "again": again, "same": same}
 
 
@@ -305,7 +303,7 @@ def test_a_backend_that_cannot_suspend(fallback: bool) -> None:
         assert result["sum"] == 2
         if fallback:
             assert "cannot suspend" in result["reason"]["WORLD"]
-            assert any("1 groups are recreated" in text for text in result["warnings"])
+            assert any("1 group is recreated" in text for text in result["warnings"])
         else:
             assert "cannot suspend" in result["error"]
             assert result["state"] == "live"

@@ -14,8 +14,9 @@ import pytest
 from suspend_job import HELD, STAYS, Job, attempt, chosen, reasons
 
 import reloadpg
-from reloadpg import StrategyPolicy, memory
-from reloadpg.strategies import Suspend
+from reloadpg import StrategyPolicy
+from reloadpg.lifecycle import memory
+from reloadpg.lifecycle import offload as offload_module
 from reloadpg.testing import run_ranks, simulated
 
 FAULTY = 1
@@ -248,7 +249,7 @@ def interrupted(rank: int, size: int) -> dict[str, Any]:
         def interrupt(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        Suspend.release = interrupt  # type: ignore[method-assign]
+        offload_module.suspend = interrupt  # type: ignore[attr-defined]
     kind = ""
     try:
         reloadpg.offload()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from reloadpg import memory
+from reloadpg.lifecycle import memory
 from reloadpg.testing import run_ranks, simulated
 
 MIB = 1 << 20

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 import reloadpg
-from reloadpg import autoinstall
+from reloadpg.lifecycle import autoinstall
 from reloadpg.testing import run_ranks
 
 PACKAGE = Path(reloadpg.__file__).parent
@@ -94,7 +94,7 @@ def equal(seconds):
 
 def child(way):
     import torch
-    installed = "reloadpg.patching" in sys.modules
+    installed = "reloadpg.lifecycle.install" in sys.modules
     print(way, installed, equal(7.5), flush=True)
 
 if __name__ == "__main__":
@@ -173,7 +173,7 @@ def test_reloadpg_may_be_imported_before_torch(tmp_path, first):
 BROKEN = {
     "missing": ("wrapt.py", "raise ImportError('wrapt is\\nbroken')", "ImportError: wrapt is"),
     "exiting": ("wrapt.py", "raise SystemExit(3)", "SystemExit: 3"),
-    "our own": ("reloadpg/patching.py", "def (", "SyntaxError: "),
+    "our own": ("reloadpg/groups/patches.py", "def (", "SyntaxError: "),
     "all of ours": ("reloadpg/__init__.py", "def (", "SyntaxError: "),
     "another": ("reloadpg.py", "", "ModuleNotFoundError: "),
 }

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
-from reloadpg import surface
+from reloadpg.groups import dispatch as surface
 from reloadpg.testing import run_ranks
 
 pytestmark = pytest.mark.matrix

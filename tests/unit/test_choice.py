@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from reloadpg import InvalidOptionError, StrategyPolicy
-from reloadpg.choice import Choice, Facts, conclude, propose
+from reloadpg.lifecycle.strategy import Choice, Facts, conclude, propose
 
 GOOD = Facts(total=100, suspendable=90)
 
@@ -49,9 +49,9 @@ def test_members_conclude_alike():
     """Whatever three members propose, all conclude the same, and the strongest of it."""
     kinds = [Choice("suspend"), Choice("skip", "unused"), Choice("recreate", "old")]
     for proposals in itertools.product(kinds, repeat=3):
-        offers = [p.to_offer("g") for p in proposals if p.strategy != "suspend"]
+        offers = [p.to_proposal("g") for p in proposals if p.strategy != "suspend"]
         offers.sort(key=lambda offer: offer.yields)  # one that yields is heard only without others
-        heard = Choice.from_offer(offers[0].text) if offers else None
+        heard = Choice.from_text(offers[0].text) if offers else None
         results = {conclude(mine, heard).strategy for mine in proposals}
         strongest = max((p.strategy for p in proposals), key=["suspend", "skip", "recreate"].index)
         assert results == {strongest}

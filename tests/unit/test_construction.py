@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import array
+import collections
+import contextlib
 import random
 from datetime import timedelta
 from types import SimpleNamespace
 
+import numpy
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import distributed_c10d
+from torch.distributed import HashStore
 
 from reloadpg import c10d
-from reloadpg.construction import (
+from reloadpg.groups.creation import (
     WORLD_ORDER,
     Call,
     Construction,
-    split_order,
-    subgroup_order,
+    group_order,
 )
 
 
 def _record(*args, **kwargs):
     return args, kwargs
+
+
+def _split_group(*args, **kwargs):
+    return args, kwargs
+
+
+_split_group.__name__ = "split_group"
 
 
 def _construction(call, **changes):
@@ -32,7 +43,8 @@ def _construction(call, **changes):
         "backend": "cpu:gloo,cuda:nccl",
         "devices": {"cpu": "gloo", "cuda": "nccl"},
         "selected": ("cpu", "cuda"),
-        "order": subgroup_order("7"),
+        "order": group_order("7"),
+        "rank": 0,
     }
     return Construction(call, **{**fields, **changes})
 
@@ -80,53 +92,39 @@ def test_groups_sort_by_torchs_counter_not_by_text(numbers, rng):
     """Names are decimal text; '10' comes after '9', whatever order the ranks list them in."""
     names = [str(number) for number in numbers]
     rng.shuffle(names)
-    assert sorted(names, key=subgroup_order) == [str(n) for n in sorted(numbers)]
+    assert sorted(names, key=group_order) == [str(n) for n in sorted(numbers)]
 
 
-def test_parents_come_before_their_splits_and_world_before_all():
-    """One total order over counters, hashes and splits; ties are impossible."""
-    parent, hashed = subgroup_order("12"), subgroup_order("0fa9")
-    orders = [
-        WORLD_ORDER,
-        subgroup_order("3"),
-        parent,
-        hashed,
-        split_order(WORLD_ORDER, 0),
-        split_order(WORLD_ORDER, 1),
-        split_order(parent, 0),
-        split_order(hashed, 0),
-        split_order(split_order(parent, 0), 0),
-    ]
+def test_world_comes_first_and_counters_before_hashes():
+    """One total order over both kinds of names; ties are impossible."""
+    orders = [WORLD_ORDER, group_order("3"), group_order("12"), group_order("0fa9")]
     shuffled = orders[:]
     random.Random(3).shuffle(shuffled)
-    result = sorted(shuffled)
-    assert result[0] == WORLD_ORDER
-    assert result.index(parent) < result.index(split_order(parent, 0))
-    assert result.index(split_order(parent, 0)) < result.index(
-        split_order(split_order(parent, 0), 0)
-    )
+    assert sorted(shuffled) == orders
     assert len(set(orders)) == len(orders)
 
 
 def test_a_mixed_group_replays_only_its_released_backends():
     """The CPU side never went away; making gloo again and again leaks host memory (failure 31)."""
 
-    def new_group(*args, **kwargs):
-        return args, kwargs
+    def new_group(ranks=None, timeout=None, backend=None, pg_options=None):
+        calls.append((ranks, backend))
+        return object()
 
+    calls = []
     keyword = _construction(
         Call.capture(new_group, ([0, 1],), {"backend": "cpu:gloo,cuda:nccl"}), selected=("cuda",)
     )
     assert keyword.is_mixed
     assert keyword.kept == ("cpu",)
-    assert keyword._create() == (([0, 1],), {"backend": "cuda:nccl"})
     positional = _construction(
         Call.capture(new_group, ([0, 1], None, "cpu:gloo,cuda:nccl", None), {}),
         selected=("cuda",),
     )
-    assert positional._create() == (([0, 1], None, "cuda:nccl", None), {})
     implied = _construction(Call.capture(new_group, ([0, 1],), {}), selected=("cuda",))
-    assert implied._create() == (([0, 1],), {"backend": "cuda:nccl"})
+    for construction in (keyword, positional, implied):
+        construction.replay("7@1.1.1.0", HashStore(), None)
+    assert calls == [([0, 1], "cuda:nccl")] * 3
 
 
 def test_the_digest_covers_what_members_must_agree_on():
@@ -139,20 +137,53 @@ def test_the_digest_covers_what_members_must_agree_on():
         _construction(call, name="8"),
         _construction(call, ranks=(0, 2)),
         _construction(call, devices={"cpu": "gloo", "cuda": "gloo"}),
-        _construction(call, order=subgroup_order("9")),
+        _construction(call, order=group_order("9")),
     ]
     assert len({base.digest, *(other.digest for other in others)}) == 5
 
 
 @pytest.mark.parametrize("options", [None, SimpleNamespace(), SimpleNamespace(split_from="gone")])
-def test_a_group_made_without_its_parent_does_not_look_for_it(monkeypatch, options):
-    """Torch leaves the parent in NCCL's options; shown for the call, not on real NCCL."""
-    received = []
+def test_a_split_is_replayed_on_its_own(options):
+    """Torch leaves the parent in NCCL's options, and would split from it again."""
+    call = Call.capture(_split_group, (), {"parent_pg": None, "split_ranks": [[0, 1]]})
+    made = _construction(call, options=options, ranks=(2, 0), selected=("cpu", "cuda"))
+    again = made._as_new_group("nccl")
+    assert again.kwargs["ranks"] == [2, 0]
+    assert again.kwargs["pg_options"] is options
+    c10d.forget_parent(options)
+    assert getattr(options, "split_from", None) is None
 
-    def new_group(ranks, **kwargs):
-        parent = getattr(kwargs["pg_options"], "split_from", None)
-        received.append((ranks, kwargs["pg_options"], parent, kwargs["use_local_synchronization"]))
 
-    monkeypatch.setattr(distributed_c10d, "new_group", new_group)
-    c10d.create_among_members((2, 0), backend="nccl", options=options, timeout=None, desc=None)
-    assert received == [([2, 0], options, None, True)]
+RANKS = {
+    "array": lambda: array.array("i", [1, 0]),
+    "deque": lambda: collections.deque([1, 0]),
+    "dict keys": lambda: {1: "a", 0: "b"}.keys(),
+    "dict values": lambda: {"a": 1, "b": 0}.values(),
+    "generator": lambda: (rank for rank in (1, 0)),
+    "list": lambda: [1, 0],
+    "list of numpy": lambda: [numpy.int64(1), numpy.int64(0)],
+    "numpy": lambda: numpy.array([1, 0]),
+    "range": lambda: range(1, -1, -1),
+    "set": lambda: {1, 0},
+    "tensor": lambda: torch.tensor([1, 0]),
+    "tuple": lambda: (1, 0),
+    "UserList": lambda: collections.UserList([1, 0]),
+}
+
+
+@pytest.mark.parametrize("kind", RANKS)
+def test_any_container_of_ranks_is_copied(kind):
+    """Changed by its owner after the call, it changed every replay (failure 11)."""
+    given = RANKS[kind]()
+    call = Call.capture(_record, (given,), {"ranks": given if kind != "generator" else [1, 0]})
+    for change in ("clear", "reverse"):
+        with contextlib.suppress(AttributeError):
+            getattr(given, change)()
+    if kind in ("numpy", "tensor"):
+        given[:] = 7
+    if kind.startswith("dict"):
+        given = None
+    for _ in range(2):
+        args, kwargs = call()
+        assert sorted(int(rank) for rank in args[0]) == [0, 1]
+        assert sorted(int(rank) for rank in kwargs["ranks"]) == [0, 1]

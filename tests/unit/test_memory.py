@@ -8,8 +8,9 @@ import types
 
 import pytest
 
-from reloadpg import devices, memory
-from reloadpg.report import GroupReport, Report, Span
+from reloadpg.c10d import devices
+from reloadpg.lifecycle import memory
+from reloadpg.lifecycle.report import GroupReport, Report, Span
 
 GIB = 1 << 30
 
@@ -129,7 +130,12 @@ REPORT = Report(
         GroupReport("1", "dp", "nccl", 2, "recreate", 2.0, 10.0, "old", 100),
         GroupReport("2", "tp", "nccl", 2, "skip", 0.5, 12.0),
     ),
-    (Span("device", 1.0, 5.0), Span("wait.enter", 6.0, 4.0), Span("wait.enter", 10.0, 1.0)),
+    (
+        Span("device", 1.0, 5.0),
+        Span("wait.enter", 6.0, 4.0),
+        Span("wait.enter", 10.0, 1.0),
+        Span("groups", 11.0, 2.5),
+    ),
     20.0,
     memory={"before": {"device": 500, "rss": 50}, "after": {"device": 380, "rss": 90}},
     warnings=("w",),

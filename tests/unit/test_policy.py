@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reloadpg import InvalidOptionError
-from reloadpg.policy import Policy
+from reloadpg.groups.selection import Selection
 
 NCCL, GLOO = {"cuda": "nccl"}, {"cpu": "gloo", "cuda": "gloo"}
 MIXED = {"cpu": "gloo", "cuda": "nccl"}
@@ -29,7 +29,7 @@ MIXED = {"cpu": "gloo", "cuda": "nccl"}
 )
 def test_by_default_every_backend_that_serves_an_accelerator(devices, size, selected):
     """gloo, mpi and fake bypass, and so do single-rank groups."""
-    assert Policy().selected(devices, size) == selected
+    assert Selection().selected(devices, size) == selected
 
 
 @pytest.mark.parametrize(
@@ -44,18 +44,18 @@ def test_by_default_every_backend_that_serves_an_accelerator(devices, size, sele
 )
 def test_named_backends_override_the_default(backends, devices, selected):
     """Only what is named, and that even if it is gloo."""
-    assert Policy(frozenset(backends)).selected(devices, 2) == selected
+    assert Selection(frozenset(backends)).selected(devices, 2) == selected
 
 
 @pytest.mark.parametrize(("size", "selected"), [(1, ()), (3, ()), (4, ("cuda",)), (5, ("cuda",))])
 def test_smaller_groups_bypass(size, selected):
     """min_size is the smallest size that is taken."""
-    assert Policy(min_size=4).selected(NCCL, size) == selected
+    assert Selection(min_size=4).selected(NCCL, size) == selected
 
 
 def test_a_single_name_is_taken_as_one_backend_not_as_letters():
     """``backends="gloo"`` means the same as ``backends={"gloo"}``."""
-    assert Policy.of("gloo", 2, True) == Policy.of({"gloo"}, 2, True)
+    assert Selection.of("gloo", 2, True) == Selection.of({"gloo"}, 2, True)
 
 
 @pytest.mark.parametrize("backends", [None, {"gloo"}])
@@ -63,4 +63,4 @@ def test_a_single_name_is_taken_as_one_backend_not_as_letters():
 def test_world_is_true_or_false(backends, world):
     """A word would count as true: with ``world="no"`` the default group would be reloadable."""
     with pytest.raises(InvalidOptionError, match=r"install\(world=.*nothing was installed"):
-        Policy.of(backends, 2, world)
+        Selection.of(backends, 2, world)

@@ -11,30 +11,33 @@ from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
-from reloadpg import ReloadableProcessGroup, surface
+from reloadpg import ReloadableProcessGroup
+from reloadpg.groups import dispatch
 from reloadpg.testing import run_ranks
 
 pytestmark = pytest.mark.matrix
 
 
-def test_every_name_of_process_group_is_classified():
-    """A method that a new torch adds must be sorted by somebody who has looked at it."""
-    assert surface.unclassified() == frozenset()
+NAMES = frozenset(name for name in dir(ProcessGroup) if not name.startswith("__"))
 
 
-def test_the_classes_of_names_do_not_overlap():
+def test_every_name_of_process_group_is_known():
+    """A method that a new torch adds must be written out by somebody who has looked at it."""
+    assert frozenset() == dispatch.UNKNOWN
+
+
+def test_what_is_answered_by_the_group_itself_is_not_dispatched():
     """Each name is treated in one way."""
-    classes = [
-        surface.COLLECTIVES,
-        surface.CONTROLS,
-        surface.CARRIED,
-        surface.QUERIES,
-        surface.LOCALS,
-    ]
-    assert sum(map(len, classes)) == len(frozenset().union(*classes))
+    assert not dispatch.dispatched() & (dispatch.IDENTITY | dispatch.INHERITED)
+    assert not dispatch.IDENTITY & dispatch.INHERITED
 
 
-@pytest.mark.parametrize("name", sorted(surface.names() - surface.LOCALS))
+def test_a_name_that_the_installed_torch_lacks_is_not_there():
+    """Torch asks some groups whether they have a method, and calls it."""
+    assert dispatch.dispatched() <= NAMES
+
+
+@pytest.mark.parametrize("name", sorted(NAMES - dispatch.INHERITED))
 def test_nothing_falls_through_to_the_empty_cpp_object(name):
     """Each name is defined in Python: C++ would find no backend, or a cached C function."""
     owner = next(cls for cls in ReloadableProcessGroup.__mro__ if name in vars(cls))
@@ -67,7 +70,7 @@ class _Silent(ProcessGroup):
         pass
 
 
-for _name in surface.names() & surface.COLLECTIVES:
+for _name in dispatch.COLLECTIVES & NAMES:
 
     def _answer(self, *args, _name=_name, **kwargs):
         self.calls.append(_name)
@@ -103,7 +106,7 @@ def test_no_work_from_the_inner_group_never_reaches_cpp_as_null():
 
 def test_what_stands_for_a_missing_work_is_complete():
     """It can be waited for, asked, and chained like any finished Work."""
-    work = surface.COMPLETED_WORK
+    work = dispatch.COMPLETED_WORK
     assert work.is_completed()
     assert work.is_success()
     assert work.wait()

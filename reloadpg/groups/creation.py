@@ -1,0 +1,277 @@
+"""The record of the call that created a group, and its replay.
+
+What the caller passed is captured once and given to torch's original function again at every
+reload: positional stays positional, ``timeout`` and ``pg_options`` are the caller's own objects,
+and rank lists are copies, so that the caller may change its own.
+
+A replay is made by the members alone. Where torch first made the group by splitting another one
+(``split_group``, or ``new_group`` under a default group that is bound to a device), all ranks of
+the parent took part; the replay makes the same ranks a communicator of its own, with the same
+backend, timeout and options. So a reload costs a rank what its own groups cost, whatever the size
+of the job, and no group depends on another one.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from types import MappingProxyType, TracebackType
+from typing import Any, cast
+
+import torch
+from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup
+
+from .. import c10d
+
+__all__ = [
+    "HANDED_OVER",
+    "WORLD_ORDER",
+    "Call",
+    "Construction",
+    "Order",
+    "group_order",
+    "thread",
+    "verbatim",
+]
+
+
+class _Thread(threading.local):
+    verbatim = False
+
+
+thread = _Thread()
+
+
+class verbatim:  # noqa: N801 - a context manager
+    """A block in which this thread's groups come back as torch makes them."""
+
+    def __enter__(self) -> None:
+        self._before = thread.verbatim
+        thread.verbatim = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        thread.verbatim = self._before
+
+
+Order = tuple[Any, ...]
+"""Sort key of a group, equal on all of its members."""
+
+WORLD_ORDER: Order = (0,)
+HANDED_OVER: Order = (2,)
+"""Begins the sort keys of groups that were handed over, which come last."""
+
+
+def group_order(name: str) -> Order:
+    """Return the sort key of a group by its name: torch's counter, else a hash.
+
+    Torch's counter is equal on all ranks; the names of splits and of local synchronization are
+    hashes, known to the members alone, and created in an order that may differ from rank to rank.
+    One total order over both keeps ranks that share several groups from waiting for each other in
+    a circle.
+    """
+    return (1, 0, int(name)) if name.isdecimal() else (1, 1, name)
+
+
+def _copied(value: Any) -> Any:
+    """Copy what ranks can be given as; keep all else as it is. Iterators are drained."""
+    if isinstance(value, list) and set(map(type, value)) == {int}:
+        return value.copy()  # thousands of ranks in a large job: 20 times as fast as one by one
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_copied(item) for item in value)
+    if isinstance(value, Iterator):
+        return [_copied(item) for item in value]
+    if isinstance(value, (str, bytes, range, frozenset)) or not isinstance(value, Iterable):
+        return value
+    try:
+        return copy.deepcopy(value)  # set, deque, UserList, array, numpy array, tensor
+    except TypeError:  # a view of a dictionary
+        return [_copied(item) for item in value]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: the original function and what the caller passed.
+
+    Attributes:
+        function: torch's own function, never a wrapper of ours.
+        args: positional arguments, rank lists copied.
+        kwargs: keyword arguments, rank lists copied; read-only.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @classmethod
+    def capture(
+        cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Call:
+        return cls(
+            function,
+            tuple(_copied(value) for value in args),
+            MappingProxyType({name: _copied(value) for name, value in kwargs.items()}),
+        )
+
+    @cached_property
+    def given(self) -> dict[str, Any]:
+        """What was passed, by parameter name; without the parameters left out."""
+        return inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments
+
+    def replacing(self, name: str, value: object) -> Call:
+        """Return the same call with another value for a parameter, passed the same way."""
+        parameters = list(inspect.signature(self.function).parameters)
+        position = parameters.index(name)
+        if position < len(self.args):
+            args = (*self.args[:position], value, *self.args[position + 1 :])
+            return Call(self.function, args, self.kwargs)
+        return Call(self.function, self.args, {**self.kwargs, name: value})
+
+    def __call__(self) -> Any:
+        """Call the function with fresh copies, so that it cannot change the record."""
+        return self.function(
+            *(_copied(value) for value in self.args),
+            **{name: _copied(value) for name, value in self.kwargs.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Construction:
+    """How one group was made, and all that a replay needs.
+
+    Attributes:
+        call: the captured call.
+        name: the group's stable name, as torch gave it the first time.
+        ranks: global ranks of the members, in the order of their group ranks.
+        backend: the backend as asked for (``nccl``, ``cpu:gloo,cuda:nccl``).
+        devices: backend by device type.
+        selected: the device types whose backend is released and rebuilt.
+        order: sort key of the group.
+        rank: this process's rank in the group.
+        options: ``pg_options`` as the caller gave them, or as read from the group.
+        timeout: the timeout as the caller gave it, or as read from the group; None for torch's
+            default.
+        desc: the description.
+        rebuild: makes the group again, in the place of the call; for groups that were handed over.
+        destroy: destroys what torch or ``rebuild`` has made; None for its ``shutdown()``.
+    """
+
+    call: Call
+    name: str
+    ranks: tuple[int, ...]
+    backend: str
+    devices: Mapping[str, str]
+    selected: tuple[str, ...]
+    order: Order
+    rank: int
+    options: object = None
+    timeout: timedelta | None = None
+    desc: str = ""
+    rebuild: Callable[[], ProcessGroup] | None = None
+    destroy: Callable[[ProcessGroup], object] | None = None
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return self.call.args
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        return self.call.kwargs
+
+    @property
+    def is_world(self) -> bool:
+        return self.order == WORLD_ORDER
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether its user makes the group; its ranks are then not those of the job."""
+        return self.rebuild is not None
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The device types whose backend stays alive while the group is offloaded."""
+        return tuple(device for device in self.devices if device not in self.selected)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some of the group's backends stay alive while it is offloaded."""
+        return bool(self.kept)
+
+    @cached_property
+    def digest(self) -> int:
+        """40 bits over name, members, backends and order: what all members must agree on."""
+        text = repr((self.name, self.ranks, sorted(self.devices.items()), self.order))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
+
+    def name_of_generation(self, suffix: str) -> str:
+        """Return the name of a new generation: the parts of a split can have one name."""
+        return f"{self.name}@{suffix}.{self.ranks[0]}"
+
+    def replay(self, name: str, store: Store, device: torch.device | None) -> ProcessGroup:
+        """Create the group again. Collective over the members; blocking as its backend is.
+
+        Args:
+            name: the name of the new generation, never used before and equal on all members.
+            store: a client of the job's store, for this thread alone; with the prefix of the
+                default group, except for the default group itself.
+            device: the device that the group is bound to, or None.
+
+        Returns:
+            The group; it is in c10d's tables.
+        """
+        if self.rebuild is not None:
+            with verbatim():
+                return self.rebuild()
+        # Of a mixed group only the selected backends are made again: the others never went away.
+        backend = self.backend
+        if self.is_mixed:
+            backend = ",".join(f"{device}:{self.devices[device]}" for device in self.selected)
+        c10d.forget_parent(self.options)
+        if self.is_world:
+            return c10d.create_world(
+                rank=self.rank,
+                size=len(self.ranks),
+                backend=backend,
+                store=store,
+                name=name,
+                options=self.options,
+                timeout=self.timeout,
+                device=device,
+                desc=self.desc,
+            )
+        call = self.call
+        if call.function.__name__ == "split_group":
+            call = self._as_new_group(backend)
+        elif self.is_mixed:
+            call = call.replacing("backend", backend)
+        with verbatim(), c10d.Creation(name, store, device):
+            made = call()
+        if c10d.is_non_member(made):
+            raise RuntimeError("torch says that this rank is no member of its own group")
+        return cast(ProcessGroup, made)
+
+    def _as_new_group(self, backend: str) -> Call:
+        """The call that makes the group of a split on its own."""
+        kwargs = {
+            "ranks": list(self.ranks),
+            "timeout": self.timeout,
+            "backend": backend,
+            "pg_options": self.options,
+            "use_local_synchronization": True,
+            "group_desc": self.desc,
+            **({} if c10d.sorts_ranks() else {"sort_ranks": False}),
+        }
+        return Call(c10d.original("new_group"), (), kwargs)

@@ -1,0 +1,423 @@
+"""Dispatch of a group's collectives and controls to its live communicator.
+
+Every method that a ``ProcessGroup`` of torch 2.8 to 2.15 has is written out below, so that
+``grep "def allreduce"`` finds it; those that the installed torch lacks are removed again at the
+end. Each forwards to ``self._inner``, which is the live group, or the placeholder that raises.
+
+A collective costs one Python call more than on a plain group. Two things make up its form
+(benchmarks/dispatch.py): a call with ``**kwargs`` takes 0.05 us longer, so it is made only where
+there are any; and a method must never return None to C++, which a synchronous coalesced call of
+NCCL does since torch 2.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+from torch.futures import Future
+
+from .. import c10d
+
+__all__ = ["COLLECTIVES", "COMPLETED_WORK", "UNKNOWN", "Dispatch", "dispatched"]
+
+
+class _CompletedWork(Work):
+    """A Work that is complete."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        return []
+
+    def synchronize(self) -> None:
+        return None
+
+    def get_future(self) -> Future[list[Tensor]]:
+        future: Future[list[Tensor]] = Future()
+        future.set_result([])
+        return future
+
+
+COMPLETED_WORK: Work = _CompletedWork()
+"""Returned for the Work that a synchronous coalesced NCCL call does not return since torch 2.8."""
+
+
+class Dispatch(ProcessGroup):
+    """A ``ProcessGroup`` whose every method calls the same method of ``self._inner``."""
+
+    _inner: Any
+
+    # -- collectives: they return a Work ------------------------------------------------------
+
+    def _allgather_base(self, *args: Any, **kwargs: Any) -> Any:
+        work = (
+            self._inner._allgather_base(*args, **kwargs)
+            if kwargs
+            else self._inner._allgather_base(*args)
+        )
+        return COMPLETED_WORK if work is None else work
+
+    def _end_coalescing(self, *args: Any, **kwargs: Any) -> Any:
+        work = (
+            self._inner._end_coalescing(*args, **kwargs)
+            if kwargs
+            else self._inner._end_coalescing(*args)
+        )
+        return COMPLETED_WORK if work is None else work
+
+    def _reduce_scatter_base(self, *args: Any, **kwargs: Any) -> Any:
+        work = (
+            self._inner._reduce_scatter_base(*args, **kwargs)
+            if kwargs
+            else self._inner._reduce_scatter_base(*args)
+        )
+        return COMPLETED_WORK if work is None else work
+
+    def all_gather_single(self, *args: Any, **kwargs: Any) -> Any:
+        work = (
+            self._inner.all_gather_single(*args, **kwargs)
+            if kwargs
+            else self._inner.all_gather_single(*args)
+        )
+        return COMPLETED_WORK if work is None else work
+
+    def all_gather_single_coalesced(self, *args: Any, **kwargs: Any) -> Any:
+        work = (
+            self._inner.all_gather_single_coalesced(*args, **kwargs)
+            if kwargs
+            else self._inner.all_gather_single_coalesced(*args)
+        )
+        return COMPLETED_WORK if work is None else work
+
+    def all_to_all_single(self, *args: Any, **kwargs: Any) -> Any:
+        work = (
+            self._inner.all_to_all_single(*args, **kwargs)
+            if kwargs
+            else self._inner.all_to_all_single(*args)
+        )
+        return COMPLETED_WORK if work is None else work
+
+    def allgather(self, *args: Any, **kwargs: Any) -> Any:
+        work = self._inner.allgather(*args, **kwargs) if kwargs else self._inner.allgather(*args)
+        return COMPLETED_WORK if work is None else work
+
+    def allgather_coalesced(self, *args: Any, **kwargs: Any) -> Any:
+        work = (
+            self._inner.allgather_coalesced(*args, **kwargs)
+            if kwargs
+            else self._inner.allgather_coalesced(*args)
+        )
+        return COMPLETED_WORK if work is None else work
+
+    def allgather_into_tensor_coalesced(self, *args: Any, **kwargs: Any) -> Any:
+        work = (
+            self._inner.allgather_into_tensor_coalesced(*args, **kwargs)
+            if kwargs
+            else self._inner.allgather_into_tensor_coalesced(*args)
+        )
+        return COMPLETED_WORK if work is None else work
+
+    def allreduce(self, *args: Any, **kwargs: Any) -> Any:
+        work = self._inner.allreduce(*args, **kwargs) if kwargs else self._inner.allreduce(*args)
+        return COMPLETED_WORK if work is None else work
+
+    def allreduce_coalesced(self, *args: Any, **kwargs: Any) -> Any:
+        work = (
+            self._inner.allreduce_coalesced(*args, **kwargs)
+            if kwargs
+            else self._inner.allreduce_coalesced(*args)
+        )
+        return COMPLETED_WORK if work is None else work
+
+    def alltoall(self, *args: Any, **kwargs: Any) -> Any:
+        work = self._inner.alltoall(*args, **kwargs) if kwargs else self._inner.alltoall(*args)
+        return COMPLETED_WORK if work is None else work
+
+    def alltoall_base(self, *args: Any, **kwargs: Any) -> Any:
+        work = (
+            self._inner.alltoall_base(*args, **kwargs)
+            if kwargs
+            else self._inner.alltoall_base(*args)
+        )
+        return COMPLETED_WORK if work is None else work
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        work = self._inner.broadcast(*args, **kwargs) if kwargs else self._inner.broadcast(*args)
+        return COMPLETED_WORK if work is None else work
+
+    def gather(self, *args: Any, **kwargs: Any) -> Any:
+        work = self._inner.gather(*args, **kwargs) if kwargs else self._inner.gather(*args)
+        return COMPLETED_WORK if work is None else work
+
+    def gather_into_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        work = (
+            self._inner.gather_into_tensor(*args, **kwargs)
+            if kwargs
+            else self._inner.gather_into_tensor(*args)
+        )
+        return COMPLETED_WORK if work is None else work
+
+    def gather_single(self, *args: Any, **kwargs: Any) -> Any:
+        work = (
+            self._inner.gather_single(*args, **kwargs)
+            if kwargs
+            else self._inner.gather_single(*args)
+        )
+        return COMPLETED_WORK if work is None else work
+
+    def recv_anysource(self, *args: Any, **kwargs: Any) -> Any:
+        work = (
+            self._inner.recv_anysource(*args, **kwargs)
+            if kwargs
+            else self._inner.recv_anysource(*args)
+        )
+        return COMPLETED_WORK if work is None else work
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        work = self._inner.reduce(*args, **kwargs) if kwargs else self._inner.reduce(*args)
+        return COMPLETED_WORK if work is None else work
+
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Any:
+        work = (
+            self._inner.reduce_scatter(*args, **kwargs)
+            if kwargs
+            else self._inner.reduce_scatter(*args)
+        )
+        return COMPLETED_WORK if work is None else work
+
+    def reduce_scatter_single(self, *args: Any, **kwargs: Any) -> Any:
+        work = (
+            self._inner.reduce_scatter_single(*args, **kwargs)
+            if kwargs
+            else self._inner.reduce_scatter_single(*args)
+        )
+        return COMPLETED_WORK if work is None else work
+
+    def reduce_scatter_single_coalesced(self, *args: Any, **kwargs: Any) -> Any:
+        work = (
+            self._inner.reduce_scatter_single_coalesced(*args, **kwargs)
+            if kwargs
+            else self._inner.reduce_scatter_single_coalesced(*args)
+        )
+        return COMPLETED_WORK if work is None else work
+
+    def reduce_scatter_tensor_coalesced(self, *args: Any, **kwargs: Any) -> Any:
+        work = (
+            self._inner.reduce_scatter_tensor_coalesced(*args, **kwargs)
+            if kwargs
+            else self._inner.reduce_scatter_tensor_coalesced(*args)
+        )
+        return COMPLETED_WORK if work is None else work
+
+    def scatter(self, *args: Any, **kwargs: Any) -> Any:
+        work = self._inner.scatter(*args, **kwargs) if kwargs else self._inner.scatter(*args)
+        return COMPLETED_WORK if work is None else work
+
+    # The shortest ones with their parameters: 5% of their time.
+
+    def send(self, tensors: Any, dstRank: int, tag: int) -> Any:  # noqa: N803 - torch's names
+        work = self._inner.send(tensors, dstRank, tag)
+        return COMPLETED_WORK if work is None else work
+
+    def recv(self, tensors: Any, srcRank: int, tag: int) -> Any:  # noqa: N803
+        work = self._inner.recv(tensors, srcRank, tag)
+        return COMPLETED_WORK if work is None else work
+
+    def barrier(self, *args: Any, opts: Any = None, **kwargs: Any) -> Any:
+        if opts is not None:  # so dist.barrier passes it; pybind takes longer over a keyword
+            args = (*args, opts)
+        work = self._inner.barrier(*args, **kwargs)
+        return COMPLETED_WORK if work is None else work
+
+    # -- controls of the live communicator: they return anything but a Work -------------------
+
+    def _add_ephemeral_timeout(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner._add_ephemeral_timeout(*args, **kwargs)
+
+    def _backend_id(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner._backend_id(*args, **kwargs)
+
+    def _get_backend(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner._get_backend(*args, **kwargs)
+
+    def _get_sequence_number_for_group(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner._get_sequence_number_for_group(*args, **kwargs)
+
+    def _register_backend(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner._register_backend(*args, **kwargs)
+
+    def _set_default_backend(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner._set_default_backend(*args, **kwargs)
+
+    def _set_sequence_number_for_group(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner._set_sequence_number_for_group(*args, **kwargs)
+
+    def get_backend(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.get_backend(*args, **kwargs)
+
+    def get_reconfigure_handle(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.get_reconfigure_handle(*args, **kwargs)
+
+    def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.merge_remote_group(*args, **kwargs)
+
+    def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.monitored_barrier(*args, **kwargs)
+
+    def new_window(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.new_window(*args, **kwargs)
+
+    def reconfigure(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.reconfigure(*args, **kwargs)
+
+    def register_abort_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.register_abort_hook(*args, **kwargs)
+
+    def register_post_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.register_post_hook(*args, **kwargs)
+
+    def register_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.register_pre_hook(*args, **kwargs)
+
+    def set_timeout(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.set_timeout(*args, **kwargs)
+
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.split_group(*args, **kwargs)
+
+    def unregister_abort_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.unregister_abort_hook(*args, **kwargs)
+
+    def unregister_post_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.unregister_post_hook(*args, **kwargs)
+
+    def unregister_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.unregister_pre_hook(*args, **kwargs)
+
+    def _start_coalescing(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            self._inner._start_coalescing(*args, **kwargs)
+        except Exception:
+            c10d.close_coalescing(self)
+            raise
+
+    # -- controls that the next generation gets too: repeated by ReloadableProcessGroup --------
+
+    def _enable_collectives_timing(self, *args: Any, **kwargs: Any) -> Any:
+        return self._carry("_enable_collectives_timing", args, kwargs)
+
+    def _register_on_completion_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._carry("_register_on_completion_hook", args, kwargs)
+
+    def _carry(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    # -- queries of the live communicator: False without one -----------------------------------
+
+    @property
+    def supports_abort_hooks(self) -> bool:
+        return getattr(self._inner, "supports_abort_hooks", False)
+
+    @property
+    def supports_completion_hooks(self) -> bool:
+        return getattr(self._inner, "supports_completion_hooks", False)
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        return getattr(self._inner, "supports_reconfigure", False)
+
+    @property
+    def supports_window(self) -> bool:
+        return getattr(self._inner, "supports_window", False)
+
+
+IDENTITY = frozenset(
+    {
+        "_device_types",
+        "_get_backend_name",
+        "_has_hooks",
+        "_set_group_desc",
+        "_set_group_name",
+        "_wait_for_pending_works",
+        "abort",
+        "bound_device_id",
+        "get_group_store",
+        "group_desc",
+        "group_name",
+        "name",
+        "rank",
+        "shutdown",
+        "size",
+        "use_pg_for_symm_mem_rendezvous",
+    }
+)
+"""What a reloadable group answers itself, in every state: identity, description, end of life."""
+
+INHERITED = frozenset(
+    {
+        "BackendType",
+        "CUSTOM",
+        "GLOO",
+        "MPI",
+        "NCCL",
+        "UCC",
+        "UNDEFINED",
+        "XCCL",
+        "_id",
+        "_pybind11_conduit_v1_",
+        "boxed",
+        "unbox",
+    }
+)
+"""What the C++ part of a reloadable group answers rightly."""
+
+
+COLLECTIVES = frozenset(
+    name
+    for name, method in vars(Dispatch).items()
+    if "COMPLETED_WORK" in getattr(getattr(method, "__code__", None), "co_names", ())
+)
+"""Names of the methods that return a Work."""
+
+
+def dispatched() -> frozenset[str]:
+    """Names of the methods that need a communicator: the placeholder refuses them."""
+    methods = frozenset(name for name in vars(Dispatch) if not name.startswith("__"))
+    return methods - {"_inner", "_carry"} - {n for n in methods if n.startswith("supports_")}
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._inner, name)(*args, **kwargs)
+
+    forward.__name__ = name
+    return forward
+
+
+UNKNOWN = frozenset(
+    name
+    for name in dir(ProcessGroup)
+    if not name.startswith("__") and name not in {*vars(Dispatch), *IDENTITY, *INHERITED}
+)
+"""Methods of a torch newer than this module: they are taken to need a communicator."""
+
+for _name in UNKNOWN:
+    setattr(Dispatch, _name, _forward(_name))
+for _name in dispatched() | {n for n in vars(Dispatch) if n.startswith("supports_")}:
+    if not hasattr(ProcessGroup, _name):  # a torch that asks for it must not find it
+        delattr(Dispatch, _name)
+c10d.skip_in_compiled_code(f for f in vars(Dispatch).values() if hasattr(f, "__code__"))

@@ -1,0 +1,85 @@
+"""Groups that their user made by hand, handed over to be released and rebuilt with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.distributed import ProcessGroup
+
+from .. import c10d
+from ..errors import InvalidOptionError, NotInstalledError
+from .creation import HANDED_OVER, Call, Construction
+from .proxy import ReloadableProcessGroup
+from .registry import registry
+
+__all__ = ["manage"]
+
+
+def manage(
+    group: ProcessGroup,
+    *,
+    rebuild: Callable[[], ProcessGroup],
+    destroy: Callable[[ProcessGroup], object] | None = None,
+) -> ReloadableProcessGroup:
+    """Make a group reloadable that was created past the patched functions.
+
+    For groups that code makes by hand with ``_new_process_group_helper``, such as the weight-update
+    group between trainer ranks and a rollout engine, whose members are other processes than the
+    job's. From now on :func:`reloadpg.offload` releases it with the others, and
+    :func:`reloadpg.reload` calls ``rebuild`` after all others are live; use the returned object
+    in place of ``group``, which is found in its place by ``torch.distributed``, too.
+
+    Local; call it on each rank of the job that is a member. What the members outside the job do
+    meanwhile is their own affair: they must destroy and rebuild their ends at the same times.
+
+    Args:
+        group: the live group; it must be in c10d's tables, as the helper leaves it there.
+        rebuild: makes the group again and returns it; called in a thread of its own, on each
+            reload. It may wait for the other members, within the ``timeout`` of ``install``, and
+            may use the same group name again.
+        destroy: called with the group as torch made it; by default its ``shutdown()`` is.
+
+    Returns:
+        The reloadable group. Idempotent: a group that is reloadable already is returned as it is.
+
+    Raises:
+        NotInstalledError: ``install`` was not called; nothing was changed.
+        InvalidOptionError: the group is not known to torch.distributed, or an argument cannot be
+            called; nothing was changed.
+    """
+    if registry.options is None:
+        raise NotInstalledError(
+            "manage() was called and nothing is installed; nothing was changed. Call "
+            "reloadpg.install() first."
+        )
+    for name, function in (("rebuild", rebuild), ("destroy", destroy)):
+        if not callable(function) and not (name == "destroy" and function is None):
+            raise InvalidOptionError(
+                f"manage({name}={function!r}): it cannot be called; nothing was changed. Pass a "
+                "function."
+            )
+    if isinstance(group, ReloadableProcessGroup):
+        return group
+    if not isinstance(group, ProcessGroup) or not c10d.is_known(group) or group is c10d.world():
+        raise InvalidOptionError(
+            f"manage({group!r}): torch.distributed has no such group beside the default group; "
+            "nothing was changed. Pass the live group that the creating function returned."
+        )
+    devices = c10d.device_backends(group)
+    name = c10d.name_of(group)
+    construction = Construction(
+        Call(rebuild, (), {}),
+        name,
+        c10d.ranks_of(group),
+        c10d.backend_of(group),
+        devices,
+        tuple(devices),
+        (*HANDED_OVER, name),
+        group.rank(),
+        desc=str(group.group_desc),
+        rebuild=rebuild,
+        destroy=destroy,
+    )
+    proxy = ReloadableProcessGroup(group, construction)
+    c10d.take_place(group, proxy)
+    return proxy

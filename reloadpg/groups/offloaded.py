@@ -1,0 +1,106 @@
+"""The placeholder in a group that owns no live communicator: it raises, and says what to call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import ProcessGroup
+
+from .. import c10d
+from ..errors import GroupDestroyedError, GroupOffloadedError
+from .dispatch import dispatched
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    class Owner(Protocol):
+        """The group that a placeholder stands in."""
+
+        @property
+        def state(self) -> GroupState: ...
+
+        @property
+        def group_name(self) -> str: ...
+
+
+__all__ = ["GroupState", "Offloaded"]
+
+
+class GroupState(str, Enum):
+    """The state of a reloadable group."""
+
+    LIVE = "live"
+    OFFLOADED = "offloaded"
+    FAILED = "failed"
+    DESTROYED = "destroyed"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+NEXT_CALL = {
+    GroupState.OFFLOADED: "Call reloadpg.reload() on all ranks, then use the group again.",
+    GroupState.FAILED: (
+        "Its last offload or reload did not finish. Call reloadpg.reload() on all ranks again."
+    ),
+    GroupState.DESTROYED: "It was destroyed and is not rebuilt; create a new group.",
+}
+
+
+class Offloaded:
+    """What a group without a live communicator dispatches to.
+
+    Args:
+        owner: the group.
+        kept: of a mixed group, the backends that stay alive: they serve their devices.
+        reason: why the group failed, for messages.
+        suspended: the group that torch made, if its communicator is suspended.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        kept: ProcessGroup | None,
+        reason: str = "",
+        suspended: ProcessGroup | None = None,
+    ) -> None:
+        self._owner = weakref.ref(owner)
+        self.kept = kept
+        self.reason = reason
+        self.suspended = suspended
+
+    def refusal(self, operation: str) -> GroupOffloadedError | GroupDestroyedError:
+        """Build the error for an operation that needs a communicator."""
+        owner = self._owner()
+        state = GroupState.DESTROYED if owner is None else owner.state
+        lacks = "its communicator is suspended" if self.suspended else "owns no communicator"
+        text = f"{operation} on {owner!r}: the group is {state} and {lacks}."
+        if self.reason:
+            text += f" {self.reason}"
+        text = f"{text} {NEXT_CALL[state]}"
+        if owner is None or state is GroupState.DESTROYED:
+            return GroupDestroyedError(text)
+        return GroupOffloadedError(text, group=owner.group_name, operation=operation)
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def refuse(self: Offloaded, *args: Any, **kwargs: Any) -> Any:
+        if self.kept is None:
+            raise self.refusal(name)
+        try:
+            return getattr(self.kept, name)(*args, **kwargs)
+        except RuntimeError as error:
+            if "No backend type associated with device" in str(error) or "backend" in name:
+                raise self.refusal(name) from error
+            raise
+
+    refuse.__name__ = name
+    return refuse
+
+
+for _name in dispatched():
+    setattr(Offloaded, _name, _refusing(_name))
+c10d.skip_in_compiled_code(f for f in vars(Offloaded).values() if hasattr(f, "__code__"))

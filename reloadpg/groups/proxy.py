@@ -1,0 +1,396 @@
+"""``ReloadableProcessGroup``: a process group whose communicator can be released and rebuilt.
+
+Do not assume of it:
+
+* that a backend object taken out of it (``group._get_backend(device)``) outlives an offload. It
+  belongs to one generation; take it again after a reload.
+* that its C++ object has a backend. C++ code that asks it for one finds none; what torch itself
+  does goes through methods that find the live group.
+* that it stands for another group while it is offloaded: everything that needs a communicator
+  raises :class:`~reloadpg.errors.GroupOffloadedError`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+from torch.distributed import ProcessGroup
+
+from .. import c10d
+from ..errors import GroupPickleError
+from .creation import Construction
+from .dispatch import Dispatch
+from .offloaded import GroupState, Offloaded
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend as CppBackend
+
+__all__ = ["GroupState", "History", "ReloadableProcessGroup", "find_group"]
+
+
+@dataclass
+class History:
+    """What was done with a group so far.
+
+    Attributes:
+        strategy: how it was last released; empty before the first time.
+        held_bytes: what its communicator held then by its own account, or None.
+        suspended_bytes: what of that a suspend gives back.
+        cycles: how often it was released.
+        offload_ms, reload_ms: its part in the last of each; None before the first.
+    """
+
+    strategy: str = ""
+    held_bytes: int | None = None
+    suspended_bytes: int = 0
+    cycles: int = 0
+    offload_ms: float | None = None
+    reload_ms: float | None = None
+
+
+@dataclass
+class _Settings:
+    """What was changed on the live group after its creation; the next generation gets it too."""
+
+    timeouts: dict[str, timedelta] = field(default_factory=dict)
+    desc: str = ""
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    symm_mem: Any = None
+
+
+_BOUND_DEVICE: property = ProcessGroup.__dict__["bound_device_id"]
+
+
+class ReloadableProcessGroup(Dispatch):
+    """A process group that keeps its identity while its communicator is released and rebuilt.
+
+    Instances are made by the patched ``torch.distributed`` functions. Identity, hash,
+    ``group_name``, rank and size never change. Copying gives the same object; a pickle holds the
+    group's name and is resolved in the receiving process.
+
+    Attributes:
+        construction: how the group was made.
+        generation: the job's count of reloads when its communicator was built: 0 for the first one
+            of a group made before the first reload.
+        state: :class:`GroupState`.
+        last_error: why it failed; empty if it did not.
+        history: what was done with it.
+    """
+
+    def __init__(self, inner: ProcessGroup, construction: Construction) -> None:
+        self._rank, self._size = construction.rank, len(construction.ranks)
+        # The (store, rank, size) form, the only one in torch's stubs, fails for subclasses.
+        super().__init__(self._rank, self._size)  # type: ignore[call-arg, arg-type]
+        self.construction = construction
+        self.generation = 0
+        self.state = GroupState.LIVE
+        self.last_error = ""
+        self.history = History()
+        self._inner = inner
+        self._released: weakref.ref[Any] | None = None
+        self._name = construction.name
+        self._backend_name = str(inner.name())
+        self._devices = list(inner._device_types)
+        self._settings = _Settings(desc=str(inner.group_desc))
+        self.names_in_store = [construction.name]
+        """Names of the generations that have keys in the job's store."""
+        device = inner.bound_device_id
+        if device is not None:
+            # The C++ getter is not virtual: the proxy's own C++ object must hold the device.
+            _BOUND_DEVICE.__set__(self, device)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the group owns a communicator that can be used."""
+        return self.state is GroupState.LIVE
+
+    # -- identity: answered in every state --------------------------------------------------
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    # C++ asks the class for these names whenever it wants rank and size. Finding none cost 0.6 us
+    # each time (get_world_size took 3.5 times as long); finding a C function, it asks no more.
+    getRank = ProcessGroup.__dict__["rank"]  # noqa: N815
+    getSize = ProcessGroup.__dict__["size"]  # noqa: N815
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    def getGroupName(self) -> str:  # noqa: N802 - looked up by C++
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._settings.desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - looked up by C++
+        return self._settings.desc
+
+    def getBackendName(self) -> str:  # noqa: N802 - looked up by C++
+        # Not the live backend's name: DDP's logger, told "gloo", fetches a gloo backend from the
+        # C++ object and fails, since none is mounted there.
+        return "reloadable"
+
+    def name(self) -> str:
+        return self._backend_name
+
+    def _get_backend_name(self) -> str:
+        return self._backend_name
+
+    @property
+    def _device_types(self) -> list[Any]:
+        # Torch's creating functions ask WORLD for its backends; a group made on its own needs none.
+        return [] if c10d.is_creating() else list(self._devices)
+
+    def _bind_device(self, device: Any) -> None:
+        _BOUND_DEVICE.__set__(self, device)
+        if self.is_live:
+            self._inner.bound_device_id = device
+
+    # Read by every barrier: torch's own getter, with no Python in between.
+    bound_device_id = property(_BOUND_DEVICE.fget, _bind_device)
+
+    @property
+    def use_pg_for_symm_mem_rendezvous(self) -> Any:
+        if self.is_live:
+            return self._inner.use_pg_for_symm_mem_rendezvous
+        return self._settings.symm_mem
+
+    @use_pg_for_symm_mem_rendezvous.setter
+    def use_pg_for_symm_mem_rendezvous(self, value: Any) -> None:
+        self._settings.symm_mem = value
+        if self.is_live:
+            self._inner.use_pg_for_symm_mem_rendezvous = value
+
+    def get_group_store(self) -> Any:
+        return c10d.store_of(self)
+
+    def _set_group_name(self, name: str) -> None:
+        if name != self._name:
+            raise ValueError(
+                f"the name of {self!r} is fixed for the life of the job (meshes and compiled code "
+                "find the group by it); create a new group for another name"
+            )
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._settings.desc = desc
+        if self.is_live:
+            self._inner._set_group_desc(desc)
+
+    def _has_hooks(self) -> bool:
+        # Not asked of the live group: torch writes a warning to stderr for one without a default
+        # backend, which mixed groups can be.
+        return any(name == "_register_on_completion_hook" for name, *_ in self._settings.calls)
+
+    def _wait_for_pending_works(self) -> None:
+        if self.is_live:
+            self._inner._wait_for_pending_works()
+
+    def _carry(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = getattr(self._inner, name)(*args, **kwargs)
+        self._settings.calls.append((name, args, kwargs))
+        return result
+
+    def __copy__(self) -> ReloadableProcessGroup:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReloadableProcessGroup:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return find_group, (self._name, self.construction.ranks)
+
+    def __repr__(self) -> str:
+        ranks = self.construction.ranks
+        shown = str(list(ranks)) if len(ranks) <= 8 else f"{len(ranks)} ranks"
+        return (
+            f"<ReloadableProcessGroup {self._name!r} ({self.group_desc}) {shown} "
+            f"{self.construction.backend} {self.state} generation {self.generation}>"
+        )
+
+    # -- end of life: the user destroys the group -------------------------------------------
+
+    def shutdown(self) -> None:
+        """Shut the communicator down for good; called by ``destroy_process_group``. Idempotent."""
+        if self._has_hooks():
+            self._wait_for_pending_works()
+        self._destroy(lambda inner: inner.shutdown())
+
+    def abort(self) -> None:
+        """Abort the communicator for good; called by ``_abort_process_group``. Idempotent."""
+        self._destroy(lambda inner: inner.abort())
+
+    def _destroy(self, how: Callable[[Any], None]) -> None:
+        placeholder = self._inner if isinstance(self._inner, Offloaded) else None
+        inner = self._inner if placeholder is None else placeholder.kept
+        self.state = GroupState.DESTROYED
+        self._inner = Offloaded(self, None)
+        if placeholder is not None and placeholder.suspended is not None:
+            placeholder.suspended.abort()  # the peers cannot be asked to take part in a shutdown
+        elif inner is not None:
+            how(inner)
+
+    # -- generations: called by the lifecycle -------------------------------------------------
+
+    @property
+    def communicator(self) -> Any:
+        """The group that torch made: the live or the suspended one; None without."""
+        return self._inner.suspended if isinstance(self._inner, Offloaded) else self._inner
+
+    @property
+    def last_inner(self) -> Any:
+        """The group that torch made for the generation before, if it is still referenced."""
+        return None if self._released is None else self._released()
+
+    def detach(self, state: GroupState = GroupState.OFFLOADED, reason: str = "") -> Any:
+        """Give up the live or suspended group and remember what was set on it.
+
+        Returns:
+            The group that torch made; the caller destroys it.
+        """
+        inner = self.communicator
+        if self.is_live:
+            self._remember(inner)
+        self.state = state
+        self._inner = Offloaded(self, self._kept_group(inner), reason)
+        self.last_error = reason
+        self._released = weakref.ref(inner)
+        c10d.drop_generation(self)
+        return inner
+
+    def attach(self, inner: ProcessGroup, generation: int) -> None:
+        """Make a rebuilt group the live one, with the settings of the one before."""
+        if isinstance(self._inner, Offloaded) and self._inner.kept is not None:
+            c10d.add_backends(inner, self._kept_backends(self._inner.kept))
+        c10d.take_generation(inner, self)
+        c10d.set_timeouts(inner, self._settings.timeouts)
+        if self.construction.is_world:
+            c10d.complete_ranks(inner, tuple(self.construction.devices))
+        if inner.bound_device_id != self.bound_device_id:
+            inner.bound_device_id = self.bound_device_id
+        for name, args, kwargs in self._settings.calls:
+            getattr(inner, name)(*args, **kwargs)
+        self._make_live(inner)
+        self.generation = generation
+
+    def suspend(self) -> Any:
+        """Set the live group aside, whole, and refuse its use; the caller suspends it."""
+        inner = self._inner
+        self._remember(inner)
+        self.state = GroupState.OFFLOADED
+        self._inner = Offloaded(self, self._kept_group(inner), suspended=inner)
+        return inner
+
+    def resume(self) -> None:
+        """Make the suspended group the live one again."""
+        self._make_live(self._inner.suspended)
+
+    def fail(self, reason: str) -> None:
+        """Mark a group without communicator as failed, with the reason."""
+        self.state = GroupState.FAILED
+        self.last_error = reason
+        self._inner.reason = reason
+
+    def clear_failure(self) -> None:
+        """Mark a failed group as offloaded: an offload has completed since. Idempotent."""
+        if self.state is GroupState.FAILED:
+            self.state = GroupState.OFFLOADED
+            self.last_error = self._inner.reason = ""
+
+    def current_timeouts(self) -> dict[str, timedelta]:
+        """Return the timeouts by device type: the live group's, or those of the next one."""
+        if self.is_live:
+            return c10d.get_timeouts(self._inner, tuple(self.construction.devices))
+        return dict(self._settings.timeouts)
+
+    def set_default_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of the reloadable backends, now or from the next generation on. Local."""
+        timeouts = dict.fromkeys(self.construction.selected, timeout)
+        if self.is_live:
+            c10d.set_timeouts(self._inner, timeouts)
+        self._settings.timeouts.update(timeouts)
+
+    def memory_stats(self) -> dict[str, int] | None:
+        """What the communicator says it holds, in bytes, by NCCL's names; None if it says nothing.
+
+        Local, at any time; empty without a communicator and for one that was never used.
+        """
+        inner = self.communicator
+        if inner is None:
+            return {}
+        totals: dict[str, int] = {}
+        backends = c10d.live_backends(inner, self.construction.selected)
+        for backend in {id(backend): backend for backend in backends.values()}.values():
+            stats = c10d.memory_stats(backend)
+            if stats is None:
+                return None
+            for name, value in stats.items():
+                totals[name] = totals.get(name, 0) + value
+        return totals
+
+    def _make_live(self, inner: Any) -> None:
+        inner._set_group_desc(self._settings.desc)
+        if self._settings.symm_mem:
+            inner.use_pg_for_symm_mem_rendezvous = self._settings.symm_mem
+        self._inner = inner
+        self.state = GroupState.LIVE
+        self.last_error = ""
+
+    def _remember(self, inner: Any) -> None:
+        settings = self._settings
+        settings.timeouts = c10d.get_timeouts(inner, tuple(self.construction.devices))
+        # A group made by a Python backend has no C++ backend, and torch's getter then raises.
+        with suppress(RuntimeError):
+            settings.symm_mem = getattr(inner, "use_pg_for_symm_mem_rendezvous", settings.symm_mem)
+
+    def _kept_group(self, inner: Any) -> ProcessGroup | None:
+        if not self.construction.is_mixed:
+            return None
+        return c10d.group_of_backends(
+            self.rank(), self.size(), c10d.store_of(self), self._kept_backends(inner)
+        )
+
+    def _kept_backends(self, group: ProcessGroup) -> Mapping[str, tuple[str, CppBackend]]:
+        backends = c10d.live_backends(group, self.construction.kept)
+        return {device: (self.construction.devices[device], b) for device, b in backends.items()}
+
+
+c10d.skip_in_compiled_code(
+    cast(Any, member)
+    for member in vars(ReloadableProcessGroup).values()
+    if hasattr(member, "__code__")
+)
+
+
+def find_group(name: str, ranks: tuple[int, ...] = ()) -> ProcessGroup:
+    """Find the group of that name in this process: how a pickled group is resolved.
+
+    Local; works while the group is offloaded.
+
+    Raises:
+        GroupPickleError: this process has no group of that name, or one of other ranks.
+    """
+    for group in c10d.known_groups():
+        if c10d.name_of(group) == name:
+            if ranks and c10d.ranks_of(group) != tuple(ranks):
+                raise GroupPickleError(
+                    f"a pickled process group {name!r} of ranks {list(ranks)} cannot be resolved: "
+                    f"here that name is a group of ranks {list(c10d.ranks_of(group))}. Unpickle it "
+                    "in a process of the same job, with its groups created in the same order."
+                )
+            return group
+    raise GroupPickleError(
+        f"a pickled process group {name!r} cannot be resolved: this process has no group of that "
+        "name. A pickle holds only the name; create the same groups here first (or leave the "
+        "group out of what is pickled)."
+    )

@@ -1,0 +1,293 @@
+"""The mutable state of the library, for the life of the process.
+
+Which groups are managed is not kept here: c10d's own tables say it (a managed group is a proxy
+that stands in them), so a group that the user destroyed is forgotten by that very act, and a
+proxy that nobody holds is not kept alive. Kept are the installation, and the job that the default
+group stands for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+from torch.distributed import ProcessGroup
+
+from .. import c10d
+from ..errors import ReloadpgError
+from ..rendezvous.round import Rendezvous, Round
+from ..rendezvous.store_client import StorePool
+from ..rendezvous.worker_thread import Task
+from .proxy import GroupState, ReloadableProcessGroup
+from .selection import Selection, StrategyPolicy
+
+__all__ = ["Callbacks", "Job", "Options", "Registry", "Unfinished", "registry"]
+
+
+class Patched(Protocol):
+    """The names that an installation has changed."""
+
+    def foreign(self) -> list[str]:
+        """Return those that somebody else has changed since, with what they hold."""
+
+    def undo(self) -> None:
+        """Put the originals back."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of ``install``; equal ones make a second ``install`` a no-op."""
+
+    selection: Selection
+    strategy: StrategyPolicy
+    timeout: timedelta
+    parallelism: int = 1
+
+
+class Unfinished(NamedTuple):
+    """A call that a failed operation has left running.
+
+    Attributes:
+        group: the group, in words.
+        task: the call.
+        creates: whether it creates a communicator, and waits for peers; else it destroys one.
+    """
+
+    group: str
+    task: Task[Any]
+    creates: bool = False
+
+    def __str__(self) -> str:
+        doing = "created, by a call that was abandoned" if self.creates else "destroyed"
+        return f"the communicator of {self.group} is still being {doing}"
+
+
+@dataclass
+class Job:
+    """One initialised ``torch.distributed``: from ``init_process_group`` to its destruction.
+
+    Attributes:
+        of: the default group that the job stands for; the job ends with it.
+        rendezvous: where the ranks of the job agree.
+        generation: number of completed reloads.
+        cycles: number of completed offloads.
+        released: whether the last operation left the groups without communicators.
+        unfinished: what failed operations have left running.
+        creation_stores: store clients for creating groups; None without peers.
+        suspend_obstacle: why this job has learnt not to suspend; empty if it has not.
+        last_error: the error that the last operation raised on this rank; empty if none.
+        round: the round that is going on, or the last one.
+        blocks: open ``offloaded()`` blocks; they hold this set, and not the job.
+    """
+
+    of: weakref.ref[ProcessGroup]
+    rendezvous: Rendezvous
+    generation: int = 0
+    cycles: int = 0
+    released: bool = False
+    unfinished: list[Unfinished] = field(default_factory=list)
+    creation_stores: StorePool | None = None
+    suspend_obstacle: str = ""
+    last_error: str = ""
+    round: Round | None = None
+    blocks: set[object] = field(default_factory=set)
+
+    @property
+    def world(self) -> ProcessGroup:
+        world = self.of()
+        if world is None:
+            raise ReloadpgError("the default group of this job was destroyed; this is a bug")
+        return world
+
+
+@dataclass
+class Callbacks:
+    """What users registered: before groups are released, before and after they are rebuilt, with
+    the report of each operation, and with each call of ``install``.
+    """
+
+    offload: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
+    before_reload: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
+    reload: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
+    report: list[Callable[[Any], object]] = field(default_factory=list)
+    install: list[Callable[[], object]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A lifecycle operation that has begun.
+
+    It runs as long as its function is on the stack of a thread: an interrupt can end the function
+    at any instruction, and a traceback can keep its frame alive.
+    """
+
+    operation: str
+    frame: int
+
+    def is_active(self) -> bool:
+        for top in sys._current_frames().values():
+            frame: FrameType | None = top
+            while frame is not None:
+                if id(frame) == self.frame:
+                    return True
+                frame = frame.f_back
+        return False
+
+
+class Registry:
+    """The state behind the public functions. One instance a process: :data:`registry`."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self._lock = threading.RLock()
+        self.pid = os.getpid()
+        self.options: Options | None = None
+        self.patches: Patched | None = None
+        self.callbacks = Callbacks()
+        self.warned: set[str] = set()
+        self.left_alone: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
+        """Groups that the selection would take, and that cannot be managed, with the reason."""
+        self._job: Job | None = None
+        self._running: _Running | None = None
+        self._inherited: ProcessGroup | None = None
+
+    def after_fork(self) -> None:
+        """In a forked child: keep the patches, forget the parent's job.
+
+        The child inherits the parent's groups and their sockets. Using them would corrupt the
+        parent's conversation, so they are refused until the child starts a job of its own.
+        """
+        options, patches, install = self.options, self.patches, self.callbacks.install
+        self._clear()
+        self.options, self.patches, self.callbacks.install = options, patches, install
+        self._inherited = c10d.world()
+
+    # -- the job ----------------------------------------------------------------------------
+
+    def job(self, operation: str) -> Job | None:
+        """Return the job of the current default group; None when nothing is initialised.
+
+        Raises:
+            ReloadpgError: the default group was inherited from a parent process.
+        """
+        world = c10d.world()
+        if world is None:
+            self._job = None
+            return None
+        if world is self._inherited:
+            raise ReloadpgError(
+                f"{operation} in a forked child (pid {os.getpid()}): the process groups here "
+                "belong to the parent process and cannot be used or changed. Call it in the "
+                "parent, or start the child with the 'spawn' method and initialise it there."
+            )
+        with self._lock:
+            if self._job is None or self._job.of() is not world:
+                # A job ends with its default group: rank 0's store, and the server in it, must
+                # not outlive it, or the next job would find the keys of this one.
+                ended = weakref.ref(world, self._forget)
+                self._job = Job(ended, Rendezvous.of_world(world))
+                if c10d.has_peers():
+                    self._job.creation_stores = StorePool(c10d.root_store(world))
+                    self._job.creation_stores.connect_ahead()
+            return self._job
+
+    def _forget(self, ended: weakref.ref[ProcessGroup]) -> None:
+        if self._job is not None and self._job.of is ended:
+            self._job = None
+
+    def managed(self) -> list[ReloadableProcessGroup]:
+        """List the proxies in c10d's tables, in the order that all ranks share: WORLD first."""
+        if c10d.world() is self._inherited is not None:
+            return []
+        groups = [g for g in c10d.known_groups() if isinstance(g, ReloadableProcessGroup)]
+        return sorted(groups, key=lambda group: group.construction.order)
+
+    def unmanaged(self) -> list[tuple[ProcessGroup, str]]:
+        """List the groups that the selection would take and that are not managed, with the reason.
+
+        They keep their communicators while the others are offloaded. Local.
+        """
+        options = self.options
+        if options is None or c10d.world() is self._inherited is not None:
+            return []
+        found = []
+        for group in c10d.known_groups():
+            if isinstance(group, ReloadableProcessGroup):
+                continue
+            is_world = group is c10d.world()
+            devices, size = c10d.device_backends(group), len(c10d.ranks_of(group))
+            if not options.selection.bypass_reason(devices, size, is_world=is_world):
+                found.append((group, self.left_alone.get(group, _RAW)))
+        return found
+
+    def offloaded(self) -> list[ReloadableProcessGroup]:
+        """List the managed groups that own no communicator now."""
+        return [group for group in self.managed() if group.state is not GroupState.LIVE]
+
+    @property
+    def known_job(self) -> Job | None:
+        """The job of the current default group if there was reason to note it. Local, cheap."""
+        job = self._job
+        return job if job is not None and job.of() is c10d.world() else None
+
+    @property
+    def blocks(self) -> set[object]:
+        """The open ``offloaded()`` blocks of the present job; without a job, an empty set."""
+        job = self.known_job
+        return set() if job is None else job.blocks
+
+    def is_inherited(self, world: ProcessGroup) -> bool:
+        """Whether a default group came with a fork, and is the parent's."""
+        return world is self._inherited
+
+    # -- one operation at a time --------------------------------------------------------------
+
+    def begin(self, operation: str, frame: FrameType) -> None:
+        """Refuse a second lifecycle operation while one runs, from any thread or callback.
+
+        Args:
+            operation: its name.
+            frame: of the function that runs it.
+        """
+        with self._lock:
+            if self.busy:
+                running = self._running.operation if self._running else ""
+                raise ReloadpgError(
+                    f"{operation} was called while {running} is running in this process; "
+                    "nothing was changed. Call them one after the other, from one thread, and "
+                    "not from a callback."
+                )
+            self._running = _Running(operation, id(frame))
+
+    def end(self) -> None:
+        """End the operation that was begun."""
+        self._running = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a lifecycle operation is running in this process."""
+        return self._running is not None and self._running.is_active()
+
+    @property
+    def lock(self) -> threading.RLock:  # type: ignore[valid-type]
+        """Guards installation; never held across a callback or a collective step."""
+        return self._lock
+
+
+_RAW = (
+    "it was created before reloadpg.install(), or by a function that reloadpg does not patch; "
+    "install earlier, or hand it over with reloadpg.manage()"
+)
+
+registry = Registry()
+os.register_at_fork(after_in_child=registry.after_fork)

@@ -1,0 +1,186 @@
+"""Selection of the groups that are reloadable, and of how the user wants each to be released."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from numbers import Real
+
+from .. import c10d
+from ..errors import InvalidOptionError
+
+__all__ = ["BYPASS", "STRATEGY_NAMES", "Selection", "StrategyPolicy"]
+
+BYPASS = frozenset({"gloo", "mpi", "fake", "undefined"})
+"""Backends that hold no device memory worth releasing: never reloadable unless named."""
+
+STRATEGY_NAMES = ("auto", "recreate", "suspend")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which groups are made reloadable, and which of their backends are released.
+
+    Attributes:
+        backends: backend names to make reloadable; None means every backend that serves an
+            accelerator.
+        min_size: smallest number of members; smaller groups are returned as torch made them.
+        world: whether the default group is made reloadable too.
+    """
+
+    backends: frozenset[str] | None = None
+    min_size: int = 2
+    world: bool = True
+
+    @classmethod
+    def of(cls, backends: Iterable[str] | str | None, min_size: int, world: bool) -> Selection:
+        """Validate the options of ``install``.
+
+        Raises:
+            InvalidOptionError: an unknown backend, an empty set, ``min_size`` below 1, or a
+                ``world`` that is neither True nor False.
+        """
+        if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
+            raise InvalidOptionError(
+                f"install(min_size={min_size!r}): the smallest group is one rank; nothing was "
+                "installed. Pass an integer of 1 or more."
+            )
+        if not isinstance(world, bool):
+            raise InvalidOptionError(
+                f"install(world={world!r}): must be True or False; nothing was installed. Pass "
+                "False to leave the default group as torch makes it."
+            )
+        if backends is None:
+            return cls(None, min_size, world)
+        names = frozenset([backends] if isinstance(backends, str) else backends)
+        if not names:
+            raise InvalidOptionError(
+                "install(backends=()) would make no group reloadable; nothing was installed. "
+                "Pass None for every accelerator backend, or name at least one."
+            )
+        known = c10d.known_backends()
+        unknown = sorted(str(name) for name in names if str(name) not in known)
+        if unknown:
+            raise InvalidOptionError(
+                f"install(backends=...): unknown backend {', '.join(unknown)}; nothing was "
+                f"installed. Torch knows {', '.join(sorted(known))} here; register another with "
+                "torch.distributed.Backend.register_backend first."
+            )
+        return cls(frozenset(str(name) for name in names), min_size, world)
+
+    def selected(self, devices: Mapping[str, str], size: int) -> tuple[str, ...]:
+        """Return the device types whose backend is released; empty for a group to leave alone.
+
+        Args:
+            devices: backend by device type.
+            size: number of members.
+        """
+        if size < self.min_size:
+            return ()
+        names = self.backends
+        if names is None:
+            names = frozenset(
+                backend
+                for device, backend in devices.items()
+                if device != "cpu" and backend not in BYPASS
+            )
+        return tuple(device for device, backend in devices.items() if backend in names)
+
+    def bypass_reason(self, devices: Mapping[str, str], size: int, *, is_world: bool) -> str:
+        """Say why a group is left alone; empty if it is selected."""
+        if is_world and not self.world:
+            return "install(world=False)"
+        if size < self.min_size:
+            return f"{size} rank{'s' * (size != 1)}, fewer than min_size={self.min_size}"
+        if self.selected(devices, size):
+            return ""
+        backends = ", ".join(dict.fromkeys(devices.values()))
+        if self.backends is None:
+            return f"backend {backends} serves no accelerator"
+        return f"backend {backends} is not in backends={sorted(self.backends)}"
+
+
+@dataclass(frozen=True)
+class StrategyPolicy:
+    """How ``install`` is told to release communicators, where a name alone does not say enough.
+
+    ``recreate`` destroys communicators and builds them again: it gives back all they hold, and
+    works everywhere. ``suspend`` keeps them and asks the backend to give back their memory
+    (NCCL 2.29.7 and later): part of it stays. ``auto`` suspends a group where that is possible
+    and gives back enough, and recreates it otherwise.
+
+    Attributes:
+        name: ``recreate``, ``suspend`` or ``auto``.
+        min_share: for ``auto``: the least share of a communicator's memory that a suspend must
+            give back, from 0 to 1.
+        fallback: whether a group that cannot be suspended or resumed is recreated, on all ranks
+            alike. If not, the operation raises on all ranks. After a fall back ``auto`` does not
+            try again in this job, ``suspend`` does.
+        groups: other strategies for single groups: a pattern (``fnmatch``) of their description
+            or name, and a strategy. The first that matches counts. Equal on all ranks.
+    """
+
+    name: str = "recreate"
+    min_share: float = 0.8
+    fallback: bool = True
+    groups: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.groups, Mapping) or not all(
+            isinstance(pattern, str) for pattern in self.groups
+        ):
+            raise InvalidOptionError(
+                f"StrategyPolicy(groups={self.groups!r}): must map patterns to strategies; nothing "
+                "was installed."
+            )
+        object.__setattr__(self, "groups", dict(self.groups))  # the caller's may change
+        for name in (self.name, *self.groups.values()):
+            if not isinstance(name, str) or name not in STRATEGY_NAMES:
+                raise InvalidOptionError(
+                    f"strategy {name!r} is unknown; nothing was installed. Use one of: "
+                    f"{', '.join(STRATEGY_NAMES)}."
+                )
+        if not _is_number(self.min_share) or not 0 <= self.min_share <= 1:
+            raise InvalidOptionError(
+                f"StrategyPolicy(min_share={self.min_share!r}): must be a share from 0 to 1; "
+                "nothing was installed."
+            )
+        if not isinstance(self.fallback, bool):
+            raise InvalidOptionError(
+                f"StrategyPolicy(fallback={self.fallback!r}): must be True or False; nothing was "
+                "installed."
+            )
+
+    @classmethod
+    def of(cls, strategy: str | StrategyPolicy) -> StrategyPolicy:
+        """Return the policy that ``install(strategy=...)`` names.
+
+        Raises:
+            InvalidOptionError: there is no such strategy.
+        """
+        return strategy if isinstance(strategy, StrategyPolicy) else cls(strategy)
+
+    @property
+    def may_suspend(self) -> bool:
+        """Whether any group could be suspended: equal on all ranks with equal options."""
+        return any(name != "recreate" for name in (self.name, *self.groups.values()))
+
+    def wanted(self, name: str, desc: str) -> str:
+        """Return the strategy that the user wants for a group."""
+        for pattern, strategy in self.groups.items():
+            if fnmatchcase(desc, pattern) or fnmatchcase(name, pattern):
+                return strategy
+        return self.name
+
+    def __str__(self) -> str:
+        if self == StrategyPolicy(self.name):
+            return self.name
+        return (
+            f"{self.name} (min_share {self.min_share:g}, fallback {self.fallback}, "
+            f"groups {dict(self.groups)})"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -1,0 +1,224 @@
+"""Wrappers of torch's creating functions: each lets torch create, then puts a proxy in place.
+
+A group that is not selected, and the value that a non-member gets, are returned as torch made
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch.distributed import ProcessGroup
+
+from .. import c10d
+from .creation import WORLD_ORDER, Call, Construction, group_order, thread, verbatim
+from .proxy import ReloadableProcessGroup
+from .registry import registry
+
+__all__ = ["adopt_world", "wrappers"]
+
+Wrapped = Callable[..., Any]
+
+_UNCHANGED = frozenset({list, tuple, range, type(None)})
+"""Types of ``ranks`` that torch reads without changing them, and can be read again."""
+
+
+def wrappers() -> dict[str, Wrapped]:
+    """Return the wrappers that the installed torch needs, by the name of what they wrap."""
+    found: dict[str, Wrapped] = {
+        "new_group": _new_group,
+        "_new_group_with_tag": _new_group,  # torch's compiler creates its own groups with it
+        "split_group": _split_group,
+        "init_process_group": _init_process_group,
+    }
+    if c10d.batching_refuses_subclasses():
+        found["batch_isend_irecv"] = _batch_isend_irecv
+    return found
+
+
+def _new_group(wrapped: Wrapped, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if thread.verbatim:
+        return wrapped(*args, **kwargs)
+    ranks = args[0] if args else kwargs.get("ranks")
+    # Torch does not change a list, so nothing needs to be copied for a rank that is no member.
+    call = None if type(ranks) in _UNCHANGED else Call.capture(wrapped, args, kwargs)
+    thread.verbatim = True
+    try:
+        made = _create(wrapped, args, kwargs) if call is None else _create(call, (), {})
+    finally:
+        thread.verbatim = False
+    if c10d.is_non_member(made):
+        return made
+    return _adopt(call or Call.capture(wrapped, args, kwargs), made)
+
+
+def _split_group(wrapped: Wrapped, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if thread.verbatim:
+        return wrapped(*args, **kwargs)
+    call = Call.capture(wrapped, args, kwargs)
+    with verbatim():
+        made = call()
+    if c10d.is_non_member(made):
+        return made
+    # The replay needs no parent: the record must not keep one alive, nor WORLD's store with it.
+    return _adopt(call.replacing("parent_pg", None), made)
+
+
+def _init_process_group(
+    wrapped: Wrapped, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if thread.verbatim:
+        return wrapped(*args, **kwargs)
+    call = Call.capture(wrapped, args, kwargs)
+    with verbatim():
+        result = wrapped(*call.args, **call.kwargs)
+    adopt_world(call)
+    return result
+
+
+def _create(create: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let torch create the group; on its own where WORLD has no communicator to split from."""
+    world = c10d.world()
+    if not isinstance(world, ReloadableProcessGroup) or world.is_live:
+        return create(*args, **kwargs)
+    for value in (*args, *kwargs.values()):
+        c10d.forget_parent(value)
+    with c10d.Creation():
+        return create(*args, **kwargs)
+
+
+def _adopt(call: Call, made: Any) -> Any:
+    """Put a proxy in the place of a group that is selected."""
+    options = registry.options
+    if options is None or isinstance(made, ReloadableProcessGroup):
+        return made
+    group = cast(ProcessGroup, made)
+    devices, ranks = c10d.device_backends(group), c10d.ranks_of(group)
+    selected = options.selection.selected(devices, len(ranks))
+    if not selected:
+        return group
+    obstacle = _obstacle(group, len(ranks))
+    if obstacle:
+        registry.left_alone[group] = obstacle
+        return group
+    given = call.given
+    split = call.function.__name__ == "split_group"
+    pg_options = given.get("pg_options", given.get("backend_options"))
+    if pg_options is None and split:
+        pg_options = c10d.options_of(group, selected)  # torch copied the parent's
+    timeout = given.get("timeout")
+    if timeout is None and split:
+        timeout = next(iter(c10d.get_timeouts(group, selected).values()), None)
+    name = c10d.name_of(group)
+    construction = Construction(
+        call,
+        name,
+        ranks,
+        c10d.backend_of(group),
+        devices,
+        selected,
+        group_order(name),
+        group.rank(),
+        pg_options,
+        timeout,
+        str(group.group_desc),
+    )
+    # Torch has split the communicator by now; the options must not keep the parent alive.
+    c10d.forget_parent(pg_options)
+    return _install_proxy(group, construction)
+
+
+def _obstacle(group: ProcessGroup, size: int) -> str:
+    """Say why a selected group cannot be managed; empty if it can."""
+    try:
+        stated = group.size()
+    except Exception as error:  # written in Python, and not ready yet
+        return f"its size() raised {type(error).__name__} when it was created"
+    if stated != size:
+        return f"its size() is {stated}, and c10d has {size} ranks for it: it manages itself"
+    return ""
+
+
+def _install_proxy(group: ProcessGroup, construction: Construction) -> ReloadableProcessGroup:
+    proxy = ReloadableProcessGroup(group, construction)
+    c10d.take_place(group, proxy)
+    return proxy
+
+
+def adopt_world(call: Call | None) -> ReloadableProcessGroup | None:
+    """Make the default group reloadable if it is selected. Local, idempotent.
+
+    Args:
+        call: the captured ``init_process_group``; None when it ran before ``install``, in which
+            case what it was given is read from the live group.
+    """
+    options = registry.options
+    world = c10d.world()
+    if options is None or world is None or isinstance(world, ReloadableProcessGroup):
+        return None
+    devices, ranks = c10d.device_backends(world), c10d.ranks_of(world)
+    if options.selection.bypass_reason(devices, len(ranks), is_world=True):
+        return None
+    obstacle = _obstacle(world, len(ranks))
+    if obstacle:
+        registry.left_alone[world] = obstacle
+        return None
+    selected = options.selection.selected(devices, len(ranks))
+    backend = c10d.backend_of(world)
+    if call is None:
+        call = Call(c10d.original("init_process_group"), (), {})
+        pg_options = c10d.options_of(world, selected)
+        timeout = next(iter(c10d.get_timeouts(world, selected).values()), None)
+    else:
+        pg_options, timeout = call.given.get("pg_options"), call.given.get("timeout")
+    construction = Construction(
+        call,
+        c10d.name_of(world),
+        ranks,
+        backend,
+        devices,
+        selected,
+        WORLD_ORDER,
+        world.rank(),
+        pg_options,
+        timeout,
+        str(world.group_desc),
+    )
+    c10d.complete_ranks(world, tuple(devices))
+    proxy = _install_proxy(world, construction)
+    registry.job("init_process_group")  # its connection to the store is made meanwhile
+    return proxy
+
+
+# ---------------------------------------------------------------------------------------------
+# the one collective that torch judges by type
+
+
+def _batch_isend_irecv(
+    wrapped: Wrapped, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Coalesce a batch on a reloadable group as on a plain one.
+
+    Before torch 2.15 only ``type(group) is ProcessGroup`` coalesces. On a proxy each operation
+    would be issued alone, and two ranks that both send first wait for each other in NCCL. Pipeline
+    schedules (Megatron's, torch's own) go through it.
+    """
+    operations: Any = args[0] if args else kwargs.get("p2p_op_list")
+    if not _coalesces(operations):
+        return wrapped(*args, **kwargs)
+    return c10d.batch_coalesced(operations)
+
+
+def _coalesces(operations: Any) -> bool:
+    """Whether this is a sound batch on a live proxy whose backend coalesces."""
+    if not isinstance(operations, list) or not operations:
+        return False  # torch says what is wrong with it
+    group = getattr(operations[0], "group", None) or c10d.world()
+    if not isinstance(group, ReloadableProcessGroup):
+        return False
+    try:
+        c10d.check_batch(operations)
+    except Exception:
+        return False  # likewise
+    return bool(group._get_backend(operations[0].tensor.device).supports_coalescing)

@@ -1,0 +1,1 @@
+"""The lifecycle of a job's reloadable groups: install, offload, reload, and what they report."""

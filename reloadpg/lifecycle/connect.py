@@ -1,0 +1,67 @@
+"""Connection of rebuilt communicators before anybody needs them, and a check by value.
+
+NCCL connects a communicator in the first collective that uses it. After a reload that order
+depends on the data, and expert-parallel jobs deadlocked in it (miles#823); connecting all of
+them in the one order that all ranks share cannot. It costs a collective a group, so it is a choice.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+
+from ..c10d import devices
+from ..errors import InvalidOptionError, RebuildError
+from ..groups.proxy import ReloadableProcessGroup
+
+__all__ = ["Connect", "connect_group", "validate"]
+
+Connect = Literal["none", "eager", "canary"]
+
+
+def validate(connect: str) -> Connect:
+    """Return the value as one of the three.
+
+    Raises:
+        InvalidOptionError: it is none of them; nothing was changed.
+    """
+    for known in get_args(Connect):
+        if connect == known:
+            return known  # type: ignore[no-any-return]
+    raise InvalidOptionError(
+        f"reload(connect={connect!r}): unknown; nothing was changed. Use 'none', 'eager' (connect "
+        "every rebuilt communicator now) or 'canary' (and check a small all-reduce by value)."
+    )
+
+
+def connect_group(group: ReloadableProcessGroup, how: Connect) -> None:
+    """Run an all-reduce of two numbers over a live group; for ``canary`` check it by value.
+
+    Collective over the group, blocking until the device has done it.
+
+    Raises:
+        RebuildError: the canary's sum is wrong: the communicator is not what it should be.
+    """
+    device = _device(group)
+    rank, size = group.rank(), group.size()
+    tensor = torch.tensor([1, rank + 1], dtype=torch.int64, device=device)
+    group.allreduce([tensor]).wait()
+    devices.synchronize()
+    expected = [size, size * (size + 1) // 2]
+    if how == "canary" and tensor.tolist() != expected:
+        raise RebuildError(
+            f"canary on {group!r}: the ranks' sum is {tensor.tolist()} and should be {expected}. "
+            "The rebuilt communicator does not connect the right ranks, or corrupts data."
+        )
+
+
+def _device(group: ReloadableProcessGroup) -> torch.device:
+    """Return a device whose backend was rebuilt; the current one of its type."""
+    selected = group.construction.selected
+    index = devices.current_index()
+    if index is not None:
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and accelerator.type in selected:
+            return torch.device(accelerator.type, index)
+    return torch.device("cpu" if "cpu" in selected else selected[0])

@@ -1,0 +1,91 @@
+"""Offload: release the communicators of all reloadable groups of a job."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from functools import partial
+
+from ..c10d import devices
+from ..groups.proxy import GroupState
+from ..groups.registry import registry
+from .operation import Operation
+from .recovery import await_unfinished, end_early
+from .recreate import abort
+from .report import Report
+from .suspend import suspend
+
+__all__ = ["offload"]
+
+
+def offload(*, collect: bool = False) -> Report:
+    """Release the communicators of all reloadable groups of this job.
+
+    Collective over all ranks of the job; blocking, each wait bounded by the ``timeout`` given to
+    ``install``; idempotent (with everything offloaded already it only meets the other ranks).
+    When it returns, the memory is free on all ranks. Waits for this rank's accelerator work; call
+    it from one thread, with no collective in flight. The groups stay valid objects: queries
+    answer, collectives raise ``GroupOffloadedError`` until :func:`reload`. Gloo groups that
+    bypass, and the CPU side of mixed groups, go on working.
+
+    Before ``init_process_group`` and after ``destroy_process_group`` it does nothing.
+
+    If it fails before the first group is touched, everything stays as it was; if it fails later,
+    every group of the job is without a communicator and in state ``failed``, on all ranks alike,
+    and :func:`reload` rebuilds them all.
+
+    Args:
+        collect: also run a full garbage collection, for communicators that are held by cycles
+            in the caller's code. It costs tens to hundreds of milliseconds in a large process.
+
+    Returns:
+        What was done on this rank.
+
+    Raises:
+        NotInstalledError: ``install`` was not called.
+        DisagreementError: the ranks do not ask for the same; nothing was changed.
+        RendezvousTimeoutError: ranks are missing; it names them.
+        PeerFailedError: another rank failed; it names it.
+        ReleaseError: a group could not be released on this rank.
+    """
+    op = Operation("offload", sys._getframe())
+    try:
+        job = op.job
+        if job is None:
+            return op.report
+        await_unfinished(op)
+        live = [group for group in reversed(op.groups) if group.is_live]
+        proposals, subjects = op.strategy.propose(live)
+        op.strategy.decide(live, op.agree(proposals, subjects))
+        if live or not op.was_released:  # groups made while offloaded are released by another call
+            op.call(registry.callbacks.offload)
+            live = [group for group in live if group.is_live]  # a callback may destroy its own
+        with op.timed("device"):
+            op.do("quiesced", devices.synchronize, "synchronizing the accelerator")
+            if job.creation_stores is not None:  # so that the reload need not connect
+                op.do("quiesced", partial(job.creation_stores.get, 0), "connecting to the store")
+        op.barrier("quiesced")
+        # From here on groups are touched: the operation completes, or leaves them all failed.
+        recreated = [group for group in live if group.history.strategy == "recreate"]
+        kept = [group for group in live if group.history.strategy != "recreate"]
+        if op.may_suspend and op.each_or_fall_back("suspended", kept, suspend):
+            begun = time.perf_counter()
+            op.await_aborts("released", abort(kept, GroupState.OFFLOADED))
+            op.note_together(kept, begun)
+        op.each("released", recreated, op.releases.release)
+        if collect:
+            with op.timed("collect"):
+                gc.collect()
+        op.measure("released")
+        op.barrier("released")
+        suspended = [group for group in kept if group.history.strategy == "suspend"]
+        if suspended:
+            op.strategy.learn(suspended, *op.memory_change("device", "suspended"))
+        op.complete("" if live else "no live reloadable group")
+    except BaseException as error:
+        end_early(op, error)
+        raise
+    finally:
+        op.close()
+    return op.report

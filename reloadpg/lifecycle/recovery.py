@@ -1,0 +1,97 @@
+"""Recovery from an offload or reload that did not complete: all ranks end it alike."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+
+from ..groups.proxy import GroupState
+from ..groups.registry import Job, Unfinished
+from ..rendezvous.worker_thread import Wait
+from .operation import TOUCHING, Operation
+from .recreate import abort
+
+__all__ = ["await_unfinished", "end_early"]
+
+logger = logging.getLogger("reloadpg")
+
+_TRIES = 3
+"""How often a rank that is interrupted again tries to end an operation as the others do."""
+
+_ABORT_S = 2.0
+"""Seconds that a failed operation waits for its communicators to abort before it raises."""
+
+_UNFINISHED_S = 10.0
+"""Seconds that an operation waits for what an earlier one that failed is still destroying."""
+
+
+def end_early(op: Operation, error: BaseException) -> None:
+    """Make all ranks end an operation alike: complete, untouched, or failed. Local, bounded.
+
+    The error is told to the other ranks. Where the round ended decides what this rank does: it may
+    have been interrupted after the last rank had arrived at a barrier, so that the others are in
+    the next phase by now, or done.
+    """
+    job = op.job
+    if job is None or not op.opened:
+        return
+    # A second interrupt meanwhile only makes it try again: a rank that does not know how the round
+    # ended would leave its groups in another state than the others, for good.
+    for _ in range(_TRIES):
+        with suppress(BaseException):
+            op.round.fail(error)
+            break
+    phase = op.round.supposed_end
+    for _ in range(_TRIES):
+        with suppress(BaseException):
+            if phase is None:
+                op.complete()
+            elif phase in TOUCHING:
+                _give_up(op, job, error)
+            break
+    op.fail(error)
+
+
+def _give_up(op: Operation, job: Job, error: BaseException) -> None:
+    """Leave every group of the job failed: the other ranks do the same. Idempotent."""
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    job.released = True
+    if job.creation_stores is not None:
+        job.creation_stores = job.creation_stores.replaced()
+    # Some ranks had rebuilt a group and others had not yet: left at different generations, the
+    # ranks would disagree in every attempt to come.
+    for group, generation in op.generations.items():
+        group.generation = generation
+    creates = op.name == "reload"
+    while op.round.unfinished:
+        job.unfinished.append(Unfinished(op.doing, op.round.unfinished.pop(), creates))
+    aborts = abort(list(reversed(op.groups)), GroupState.FAILED, reason, op.releases)
+    job.unfinished += aborts  # before any wait: an interrupt here must not lose them
+    end = Wait(op.name, _ABORT_S)
+    for one in aborts:
+        one.task.wait(end.left)
+    for one in aborts:
+        if not one.task.ended:
+            logger.error("%s: after %g s, %s; its memory is not free", op.name, _ABORT_S, one)
+
+
+def await_unfinished(op: Operation) -> None:
+    """Wait for communicators that failed operations are still destroying. Bounded.
+
+    A call in C++ may never end, and must not keep the job from going on: the report then says that
+    its memory is not free.
+    """
+    job = op.job
+    if job is None:
+        return
+    job.unfinished = [one for one in job.unfinished if not one.task.ended]
+    destroying = [one for one in job.unfinished if not one.creates]
+    end = Wait(op.name, min(_UNFINISHED_S, op.round.seconds / 2))
+
+    def wait() -> None:
+        while end.left and any(not one.task.wait(min(0.2, end.left)) for one in destroying):
+            op.round.advance()  # bounded, so the other ranks may wait for it
+
+    if destroying:
+        names = ", ".join(dict.fromkeys(one.group for one in destroying))
+        op.do("enter", wait, f"waiting for communicators that are still being destroyed: {names}")

@@ -1,0 +1,189 @@
+"""Release of communicators by destroying them, and their rebuild by replaying their creation."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import ProcessGroup
+
+from .. import c10d
+from ..groups.creation import Construction
+from ..groups.proxy import GroupState, ReloadableProcessGroup
+from ..groups.registry import Unfinished
+from ..rendezvous.store_client import StorePool
+from ..rendezvous.worker_thread import Attempt, Task
+from .connect import Connect, connect_group
+from .suspend import communicators
+
+__all__ = ["Rebuilds", "Releases", "abort", "spent_keys"]
+
+
+@dataclass
+class Releases:
+    """The communicators that one offload destroys.
+
+    Attributes:
+        current: those being destroyed now, by group: if this hangs, they are aborted.
+        released: references to torch's objects of those that were.
+    """
+
+    current: dict[ReloadableProcessGroup, list[Any]] = field(default_factory=dict)
+    released: dict[str, weakref.ref[Any]] = field(default_factory=dict)
+
+    def release(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
+        """Destroy the communicator of a live group. Blocking; an action of an operation."""
+        with attempt as wanted:
+            if not wanted:
+                return
+            inner = group.detach()
+            parts = self.current[group] = _parts(inner, group.construction)
+        if group._has_hooks():
+            inner._wait_for_pending_works()
+        if group.construction.destroy is not None:
+            group.construction.destroy(inner)
+        else:
+            for part in parts:
+                part.shutdown()
+        self.current.pop(group, None)
+        if not group.construction.is_mixed:
+            self.released[repr(group)] = weakref.ref(inner)
+
+    def held(self) -> list[str]:
+        """List the groups whose objects, as torch made them, are still referenced. Local."""
+        return [name for name, inner in self.released.items() if inner() is not None]
+
+
+@dataclass
+class Rebuilds:
+    """The communicators that one reload creates.
+
+    Attributes:
+        world: the default group.
+        stores: store clients for the worker threads; None without peers.
+        generation: number of the new generation.
+        label: what no other reload on the same store has: no key of an attempt that failed, or of
+            a job that ended, is ever read by the next one.
+        connect: whether to connect the communicators too.
+    """
+
+    world: ProcessGroup
+    stores: StorePool | None
+    generation: int
+    label: str
+    connect: Connect = "none"
+
+    def prepare(self, groups: Sequence[ReloadableProcessGroup]) -> None:
+        """Note the names under which groups will have keys in the store. Local."""
+        for group in groups:
+            group.names_in_store.append(self._name(group))
+
+    def bring_back(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
+        """Make a group live, and connect it. Blocking, collective over its members; an action."""
+        if group.communicator is None:
+            self._rebuild(group, attempt, index)
+        if self.connect != "none" and not attempt.abandoned:
+            connect_group(group, self.connect)
+
+    def _rebuild(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
+        if attempt.abandoned:  # its name and its store client belong to an operation that is over
+            return
+        made = group.construction
+        store = self._store(index, made)
+        device: torch.device | None = group.bound_device_id
+        if device is not None and device.type not in made.devices:
+            device = None  # torch binds a split to the default group's device, whatever it serves
+        with c10d.NameFreed(group) if made.is_handed_over else nullcontext():
+            inner = made.replay(self._name(group), store, device)
+        if isinstance(inner, ReloadableProcessGroup) or inner is group.last_inner:
+            raise RuntimeError(
+                "its backend returned the object that was released: such a group manages itself; "
+                "leave it out with install(backends=...)"
+            )
+        with attempt as wanted:
+            if wanted:
+                group.attach(inner, self.generation)
+                group.history.strategy = "recreate"
+        if not wanted:
+            _discard(inner)
+
+    def _store(self, index: int, construction: Construction) -> Store:
+        """The store with which a worker thread creates a group. Blocking until connected."""
+        store = c10d.root_store(self.world) if self.stores is None else self.stores.get(index)
+        return (
+            store if construction.is_world else PrefixStore(f"{c10d.name_of(self.world)}/", store)
+        )
+
+    def _name(self, group: ReloadableProcessGroup) -> str:
+        return group.construction.name_of_generation(f"{self.generation}.{self.label}")
+
+
+def spent_keys(group: ReloadableProcessGroup, world: ProcessGroup) -> list[str]:
+    """List the keys in the job's store that nobody reads any more; each is listed once. Local.
+
+    Asked before a rebuild, when all members have left the generations before.
+    """
+    names, group.names_in_store = group.names_in_store, []
+    made = group.construction
+    under = "" if made.is_world else f"{c10d.name_of(world)}//"
+    return [
+        under + key
+        for name in names
+        for key in c10d.rendezvous_keys(name, made.selected, made.rank)
+    ]
+
+
+def abort(
+    groups: Sequence[ReloadableProcessGroup],
+    state: GroupState,
+    reason: str = "",
+    releases: Releases | None = None,
+) -> list[Unfinished]:
+    """Leave groups without communicators, waiting for no other rank. Local, at once.
+
+    All groups are marked first. Their communicators, and those that an offload was destroying,
+    are then aborted, each in a thread: an abort can hang beside one that is stuck, and several
+    aborts of one job one after the other have hung (pytorch#119797, #150690).
+
+    Returns:
+        The aborts that are going on.
+    """
+    ended: list[tuple[str, list[Any]]] = []
+    for group in groups:
+        if group.state is GroupState.DESTROYED:
+            continue
+        if group.communicator is not None:
+            shown = repr(group)
+            inner = group.detach(state, reason)
+            ended.append((shown, _parts(inner, group.construction)))
+        elif state is GroupState.FAILED:
+            group.fail(reason)
+    if releases is not None:
+        ended += [(repr(group), parts) for group, parts in releases.current.items()]
+    return [
+        Unfinished(shown, Task(lambda parts=parts: _abort(parts), "abort"))  # type: ignore[misc]
+        for shown, parts in ended
+    ]
+
+
+def _abort(parts: Sequence[Any]) -> None:
+    for part in parts:
+        with suppress(RuntimeError):
+            part.abort()
+
+
+def _discard(inner: ProcessGroup) -> None:
+    """Destroy a group that nobody has seen yet, waiting for nobody. Local."""
+    c10d.evict(inner)
+    with suppress(RuntimeError):
+        inner.abort()
+
+
+def _parts(inner: ProcessGroup, construction: Construction) -> list[Any]:
+    """What of a live group is released: the whole, or of a mixed one the selected backends."""
+    return communicators(inner, construction) if construction.is_mixed else [inner]

@@ -1,0 +1,319 @@
+"""Reports of operations and the status of a process: plain values, printable, JSON-able."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..errors import table
+
+__all__ = ["GroupReport", "GroupStatus", "Report", "Span", "Status"]
+
+_NOT_OURS = frozenset({"callbacks", "collect", "device", "groups", "store"})
+"""Phases of what communicators, devices, the network or the caller's code take."""
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """One group's part in an operation.
+
+    Attributes:
+        name: its ``group_name``.
+        desc: its ``group_desc``.
+        backend: the backend string that it was created with.
+        size: number of members.
+        strategy: how it was released or brought back: ``recreate``, ``suspend``, or ``skip`` for
+            a communicator that was never used, so that nothing was there to suspend.
+        ms: wall time in milliseconds.
+        start_ms: when its part began, in milliseconds since the start of the operation.
+        reason: why this strategy, where there was a choice.
+        bytes: what its communicator held by its own account when it was released; None if the
+            backend gives none.
+    """
+
+    name: str
+    desc: str
+    backend: str
+    size: int
+    strategy: str
+    ms: float
+    start_ms: float = 0.0
+    reason: str = ""
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """A phase of an operation: name, start (since the operation's own) and length, in ms."""
+
+    name: str
+    start_ms: float
+    ms: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one call of ``offload`` or ``reload`` did on this rank.
+
+    Attributes:
+        operation: ``offload`` or ``reload``.
+        changed: False if there was nothing to do.
+        generation: number of completed reloads of the job.
+        groups: the groups that were released or rebuilt, in the order in which it was done.
+        spans: phases and waits in the order in which they ended; ``wait.*`` is time spent
+            waiting for other ranks.
+        total_ms: wall time of the whole call, in milliseconds.
+        note: why nothing was done, where nothing was.
+        memory: bytes in use by moment (``before``, each phase, ``after``) and source; see
+            ``reloadpg.memory``. The first source is the one that ``released_bytes`` is taken from.
+        warnings: what keeps memory from coming back, in words.
+        error: the error that the call raised; empty if it raised none.
+        started_at: Unix time at the call, in seconds.
+        rank: this process's rank in the default group, None without one.
+        world_size: number of ranks, None without a default group.
+        unfinished: what operations that failed have left running, in words: communicators that
+            are still being destroyed, or created; what they hold is not free.
+    """
+
+    operation: str
+    changed: bool
+    generation: int
+    groups: tuple[GroupReport, ...] = ()
+    spans: tuple[Span, ...] = ()
+    total_ms: float = 0.0
+    note: str = ""
+    memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    error: str = ""
+    started_at: float = 0.0
+    rank: int | None = None
+    world_size: int | None = None
+    unfinished: tuple[str, ...] = ()
+
+    @property
+    def phases_ms(self) -> dict[str, float]:
+        """Wall time by phase, in milliseconds."""
+        phases: dict[str, float] = {}
+        for span in self.spans:
+            phases[span.name] = phases.get(span.name, 0.0) + span.ms
+        return phases
+
+    @property
+    def overhead_ms(self) -> float:
+        """The library's own share: total less groups, devices, store and waiting. Milliseconds."""
+        outside = sum(
+            span.ms
+            for span in self.spans
+            if span.name.startswith("wait.") or span.name in _NOT_OURS
+        )
+        return self.total_ms - outside
+
+    @property
+    def memory_source(self) -> str:
+        """Where ``released_bytes`` and ``restored_bytes`` come from; empty if nothing says it."""
+        return next(iter(self.memory.get("before", ())), "")
+
+    @property
+    def released_bytes(self) -> int | None:
+        """Bytes that came back on this rank; None for a reload, or if nothing measures them."""
+        return self._change() if self.operation == "offload" else None
+
+    @property
+    def restored_bytes(self) -> int | None:
+        """Bytes that the reload took on this rank; None for an offload, or if nothing measures
+        them. Communicators that connect at their first use take theirs later.
+        """
+        change = self._change() if self.operation == "reload" else None
+        return None if change is None else -change
+
+    def _change(self) -> int | None:
+        source = self.memory_source
+        before, after = self.memory.get("before", {}), self.memory.get("after", {})
+        return before[source] - after[source] if source and source in after else None
+
+    @property
+    def skipped(self) -> tuple[GroupReport, ...]:
+        """The groups whose communicators were never used, so that nothing was done to them."""
+        return tuple(group for group in self.groups if group.strategy == "skip")
+
+    def to_dict(self) -> dict[str, float | int | str | bool]:
+        """Scalars under flat names (``offload/total_ms``), as loggers of metrics take them.
+
+        Everything is in :meth:`details`.
+        """
+        strategies = [group.strategy for group in self.groups]
+        values: dict[str, float | int | str | bool | None] = {
+            "total_ms": self.total_ms,
+            "overhead_ms": self.overhead_ms,
+            "groups": len(self.groups),
+            "groups_ms": sum(group.ms for group in self.groups),
+            "slowest_group_ms": max((group.ms for group in self.groups), default=0.0),
+            **{f"groups_{name}": strategies.count(name) for name in dict.fromkeys(strategies)},
+            **{f"{name}_ms": ms for name, ms in self.phases_ms.items()},
+            "released_bytes": self.released_bytes,
+            "restored_bytes": self.restored_bytes,
+            "warnings": len(self.warnings),
+            "changed": self.changed,
+            "failed": bool(self.error),
+            "generation": self.generation,
+        }
+        return {f"{self.operation}/{k}": v for k, v in values.items() if v is not None}
+
+    def details(self) -> dict[str, Any]:
+        """All values, nested, with plain types only."""
+        return {
+            **asdict(self),
+            "memory": {moment: dict(by_source) for moment, by_source in self.memory.items()},
+            "phases_ms": self.phases_ms,
+            "overhead_ms": self.overhead_ms,
+            "memory_source": self.memory_source,
+            "released_bytes": self.released_bytes,
+            "restored_bytes": self.restored_bytes,
+        }
+
+    def to_json(self) -> str:
+        """:meth:`details` as JSON."""
+        return json.dumps(self.details())
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"{self.operation}: failed after {self.total_ms:.1f} ms: {self.error}"
+        if not self.changed:
+            return f"{self.operation}: nothing to do ({self.note or 'already so'})"
+        moved = self.released_bytes if self.operation == "offload" else self.restored_bytes
+        memory = ""
+        if moved is not None:
+            verb = "released" if self.operation == "offload" else "restored"
+            memory = f", {moved / 2**20:.1f} MiB {verb} ({self.memory_source})"
+        return (
+            f"{self.operation}: {len(self.groups)} groups in {self.total_ms:.1f} ms{memory}, "
+            f"generation {self.generation}"
+        )
+
+
+@dataclass(frozen=True)
+class GroupStatus:
+    """How one reloadable group stands.
+
+    Attributes:
+        name: its ``group_name``.
+        desc: its ``group_desc``.
+        ranks: global ranks of its members.
+        backend: the backend string that it was created with.
+        state: ``live``, ``offloaded`` or ``failed``.
+        generation: the job's count of reloads when its communicator was built.
+        timeout_s: its current timeout in seconds; None if its backend has none.
+        last_error: why it failed; empty if it did not.
+        strategy: how it was last released; empty if it never was.
+        memory_bytes: what its communicator holds by its own account; None if its backend gives
+            none.
+        cycles: how often it was offloaded.
+        last_offload_ms, last_reload_ms: its part in the last of each; None before the first.
+    """
+
+    name: str
+    desc: str
+    ranks: tuple[int, ...]
+    backend: str
+    state: str
+    generation: int
+    timeout_s: float | None
+    last_error: str = ""
+    strategy: str = ""
+    memory_bytes: int | None = None
+    cycles: int = 0
+    last_offload_ms: float | None = None
+    last_reload_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Status:
+    """How this process stands; see :func:`reloadpg.status`.
+
+    Attributes:
+        installed: whether the patches are in place.
+        initialized: whether a default group exists.
+        rank: this process's rank in the default group, None before it exists.
+        world_size: number of ranks, None before the default group exists.
+        state: ``live``, ``offloaded`` or ``failed``: the worst of the groups'.
+        generation: number of completed reloads.
+        cycles: number of completed offloads.
+        options: what ``install`` was given.
+        groups: the reloadable groups, WORLD first.
+        bypassed: number of groups that torch knows and this library leaves alone.
+        memory: bytes in use now by source; see ``reloadpg.memory``.
+        foreign: patched names that somebody else has changed since, with what they hold.
+        last_error: the error that the last operation raised; empty if it raised none.
+        unmanaged: by name, the groups that the options of ``install`` select and that are not
+            reloadable, with the reason: they keep their communicators.
+        unfinished: as in :class:`Report`.
+    """
+
+    installed: bool
+    initialized: bool
+    rank: int | None
+    world_size: int | None
+    state: str
+    generation: int
+    cycles: int
+    options: Mapping[str, Any]
+    groups: tuple[GroupStatus, ...]
+    bypassed: int
+    memory: Mapping[str, int] = field(default_factory=dict)
+    foreign: tuple[str, ...] = ()
+    last_error: str = ""
+    unmanaged: Mapping[str, str] = field(default_factory=dict)
+    unfinished: tuple[str, ...] = ()
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What the live communicators hold by their own account; None if none gives one."""
+        known = [g.memory_bytes for g in self.groups if g.memory_bytes is not None]
+        return sum(known) if known else None
+
+    @property
+    def slowest_group(self) -> str:
+        """Name of the group that took longest in the last offload and reload; empty before."""
+        slowest = max(self.groups, key=_last_ms, default=None)
+        return slowest.name if slowest is not None and _last_ms(slowest) else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values, nested, with plain types only."""
+        return {
+            **asdict(self),
+            "options": dict(self.options),
+            "memory": dict(self.memory),
+            "unmanaged": dict(self.unmanaged),
+            "memory_bytes": self.memory_bytes,
+            "slowest_group": self.slowest_group,
+        }
+
+    details = to_dict
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
+
+    def __str__(self) -> str:
+        head = (
+            f"reloadpg: {'installed' if self.installed else 'not installed'}, "
+            f"{'rank ' + str(self.rank) if self.initialized else 'not initialized'}, "
+            f"{self.state}, generation {self.generation}, {len(self.groups)} reloadable groups, "
+            f"{self.bypassed} bypassed"
+        )
+        lines = [head]
+        if self.last_error:
+            lines.append(f"last error: {self.last_error}")
+        lines += self.unfinished
+        lines += [f"not reloadable: group {n!r}: {reason}" for n, reason in self.unmanaged.items()]
+        rows = [
+            (g.name, g.desc, len(g.ranks), g.backend, g.state, g.generation, g.timeout_s)
+            for g in self.groups
+        ]
+        header = ("name", "desc", "size", "backend", "state", "generation", "timeout s")
+        return "\n".join([*lines, table(header, rows)] if rows else lines)
+
+
+def _last_ms(group: GroupStatus) -> float:
+    return (group.last_offload_ms or 0.0) + (group.last_reload_ms or 0.0)

@@ -1,0 +1,73 @@
+"""Suspending and resuming of communicators: they are kept, and the backend gives back memory.
+
+Collective over a communicator's members, without a bound inside the backend. What a suspend
+leaves: NVLS and NET buffers, and the accelerator's context. One that was never used has nothing
+to suspend; it is only refused to its users meanwhile ("skip").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from .. import c10d
+from ..errors import InsufficientMemoryError
+from ..groups.creation import Construction
+from ..groups.proxy import ReloadableProcessGroup
+from ..rendezvous.worker_thread import Attempt
+from . import memory
+
+__all__ = ["check_room", "communicators", "resume", "suspend"]
+
+
+def communicators(inner: ProcessGroup, construction: Construction) -> list[Any]:
+    """List the backend objects of a group that are released, each once."""
+    backends = c10d.live_backends(inner, construction.selected)
+    return list({id(backend): backend for backend in backends.values()}.values())
+
+
+def suspend(group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
+    """Suspend a live group. Blocking, collective over its members; an operation's action."""
+    with attempt as wanted:
+        if not wanted:
+            return
+        inner = group.suspend()
+    if group.history.strategy == "suspend":
+        for backend in communicators(inner, group.construction):
+            backend.suspend()
+
+
+def resume(group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
+    """Resume a suspended group. Blocking, collective over its members; an operation's action."""
+    if attempt.abandoned:
+        return
+    if group.history.strategy == "suspend":
+        for backend in communicators(group.communicator, group.construction):
+            backend.resume()
+    with attempt as wanted:
+        if wanted:
+            group.resume()
+
+
+def check_room(groups: Sequence[ReloadableProcessGroup], rank: int) -> None:
+    """Find out whether this rank has room for what its suspended communicators gave back.
+
+    A resume that runs out of memory returns on one rank and leaves its peers hanging.
+
+    Raises:
+        InsufficientMemoryError: it has not; nothing was touched.
+    """
+    suspended = [group for group in groups if group.history.strategy == "suspend"]
+    needed = sum(group.history.suspended_bytes for group in suspended)
+    known = memory.free_bytes()
+    if known is None or known[0] >= needed:
+        return
+    free, source = known
+    raise InsufficientMemoryError(
+        f"reload: rank {rank} has {free / 2**20:.0f} MiB free ({source}) and needs "
+        f"{needed / 2**20:.0f} MiB to resume {len(suspended)} suspended groups. No communicator "
+        "was resumed on any rank; they stay offloaded. Free memory there, then call reload() "
+        "again on all ranks."
+    )

@@ -1,0 +1,169 @@
+"""The outcome of a barrier, as all ranks read it, and the error that each of them raises for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ..errors import (
+    DisagreementError,
+    PeerFailedError,
+    ReloadpgError,
+    RendezvousTimeoutError,
+    format_ranks,
+)
+
+__all__ = ["Outcome", "store_lost", "store_silent"]
+
+TIMEOUT_SETTING = {"offload": "install(timeout=...)", "reload": "install(timeout=...)"}
+"""The setting that bounds an operation, by its name; others are given their bound by the call."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a barrier ended. Written to the store once, by the rank that knows it first.
+
+    Attributes:
+        kind: ``ok``; ``fall_back`` (a communicator could not be suspended or resumed: all ranks
+            go on, and recreate); ``failed``, ``timeout`` or ``disagree``.
+        rank: the rank that failed, or that reached its bound.
+        text: why it failed, or in what the ranks differ.
+        missing: ranks that gave no sign of life before the bound.
+        stuck: ranks that were here and did not finish their own part before the bound.
+        silent: ranks that did not answer when a failure was announced.
+        doing: what the first of ``stuck`` was working at.
+        proposed: whether a rank has made a proposal.
+    """
+
+    kind: str
+    rank: int = -1
+    text: str = ""
+    missing: tuple[int, ...] = ()
+    stuck: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
+    doing: str = ""
+    proposed: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether all ranks arrived."""
+        return self.kind == "ok"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the round goes on to its next barrier."""
+        return self.kind in ("ok", "fall_back")
+
+    def to_json(self) -> str:
+        given = {f.name for f in fields(self) if getattr(self, f.name) != f.default}
+        return json.dumps({name: value for name, value in asdict(self).items() if name in given})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Outcome:
+        values: dict[str, Any] = json.loads(text)
+        given: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**given)
+
+    def error(
+        self, operation: str, phase: str, *, seconds: float, rank: int, size: int
+    ) -> ReloadpgError:
+        """Build the error that ``rank`` raises for an outcome that ends the round. Pure."""
+        if self.kind == "disagree":
+            return DisagreementError(
+                f"{operation}: the ranks do not agree: {self.text}. Nothing was changed on any "
+                "rank. Make the ranks call the same operation on the same groups, then call it "
+                "again."
+            )
+        if self.kind == "failed":
+            return PeerFailedError(
+                f"{operation}: rank {self.rank} failed before phase {phase!r}: {self.text}"
+                f"{self.silence()}\nSee reloadpg.status(); {self._remedy(operation)}.",
+                rank=self.rank,
+                phase=phase,
+                missing=self.silent,
+            )
+        return self._timeout(operation, phase, seconds, rank, size)
+
+    def silence(self) -> str:
+        """Say which ranks gave no sign of life after the failure; empty if all did."""
+        if not self.silent:
+            return ""
+        return (
+            f"\nNo sign of life since then from rank {format_ranks(self.silent)}: ended, cut off, "
+            "or busy."
+        )
+
+    def _remedy(self, operation: str) -> str:
+        if self.silent:
+            return (
+                f"if rank {format_ranks(self.silent)} has ended, restart the job; otherwise "
+                f"{_next_step(operation)}"
+            )
+        return f"once the cause on rank {self.rank} is removed, {_next_step(operation)}"
+
+    def _timeout(
+        self, operation: str, phase: str, seconds: float, rank: int, size: int
+    ) -> RendezvousTimeoutError:
+        arrived = size - len(self.missing) - len(self.stuck)
+        text = (
+            f"{operation}: rank {self.rank} waited {seconds:g} s without progress in phase "
+            f"{phase!r}; {arrived} of {size} ranks arrived"
+        )
+        if self.missing:
+            text += f", missing: rank {format_ranks(self.missing)}"
+        text += "."
+        if self.stuck:
+            text += f" Rank {format_ranks(self.stuck)} did not finish its own part"
+            text += f"; rank {self.stuck[0]} was at: {self.doing}." if self.doing else "."
+            if size > 1:
+                text += (
+                    " A peer that never joined, a buffer of another library that still uses the "
+                    "communicator, or a CUDA graph that captured its collectives does this."
+                )
+        if rank in self.missing:
+            text += " This rank came too late."
+        steps = f" Find out what holds them up, then {_next_step(operation)}"
+        if self.missing:
+            steps += f"; if rank {format_ranks(self.missing)} has ended, restart the job"
+        name = operation.split()[0]
+        if name in TIMEOUT_SETTING:
+            steps += f"; if they only need longer, raise {TIMEOUT_SETTING[name]}"
+        return RendezvousTimeoutError(
+            f"{text}{steps}.",
+            phase=phase,
+            seconds=seconds,
+            arrived=arrived,
+            missing=self.missing,
+        )
+
+
+def store_silent(
+    operation: str, phase: str, *, seconds: float, rank: int, size: int
+) -> RendezvousTimeoutError:
+    """Build the error of a rank to whom the store did not answer. Pure."""
+    unknown = tuple(other for other in range(size) if other != rank)
+    return RendezvousTimeoutError(
+        f"{operation}: rank {rank} waited {seconds:g} s in phase {phase!r}, and the rendezvous "
+        f"store does not answer: whether rank {format_ranks(unknown)} arrived is unknown. Its "
+        "server, usually in rank 0's process or the launcher's agent, is gone or cut off: restart "
+        "the job.",
+        phase=phase,
+        seconds=seconds,
+        arrived=1,
+        unknown=unknown,
+    )
+
+
+def store_lost(operation: str, phase: str, cause: Exception) -> ReloadpgError:
+    """Build the error of a rank whose store has ended. Pure."""
+    return ReloadpgError(
+        f"{operation}, phase {phase!r}: the rendezvous store is lost: {cause}. Its server, usually "
+        "in rank 0's process or the launcher's agent, has ended: restart the job."
+    )
+
+
+def _next_step(operation: str) -> str:
+    if operation == "exit":  # of a scope: this rank's groups are aborted when it has raised
+        return "restart the job: its process groups are aborted"
+    return f"call {operation.split()[0]}() again on all ranks"

@@ -1,0 +1,157 @@
+"""The plan of a rank for one operation: a value that ranks compare by a sum, then in words."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import format_ranks
+
+__all__ = ["GroupPlan", "Plan", "Proposal", "first_difference"]
+
+
+class Proposal(NamedTuple):
+    """What a rank proposes on a subject, for the ranks that look the subject up.
+
+    Attributes:
+        subject: what it is about, in words that the other ranks know.
+        text: the proposal. Of several ranks' on one subject one is read, the same by all.
+        yields: whether one that does not yield is read instead.
+    """
+
+    subject: str
+    text: str
+    yields: bool = False
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """What one member is about to do with one group.
+
+    Attributes:
+        name: its name; the parts of a split can have one name.
+        members: global ranks.
+        generation: the reload that built its communicator.
+        strategy: how it is to be released or brought back.
+        digest: 40 bits over what else all members must have alike.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    generation: int
+    strategy: str
+    digest: int
+
+    def difference(self, other: GroupPlan) -> str:
+        """Return the first difference in words; empty if there is none."""
+        for field_name in ("members", "generation", "strategy", "digest"):
+            mine, theirs = getattr(self, field_name), getattr(other, field_name)
+            if mine != theirs:
+                if field_name == "digest":
+                    return "different backends or order of creation"
+                return f"{field_name} {_shown(mine)} against {_shown(theirs)}"
+        return ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank is about to do in a round.
+
+    Attributes:
+        operation: ``offload`` or ``reload``.
+        settings: what all ranks of the job must have alike, by name.
+        groups: what only a group's members must have alike.
+    """
+
+    operation: str
+    settings: Mapping[str, str]
+    groups: tuple[GroupPlan, ...] = ()
+
+    def contribution(self, rank: int, size: int) -> int:
+        """Return this rank's summand: over all ranks the sum is zero exactly if all plans agree.
+
+        For each group the first member subtracts what the others add. Digests have 40 bits, so
+        for 2^14 ranks and 2^7 groups the sum stays inside the store's 64-bit integers, and a
+        difference goes unnoticed with a chance of about 10^-12.
+        """
+        total = _share(self._job_digest(), range(size), rank)
+        for group in self.groups:
+            text = f"{group.digest}:{group.name}:{group.generation}:{group.strategy}"
+            total += _share(_digest(text), group.members, rank)
+        return total
+
+    def _job_digest(self) -> int:
+        return _digest(json.dumps([self.operation, sorted(self.settings.items())]))
+
+    def to_json(self) -> str:
+        groups = [[g.name, g.members, g.generation, g.strategy, g.digest] for g in self.groups]
+        return json.dumps([self.operation, dict(self.settings), groups])
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        operation, settings, groups = json.loads(text)
+        return cls(
+            operation,
+            settings,
+            tuple(GroupPlan(n, tuple(m), int(g), s, int(d)) for n, m, g, s, d in groups),
+        )
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
+
+
+def _share(digest: int, members: Sequence[int], rank: int) -> int:
+    return -digest * (len(members) - 1) if rank == members[0] else digest
+
+
+def _shown(value: object) -> str:
+    return f"[{format_ranks(value)}]" if isinstance(value, tuple) else str(value)
+
+
+def _key(group: GroupPlan) -> tuple[str, int]:
+    return group.name, group.members[0]
+
+
+def first_difference(plans: Mapping[int, Plan]) -> str:
+    """Find the first thing in which plans differ, with ranks and values. Pure.
+
+    Args:
+        plans: by rank.
+    """
+    ranks = sorted(plans)
+    first = plans[ranks[0]]
+    for rank in ranks[1:]:
+        plan = plans[rank]
+        if plan.operation != first.operation:
+            return (
+                f"rank {ranks[0]} calls {first.operation}() and rank {rank} calls "
+                f"{plan.operation}()"
+            )
+        for name in sorted({*first.settings, *plan.settings}):
+            mine, theirs = first.settings.get(name), plan.settings.get(name)
+            if mine != theirs:
+                return f"{name} is {mine} on rank {ranks[0]} and {theirs} on rank {rank}"
+    seen: dict[tuple[str, int], tuple[int, GroupPlan]] = {}
+    for rank in ranks:
+        for group in plans[rank].groups:
+            holder = seen.setdefault(_key(group), (rank, group))
+            difference = holder[1].difference(group)
+            if difference:
+                return f"group {group.name!r}: {difference} (rank {holder[0]} against rank {rank})"
+    for key, (holder_rank, group) in seen.items():
+        lacking = [
+            rank
+            for rank in group.members
+            if rank in plans and all(_key(g) != key for g in plans[rank].groups)
+        ]
+        if lacking:
+            return (
+                f"group {group.name!r} of ranks [{format_ranks(group.members)}] exists on rank "
+                f"{holder_rank} and not on rank {format_ranks(lacking)} (destroyed there, or "
+                "created before install)"
+            )
+    return "the plans differ, in nothing that they list"

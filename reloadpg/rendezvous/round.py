@@ -1,0 +1,526 @@
+"""Rounds: a lifecycle operation as a sequence of barriers that all ranks reach together.
+
+A barrier has one outcome, written to the store once and read by all ranks, so all ranks of a round
+end it alike:
+
+* ``ok``: all ranks arrived, and, where they were to agree, have equal plans.
+* ``fall_back``: a rank could not suspend or resume a communicator. All ranks go on in this round
+  and recreate these communicators instead.
+* ``failed``: a rank cannot go on and wrote why. The others do not wait for it; they answer a roll
+  call, so that a rank whose death made the first one fail is named too.
+* ``timeout``: a rank waited for the bound without progress anywhere. The outcome names the ranks
+  that are missing; a rank that arrives later reads the same outcome at once.
+* ``disagree``: the ranks asked for different things; the outcome says what the first is.
+
+The bound is on waiting, not on working: whenever a rank has released or rebuilt a group it counts
+that on the store, and every rank that sees the count change starts its bound again.
+
+A rank that is interrupted just as the last rank arrives does not know how the barrier ended until
+it tries to write its failure: the outcome that stands says it, see :meth:`Round.fail`.
+
+A barrier costs each rank five short store operations, whatever the number of ranks. Agreement adds
+one: each group's members add numbers whose sum is zero exactly if all of them describe the group
+alike; plans are exchanged in full only after that sum has shown a difference. A proposal is kept
+under its subject for the ranks that look it up, which they do only if some rank made one.
+
+When all ranks are at a barrier, all have read the outcome of the one before, and its keys are
+deleted (each rank its own, rank 0 the shared ones).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import ProcessGroup
+
+from .. import c10d
+from ..errors import PeerFailedError, ReloadpgError, RendezvousTimeoutError
+from .barrier import Barrier, Keys
+from .outcome import Outcome, store_lost, store_silent
+from .plan import Plan, Proposal
+from .store_client import GRACE_S, StoreClient, StoreLost, StoreSilent
+from .worker_thread import Attempt, Task, Wait, logger
+
+__all__ = ["Rendezvous", "Round"]
+
+T = TypeVar("T")
+
+_NEXT_S = 0.2
+"""Seconds in which a rank that was late looks whether the others call again at this moment."""
+
+_TELL_S = 5.0
+"""Seconds in which a rank that fails tries to tell the others."""
+
+
+class Rendezvous:
+    """The place on the store where the ranks of a job, or of a group, find each other.
+
+    Args:
+        root: the store; None for a rank that has no peers.
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, root: Store | None, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._keys = Keys()
+        self._root = root
+        self._client = StoreClient(root) if root is not None else None
+        self._instance: int | None = None
+        self._counting = threading.Lock()
+        self._sequence = 0
+
+    @classmethod
+    def of_world(cls, world: ProcessGroup) -> Rendezvous:
+        """Return the rendezvous of the job that ``world`` is the default group of. Local."""
+        root = c10d.root_store(world) if c10d.has_peers() else None
+        rendezvous = cls(root, world.rank(), world.size())
+        if rendezvous._client is not None:
+            # Counted by all ranks alike: the first operation may be one that only some call.
+            rendezvous._client.connect_ahead(rendezvous._own_keys)
+        return rendezvous
+
+    @property
+    def instance(self) -> int:
+        """Number of this job among those on its store, equal on all ranks; 0 before they met."""
+        return self._instance or 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank has no peers."""
+        return self._client is None
+
+    def is_host(self) -> bool:
+        """Whether the store's server is in this process. Local."""
+        return self._root is not None and c10d.is_store_host(self._root, self.rank)
+
+    def open(self, operation: str, phases: Sequence[str], seconds: float) -> Round:
+        """Begin a round. Local; all ranks must open their rounds in the same order.
+
+        Args:
+            operation: its name, for messages.
+            phases: its barriers, in order.
+            seconds: how long to wait for a rank that makes no progress.
+        """
+        self._sequence += 1
+        return Round(self, operation, self._sequence, phases, seconds)
+
+    def skip(self, sequence: int) -> int:
+        """Count a round that the others have ended without this rank; the number of the next."""
+        self._sequence = max(self._sequence, sequence + 1)
+        return sequence + 1
+
+    def barrier(self, name: str) -> Barrier:
+        """Return a barrier of that name for this rank."""
+        return Barrier(name, self._keys, self.rank, self.size, self.is_host)
+
+    def ask(self, question: Callable[[Store], T], wait: Wait) -> T:
+        """Ask this rendezvous' own part of the store; see :meth:`StoreClient.ask`."""
+        return self.ask_root(lambda root: question(self._own_keys(root)), wait)
+
+    def ask_root(self, question: Callable[[Store], T], wait: Wait) -> T:
+        """Ask the whole store; see :meth:`StoreClient.ask`."""
+        if self._client is None:
+            raise ReloadpgError(f"{wait.what}: this rank has no peers and no store")
+        return self._client.ask(question, wait)
+
+    def _own_keys(self, root: Store) -> Store:
+        # A second job on the same store gets keys of its own: each rank counts its jobs there.
+        with self._counting:
+            if self._instance is None:
+                self._instance = root.add(f"reloadpg/instance/{self.rank}", 1)
+        return PrefixStore(f"reloadpg/{self._instance}", root)
+
+
+class Round:
+    """One operation on this rank: the barriers that it still has to reach, in order.
+
+    Attributes:
+        operation: its name, for messages.
+        sequence: number of the round, equal on all ranks.
+        seconds: the bound of each wait.
+        waited_ms: time spent waiting for other ranks, by phase.
+        wait: the wait that is going on, or None.
+        unfinished: the tasks of abandoned work that had not ended when it was abandoned.
+        store_failed: whether the store has failed this round.
+        outcome: the outcome that ended the round early; None before that.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        operation: str,
+        sequence: int,
+        phases: Sequence[str],
+        seconds: float,
+    ) -> None:
+        self.operation = operation
+        self.sequence = sequence
+        self.seconds = seconds
+        self.waited_ms: dict[str, float] = {}
+        self.wait: Wait | None = None
+        self.unfinished: list[Task[object]] = []
+        self.store_failed = False
+        self.outcome: Outcome | None = None
+        self._rendezvous = rendezvous
+        self._phases = list(phases)  # still to pass
+        self._barriers: dict[str, Barrier] = {}
+        self._arrived = ""  # the last phase at which this rank may have been counted
+        self._ended: str | None = None  # the phase whose outcome ended the round
+        self._advanced = 0
+
+    @property
+    def label(self) -> str:
+        """What no other round on the same store has, of this job or of one before it."""
+        return f"{self._rendezvous.instance}.{self.sequence}"
+
+    @property
+    def phase(self) -> str:
+        """The next barrier; empty after the last."""
+        return self._phases[0] if self._phases else ""
+
+    # -- barriers ---------------------------------------------------------------------------
+
+    def agree(
+        self,
+        phase: str,
+        plan: Plan,
+        proposals: Sequence[Proposal] = (),
+        subjects: Sequence[str] = (),
+    ) -> dict[str, str]:
+        """Reach a barrier at which all ranks must have equal plans. Collective, blocking, bounded.
+
+        Args:
+            phase: the barrier.
+            plan: what this rank is about to do.
+            proposals: what this rank proposes.
+            subjects: the subjects of which it must know what any rank has proposed.
+
+        Returns:
+            The proposals on these subjects, where there are any.
+
+        Raises:
+            DisagreementError: on all ranks; nothing was touched.
+            RendezvousTimeoutError, PeerFailedError: see :meth:`barrier`.
+        """
+        outcome = self._agree_in_step(phase, plan, proposals)
+        if not outcome.proposed or not subjects:
+            return {}
+        if self._rendezvous.alone:
+            return {one.subject: one.text for one in proposals if one.subject in subjects}
+        barrier = self._barrier(phase)
+        return self._ask(lambda store: barrier.lookup(store, subjects), phase, self.seconds)
+
+    def barrier(self, phase: str) -> Outcome:
+        """Wait until all ranks are here. Collective, blocking, bounded.
+
+        Returns:
+            The outcome: ``ok`` or ``fall_back``.
+
+        Raises:
+            RendezvousTimeoutError: not all ranks arrived, and none made progress, for the bound.
+            PeerFailedError: a rank failed on its way here.
+        """
+        return self._reach(phase)
+
+    def fall_back(self, phase: str, error: ReloadpgError) -> Outcome:
+        """Let all ranks pass a barrier and recreate what could not be suspended or resumed.
+
+        Args:
+            phase: the barrier.
+            error: what this rank could not do; it gets the names of ranks that do not answer.
+
+        Returns:
+            The outcome that stands: this one, or another rank's of the same kind.
+
+        Raises:
+            RendezvousTimeoutError, PeerFailedError: the round has ended at this barrier.
+            ReloadpgError: ``error``, if it has ended since another rank does not answer.
+        """
+        rank = self._rendezvous.rank
+        outcome = Outcome("fall_back", rank, f"{type(error).__name__}: {error}".splitlines()[0])
+        if not self._rendezvous.alone:
+            barrier, mine = self._barrier(phase), outcome
+            outcome = self._ask(lambda store: barrier.settle(store, mine), phase, self.seconds)
+        try:
+            return self._pass(phase, outcome)
+        except PeerFailedError:
+            if self.outcome is None or self.outcome.rank != rank:
+                raise
+            _append(error, self.outcome.silence())
+            raise error from error.__cause__
+
+    def run(
+        self,
+        phase: str,
+        work: Callable[[Attempt, int], object],
+        doing: Callable[[], str],
+        threads: int = 1,
+    ) -> Outcome | None:
+        """Do this rank's own part before a barrier, while reading what happens on other ranks.
+
+        Args:
+            phase: the barrier that comes after the work.
+            work: runs in so many threads, with the thread's number; abandoned when this raises or
+                falls back. It calls :meth:`advance` when it has made progress.
+            doing: says what the work is at now, for messages.
+            threads: number of threads.
+
+        Returns:
+            None when the work is done; an outcome ``fall_back`` of another rank, which has passed
+            the barrier, if the work was abandoned for it.
+
+        Raises:
+            PeerFailedError: another rank failed meanwhile.
+            RendezvousTimeoutError: neither the work nor any other rank made progress for the bound.
+        """
+        attempt = Attempt()
+        tasks = [
+            Task(lambda index=index: work(attempt, index), self.operation)  # type: ignore[misc]
+            for index in range(threads)
+        ]
+        done = False
+        try:
+            outcome = self._attend(phase, tasks, doing)
+            done = outcome is None
+        finally:
+            if not done:
+                attempt.abandon()
+                self.unfinished += [task for task in tasks if not task.ended]
+        return outcome
+
+    def advance(self) -> None:
+        """Count progress of this rank. Local, from any thread."""
+        self._advanced += 1
+
+    # -- failures ---------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> str | None:
+        """Tell the other ranks that this one cannot go on. Local, bounded.
+
+        A :class:`ReloadpgError` gets the names of the ranks that did not answer.
+
+        Returns:
+            The phase at which the round ended, on all ranks alike. It may be a later one than this
+            rank knows of: all had arrived at the barrier just before. None: all ranks have passed
+            the last barrier, so the operation is complete in spite of the error.
+        """
+        if self._ended is not None or not self._phases:
+            return self._ended
+        if self._rendezvous.alone or self.store_failed:
+            self._ended = self.supposed_end
+            return self._ended
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        failed = Outcome("failed", self._rendezvous.rank, text[:4000])
+        phases, waits = list(self._phases), isinstance(error, ReloadpgError)
+
+        def tell(store: Store) -> tuple[str | None, Outcome]:
+            stands = failed
+            for phase in phases:
+                barrier = self._barrier(phase)
+                stands = barrier.settle(store, failed)
+                if not stands.goes_on:
+                    return phase, barrier.handle(store, stands, None, waits=waits)
+                if not stands.ok:
+                    barrier.roll_call(store, stands, waits=False)
+            return None, stands
+
+        try:
+            self._ended, stands = self._ask(tell, phases[0], _TELL_S)
+            self._phases.clear()
+            self.outcome = stands
+            _append(error, stands.silence())
+        except ReloadpgError as lost:
+            logger.warning("could not tell the other ranks of a failure: %s", lost)
+            _append(error, f"\nThe other ranks could not be told: {lost}")
+            self._ended = self.supposed_end
+        return self._ended
+
+    @property
+    def supposed_end(self) -> str | None:
+        """The phase at which the round ends for a rank that cannot ask the store.
+
+        It does not know the outcome of a barrier at which it was counted: it supposes that the
+        others have gone on.
+        """
+        if self._ended is not None or not self._phases:
+            return self._ended
+        counted = self._phases[0] == self._arrived and len(self._phases) > 1
+        return self._phases[1 if counted else 0]
+
+    # -- one barrier ------------------------------------------------------------------------
+
+    def _barrier(self, phase: str) -> Barrier:
+        barrier = self._barriers.get(phase)
+        if barrier is None:
+            barrier = self._barriers[phase] = self._rendezvous.barrier(f"{self.sequence}/{phase}")
+        return barrier
+
+    def _reach(
+        self, phase: str, plan: Plan | None = None, proposals: Sequence[Proposal] = ()
+    ) -> Outcome:
+        if self._phases[:1] != [phase]:
+            raise ReloadpgError(f"barrier {phase!r} is not the next of {self._phases}")
+        wait = self.wait = Wait(f"{self.operation}, phase {phase}", self.seconds)
+        outcome: Outcome | None = Outcome("ok", proposed=bool(proposals))
+        if not self._rendezvous.alone:
+            barrier = self._barrier(phase)
+            self._arrived = phase
+            outcome = self._ask_within(
+                lambda store: barrier.arrive(store, plan, proposals, wait), phase, wait
+            )
+            if outcome is None:
+                outcome = self._ask(barrier.judge, phase, 3 * GRACE_S)
+        self.wait = None
+        self.waited_ms[phase] = wait.waited * 1e3
+        passed = self._pass(phase, outcome, plan)
+        wait.log_end()
+        return passed
+
+    def _pass(self, phase: str, outcome: Outcome | None, plan: Plan | None = None) -> Outcome:
+        """Go on to the next phase, or raise what the outcome says."""
+        if outcome is None:
+            raise ReloadpgError(f"barrier {phase!r} has no outcome; this is a bug")
+        barrier, read = self._barrier(phase), outcome
+        if outcome.kind == "fall_back" and not self._rendezvous.alone:
+            # A communicator can fail since a peer is gone: then nobody goes on.
+            outcome = self._ask(
+                lambda store: barrier.roll_call(store, read, waits=True), phase, 2 * barrier.grace_s
+            )
+            if outcome.silent:
+                outcome = replace(outcome, kind="failed")
+        if outcome.goes_on:
+            self._phases.pop(0)
+            return outcome
+        self._ended = phase
+        self.outcome = outcome
+        if not self._rendezvous.alone:
+            ended = outcome
+            self.outcome = outcome = self._ask(
+                lambda store: barrier.handle(store, ended, plan, waits=not ended.silent),
+                phase,
+                3 * barrier.grace_s,
+            )
+        raise outcome.error(
+            self.operation,
+            phase,
+            seconds=self.seconds,
+            rank=self._rendezvous.rank,
+            size=self._rendezvous.size,
+        )
+
+    def _agree_in_step(self, phase: str, plan: Plan, proposals: Sequence[Proposal]) -> Outcome:
+        """Reach the first barrier, in the round that the others are in.
+
+        A rank that did not call at all must not stay one behind for ever. Nothing was touched.
+        """
+        while True:
+            try:
+                return self._reach(phase, plan, proposals)
+            except RendezvousTimeoutError:
+                ended = self.outcome
+                if ended is None or self._rendezvous.rank not in ended.missing:
+                    raise
+                if not self._ask(self._next_has_begun, phase, GRACE_S):
+                    raise
+                self.sequence = self._rendezvous.skip(self.sequence)
+                self._barriers.clear()
+                self._ended = self.outcome = None
+
+    def _next_has_begun(self, store: Store) -> bool:
+        key = f"{self.sequence + 1}/{self._phases[0]}/count"
+        with suppress(RuntimeError):
+            store.wait([key], timedelta(seconds=_NEXT_S))
+        return bool(store.check([key]))
+
+    def _attend(
+        self, phase: str, tasks: Sequence[Task[object]], doing: Callable[[], str]
+    ) -> Outcome | None:
+        """Wait until the tasks have ended, and raise what the first that failed has raised."""
+        wait = self.wait = Wait(f"{self.operation}, phase {phase}", self.seconds)
+        barrier = None if self._rendezvous.alone else self._barrier(phase)
+        # Most work ends at once, and the store is not asked.
+        pause, seen, reported = min(0.2, self.seconds), self._advanced, self._advanced
+        while not _all_ended(tasks, min(pause, wait.left)):
+            pause = 0.1 if barrier is None else barrier.pause_s
+            if self._advanced != seen:
+                seen = self._advanced
+                wait.extend()
+            if barrier is not None:
+                # The question is asked before the next pass changes ``reported``.
+                news = seen - reported
+                outcome = self._ask_within(
+                    lambda store, n=news: barrier.poll(store, n, wait),  # type: ignore[misc]
+                    phase,
+                    wait,
+                )
+                reported = seen
+                if outcome is not None:
+                    self.wait = None
+                    return self._pass(phase, outcome)
+            wait.log(doing)
+            if wait.left == 0 and self._advanced == seen:
+                return self._give_up(phase, doing())
+        self.wait = None
+        return None
+
+    def _give_up(self, phase: str, doing: str) -> Outcome:
+        """Find out which ranks hang, since this rank's own part makes no progress, and raise."""
+        rank = self._rendezvous.rank
+        outcome = Outcome("timeout", rank, stuck=(rank,), doing=doing)
+        if not self._rendezvous.alone:
+            barrier = self._barrier(phase)
+            outcome = self._ask(
+                lambda store: barrier.judge(store, working=True, doing=doing), phase, 3 * GRACE_S
+            )
+        self.wait = None
+        return self._pass(phase, outcome)
+
+    def _ask(self, question: Callable[[Store], T], phase: str, seconds: float) -> T:
+        return self._ask_within(question, phase, Wait(f"{self.operation}, {phase}", seconds))
+
+    def _ask_within(self, question: Callable[[Store], T], phase: str, wait: Wait) -> T:
+        try:
+            return self._rendezvous.ask(question, wait)
+        except StoreLost as error:
+            self.store_failed = True
+            raise store_lost(self.operation, phase, error) from error
+        except StoreSilent:
+            self.store_failed = True
+            raise store_silent(
+                self.operation,
+                phase,
+                seconds=wait.seconds,
+                rank=self._rendezvous.rank,
+                size=self._rendezvous.size,
+            ) from None
+
+
+def _all_ended(tasks: Sequence[Task[object]], seconds: float) -> bool:
+    """Wait up to so many seconds; whether all tasks have ended. Raises what one has raised."""
+    end = time.monotonic() + seconds
+    while True:
+        running = [task for task in tasks if not task.ended]
+        for task in tasks:
+            if task.ended:
+                task.result()
+        if not running:
+            return True
+        left = end - time.monotonic()
+        if left <= 0:
+            return False
+        running[0].wait(left if len(tasks) == 1 else min(left, 0.01))
+
+
+def _append(error: BaseException, text: str) -> None:
+    """Lengthen the message of an error of ours."""
+    if text and isinstance(error, ReloadpgError):
+        error.args = (f"{error}{text}", *error.args[1:])

@@ -1,0 +1,93 @@
+"""Worlds as trainers make them: bound to a device, or not; on CPU, with torch's own functions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.torch_version import TorchVersion
+
+import reloadpg
+
+TIMEOUT = timedelta(seconds=20)
+
+DEVICE = torch.device("cuda", 0)
+
+CAN_SPLIT = hasattr(dist.ProcessGroup, "split_group")
+"""Whether the installed torch can split gloo groups: from 2.13 on."""
+
+
+@contextmanager
+def accelerator_claimed() -> Iterator[None]:
+    """Within this block torch believes that the CPU is an accelerator.
+
+    Before 2.15 ``split_group`` asks whether there is one, and splits its backend.
+    """
+    own = torch.accelerator.is_available, torch.accelerator.current_accelerator
+    torch.accelerator.is_available = lambda: True  # type: ignore[assignment]
+    torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.accelerator.is_available, torch.accelerator.current_accelerator = own
+
+
+def start(world: str, *, file: str = "", **options: Any) -> None:
+    """Install and make a default group.
+
+    Args:
+        world: ``unbound``; ``bound`` to a device when it is installed; ``bound late``, afterwards.
+        file: of a FileStore to meet on. Torch 2.13 splits gloo groups with a clone of the store,
+            and one in fifty splits over a TCPStore's then reads garbage for an address.
+        options: of ``install``.
+    """
+    given = {"backends": {"gloo"}, "timeout": TIMEOUT, **options}
+    if world != "bound":
+        reloadpg.install(**given)
+    where: dict[str, Any] = {}
+    if file:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        where = {"store": dist.FileStore(file, size), "rank": rank, "world_size": size}
+    backend = "gloo" if world == "unbound" else "cpu:gloo,cuda:gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT, **where)
+    if world != "unbound":
+        dist.group.WORLD.bound_device_id = DEVICE
+    if world == "bound":
+        reloadpg.install(**given)
+
+
+def subgroup(ranks: list[int], **kwargs: Any) -> Any:
+    """A group of some ranks, which every rank of the world asks for.
+
+    In a bound world torch lets the other ranks take part in a split of the default group, which
+    gloo cannot do (2.13: it has no ``perform_nocolor_split``); the members alone make it there.
+    """
+    bound = dist.group.WORLD.bound_device_id is not None
+    return dist.new_group(ranks, use_local_synchronization=bound, **kwargs)
+
+
+def split(ranks: list[list[int]], parent: Any = None, **kwargs: Any) -> Any:
+    """Torch's own ``split_group``.
+
+    Before 2.15 it cannot copy gloo's options, and is given them; and it splits the one gloo backend
+    of two devices twice under one name in the store, which fails every other time: it is asked for
+    one of them.
+    """
+    kwargs = {"timeout": TIMEOUT, **kwargs}
+    if TorchVersion(torch.__version__) >= "2.15":
+        return dist.split_group(parent, ranks, **kwargs)
+    kwargs["pg_options"] = (parent or dist.group.WORLD)._get_backend(torch.device("cpu")).options
+    with accelerator_claimed():
+        return dist.split_group(parent, ranks, backend="cpu:gloo", **kwargs)
+
+
+def summed(group: Any, rank: int) -> float:
+    """The sum of ``rank + 1`` over a group."""
+    tensor = torch.tensor([float(rank + 1)])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()

@@ -1,0 +1,196 @@
+"""What can happen at any moment: a signal, an interrupt, a look at the status."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+
+import pytest
+import torch.distributed as dist
+from worlds import start, summed
+
+import reloadpg
+from reloadpg.testing import run_ranks, simulated
+
+
+def _status_from_a_signal_handler(rank, world_size, world):
+    start(world)
+    simulated.register()
+    pair = dist.new_group([0, 1])
+    seen = []
+    signal.signal(signal.SIGALRM, lambda *_: seen.append(str(reloadpg.status())))
+    signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
+    for _ in range(6):
+        reloadpg.offload()
+        reloadpg.reload()
+        for _ in range(100):
+            reloadpg.status()
+            simulated.stats()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return len(seen), summed(pair, rank)
+
+
+@pytest.mark.parametrize("world", ["unbound", "bound"])
+def test_status_can_be_asked_from_a_signal_handler(world):
+    """Whatever it interrupts, a status or an operation: no lock is waited for by its own holder."""
+    for count, total in run_ranks(_status_from_a_signal_handler, 2, args=(world,), timeout=60):
+        assert count > 20
+        assert total == 3.0
+
+
+def _interrupted_at_each_call(rank, world_size):
+    """An interrupt at every point of the library's own code, with its traceback held."""
+    start("unbound")
+    held = []
+    for count in range(0, 400, 7):
+        left = [count]
+
+        def trace(frame, event, argument, left=left):
+            if threading.current_thread() is not threading.main_thread():
+                return None
+            if "/reloadpg/" in frame.f_code.co_filename:
+                left[0] -= 1
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+            return None
+
+        sys.settrace(trace)
+        try:
+            with reloadpg.offloaded():
+                pass
+        except BaseException as error:
+            sys.settrace(None)
+            held.append(error)  # and with it its frames, and theirs
+        finally:
+            sys.settrace(None)
+        reloadpg.reload()  # never "offload is running in this process"
+    return len(held), reloadpg.status().state, summed(None, rank)
+
+
+def test_an_interrupt_leaves_no_operation_running():
+    """However long its traceback is held: contextlib's managers ended only with it."""
+    ((held, state, total),) = run_ranks(_interrupted_at_each_call, 1, timeout=120)
+    assert held > 20
+    assert (state, total) == ("live", 1.0)
+
+
+def _last_error(rank, world_size):
+    start("unbound")
+    remove = reloadpg.on_offload(lambda: 1 / 0) if rank == 1 else lambda: None
+    with contextlib.suppress(reloadpg.ReloadpgError):
+        reloadpg.offload()
+    text = str(reloadpg.status())
+    remove()
+    reloadpg.offload()
+    reloadpg.reload()
+    return "ZeroDivisionError" in text, "last error" in str(reloadpg.status())
+
+
+def test_the_status_prints_the_last_error():
+    """Until an operation completes."""
+    assert run_ranks(_last_error, 2) == [(True, False)] * 2
+
+
+def _shut_down_on_one_rank(rank, world_size, world):
+    start(world)
+    pair = dist.new_group([0, 1], group_desc="the pair")
+    summed(pair, rank)
+    if rank == 1:
+        pair.shutdown()
+    try:
+        reloadpg.offload()
+        return ""
+    except reloadpg.DisagreementError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("world", ["unbound", "bound"])
+def test_a_group_that_one_rank_has_shut_down_is_noticed(world):
+    """Before anything is touched; its other members would wait for it at their next collective."""
+    for text in run_ranks(_shut_down_on_one_rank, 2, args=(world,)):
+        assert "shut down" in text
+        assert "rank 0 against rank 1" in text
+
+
+def _user_keys(rank, world_size, world):
+    start(world)
+    pair = dist.new_group([0, 1])
+    stores = [group.get_group_store() for group in (dist.group.WORLD, pair)]
+    for store in stores:
+        store.set(f"mine/{rank}", "kept")
+    for _ in range(2):
+        reloadpg.offload()
+        reloadpg.reload()
+    summed(None, rank)
+    return [g.get_group_store().get(f"mine/{1 - rank}") for g in (dist.group.WORLD, pair)]
+
+
+@pytest.mark.parametrize("world", ["unbound", "bound"])
+def test_a_users_keys_in_a_groups_store_are_kept(world):
+    """The group keeps its store: only its communicator's own keys change names."""
+    for values in run_ranks(_user_keys, 2, args=(world,)):
+        assert values == [b"kept", b"kept"]
+
+
+RANK = """
+import os, sys, time, signal
+from datetime import timedelta
+import torch.distributed as dist
+import reloadpg
+rank = int(os.environ["RANK"])
+reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=2))
+dist.init_process_group("gloo")
+reloadpg.offload()
+print("offloaded", flush=True)
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    reloadpg.reload()
+except reloadpg.ReloadpgError as error:
+    print("raised", type(error).__name__, error, flush=True)
+    os._exit(1)  # at once: with rank 0 ends the store
+"""
+
+
+def test_the_rank_that_hosts_the_store_leaves_last(tmp_path):
+    """Plain processes, the store in rank 0's: after rank 2's death rank 1, too, is told of it."""
+    import subprocess
+
+    port = _free_port()
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "3",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": "lo",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for text in said[:2]:
+        assert "raised RendezvousTimeoutError" in text
+        assert "missing: rank 2" in text
+
+
+def _free_port():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

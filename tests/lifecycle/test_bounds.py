@@ -1,0 +1,148 @@
+"""The bound of an operation is on waiting, not on working; and a release that hangs is not lost."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from worlds import summed
+
+import reloadpg
+from reloadpg.testing import run_ranks, simulated
+
+GROUPS = 45
+BOUND_S = 3.0
+
+
+def _slow(store, rank, size, timeout):
+    """A backend whose creation takes 0.1 s: 45 of them take longer than the bound."""
+    time.sleep(0.1)
+    return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+
+def _many_slow_groups(rank, world_size):
+    dist.Backend.register_backend("slow", _slow, devices=["cpu"])
+    reloadpg.install(backends={"slow"}, timeout=timedelta(seconds=BOUND_S))
+    dist.init_process_group("slow")
+    groups = [dist.new_group([0, 1]) for _ in range(GROUPS)]
+    reloadpg.offload()
+    report = reloadpg.reload()
+    return len(report.groups), report.total_ms / 1e3, summed(groups[-1], rank)
+
+
+@pytest.mark.matrix
+def test_many_groups_that_are_slow_to_build_do_not_hit_the_bound():
+    """Each is progress; they failed at the same group for ever."""
+    for count, seconds, total in run_ranks(_many_slow_groups, 2):
+        assert count == GROUPS + 1
+        assert seconds > 1.3 * BOUND_S
+        assert total == 3.0
+
+
+def _one_hangs(rank, world_size):
+    simulated.register()
+    reloadpg.install(timeout=timedelta(seconds=BOUND_S))
+    dist.init_process_group("sim")
+    groups = [dist.new_group([0, 1], group_desc=f"g{k}") for k in range(3)]
+    for group in groups:
+        summed(group, rank)
+    held = simulated.stats().held_bytes
+    if rank == 1:
+        simulated.inject(simulated.Fault("release", "stall", group="g1", operation="shutdown"))
+    begun = time.monotonic()
+    try:
+        reloadpg.offload()
+        text = ""
+    except reloadpg.ReloadpgError as error:
+        text = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - begun
+    after = simulated.stats().held_bytes
+    unfinished = reloadpg.status().unfinished
+    report = reloadpg.offload()
+    still = report.unfinished, any("still being destroyed" in w for w in report.warnings)
+    simulated.clear_faults()
+    reloadpg.reload()
+    return held > 0, text, seconds, after, unfinished, still, summed(groups[1], rank)
+
+
+def test_a_release_that_hangs_is_named_aborted_and_shown():
+    """Its memory is free after the failed offload; what is still running is in the status, and in
+    the report of the next operation.
+    """
+    results = run_ranks(_one_hangs, 2, timeout=90)
+    for rank, (held, text, seconds, after, unfinished, still, total) in enumerate(results):
+        assert held
+        assert "RendezvousTimeoutError" in text
+        assert "Rank 1 did not finish its own part; rank 1 was at" in text
+        assert "(g1)" in text
+        assert "raise install(timeout=...)" in text
+        assert seconds < BOUND_S + 2 + 2.5
+        assert after == 0
+        assert [("(g1)" in one) for one in unfinished] == ([True] if rank == 1 else [])
+        assert still == ((unfinished, True) if rank == 1 else ((), False))
+        assert total == 3.0
+
+
+def _abort_hangs_too(rank, world_size):
+    simulated.register()
+    reloadpg.install(timeout=timedelta(seconds=BOUND_S))
+    dist.init_process_group("sim")
+    group = dist.new_group([0, 1], group_desc="g")
+    summed(group, rank)
+    if rank == 1:
+        simulated.inject(simulated.Fault("release", "stall", group="g", times=None))
+    with contextlib.suppress(reloadpg.RendezvousTimeoutError):
+        reloadpg.offload()
+    report = reloadpg.offload()
+    shown = bool(report.unfinished), "still being destroyed" in str(reloadpg.status())
+    held = simulated.stats().held_bytes > 0
+    simulated.clear_faults()
+    reloadpg.reload()
+    again = reloadpg.offload()
+    reloadpg.reload()
+    return shown, held, again.unfinished, summed(group, rank)
+
+
+def test_memory_that_cannot_be_freed_is_not_reported_as_free():
+    """The next offload waits a while, goes on, and says that the memory is held."""
+    for rank, (shown, held, again, total) in enumerate(run_ranks(_abort_hangs_too, 2, timeout=90)):
+        assert shown == ((True, True) if rank == 1 else (False, False))
+        assert held == (rank == 1)
+        assert (again, total) == ((), 3.0)
+
+
+def _many_stuck(rank, world_size):
+    simulated.register()
+    reloadpg.install(timeout=timedelta(seconds=BOUND_S))
+    dist.init_process_group("sim")
+    groups = [dist.new_group([0, 1]) for _ in range(8)]
+    for group in groups:
+        summed(group, rank)
+    slow = simulated.Fault("release", "stall", operation="abort", seconds=0.5, times=None)
+    simulated.inject(slow)
+    if rank == 0:
+        simulated.inject(simulated.Fault("release", operation="shutdown"))
+    begun = time.monotonic()
+    with contextlib.suppress(reloadpg.ReloadpgError):
+        reloadpg.offload()
+    seconds = time.monotonic() - begun
+    reloadpg.reload()
+    return seconds, summed(groups[3], rank)
+
+
+def test_a_failed_operation_ends_in_its_longest_abort():
+    """Not in their sum: eight of half a second each (failure 19)."""
+    for seconds, total in run_ranks(_many_stuck, 2):
+        assert seconds < 2.0
+        assert total == 3.0
+
+
+@pytest.mark.parametrize("world", ["unbound", "bound"])
+def test_a_wait_of_ever_is_refused(world):
+    """It overflows on its way through C++ and the store."""
+    with pytest.raises(reloadpg.InvalidOptionError, match="at most 365 days"):
+        reloadpg.install(backends={"gloo"}, timeout=timedelta.max)
+    assert not reloadpg.is_installed()

@@ -1,0 +1,611 @@
+"""Barriers, outcomes and keys on real stores, with a thread and a store client for each rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import FileStore, HashStore, Store, TCPStore
+
+from reloadpg import c10d
+from reloadpg.errors import (
+    DisagreementError,
+    PeerFailedError,
+    ReleaseError,
+    ReloadpgError,
+    RendezvousTimeoutError,
+)
+from reloadpg.rendezvous.barrier import Barrier, Keys
+from reloadpg.rendezvous.outcome import Outcome
+from reloadpg.rendezvous.plan import Plan, Proposal
+from reloadpg.rendezvous.round import Rendezvous
+from reloadpg.rendezvous.store_client import GRACE_S
+from reloadpg.rendezvous.worker_thread import Wait
+
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(60)]
+
+PLAN = Plan("offload", {"generation": "0"})
+
+
+class Job:
+    """The ranks of a job as threads: nothing here is process-global."""
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self.size = len(stores)
+        self.ranks = [Rendezvous(store, rank, self.size) for rank, store in enumerate(stores)]
+        self.store = stores[0]
+        # As a job connects when it is created: a look-up of host names that is slow to fail must
+        # not count against the bounds of the tests.
+        self.run(lambda rdv: rdv.ask(lambda _: None, Wait("connecting", 30)))
+
+    def run(
+        self, body: Callable[[Rendezvous], Any], ranks: Sequence[int] | None = None
+    ) -> list[Any]:
+        """What each rank's call returned or raised, and the seconds it took, in rank order."""
+        chosen = range(self.size) if ranks is None else ranks
+        results: dict[int, Any] = {}
+
+        def call(rank: int) -> None:
+            begun = time.monotonic()
+            try:
+                result = body(self.ranks[rank])
+            except Exception as error:
+                result = error
+            results[rank] = (result, time.monotonic() - begun)
+
+        threads = [threading.Thread(target=call, args=(rank,)) for rank in chosen]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(50)
+        return [results[rank] for rank in chosen]
+
+
+def tcp_job(size: int) -> Job:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return Job([server, *(server.clone() for _ in range(size - 1))])
+
+
+@pytest.fixture(params=["tcp", "file", "hash"])
+def any_job(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], Job]:
+    def make(size: int) -> Job:
+        if request.param == "tcp":
+            return tcp_job(size)
+        if request.param == "file":
+            return Job([FileStore(str(tmp_path / "store"), size) for _ in range(size)])
+        return Job([HashStore()] * size)
+
+    return make
+
+
+def three_barriers(rdv: Rendezvous) -> str:
+    round_ = rdv.open("offload", ("enter", "quiesced", "released"), 20)
+    round_.agree("enter", PLAN)
+    round_.run("quiesced", lambda *_: None, lambda: "nothing")
+    round_.barrier("quiesced")
+    round_.barrier("released")
+    return "passed"
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_all_ranks_pass_many_rounds(any_job: Callable[[int], Job], size: int) -> None:
+    """On every kind of store."""
+    job = any_job(size)
+    for _ in range(3):
+        assert [result for result, _ in job.run(three_barriers)] == ["passed"] * size
+
+
+def test_keys_are_retired() -> None:
+    """However many rounds: the keys of two barriers and the count of this job are what is left."""
+    job = tcp_job(4)
+    counts = []
+    for _ in range(6):
+        job.run(three_barriers)
+        counts.append(job.store.num_keys())
+    # A barrier has two shared keys and one of each rank; an agreeing one one more; one key a rank
+    # counts jobs, and a TCPStore counts one key of its own.
+    assert max(counts) <= 2 * (2 + 4) + 1 + 4 + 1
+    assert counts[2:] == [counts[2]] * 4
+
+
+def test_keys_of_proposals_are_retired() -> None:
+    """Whoever made them; none of a barrier is left when all ranks are at the second after it."""
+    job = tcp_job(3)
+
+    def proposing(rdv: Rendezvous) -> None:
+        round_ = rdv.open("offload", ("enter", "quiesced", "released"), 20)
+        offers = [Proposal("of all", "x"), Proposal(f"of {rdv.rank}", "x", yields=True)]
+        assert round_.agree("enter", PLAN, offers, ["of all"]) == {"of all": "x"}
+        round_.barrier("quiesced")
+        round_.barrier("released")
+
+    job.run(three_barriers)
+    before = job.store.num_keys()
+    for _ in range(3):
+        assert [result for result, _ in job.run(proposing)] == [None] * 3
+    assert job.store.num_keys() == before
+
+
+def test_keys_of_failed_rounds_are_retired() -> None:
+    """A time-out, a failure and a disagreement leave nothing once a round has passed."""
+    job = tcp_job(3)
+
+    def fails(rdv: Rendezvous) -> None:
+        round_ = rdv.open("offload", ("enter", "released"), 20)
+        if rdv.rank == 1:
+            round_.fail(ReloadpgError("broken"))
+        else:
+            round_.agree("enter", PLAN)
+
+    def differs(rdv: Rendezvous) -> None:
+        plan = Plan("offload", {"generation": str(rdv.rank)})
+        rdv.open("offload", ("enter", "released"), 20).agree("enter", plan)
+
+    def late(rdv: Rendezvous) -> None:
+        rdv.open("offload", ("enter",), 0.3).agree("enter", PLAN)
+
+    job.run(three_barriers)
+    before = job.store.num_keys()
+    for _ in range(4):
+        assert isinstance(job.run(fails)[0][0], PeerFailedError)
+        assert isinstance(job.run(differs)[0][0], DisagreementError)
+        job.run(late, ranks=[0, 2])
+        job.run(late, ranks=[1])
+        assert [result for result, _ in job.run(three_barriers)] == ["passed"] * 3
+    job.run(three_barriers)
+    assert job.store.num_keys() == before
+
+
+@pytest.mark.parametrize("absent", [[1], [0], [1, 2, 6], [0, 1, 2, 3, 4, 5, 6]])
+def test_a_time_out_names_the_missing_ranks(absent: list[int]) -> None:
+    """Phase, bound, how many arrived and who did not, alike on all ranks that came."""
+    job = tcp_job(8)
+    present = [rank for rank in range(8) if rank not in absent]
+    results = job.run(lambda rdv: rdv.open("reload", ("enter",), 0.5).agree("enter", PLAN), present)
+    assert max(seconds for _, seconds in results) >= 0.5
+    for error, seconds in results:
+        assert isinstance(error, RendezvousTimeoutError)
+        assert isinstance(error, TimeoutError)
+        assert (error.phase, error.seconds) == ("enter", 0.5)
+        assert (error.arrived, error.missing) == (len(present), tuple(absent))
+        assert seconds < 0.5 + 2 * GRACE_S
+        assert f"{len(present)} of 8 ranks arrived" in str(error)
+
+
+def test_a_late_rank_reads_the_same_outcome_at_once() -> None:
+    """It does not wait for a bound of its own, and is told that it came too late."""
+    job = tcp_job(3)
+    late = lambda rdv: rdv.open("reload", ("enter",), 1.0).agree("enter", PLAN)  # noqa: E731
+    (first, _), _ = job.run(late, ranks=[0, 1])
+    ((error, seconds),) = job.run(late, ranks=[2])
+    assert isinstance(error, RendezvousTimeoutError)
+    assert error.missing == first.missing == (2,)
+    assert "too late" in str(error)
+    assert "too late" not in str(first)
+    assert seconds < 0.5
+    assert [result for result, _ in job.run(three_barriers)] == ["passed"] * 3
+
+
+def test_a_failure_is_heard_at_once(any_job: Callable[[int], Job]) -> None:
+    """Ranks that wait at the barrier and ranks at work hear it long before the bound."""
+    job = any_job(3)
+    release = threading.Event()
+
+    def body(rdv: Rendezvous) -> str | None:
+        round_ = rdv.open("offload", ("enter", "released"), 30)
+        round_.agree("enter", PLAN)
+        if rdv.rank == 0:
+            return round_.fail(ReloadpgError("out of memory"))
+        if rdv.rank == 1:
+            round_.run("released", lambda *_: release.wait(20), lambda: "working")
+        round_.barrier("released")
+        return None
+
+    results = job.run(body)
+    release.set()
+    assert results[0][0] == "released"
+    for error, seconds in results[1:]:
+        assert isinstance(error, PeerFailedError)
+        assert (error.rank, error.phase, error.missing) == (0, "released", ())
+        assert "ReloadpgError: out of memory" in str(error)
+        assert seconds < 5
+
+
+def test_who_does_not_answer_after_a_failure_is_named() -> None:
+    """On the rank that failed too."""
+    job = tcp_job(4)
+    own = ReloadpgError("connection reset")
+
+    def body(rdv: Rendezvous) -> None:
+        round_ = rdv.open("reload", ("enter", "rebuilt"), 30)
+        if rdv.rank == 0:
+            round_.fail(own)
+            raise own
+        round_.agree("enter", PLAN)
+
+    results = job.run(body, ranks=[0, 1, 3])
+    assert all("No sign of life since then from rank 2" in str(error) for error, _ in results)
+    assert [error.missing for error, _ in results[1:]] == [(2,), (2,)]
+    assert all(seconds < GRACE_S + 2 for _, seconds in results)
+
+
+def test_a_disagreement_is_told_to_all() -> None:
+    """The same text on all ranks, and the next round passes."""
+    job = tcp_job(5)
+
+    def differs(rdv: Rendezvous) -> None:
+        plan = Plan("offload", {"strategy": "a" if rdv.rank != 3 else "b"})
+        rdv.open("offload", ("enter",), 20).agree("enter", plan)
+
+    results = job.run(differs)
+    assert {str(error) for error, _ in results} == {str(results[0][0])}
+    assert "strategy is a on rank 0 and b on rank 3" in str(results[0][0])
+    assert max(seconds for _, seconds in results) < 5
+    assert [result for result, _ in job.run(three_barriers)] == ["passed"] * 5
+
+
+def test_proposals_reach_those_who_look_them_up() -> None:
+    """What any rank has proposed, whoever looks; nothing where nobody has proposed anything."""
+    job = tcp_job(3)
+    offers = [[Proposal("a", "1")], [Proposal("b", "2"), Proposal("c", "3")], []]
+    asks = [["b", "d"], [], ["c", "a"]]
+    results = job.run(
+        lambda rdv: rdv.open("reload", ("enter",), 20).agree(
+            "enter", PLAN, offers[rdv.rank], asks[rdv.rank]
+        )
+    )
+    assert [result for result, _ in results] == [{"b": "2"}, {}, {"c": "3", "a": "1"}]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_proposal_that_yields_is_read_only_without_another(order: tuple[int, int]) -> None:
+    """Whoever comes first."""
+    job = tcp_job(2)
+    written = threading.Event()
+    offers = [[Proposal("a", "weak", yields=True)], [Proposal("a", "strong")]]
+
+    def agree(rdv: Rendezvous) -> dict[str, str]:
+        round_ = rdv.open("reload", ("enter",), 20)
+        if rdv.rank == order[0]:
+            waits = Barrier._await
+
+            def arrived(self: Barrier, *args: Any) -> Any:
+                written.set()
+                return waits(self, *args)
+
+            Barrier._await = arrived  # type: ignore[method-assign]
+        else:
+            assert written.wait(20)
+        return round_.agree("enter", PLAN, offers[rdv.rank], ["a"])
+
+    original = Barrier._await
+    try:
+        results = job.run(agree)
+    finally:
+        Barrier._await = original  # type: ignore[method-assign]
+    assert [result for result, _ in results] == [{"a": "strong"}] * 2
+
+
+def test_a_rank_alone_reads_its_own_proposals() -> None:
+    """As with others: those that it looks up."""
+    round_ = Rendezvous(None, 0, 1).open("reload", ("enter",), 20)
+    offers = [Proposal("a", "1"), Proposal("b", "2")]
+    assert round_.agree("enter", PLAN, offers, ["b", "c"]) == {"b": "2"}
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_proposal_reaches_all_ranks_whoever_arrives_last(last: int) -> None:
+    """Also if the rank that writes the outcome has brought nothing itself."""
+    job = tcp_job(2)
+    first_is_here = threading.Event()
+
+    def agree(rdv: Rendezvous) -> dict[str, str]:
+        if rdv.rank == last:
+            assert first_is_here.wait(20)
+        else:
+            # Its arrival is counted before it waits for the outcome.
+            waits = Barrier._await
+
+            def arrived(self: Barrier, *args: Any) -> Any:
+                first_is_here.set()
+                return waits(self, *args)
+
+            Barrier._await = arrived  # type: ignore[method-assign]
+        offers = [Proposal("a", "x")] if rdv.rank == 0 else []
+        return rdv.open("offload", ("enter",), 20).agree("enter", PLAN, offers, ["a"])
+
+    original = Barrier._await
+    try:
+        results = job.run(agree)
+    finally:
+        Barrier._await = original  # type: ignore[method-assign]
+    assert [result for result, _ in results] == [{"a": "x"}] * 2
+
+
+def test_work_that_does_not_end_is_told_from_ranks_that_are_gone() -> None:
+    """Who is stuck leaves a sign, with what it is at; who is gone is missing."""
+    job = tcp_job(3)
+    release = threading.Event()
+
+    def body(rdv: Rendezvous) -> None:
+        round_ = rdv.open("reload", ("enter", "rebuilt"), 0.7)
+        round_.agree("enter", PLAN)
+        if rdv.rank < 2:
+            round_.run("rebuilt", lambda *_: release.wait(20), lambda: "the group of tests")
+
+    results = job.run(body)
+    release.set()
+    assert results[2][0] is None
+    for error, seconds in results[:2]:
+        assert isinstance(error, RendezvousTimeoutError)
+        assert error.missing == (2,)
+        assert "Rank 0-1 did not finish its own part" in str(error)
+        assert "the group of tests" in str(error)
+        assert seconds < 0.7 + 3 * GRACE_S
+
+
+def test_abandoned_work_is_told_that_it_is_not_wanted() -> None:
+    """What comes late of it is not put in place."""
+    release, wanted = threading.Event(), []
+
+    def work(attempt: Any, _: int) -> None:
+        release.wait(20)
+        with attempt as still:
+            wanted.append(still)
+
+    rdv = Rendezvous(None, 0, 1)
+    with pytest.raises(RendezvousTimeoutError, match="did not finish its own part"):
+        rdv.open("reload", ("rebuilt",), 0.3).run("rebuilt", work, lambda: "a group")
+    release.set()
+    deadline = time.monotonic() + 10
+    while not wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert wanted == [False]
+
+
+def test_a_rank_alone_passes_without_a_store() -> None:
+    """A job of one, or one on the fake backend, meets nobody."""
+    assert three_barriers(Rendezvous(None, 0, 1)) == "passed"
+
+
+def test_an_error_after_the_last_barrier_finds_the_operation_complete() -> None:
+    """What the store says counts, not what this rank has seen of it."""
+    job = tcp_job(2)
+
+    def body(rdv: Rendezvous) -> str | None:
+        round_ = rdv.open("reload", ("enter", "done"), 20)
+        round_.agree("enter", PLAN)
+        if rdv.rank == 0:
+            round_.barrier("done")
+            return round_.fail(KeyboardInterrupt())
+        barrier = round_._barrier("done")
+        wait = Wait("test", 20)
+        rdv.ask(lambda store: barrier.arrive(store, None, (), wait), wait)
+        return round_.fail(KeyboardInterrupt())  # counted there, and did not see it
+
+    assert [result for result, _ in job.run(body)] == [None, None]
+
+
+class Counting:
+    """A store that counts questions."""
+
+    def __init__(self, present: set[str]) -> None:
+        self.present = present
+        self.checks = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.checks += 1
+        return all(key in self.present for key in keys)
+
+
+@pytest.mark.parametrize("missing", [[], [0], [999], [500], [3, 4, 900]])
+def test_few_missing_ranks_are_found_with_few_questions(missing: list[int]) -> None:
+    """At most twenty or so for each of a thousand ranks that is missing."""
+    barrier = Barrier("1/enter", Keys(), 5, 1000, lambda: False)
+    store: Any = Counting({f"1/enter/here/{rank}" for rank in range(1000) if rank not in missing})
+    assert barrier._without(store, "here") == missing
+    assert store.checks <= 1 + 20 * len(missing)
+
+
+def test_a_long_wait_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the first mark and at doubled ones, with operation, phase and missing ranks."""
+    monkeypatch.setattr(Wait, "FIRST_LOG_S", 0.2)
+    job = tcp_job(3)
+    job.run(lambda rdv: rdv.open("reload", ("enter",), 1.2).agree("enter", PLAN), ranks=[0])
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(lines) == 3  # at 0.2, 0.4 and 0.8 s
+    assert all(line.startswith("reload, phase enter: waiting for") for line in lines)
+    assert all(line.endswith("missing: rank 1-2") for line in lines)
+
+
+def test_a_store_that_is_gone_is_an_error_within_the_bound() -> None:
+    """On every rank, and again in the next round."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clients = [
+        TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20))
+        for _ in range(2)
+    ]
+    job = Job(clients)
+    assert [result for result, _ in job.run(three_barriers)] == ["passed"] * 2
+    del server
+    for _ in range(2):
+        for error, seconds in job.run(
+            lambda rdv: rdv.open("offload", ("enter",), 0.5).agree("enter", PLAN)
+        ):
+            assert isinstance(error, ReloadpgError)
+            assert "rendezvous store" in str(error)
+            assert "restart the job" in str(error)
+            assert seconds < 0.5 + 3 * GRACE_S
+
+
+def test_outcomes_survive_the_store() -> None:
+    """Written and read back, an outcome is the same."""
+    outcome = Outcome("timeout", 3, missing=(1, 2), stuck=(0,), doing="a group", proposed=True)
+    assert Outcome.from_json(outcome.to_json()) == outcome
+    assert Outcome.from_json(Outcome("ok").to_json()) == Outcome("ok")
+
+
+@pytest.mark.parametrize(
+    ("operation", "step"),
+    [
+        ("reload", "call reload() again on all ranks"),
+        ("barrier 'the data'", "call barrier() again on all ranks"),
+        ("exit", "restart the job: its process groups are aborted"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["failed", "timeout"])
+def test_an_error_says_what_to_do_next(kind: str, operation: str, step: str) -> None:
+    """A function that exists, or that nothing here can be called again."""
+    outcome = Outcome(kind, 1, text="broken", missing=(1,))
+    error = outcome.error(operation, "arrive", seconds=3, rank=0, size=2)
+    assert step in str(error)
+    raised = "raise install(timeout=...)" in str(error)
+    assert raised is (kind == "timeout" and operation == "reload")
+
+
+def test_the_remedy_for_a_dead_peer_is_a_restart() -> None:
+    """Not a retry once that rank is able to."""
+    failed = Outcome("failed", 1, text="connection closed by peer", silent=(2,))
+    text = str(failed.error("reload", "rebuilt", seconds=3, rank=0, size=3))
+    assert "if rank 2 has ended, restart the job" in text
+    assert "rank 1 is removed" not in text
+    missing = Outcome("timeout", 1, missing=(2,))
+    text = str(missing.error("reload", "rebuilt", seconds=3, rank=0, size=3))
+    assert "if rank 2 has ended, restart the job" in text
+
+
+def test_progress_extends_the_wait() -> None:
+    """Of any rank, on ranks that work and on ranks that have arrived; then the bound holds."""
+    job = tcp_job(3)
+    stop = threading.Event()
+
+    def body(rdv: Rendezvous) -> str:
+        round_ = rdv.open("reload", ("enter", "rebuilt", "done"), 1.0)
+        round_.agree("enter", PLAN)
+
+        def work(attempt: Any, _: int) -> None:
+            for _ in range(12 if rdv.rank == 0 else 0):
+                time.sleep(0.25)  # 3 s of work under a bound of 1 s
+                round_.advance()
+            if rdv.rank == 1:
+                stop.wait(2.0)  # hangs longer than the bound, while rank 0 makes progress
+
+        round_.run("rebuilt", work, lambda: "a group")
+        round_.barrier("rebuilt")
+        if rdv.rank == 0:
+            time.sleep(2.5)  # progress is over
+        round_.barrier("done")
+        return "passed"
+
+    results = job.run(body)
+    stop.set()
+    for error, _ in results:
+        assert isinstance(error, RendezvousTimeoutError), error
+        assert (error.phase, error.missing) == ("done", (0,))
+    assert 3.9 < results[1][1] < 3.0 + 1.0 + 2 * GRACE_S
+
+
+def test_the_rank_that_hosts_the_store_raises_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process often ends then, and with it the store that the others still have to read."""
+    job = tcp_job(3)
+    ended: list[int] = []
+
+    def body(rdv: Rendezvous) -> None:
+        if rdv.rank == 1:  # reads the outcome a while after it is there
+            waits = Barrier._await
+
+            def late(self: Barrier, *args: Any) -> Any:
+                text = waits(self, *args)
+                if self._rank == 1:
+                    time.sleep(0.6)
+                return text
+
+            monkeypatch.setattr(Barrier, "_await", late)
+        try:
+            rdv.open("reload", ("enter",), 0.5).agree("enter", PLAN)
+        finally:
+            ended.append(rdv.rank)
+
+    results = job.run(body, ranks=[0, 1])
+    assert [error.missing for error, _ in results] == [(2,), (2,)]
+    assert ended == [1, 0]  # the server is rank 0's: all are in this process
+
+
+def test_a_silent_store_is_told_within_two_seconds_of_the_bound() -> None:
+    """With the ranks of which nothing is known, on ranks that wait and on ranks that work."""
+    job = tcp_job(3)
+    hold = threading.Event()
+
+    def body(rdv: Rendezvous) -> None:
+        round_ = rdv.open("reload", ("enter", "rebuilt"), 1.5)
+        round_.agree("enter", PLAN)
+        connection = rdv._client._connection
+        connection._lock.acquire()  # from now on nobody gets an answer
+        if rdv.rank == 2:
+            round_.run("rebuilt", lambda *_: hold.wait(20), lambda: "a group")
+        round_.barrier("rebuilt")
+
+    results = job.run(body)
+    hold.set()
+    for rank, (error, seconds) in enumerate(results):
+        assert isinstance(error, RendezvousTimeoutError), error
+        assert error.unknown == tuple(other for other in range(3) if other != rank)
+        assert "does not answer" in str(error)
+        assert seconds < 1.5 + 2.0 + 0.3
+
+
+def test_a_fall_back_lets_all_ranks_go_on() -> None:
+    """Ranks at work abandon it, ranks that wait pass, and a later failure is still told."""
+    job = tcp_job(3)
+    release = threading.Event()
+
+    def body(rdv: Rendezvous) -> list[str]:
+        round_ = rdv.open("offload", ("suspended", "released"), 20)
+        seen = []
+        if rdv.rank == 0:
+            seen.append(round_.fall_back("suspended", ReleaseError("no room")).kind)
+        elif rdv.rank == 1:
+            outcome = round_.run("suspended", lambda *_: release.wait(20), lambda: "a group")
+            assert outcome is not None
+            seen.append(outcome.text)
+        else:
+            seen.append(round_.barrier("suspended").text)
+        round_.barrier("released")
+        return seen
+
+    results = job.run(body)
+    release.set()
+    assert [result for result, _ in results] == [
+        ["fall_back"],
+        ["ReleaseError: no room"],
+        ["ReleaseError: no room"],
+    ]
+    assert max(seconds for _, seconds in results) < 5
+    assert [result for result, _ in job.run(three_barriers)] == ["passed"] * 3
+
+
+def test_a_job_is_counted_without_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of an earlier job that asked the store nothing meets the others in the next one."""
+
+    class World:
+        def rank(self) -> int:
+            return 1
+
+        def size(self) -> int:
+            return 2
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(c10d, "has_peers", lambda: True)
+    monkeypatch.setattr(c10d, "root_store", lambda _: store)
+    for number in (1, 2):
+        job, end = Rendezvous.of_world(World()), time.monotonic() + 30  # type: ignore[arg-type]
+        while not job.instance and time.monotonic() < end:
+            time.sleep(0.01)
+        assert job.instance == number
