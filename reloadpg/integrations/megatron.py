@@ -40,10 +40,17 @@ def initialize_model_parallel(**options: Any) -> ModelParallel:
         options: what ``megatron.core.parallel_state.initialize_model_parallel`` takes.
 
     Raises:
-        ReloadpgError: the parallel state is initialized already; nothing was changed.
+        ReloadpgError: there is no default group, or the parallel state is initialized already;
+            nothing was changed.
         ImportError: megatron-core is not installed.
     """
     state = _parallel_state()
+    if c10d.world() is None:
+        raise ReloadpgError(
+            "initialize_model_parallel: torch.distributed is not initialized, so there is no "
+            "default group to make groups of; nothing was changed. Call "
+            "reloadpg.init_distributed() or torch.distributed.init_process_group() first."
+        )
     if state.is_initialized() or state._global_process_group_list:
         raise ReloadpgError(
             "initialize_model_parallel: megatron-core's parallel state is initialized already; "

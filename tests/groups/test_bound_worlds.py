@@ -15,6 +15,7 @@ from worlds import CAN_SPLIT, DEVICE, TIMEOUT, accelerator_claimed, split, start
 
 import reloadpg
 from reloadpg.lifecycle.recreate import Rebuilds
+from reloadpg.rendezvous.round import Rendezvous
 from reloadpg.testing import run_ranks
 
 pytestmark = pytest.mark.matrix
@@ -173,6 +174,44 @@ def _no_parent_kept(rank, world_size, file, parent):
 def test_a_split_does_not_keep_the_default_group_alive(parent, tmp_path):
     """Nor, with it, rank 0's store server (failure 5)."""
     assert run_ranks(_no_parent_kept, 2, args=(str(tmp_path / "store"), parent)) == [True, True]
+
+
+class _Counting:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store, asked):
+        self._store, self._asked = store, asked
+
+    def __getattr__(self, name):
+        self._asked.append(name)
+        return getattr(self._store, name)
+
+
+def _asked(rank, world_size, world, count):
+    """How many questions a cycle asks the store, whatever groups the job has."""
+    start(world)
+    mine = [subgroup([0, 1]) for _ in range(2)]
+    for _ in range(count):
+        subgroup([2, 3])
+    asked = []
+    client = Rendezvous.ask
+
+    def counted(self, question, wait):
+        return client(self, lambda store: question(_Counting(store, asked)), wait)
+
+    Rendezvous.ask = counted
+    reloadpg.offload()
+    reloadpg.reload()
+    return len(asked), len(mine)
+
+
+@pytest.mark.parametrize("world", ["unbound", "bound"])
+def test_a_rank_asks_the_store_nothing_about_groups_of_others(world):
+    """A bound job asked once for each group of the job: a second for a thousand groups."""
+    few = run_ranks(_asked, 4, args=(world, 1))
+    many = run_ranks(_asked, 4, args=(world, 40))
+    for rank in (0, 1):
+        assert many[rank][0] <= few[rank][0] + 16  # it asks again while it waits
 
 
 def _retry(rank, world_size, world):

@@ -157,5 +157,5 @@ def test_compiled_collectives_are_as_in_plain_torch(plain, world):
             if found != expected:
                 wrong[(generation, name, how)] = (found, expected)
         assert wrong == {}
-    kinds = {result if isinstance(result, str) else "" for result, _ in plain[0].values()}
-    assert kinds == {""}  # plain torch does all of them
+    # Plain torch does all of them; 2.8 all but one.
+    assert sum(isinstance(result, str) for result, _ in plain[0].values()) <= 1

@@ -324,3 +324,9 @@ def test_without_megatron() -> None:
     kind, text = run_ranks(absent_job, 1, timeout=60)[0]
     assert kind == "ImportError"
     assert "pip install 'reloadpg[megatron]'" in text
+
+
+def test_a_missing_default_group_is_said() -> None:
+    """Before megatron-core fails somewhere inside."""
+    with pytest.raises(reloadpg.ReloadpgError, match="no default group"):
+        megatron.initialize_model_parallel()

@@ -328,6 +328,23 @@ def test_without_a_gpu() -> None:
         assert seen == [count, *([[None] * count, True] * CYCLES)]
 
 
+def registered_while_asleep(rank: int, size: int) -> list[float | None]:
+    monkey_patch_torch_dist(backends={"gloo"})
+    dist.init_process_group("gloo", timeout=GIVEN)
+    register_default_process_group(timeout=GIVEN)
+    destroy_process_groups()
+    register_default_process_group(timeout=REGISTERED)
+    asleep = reloadpg.status().groups[0].timeout_s
+    reload_process_groups()
+    return [asleep, reloadpg.status().groups[0].timeout_s]
+
+
+def test_a_timeout_registered_while_asleep_is_kept() -> None:
+    """The rebuilt default group has it, and the status says so before."""
+    seconds = REGISTERED.total_seconds()
+    assert run_ranks(registered_while_asleep, 2, timeout=60) == [[seconds, seconds]] * 2
+
+
 def test_signatures() -> None:
     """The functions can be called as slime and miles call them: with nothing, and one timeout."""
     for function in (monkey_patch_torch_dist, destroy_process_groups, reload_process_groups):
