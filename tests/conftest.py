@@ -7,6 +7,17 @@ import socket
 
 import pytest
 
+pytest.register_assert_rewrite(
+    "consumer_run",
+    "consumer_tests",
+    "recovery_job",
+    "suspend_job",
+    "test_ddp",
+    "test_fsdp",
+    "test_megatron",
+    "test_mesh",
+)
+
 # A TCPStore server looks up the host name of each client; one that cannot be found costs it 5 s by
 # default, in which it serves nobody. Read by the C library at its first look-up in a process.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

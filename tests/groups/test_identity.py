@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import wrapt
-from _tables import (
+from tables import (
     expected_sum,
     holders,
     lengths,

@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from _op_table import ROWS, cases, run_row
-from _tables import expected_sum, lengths, summed
+from op_table import ROWS, cases, run_row
+from tables import expected_sum, lengths, summed
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
-from _tables import lengths, resolves_to, summed
+from tables import lengths, resolves_to, summed
 from torch.distributed import distributed_c10d as c10d
 
 import reloadpg

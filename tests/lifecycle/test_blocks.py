@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from _tables import meet_at_rank_0, store_closed_by_rank_0, summed
+from tables import meet_at_rank_0, store_closed_by_rank_0, summed
 
 import reloadpg
 from reloadpg.c10d import devices

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 import torch.distributed.nn.functional as dist_nn
-from _early_aliases import FROM_C10D, FROM_DISTRIBUTED
+from early_aliases import FROM_C10D, FROM_DISTRIBUTED
 
 Value = Any
 OPS = torch.ops._c10d_functional

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
-from _tables import expected_sum, resolves_to, summed
+from tables import expected_sum, resolves_to, summed
 from torch.distributed import distributed_c10d as c10d
 
 import reloadpg

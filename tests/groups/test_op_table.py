@@ -12,12 +12,12 @@ from collections import Counter
 from datetime import timedelta
 from types import FunctionType
 
-import _early_aliases
+import early_aliases
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
-from _op_table import ROWS, run_table
+from op_table import ROWS, run_table
 from torch.torch_version import TorchVersion
 
 import reloadpg
@@ -44,7 +44,7 @@ def _without_backend(name):
 
 
 def _groups():
-    sub = _early_aliases.new_group_by_alias(
+    sub = early_aliases.new_group_by_alias(
         list(SUBGROUP), timeout=timedelta(seconds=20), group_desc="sub"
     )
     return sub, {"world": (None, range(RANKS)), "sub": (sub, SUBGROUP)}
@@ -52,10 +52,10 @@ def _groups():
 
 def _job(rank, world_size, reloadable):
     """The table at each stage; with what was true of the groups at that stage."""
-    assert _early_aliases.BOUND_BEFORE_INSTALL
+    assert early_aliases.BOUND_BEFORE_INSTALL
     if reloadable:
         reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=30))
-    _early_aliases.init_by_alias("gloo", timeout=timedelta(seconds=20))
+    early_aliases.init_by_alias("gloo", timeout=timedelta(seconds=20))
     sub, groups = _groups()
     held = [dist.group.WORLD] + ([sub] if rank in SUBGROUP else [])
     names = [group.group_name for group in held]

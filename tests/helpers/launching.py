@@ -10,7 +10,7 @@ from typing import Any
 
 import reloadpg
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "frameworks"
 ROOT = Path(reloadpg.__file__).parents[1]
 ENVIRONMENT_TESTS = HERE.parent / "environment"
 

@@ -27,7 +27,7 @@ HOMES = (dist, distributed_c10d, device_mesh)
 
 def _load_early_alias():
     spec = importlib.util.spec_from_file_location(
-        "early_alias", Path(__file__).with_name("early_alias.py")
+        "early_alias", Path(__file__).parents[1] / "helpers" / "early_alias.py"
     )
     module = importlib.util.module_from_spec(spec)
     sys.modules["early_alias"] = module
