@@ -415,7 +415,8 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _own_frames_skipped(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    own = os.path.dirname(__file__)
+    while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == own:
         if trace.tb_next is None:
             break
         trace = trace.tb_next
