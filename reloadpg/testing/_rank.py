@@ -43,10 +43,8 @@ LOADING = "RELOADPG_RANK_LOADING"
 """Set in the environment of a rank while it imports the module of the function."""
 GRACE = 1.0
 """Seconds that the other ranks have to fail by themselves after the first failure."""
-LEAVE_LIMIT = 2.0
-"""Seconds that ranks have to exit which had returned and waited for the others."""
 STACK_LIMIT = 2.0
-"""Seconds to wait for the Python stacks of ranks that hang."""
+"""Seconds for the Python stacks of ranks that hang, and for the exit of those that returned."""
 KILL_LIMIT = 10.0
 """Seconds to wait for killed processes; only uninterruptible I/O takes that long."""
 
@@ -121,7 +119,7 @@ class _StartedRank:
         self.process = process
         self.connection = connection
         self.listening = True
-        self.returned: bool | None = None
+        self.returned = False
         self.exitcode: int | None = None
         self.ended_at: float | None = None
 
@@ -131,9 +129,7 @@ class _StartedRank:
 
     @property
     def failed(self) -> bool:
-        if self.running:
-            return self.returned is False
-        return self.exitcode != 0 or self.returned is not True
+        return not self.running and not (self.exitcode == 0 and self.returned)
 
     def look(self) -> None:
         """Note whether the function has returned, and whether the process has ended."""
@@ -154,6 +150,8 @@ class _Supervisor:
         self._job = job
         self._ranks: list[_StartedRank] = []
         self._started = 0.0
+        # Ranks whose function has returned read this until its other end is closed.
+        self._stay, self._release = multiprocessing.Pipe(duplex=False)
         self._sources: list[Connection | int] = [caller]
         # A process that the caller forks holds a copy of the connection and delays its end of
         # file. Linux before 5.3 and some builds of Python have no pidfd.
@@ -188,10 +186,12 @@ class _Supervisor:
                 os.environ.clear()
                 os.environ.update(environment)
                 _redirect_output(self._job.directory / f"{rank}.out")
-                ours, theirs = multiprocessing.Pipe()
+                ours, theirs = multiprocessing.Pipe(duplex=False)
+                inherited = [self._caller, self._release, ours] if forked else []
+                inherited += [each.connection for each in self._ranks] if forked else []
                 process = context.Process(
                     target=_run_rank,
-                    args=(self._job, rank, os.getpid(), theirs, self._caller if forked else None),
+                    args=(self._job, rank, os.getpid(), theirs, self._stay, inherited),
                 )
                 process.start()
                 theirs.close()
@@ -212,13 +212,8 @@ class _Supervisor:
             failed = any(rank.failed for rank in self._ranks)
             late = time.monotonic() >= deadline
             if failed or late or all(rank.returned for rank in self._ranks):
-                self._release()
+                self._release.close()
             if late:
-                end = time.monotonic() + LEAVE_LIMIT
-                while any(rank.running and rank.returned for rank in self._ranks):
-                    if time.monotonic() >= end:
-                        break
-                    self._wait(end)
                 self._dump_stacks()
                 return deadline == limit
             if failed and self._job.end_on_failure:
@@ -242,15 +237,8 @@ class _Supervisor:
         for rank in self._ranks:
             rank.look()
 
-    def _release(self) -> None:
-        """Let ranks exit whose function has returned."""
-        for rank in self._ranks:
-            if rank.running and rank.returned:
-                with contextlib.suppress(OSError):
-                    rank.connection.send(None)
-
     def _dump_stacks(self) -> None:
-        """Have the running ranks write their Python stacks."""
+        """Have the running ranks write their Python stacks; those that have returned may exit."""
         files = []
         for index, rank in enumerate(self._ranks):
             if rank.running:
@@ -262,7 +250,8 @@ class _Supervisor:
             self._wait(time.monotonic() + 0.05)
             # The dump has no end mark: it is complete when nothing is added.
             sizes = [file.stat().st_size if file.exists() else 0 for file in files]
-            if all(sizes) and sizes == before:
+            leaving = any(rank.running and rank.returned for rank in self._ranks)
+            if all(sizes) and sizes == before and not leaving:
                 return
             before = sizes
 
@@ -318,34 +307,39 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _run_rank(
-    job: Job, rank: int, supervisor: int, connection: Connection, caller: Connection | None
+    job: Job,
+    rank: int,
+    supervisor: int,
+    connection: Connection,
+    stay: Connection,
+    inherited: Sequence[Connection],
 ) -> None:
     """Run the function as one rank, write down what came of it, and stay for the others."""
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
         os._exit(1)  # it was killed before the call took effect
-    if caller is not None:
-        caller.close()  # the caller shall see that the supervisor has ended
+    for one in inherited:
+        one.close()
     try:
         _prepare(job, rank)
         _write(job.directory / f"{rank}.result", _call(job, rank))
+        connection.send(True)
         # A peer may still be connecting to this rank, or taking the last bytes of a collective:
         # gloo fails there if the sockets close ("connection closed by peer").
-        connection.send(True)
-        connection.recv()
-        code = 0
+        with contextlib.suppress(EOFError):
+            stay.recv()
+        code, failed = 0, False
     except BaseException as error:
         error.__traceback__ = _own_frames_skipped(error.__traceback__)
         reason = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
         report = time.monotonic(), reason, "".join(traceback.format_exception(error))
         _write(job.directory / f"{rank}.error", pickle.dumps(report))
-        connection.send(False)
-        code = _exit_code(error)
+        code, failed = _exit_code(error), True
     sys.stdout.flush()
     sys.stderr.flush()
     # A failed rank must not wait for threads that wait for the other ranks.
-    if code != 0 or caller is not None:
+    if failed or job.start_method == "forkserver":
         os._exit(code)
 
 
@@ -360,7 +354,7 @@ def _prepare(job: Job, rank: int) -> None:
     stack = os.open(job.directory / f"{rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
     tempfile.tempdir = None  # as TMPDIR says now
-    if "torch" in sys.modules:
+    if "torch" in sys.modules and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
         from .. import autoinstall
 
         autoinstall.activate()  # as torch does at its import

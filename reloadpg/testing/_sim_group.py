@@ -53,9 +53,9 @@ class Communicator:
         self.backend: SimBackend | None = SimBackend.deferred(self, store)
         self._group: ProcessGroup | None = None
         self._suspended: ProcessGroup | None = None
-        self._meetings = 0
+        self._barriers = 0
         self._connecting = threading.Lock()
-        self._ending = threading.RLock()  # a collection may end it while we hold this
+        self._changing = threading.RLock()  # a collection may release it while we hold this
         ledger.open(record)
 
     def use(self, operation: str) -> ProcessGroup:
@@ -114,7 +114,7 @@ class Communicator:
             dict.fromkeys(DEVICES, ("gloo", backend)),
         )
         cast(Any, group)._set_group_name(record.name)
-        with self._ending:
+        with self._changing:
             self.alive(operation)  # it may have been aborted while this thread waited
             size = self._settings.bytes_per_communicator or 0
             self._ledger.connect(record, size, int(size * self._settings.persistent_share))
@@ -142,8 +142,8 @@ class Communicator:
         if self._suspended is not None:
             raise self._misuse("suspend", "suspended already")
         self._faults.check("suspend", "suspend", self.record)
-        self._meet("suspend")
-        with self._ending:
+        self._barrier("suspend")
+        with self._changing:
             self.alive("suspend")
             self._suspended, self._group = self._group, None
             self._ledger.suspend(self.record, works=self._settings.suspend_works)
@@ -161,11 +161,11 @@ class Communicator:
         if self._suspended is None:
             raise self._misuse("resume", "not suspended")
         self._faults.check("resume", "resume", self.record)
-        with self._ending:
+        with self._changing:
             self.alive("resume")
             self._ledger.resume(self.record)
-        self._meet("resume")
-        with self._ending:
+        self._barrier("resume")
+        with self._changing:
             self.alive("resume")
             self._group, self._suspended = self._suspended, None
         self._faults.check("resume", "resume", self.record, "after")
@@ -182,44 +182,44 @@ class Communicator:
             f"communicator is {what}"
         )
 
-    def _meet(self, operation: str) -> None:
+    def _barrier(self, operation: str) -> None:
         """Wait for all members, in the group's store, until this one is aborted."""
         store = c10d.clone_store(self.alive(operation).store)
-        self._meetings += 1
-        key = f"sim/{operation}/{self._meetings}"
+        self._barriers += 1
+        key = f"sim/{operation}/{self._barriers}"
         store.add(key, 1)
         while store.add(key, 0) < self.record.size:
             self.alive(operation)
             time.sleep(0.002)
 
-    def end(self, operation: str) -> None:
+    def shutdown(self, operation: str) -> None:
         """Free the memory and drop the transport; waits for operations in flight. Idempotent."""
-        if self._may_end(operation):
+        if self._begin_release(operation):
             self._take(SimState.RELEASED)
             self._faults.check("release", operation, self.record, "after")
 
     def abort(self, operation: str) -> None:
-        """Like :meth:`end`, but waits for nothing. Idempotent."""
-        if self._may_end(operation):
+        """Like :meth:`shutdown`, but waits for nothing. Idempotent."""
+        if self._begin_release(operation):
             _drop_later(self._take(SimState.RELEASED))
             self._faults.check("release", operation, self.record, "after")
 
     def collected(self) -> None:
-        """The group object is gone: a leak, unless somebody tried to end it."""
+        """The group object is gone: a leak, unless somebody tried to release it."""
         if self.backend is not None:
-            state = SimState.RELEASED if self.record.ending else SimState.LEAKED
+            state = SimState.RELEASED if self.record.releasing else SimState.LEAKED
             _drop_later(self._take(state))
 
-    def _may_end(self, operation: str) -> bool:
+    def _begin_release(self, operation: str) -> bool:
         if self.backend is None:
             return False
-        self.record.ending = True
+        self.record.releasing = True
         self._faults.check("release", operation, self.record)
         time.sleep(self._settings.release_seconds)
         return True
 
     def _take(self, state: SimState) -> list[Any]:
-        with self._ending:
+        with self._changing:
             parts: list[Any] = [self.backend, self._group or self._suspended]
             self.backend = self._group = self._suspended = None
             self._ledger.close(self.record, state)
@@ -320,7 +320,7 @@ class SimBackend(ProcessGroupGloo):
         self._communicator.connect()
 
     def shutdown(self) -> None:
-        self._communicator.end("shutdown")
+        self._communicator.shutdown("shutdown")
 
     def abort(self) -> None:
         self._communicator.abort("abort")
@@ -515,7 +515,7 @@ class SimulatedProcessGroup(_Forwarding):
 
     def shutdown(self) -> None:
         """Release the communicator; waits for operations in flight. Local, idempotent."""
-        self._communicator.end("shutdown")
+        self._communicator.shutdown("shutdown")
 
     def abort(self) -> None:
         """Release the communicator; waits for nothing. Local, idempotent."""

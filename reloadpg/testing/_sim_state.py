@@ -144,7 +144,7 @@ class Record:
     memory: mmap.mmap | None = None
     persistent: mmap.mmap | None = None
     suspendable_bytes: int = 0
-    ending: bool = False
+    releasing: bool = False
 
     @property
     def global_rank(self) -> int:

@@ -48,7 +48,7 @@ _END_LIMIT = 20.0
 """Seconds for the supervisor to read stacks and kill everything, after the time limit."""
 _OUTPUT_LIMIT = 1 << 16
 _OUTPUT_LINES = 40
-_PRELOAD = ("pytest", "torch.distributed.tensor", "torch.distributed.fsdp")
+_PRELOAD = ("pytest", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
 """Modules that the fork server imports as well if the caller has."""
 _JOB_VARIABLES = frozenset(
     {
@@ -328,25 +328,29 @@ def _run_directory() -> Iterator[Path]:
 
 def _run(job: Job) -> tuple[list[RankOutcome], list[int]]:
     """Return the outcome of each rank, and the ids of processes that could not be killed."""
-    size = len(job.environments)
     started, timed_out, lost = 0.0, False, True
-    pids: list[int | None] = [None] * size
-    ends: list[tuple[int | None, float | None, bool]] = [(None, None, False)] * size
+    pids: list[int] = []
     left: list[int] = []
+    ends: list[tuple[int | None, float | None, bool]]
+    ends = [(None, None, False)] * len(job.environments)
     connection, theirs = multiprocessing.Pipe()
     with connection:
         with theirs:
             supervisor = _start(theirs, job)
         try:
-            with contextlib.suppress(EOFError, ConnectionError):
+            try:
                 if connection.poll(_START_LIMIT):
                     started, pids = connection.recv()
                     if connection.poll(job.timeout + _END_LIMIT):
                         ends, timed_out, left = connection.recv()
                         lost = False
+            except (EOFError, ConnectionError):
+                for pid in pids:  # the kernel kills the ranks; each leads a process group
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signals.SIGKILL)
             outcomes = [
-                _outcome(job, rank, pids[rank], started, *ends[rank], timed_out, lost)
-                for rank in range(size)
+                _outcome(job, rank, pids[rank] if pids else None, started, *end, timed_out, lost)
+                for rank, end in enumerate(ends)
             ]
         finally:
             with contextlib.suppress(OSError):
@@ -354,36 +358,29 @@ def _run(job: Job) -> tuple[list[RankOutcome], list[int]]:
             if not wait([supervisor.sentinel], _END_LIMIT):
                 supervisor.kill()
             supervisor.join(1)
-            if lost:
-                for pid in pids:  # each leads a process group
-                    with contextlib.suppress(TypeError, ProcessLookupError):
-                        os.killpg(pid, signals.SIGKILL)  # type: ignore[arg-type]
     if any(outcome.signal is not None for outcome in outcomes):
-        _SPOILT_CACHES.append(job.environments[0]["TORCHINDUCTOR_CACHE_DIR"])
+        _SPOILT_CACHES.append(job.environments[0].get("TORCHINDUCTOR_CACHE_DIR", ""))
     return outcomes, left
 
 
 def _start(connection: Connection, job: Job) -> BaseProcess:
     """Start the supervisor of a run."""
-    process: BaseProcess
     preload = ["reloadpg.testing._preload", *(name for name in _PRELOAD if name in sys.modules)]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+
+    def started(method: str) -> BaseProcess:
+        context: Any = multiprocessing.get_context(method)
+        process: BaseProcess = context.Process(target=_rank.supervise, args=(connection, job))
+        process.start()
+        return process
+
     try:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(preload)
-        process = context.Process(target=_rank.supervise, args=(connection, job))
-        process.start()
-    except ChildProcessError:
-        # This process was forked from one that has a fork server, and cannot use it.
-        process = multiprocessing.get_context("spawn").Process(
-            target=_rank.supervise, args=(connection, job)
-        )
-        process.start()
-    except (EOFError, ConnectionError) as error:
-        raise ReloadpgError(
-            "the fork server of multiprocessing ended before it started a process; no rank was "
-            "started. Its errors are on stderr."
-        ) from error
-    return process
+        return started("forkserver")
+    except (EOFError, OSError):
+        # The fork server cannot be used by a process that was forked from its owner, with a
+        # TMPDIR of some 80 characters ("AF_UNIX path too long"), or if it died while it imported
+        # torch. A fresh interpreter costs each run that import, and says what is wrong with it.
+        return started("spawn")
 
 
 def _outcome(

@@ -52,39 +52,20 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-class Reports:
-    """A FIFO on which processes of any parentage report one line each."""
-
-    def __init__(self, path: Path) -> None:
-        os.mkfifo(path)
-        self.path = str(path)
-        self._fd = os.open(path, os.O_RDWR)
-        self._buffer = b""
-
-    def read(self, count: int) -> list[list[int]]:
-        deadline = time.monotonic() + LIMIT
-        while self._buffer.count(b"\n") < count:
-            remaining = max(deadline - time.monotonic(), 0)
-            assert select.select([self._fd], [], [], remaining)[0], self._buffer
-            self._buffer += os.read(self._fd, 4096)
-        *lines, self._buffer = self._buffer.split(b"\n")
-        return [[int(word) for word in line.split()] for line in lines]
-
-    def close(self) -> None:
-        os.close(self._fd)
+def report(folder: str, *pids: int) -> None:
+    """Leave process ids in a folder, in a file that is complete when it is there."""
+    part = Path(folder, f"{os.getpid()}.part")
+    part.write_text(" ".join(map(str, pids)))
+    part.rename(part.with_suffix(".pids"))
 
 
-@pytest.fixture
-def reports(tmp_path: Path) -> Iterator[Reports]:
-    fifo = Reports(tmp_path / "fifo")
-    yield fifo
-    fifo.close()
-
-
-def report(path: str, *numbers: int) -> None:
-    fd = os.open(path, os.O_WRONLY)
-    os.write(fd, (" ".join(map(str, numbers)) + "\n").encode())
-    os.close(fd)
+def reported(folder: Path | str, count: int) -> list[list[int]]:
+    """Wait for so many reports; return the process ids of each."""
+    deadline = time.monotonic() + LIMIT
+    while len(files := list(Path(folder).glob("*.pids"))) < count:
+        assert time.monotonic() < deadline, files
+        time.sleep(0.01)
+    return [[int(pid) for pid in file.read_text().split()] for file in files]
 
 
 def rest() -> None:
@@ -148,11 +129,11 @@ def parsed(variables: str) -> dict[str, str | None]:
 
 @pytest.fixture(scope="module", params=START_METHODS)
 def seen(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
-    variables = "ADDED=1 LOCAL_RANK=9 MKL_NUM_THREADS=3 PYTHONHASHSEED=0"
+    variables = "ADDED=1 LOCAL_RANK=9 OMP_NUM_THREADS=2 PYTHONHASHSEED=0"
     install = "RELOADPG_AUTOINSTALL=1 RELOADPG_BACKENDS=gloo"
     environment = {**parsed(f"{variables} {install}"), "GROUP_RANK": None}
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("OF_THE_CALLER", "RANK", "TORCHELASTIC_RUN_ID", "TRITON_CACHE_DIR"):
+        for name in ("OF_THE_CALLER", "ROLE_RANK", "TORCHELASTIC_RUN_ID", "TRITON_CACHE_DIR"):
             patch.setenv(name, "7")
         ranks = run_ranks(
             look,
@@ -181,10 +162,11 @@ def test_environment_of_a_rank(seen: Any) -> None:
         environment = found["environment"]
         expected = parsed(
             f"OF_THE_CALLER=7 ADDED=1 RANK={rank} WORLD_SIZE=2 LOCAL_RANK=9 LOCAL_WORLD_SIZE=2 "
-            "MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 MKL_NUM_THREADS=3"
+            "MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=2 MKL_NUM_THREADS=1"
         )
         assert {name: environment[name] for name in expected} == expected
-        assert not {"GROUP_RANK", "TORCHELASTIC_RUN_ID", "RELOADPG_RANK_LOADING"} & {*environment}
+        absent = {"GROUP_RANK", "ROLE_RANK", "TORCHELASTIC_RUN_ID", "RELOADPG_RANK_LOADING"}
+        assert not absent & {*environment}
         assert found["interpreter"][:3] == (sys.path, sys.argv, os.getcwd())
 
 
@@ -202,11 +184,11 @@ def test_a_run_has_its_own_temporary_folder_and_caches(seen: Any) -> None:
 def test_start_methods(seen: Any) -> None:
     """A forked rank has not paid for torch; a spawned one is a fresh interpreter.
 
-    Both compute on one thread and install themselves if their environment says so.
+    Both compute on as many threads, and install themselves, as their environment says.
     """
     method, ranks = seen
     for found in ranks:
-        assert (found["threads"], found["sum"], found["installed"]) == (1, 3, True)
+        assert (found["threads"], found["sum"], found["installed"]) == (2, 3, True)
         assert (found["interpreter"][3] == 0) is (method == "spawn")  # read at the start only
         assert (found["cpu"] < 0.5) is (method == "forkserver")
 
@@ -238,8 +220,11 @@ def test_concurrent_runs_do_not_meet(store: Any) -> None:
     assert list(results) == [[n * (n + 1) // 2] * n for n in sizes]
 
 
-def outlive_rank_0(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Kill rank 0; return whether its port is still taken, and whether the store answers."""
+def outlive_rank_0(rank: int, world_size: int) -> bool:
+    """Kill rank 0; return whether the store answers then. Nobody else gets its port before."""
+    if rank == 0:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", int(os.environ["MASTER_PORT"])))
     distributed.init_process_group("gloo")
     store = distributed.distributed_c10d._get_default_store()
     if rank == 0:
@@ -248,24 +233,19 @@ def outlive_rank_0(rank: int, world_size: int) -> tuple[bool, bool]:
     pid = int(store.get("pid"))
     os.kill(pid, signal.SIGKILL)
     wait_gone([pid])
-    with socket.socket() as other:
-        taken = True
-        with suppress(OSError):
-            other.bind(("", int(os.environ["MASTER_PORT"])))
-            taken = False
     try:
         store.set("key", "value")
-        return taken, bool(store.get("key") == b"value")
+        return bool(store.get("key") == b"value")
     except distributed.DistError:
-        return taken, False
+        return False
 
 
 @pytest.mark.parametrize(("store", "answers"), [("parent", True), ("rank0", False)])
 def test_who_hosts_the_store(store: Any, answers: bool) -> None:
-    """A store in the parent survives rank 0; one in rank 0 does not. Nobody else gets its port."""
+    """A store in the parent survives rank 0; one in rank 0 does not."""
     killed, survivor = run_ranks(outlive_rank_0, 2, store=store, check=False, timeout=LIMIT)
-    assert killed.signal == signal.SIGKILL
-    assert survivor.result == (True, answers)
+    assert killed.signal == signal.SIGKILL, killed
+    assert survivor.result is answers, survivor
 
 
 # ---------------------------------------------------------------------------------------------
@@ -274,21 +254,21 @@ def test_who_hosts_the_store(store: Any, answers: bool) -> None:
 
 def leave_at_once(rank: int, world_size: int, fate: str, folder: str) -> bool:
     """Rank 0 returns; rank 2 looks whether its process is there; rank 1 does as it is told."""
-    marker, looked = Path(folder, "pid"), Path(folder, "looked")
+    looked = Path(folder, "looked")
     if rank == 0:
-        Path(folder, "part").write_text(str(os.getpid()))
-        Path(folder, "part").rename(marker)
+        report(folder, os.getpid())
         return True
-    for awaited in (marker, looked)[: 1 + (rank == 1)]:
-        while not awaited.exists():
-            time.sleep(0.01)
+    ((pid,),) = reported(folder, 1)
     if rank == 1:
-        return {"return": lambda: True, "raise": lambda: 1 / 0, "die": lambda: os._exit(3)}[fate]()
+        while not looked.exists():
+            time.sleep(0.01)
+        ends = {"return": lambda: True, "raise": lambda: 1 / 0, "die": lambda: os._exit(3)}
+        return bool(ends[fate]())
     time.sleep(0.3)  # rank 0 would be gone by now
-    stayed = exists(int(marker.read_text()))
+    stayed = exists(pid)
     looked.touch()
-    while fate != "return" and exists(int(marker.read_text())):
-        time.sleep(0.01)
+    if fate != "return":
+        wait_gone([pid])
     return stayed
 
 
@@ -296,7 +276,9 @@ def leave_at_once(rank: int, world_size: int, fate: str, folder: str) -> bool:
 def test_a_rank_that_has_returned_stays(fate: str, tmp_path: Path) -> None:
     """Its connections are there until all have returned; or one has failed, and then it ends."""
     args = (fate, str(tmp_path))
-    outcomes = run_ranks(leave_at_once, 3, args=args, timeout=LIMIT, check=False)
+    started = time.monotonic()
+    outcomes = run_ranks(leave_at_once, 3, args=args, timeout=2 * LIMIT, check=False)
+    assert time.monotonic() - started < LIMIT
     assert [outcome.ok for outcome in outcomes] == [True, fate == "return", True]
     assert outcomes[2].result
     assert not any(outcome.timed_out or outcome.ended for outcome in outcomes)
@@ -392,8 +374,15 @@ def test_first_failure_comes_first() -> None:
     assert not [o.pid for o in caught.value.outcomes if o.pid is None or exists(o.pid)]
 
 
+class SlowToFlush:
+    def flush(self) -> None:
+        time.sleep(0.5)
+
+
 def hang(rank: int, world_size: int) -> None:
-    if rank > 0:
+    if rank == 0:
+        sys.stdout = SlowToFlush()  # type: ignore[assignment] # and so to exit
+    else:
         helper = threading.Thread(target=wait_in_helper, daemon=True)
         helper.start()
         wait_in_main(helper)
@@ -431,19 +420,18 @@ def test_time_limit_before_the_ranks_are_up(method: Any) -> None:
     assert (outcomes[1].timed_out, outcomes[1].signal) == (True, signal.SIGKILL)
 
 
-def stay_after_return(rank: int, world_size: int, fifo: str) -> None:
+def stay_after_return(rank: int, world_size: int, folder: str) -> None:
     """Rank 0 returns, but its process waits for a thread; rank 1 fails then."""
     if rank == 1:
-        with open(fifo) as file:
-            raise ValueError(file.readline())
+        raise ValueError(reported(folder, 1))
     threading.Thread(target=wait_in_helper).start()
-    report(fifo, 1)
+    report(folder)
 
 
-def test_a_process_that_does_not_end_after_its_function_is_told(reports: Reports) -> None:
+def test_a_process_that_does_not_end_after_its_function_is_told(tmp_path: Path) -> None:
     """A fresh interpreter that waits for a thread after the function returned has failed."""
     with pytest.raises(RanksFailedError) as caught:
-        run_ranks(stay_after_return, 2, args=(reports.path,), start_method="spawn", timeout=LIMIT)
+        run_ranks(stay_after_return, 2, args=(str(tmp_path),), start_method="spawn", timeout=LIMIT)
     outcome = caught.value.outcomes[0]
     assert "the function had returned, but the process was still" in str(outcome.exception)
     assert "in wait_in_helper" in str(outcome.stack)
@@ -475,45 +463,49 @@ def test_wrong_arguments_start_nothing(
 # nothing is left behind
 
 
-def leave_grandchildren(rank: int, world_size: int, fifo: str, then_hang: bool) -> None:
+def leave_grandchildren(rank: int, world_size: int, folder: str, then_hang: bool) -> None:
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     supervisor = os.getppid()
-    report(fifo, os.getpid(), child.pid, daemon_grandchild(), supervisor, parent_of(supervisor))
+    report(folder, os.getpid(), child.pid, daemon_grandchild(), supervisor, parent_of(supervisor))
     if then_hang:
         rest()
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-def test_grandchildren_end_with_the_run(reports: Reports, hangs: bool) -> None:
+def test_grandchildren_end_with_the_run(tmp_path: Path, hangs: bool) -> None:
     """Children of ranks are gone after the run, even daemons in sessions of their own."""
     with pytest.raises(RanksFailedError, match="time limit") if hangs else nullcontext():
         timeout = 4 if hangs else LIMIT
-        run_ranks(leave_grandchildren, 2, args=(reports.path, hangs), timeout=timeout)
-    assert [pid for line in reports.read(2) for pid in line[:4] if exists(pid)] == []
+        run_ranks(leave_grandchildren, 2, args=(str(tmp_path), hangs), timeout=timeout)
+    assert [pid for pids in reported(tmp_path, 2) for pid in pids[:4] if exists(pid)] == []
 
 
-def kill_supervisor(rank: int, world_size: int, fifo: str) -> None:
-    child = subprocess.Popen(["sleep", "1000"])
-    report(fifo, os.getpid(), child.pid)
-    if rank == 0:
+def kill_supervisor(rank: int, world_size: int, folder: str) -> None:
+    child = os.fork()
+    if child != 0:
+        report(folder, os.getpid(), child)
         os.kill(os.getppid(), signal.SIGKILL)
     rest()
 
 
-def server_of_ranks(rank: int, world_size: int) -> int:
-    return parent_of(os.getppid())
+def server_and_variable(rank: int, world_size: int) -> tuple[int, str | None]:
+    return parent_of(os.getppid()), os.environ.get("OF_THE_SERVER")
 
 
-def test_killed_supervisors_and_servers(reports: Reports) -> None:
+def test_killed_supervisors_and_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A supervisor that is killed takes its ranks and their children along, and the run fails; a
-    server that is killed is replaced."""
+    server that is killed is replaced. Ranks have the caller's environment, not the server's."""
     with pytest.raises(RanksFailedError, match="lost: the process that supervises the ranks"):
-        run_ranks(kill_supervisor, 1, args=(reports.path,), timeout=LIMIT)
-    wait_gone([pid for line in reports.read(1) for pid in line])
-    (server,) = run_ranks(server_of_ranks, 1, timeout=LIMIT)
+        run_ranks(kill_supervisor, 1, args=(str(tmp_path),), timeout=LIMIT)
+    wait_gone(reported(tmp_path, 1)[0])
+    ((server, _),) = run_ranks(server_and_variable, 1, timeout=LIMIT)
     os.kill(server, signal.SIGKILL)
-    time.sleep(0.1)
-    assert run_ranks(server_of_ranks, 1, timeout=LIMIT) != [server]
+    wait_gone([server])
+    monkeypatch.setenv("OF_THE_SERVER", "1")
+    ((other, variable),) = run_ranks(server_and_variable, 1, timeout=LIMIT)
+    assert (other != server, variable) == (True, "1")
+    monkeypatch.delenv("OF_THE_SERVER")
+    assert run_ranks(server_and_variable, 1, timeout=LIMIT) == [(other, None)]
 
 
 def test_directories_and_descriptors_do_not_pile_up() -> None:
@@ -527,7 +519,7 @@ def test_directories_and_descriptors_do_not_pile_up() -> None:
     before = held()
     assert not [name for name in before[2] if name.startswith("ranks-")]
     for store in ("rank0", "parent"):
-        run_ranks(server_of_ranks, 2, store=store, timeout=LIMIT)  # type: ignore[arg-type]
+        run_ranks(server_and_variable, 2, store=store, timeout=LIMIT)  # type: ignore[arg-type]
         with pytest.raises(RanksFailedError):
             run_ranks(end_in_all_ways, 2, args=(["raises", "returns"],), timeout=LIMIT)
     deadline = time.monotonic() + LIMIT
@@ -552,62 +544,75 @@ def test_a_killed_rank_poisons_no_cache() -> None:
     assert first == second != run_ranks(cache, 1, args=(False,), timeout=LIMIT)
 
 
-def start_script(tmp_path: Path, *arguments: str) -> subprocess.Popen[bytes]:
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short path, since sockets of multiprocessing lie in it."""
+    with tempfile.TemporaryDirectory(prefix="run-ranks-") as name:
+        yield Path(name)
+
+
+def start_script(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
     """Run this file as a script, with a temporary directory of its own; errors go to a file."""
-    (tmp_path / "tmp").mkdir()
-    with (tmp_path / "errors").open("w") as errors:
+    (folder / "tmp").mkdir()
+    with (folder / "errors").open("w") as errors:
         return subprocess.Popen(
-            [sys.executable, __file__, *arguments],
-            env={**os.environ, "PYTHONPATH": ROOT, "TMPDIR": str(tmp_path / "tmp")},
+            [sys.executable, __file__, str(folder), *arguments],
+            env={**os.environ, "PYTHONPATH": ROOT, "TMPDIR": str(folder / "tmp")},
             stderr=errors,
         )
 
 
-@pytest.mark.parametrize(
-    ("method", "number"),
-    [("forkserver", signal.SIGKILL), ("forkserver", signal.SIGINT), ("spawn", signal.SIGKILL)],
-)
-def test_death_of_the_caller_ends_everything(
-    tmp_path: Path, reports: Reports, method: str, number: int
-) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_death_of_the_caller_ends_everything(folder: Path, number: int) -> None:
     """Ranks, their children, supervisor and files of the run end with a caller that is killed or
     interrupted, though a process that it forked meanwhile holds copies of its descriptors; the
     fork server ends when that process does, too."""
-    with start_script(tmp_path, "hang", reports.path, method) as script:
-        lines = reports.read(3)
-        (bystander,) = (line[0] for line in lines if len(line) == 1)
-        pids = {pid for line in lines if len(line) == 5 for pid in line[:4]}
-        servers = {line[4] for line in lines if len(line) == 5}
-        assert (len(pids), len(servers)) == (7, 1)
-        assert all(exists(pid) for pid in [*pids, *servers, bystander])
+    with start_script(folder, "forkserver") as script:
+        bystander, *ranks = sorted(reported(folder, 3), key=len)
+        pids = {pid for rank in ranks for pid in rank[:4]}
+        assert len(pids) == 7
+        assert all(exists(pid) for pid in [*pids, *bystander])
         try:
             script.send_signal(number)
             assert script.wait(LIMIT) == -number
             wait_gone([*pids])
-            assert not list((tmp_path / "tmp").glob("*/ranks-*"))
+            assert not list((folder / "tmp").glob("*/ranks-*"))
         finally:
-            os.kill(bystander, signal.SIGKILL)
-        wait_gone([*servers])
-    errors = (tmp_path / "errors").read_text()
+            os.kill(*bystander, signal.SIGKILL)
+        wait_gone([ranks[0][4]])
+    errors = (folder / "errors").read_text()
     assert ("KeyboardInterrupt" in errors) is (number == signal.SIGINT)
 
 
-def test_forked_child_of_the_caller_can_run_ranks(tmp_path: Path) -> None:
+def test_ranks_end_with_their_supervisor(folder: Path) -> None:
+    """Also where the caller can do nothing about it; then their children are left (documented)."""
+    with start_script(folder, "spawn") as script:
+        bystander, *ranks = sorted(reported(folder, 3), key=len)
+        script.send_signal(signal.SIGSTOP)
+        os.kill(ranks[0][3], signal.SIGKILL)
+        try:
+            wait_gone([rank[0] for rank in ranks])
+        finally:
+            for pid in (*bystander, script.pid, *(pid for rank in ranks for pid in rank[1:3])):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_forked_child_of_the_caller_can_run_ranks(folder: Path) -> None:
     """After ``os.fork`` both processes can, though the fork server is the parent's."""
-    with start_script(tmp_path, "fork") as script:
-        assert script.wait(LIMIT) == 0, (tmp_path / "errors").read_text()
-    assert list((tmp_path / "tmp").iterdir()) == []
+    with start_script(folder) as script:
+        assert script.wait(LIMIT) == 0, (folder / "errors").read_text()
+    assert list((folder / "tmp").iterdir()) == []
 
 
 # ---------------------------------------------------------------------------------------------
 # where the function is found
 
 
-def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Run Python with only the library, not the working directory, on its path."""
     return subprocess.run(
         [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": ROOT, "PYTHONSAFEPATH": "1"},
+        env={**os.environ, "PYTHONPATH": ROOT, "PYTHONSAFEPATH": "1", **env},
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -617,20 +622,17 @@ def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_main_modules(tmp_path: Path) -> None:
-    """A package's ``__main__`` works; a script that calls at its top level and a function that was
-    typed into an interpreter are refused, and start no cascade of processes."""
+    """A package's ``__main__`` works, here in a folder that the fork server cannot use; a script
+    that calls at its top level and a function that was typed into an interpreter are refused, and
+    start no cascade of processes."""
     call = "from reloadpg.testing import run_ranks\ndef fn(rank, size):\n    return rank\n"
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text(
         f"{call}if __name__ == '__main__':\n    print(run_ranks(fn, 2))\n"
     )
-    # -m puts the working directory on the path of the caller only.
-    done = run_python(
-        "-c",
-        f"import runpy, sys; sys.path.append({str(tmp_path)!r}); "
-        "runpy.run_module('package', run_name='__main__', alter_sys=True)",
-        cwd=tmp_path,
-    )
+    (tmp_path / ("long" * 20)).mkdir()
+    env = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "TMPDIR": str(tmp_path / ("long" * 20))}
+    done = run_python("-m", "package", cwd=tmp_path, **env)
     assert done.stdout == "[0, 1]\n", done.stderr
     (tmp_path / "unguarded.py").write_text(f"{call}run_ranks(fn, 1)\n")
     done = run_python("unguarded.py", cwd=tmp_path)
@@ -698,27 +700,22 @@ def test_test_modules_are_found_in_every_import_mode(tmp_path: Path, mode: str) 
     assert f"{len(names)} passed" in done.stdout
 
 
-def main(role: str, *arguments: str) -> None:
-    if role == "hang":
-        fifo, method = arguments
+def fork_bystander(folder: str) -> None:
+    while not list(Path(tempfile.gettempdir()).glob("*/ranks-*/0.out")):
+        time.sleep(0.01)
+    if os.fork() == 0:
+        report(folder, os.getpid())
+        rest()
 
-        def fork_bystander() -> None:
-            while not list(Path(tempfile.gettempdir()).glob("*/ranks-*/0.out")):
-                time.sleep(0.01)
-            pid = os.fork()
-            if pid == 0:
-                rest()
-            report(fifo, pid)
 
-        threading.Thread(target=fork_bystander, daemon=True).start()
-        args: Any = (fifo, True)
-        run_ranks(leave_grandchildren, 2, args=args, start_method=method, timeout=LIMIT)  # type: ignore[arg-type]
-    else:
-        assert run_ranks(reduce_ranks, 2, timeout=LIMIT) == [3, 3]
-        pid = os.fork()
-        assert run_ranks(reduce_ranks, 2, timeout=LIMIT) == [3, 3]
-        if pid != 0:
-            assert os.waitpid(pid, 0)[1] == 0
+def main(folder: str, method: Any = None) -> None:
+    if method is not None:
+        threading.Thread(target=fork_bystander, args=(folder,), daemon=True).start()
+        run_ranks(leave_grandchildren, 2, args=(folder, True), start_method=method, timeout=LIMIT)
+    assert run_ranks(reduce_ranks, 2, timeout=LIMIT) == [3, 3]
+    pid = os.fork()
+    assert run_ranks(reduce_ranks, 2, timeout=LIMIT) == [3, 3]
+    assert pid == 0 or os.waitpid(pid, 0)[1] == 0
 
 
 if __name__ == "__main__":
