@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -640,6 +641,18 @@ def test_main_modules(tmp_path: Path) -> None:
     assert 'call run_ranks under `if __name__ == "__main__":`' in done.stderr
     done = run_python("-c", f"{call}run_ranks(fn, 1)\n", cwd=tmp_path)
     assert "TypeError: fn or an argument is defined in an interactive __main__" in done.stderr
+
+
+def test_another_reloadpg_in_the_working_directory_is_refused(tmp_path: Path) -> None:
+    """The fork server would find it first, though the caller's path does not have it."""
+    shutil.copytree(f"{ROOT}/reloadpg", tmp_path / "reloadpg")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "script.py").write_text(
+        "import reloadpg.testing\ndef fn(rank, size):\n    return rank\n"
+        "if __name__ == '__main__':\n    reloadpg.testing.run_ranks(fn, 1)\n"
+    )
+    done = run_python("bin/script.py", cwd=tmp_path, PYTHONSAFEPATH="")
+    assert f"found {tmp_path}/reloadpg/testing/_rank.py, but the caller uses" in done.stderr
 
 
 def test_the_callers_module_wins_over_another_of_its_name(
