@@ -1,4 +1,4 @@
-"""A simulated accelerator: backend ``sim``, for jobs and tests on machines without a GPU.
+"""Simulated accelerator: backend ``sim``, for jobs and tests on machines without a GPU.
 
 ::
 
@@ -15,9 +15,14 @@ part of the memory stays, and a resume can run out of it. The memory is real, so
 measured from outside the process; the results are gloo's, so they can be compared bit for bit.
 Everything here is per process.
 
-What must not be assumed of it: it has no streams, and nothing overlaps that does not with gloo;
-it cannot be one half of a mixed group (``cpu:gloo,privateuseone:sim``), since torch takes a group
-that a Python creating function returns for all its devices; it cannot be split.
+Things go wrong where a test says so::
+
+    with simulated.inject(simulated.Fault("create", rank=1, nth=3, message="no memory")):
+        reloadpg.reload()  # fails in the third creation of rank 1
+
+Limits: it has no streams, and nothing overlaps that does not with gloo; it cannot be one half of a
+mixed group (``cpu:gloo,privateuseone:sim``), since torch takes a group that a Python creating
+function returns for all its devices; it cannot be split.
 """
 
 from __future__ import annotations
