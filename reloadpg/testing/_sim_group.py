@@ -1,23 +1,383 @@
-"""The process group of the simulated accelerator, as torch and its users see it."""
+"""Process groups of the simulated accelerator, and what each owns: memory, and a gloo transport.
+
+A group counts as connected from its first operation: it then takes its memory, and its gloo
+transport is built. Gloo connects pairs of ranks as they talk to each other, so the first
+operation may be a send between two of many members, or a ring of sends.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import ProcessGroup, ProcessGroupGloo
+from torch.distributed import DistBackendError, ProcessGroup, ProcessGroupGloo
 
 from reloadpg import c10d
-from reloadpg.groups import dispatch as surface
+from reloadpg.groups import dispatch
 
-from ._sim_ledger import GroupInfo, Record
-from ._sim_transport import DEVICES, NAME, OPERATIONS, Communicator, Process, SimBackend
+from ._sim_state import FaultTable, GroupInfo, Ledger, Record, Settings, SimState
 
-__all__ = ["SimulatedProcessGroup"]
+__all__ = ["DEVICES", "NAME", "Communicator", "SimBackend", "SimulatedProcessGroup"]
+
+NAME = "sim"
+DEVICES = ("cpu", "privateuseone")
+"""It serves a device that is not the CPU, as an accelerator's backend does, and the CPU as well,
+so that all of torch.distributed can run on it without one."""
+
+OPERATIONS = dispatch.COLLECTIVES | {"monitored_barrier", "_start_coalescing"}
+"""Methods that need a communicator, and connect it."""
+
+
+class Communicator:
+    """What a group owns from its first use to its end: memory, and a transport."""
+
+    def __init__(
+        self,
+        record: Record,
+        store: Store,
+        settings: Settings,
+        ledger: Ledger,
+        faults: FaultTable,
+    ) -> None:
+        self.record = record
+        self._settings = settings
+        self._ledger = ledger
+        self._faults = faults
+        self.backend: SimBackend | None = SimBackend.deferred(self, store)
+        self._group: ProcessGroup | None = None
+        self._suspended: ProcessGroup | None = None
+        self._barriers = 0
+        self._connecting = threading.Lock()
+        self._changing = threading.RLock()  # a collection may release it while we hold this
+        ledger.open(record)
+
+    def use(self, operation: str) -> ProcessGroup:
+        """The transport for one operation; connects at the first.
+
+        Raises:
+            DistBackendError: the group was shut down or aborted.
+        """
+        group = self.transport(operation)
+        self._faults.check("collective", operation, self.record)
+        self._ledger.used(self.record)
+        return group
+
+    def transport(self, operation: str) -> ProcessGroup:
+        group = self._group
+        if group is not None:
+            return group
+        with self._connecting:
+            return self._group or self._connect(operation, eager=False)
+
+    def connect(self) -> None:
+        """Connect all members now. Collective, blocking; does nothing if connected."""
+        with self._connecting:
+            if self._group is None:
+                self._connect("eager_connect", eager=True)
+
+    def alive(self, operation: str) -> SimBackend:
+        """The backend.
+
+        Raises:
+            DistBackendError: the group was shut down or aborted.
+        """
+        backend = self.backend
+        if backend is None:
+            record = self.record
+            raise DistBackendError(
+                f"{operation} on group {record.name!r} ({record.desc}) of the simulated "
+                f"accelerator: its communicator was {record.state}. Create a new group."
+            )
+        return backend
+
+    def _connect(self, operation: str, *, eager: bool) -> ProcessGroup:
+        backend, record = self.alive(operation), self.record
+        if self._suspended is not None:
+            # Nothing in NCCL stops this use; what it does then is undefined.
+            raise DistBackendError(
+                f"an illegal memory access was encountered: {operation} on group "
+                f"{record.name!r} ({record.desc}), whose communicator is suspended"
+            )
+        self._faults.check("connect", operation, record)
+        backend.initialise(eager=eager)
+        group = c10d.group_of_backends(
+            record.rank,
+            record.size,
+            backend.store,
+            dict.fromkeys(DEVICES, ("gloo", backend)),
+        )
+        cast(Any, group)._set_group_name(record.name)
+        with self._changing:
+            self.alive(operation)  # it may have been aborted while this thread waited
+            size = self._settings.bytes_per_communicator or 0
+            self._ledger.connect(record, size, int(size * self._settings.persistent_share))
+            self._group = group
+        self._faults.check("connect", operation, record, "after")
+        return group
+
+    def memory_stats(self) -> dict[str, int]:
+        """Bytes by NCCL's names. Local.
+
+        Raises:
+            DistBackendError: the communicator was never used.
+        """
+        self.alive("memory_stats")
+        self._used("memory_stats")
+        return self.record.memory_stats()
+
+    def suspend(self) -> None:
+        """Give memory back until :meth:`resume`. Collective over the members, without a bound.
+
+        Raises:
+            DistBackendError: never used, or suspended already.
+        """
+        self._used("suspend")
+        if self._suspended is not None:
+            raise self._misuse("suspend", "suspended already")
+        self._faults.check("suspend", "suspend", self.record)
+        self._barrier("suspend")
+        with self._changing:
+            self.alive("suspend")
+            self._suspended, self._group = self._group, None
+            self._ledger.suspend(self.record, works=self._settings.suspend_works)
+        self._faults.check("suspend", "suspend", self.record, "after")
+
+    def resume(self) -> None:
+        """Take the memory again. Collective over the members, without a bound.
+
+        A member that fails returns, and the others go on waiting for it.
+
+        Raises:
+            DistBackendError: not suspended, or out of memory.
+        """
+        self._used("resume")
+        if self._suspended is None:
+            raise self._misuse("resume", "not suspended")
+        self._faults.check("resume", "resume", self.record)
+        with self._changing:
+            self.alive("resume")
+            self._ledger.resume(self.record)
+        self._barrier("resume")
+        with self._changing:
+            self.alive("resume")
+            self._group, self._suspended = self._suspended, None
+        self._faults.check("resume", "resume", self.record, "after")
+
+    def _used(self, operation: str) -> None:
+        self.alive(operation)
+        if self._group is None and self._suspended is None:
+            raise self._misuse(operation, "not initialized: it was never used")
+
+    def _misuse(self, operation: str, what: str) -> DistBackendError:
+        record = self.record
+        return DistBackendError(
+            f"invalid usage: {operation} on group {record.name!r} ({record.desc}), whose "
+            f"communicator is {what}"
+        )
+
+    def _barrier(self, operation: str) -> None:
+        """Wait for all members, in the group's store, until this one is aborted."""
+        store = c10d.clone_store(self.alive(operation).store)
+        self._barriers += 1
+        key = f"sim/{operation}/{self._barriers}"
+        store.add(key, 1)
+        while store.add(key, 0) < self.record.size:
+            self.alive(operation)
+            time.sleep(0.002)
+
+    def shutdown(self, operation: str) -> None:
+        """Free the memory and drop the transport; waits for operations in flight. Idempotent."""
+        if self._begin_release(operation):
+            self._take(SimState.RELEASED)
+            self._faults.check("release", operation, self.record, "after")
+
+    def abort(self, operation: str) -> None:
+        """Like :meth:`shutdown`, but waits for nothing. Idempotent."""
+        if self._begin_release(operation):
+            _drop_later(self._take(SimState.RELEASED))
+            self._faults.check("release", operation, self.record, "after")
+
+    def collected(self) -> None:
+        """The group object is gone: a leak, unless somebody tried to release it."""
+        if self.backend is not None:
+            state = SimState.RELEASED if self.record.releasing else SimState.LEAKED
+            _drop_later(self._take(state))
+
+    def _begin_release(self, operation: str) -> bool:
+        if self.backend is None:
+            return False
+        self.record.releasing = True
+        self._faults.check("release", operation, self.record)
+        time.sleep(self._settings.release_seconds)
+        return True
+
+    def _take(self, state: SimState) -> list[Any]:
+        with self._changing:
+            parts: list[Any] = [self.backend, self._group or self._suspended]
+            self.backend = self._group = self._suspended = None
+            self._ledger.close(self.record, state)
+        return parts
+
+
+def _drop_later(parts: list[Any]) -> None:
+    """Drop a backend and its transport, waiting for nothing.
+
+    Destroying a gloo backend waits for its pending operations: until their timeout, if a peer is
+    gone. So a thread does it, and nothing else may hold a reference.
+    """
+    if parts[0] is None or not parts[0].is_ready:
+        return
+    with suppress(RuntimeError):
+        _gloo("abort")(parts[0])
+    with suppress(RuntimeError):  # the interpreter is ending: no new threads
+        threading.Thread(target=parts.clear, name="sim-abort", daemon=True).start()
+
+
+class SimBackend(ProcessGroupGloo):
+    """A ``ProcessGroupGloo`` that is initialised at its first use.
+
+    Until then it only holds the timeout, so that one changed before the first use is honoured:
+    gloo waits for its peers with the timeout that it was constructed with. All attributes of the
+    C++ class that could be reached before are overridden (an uninitialised one crashes).
+    """
+
+    store: Store
+    is_ready: bool
+    """Whether the C++ object beneath is initialised."""
+    _communicator: Communicator
+    _early: Any
+
+    @classmethod
+    def deferred(cls, communicator: Communicator, store: Store) -> SimBackend:
+        """An uninitialised backend. Local: neither sockets nor threads, nothing in the store."""
+        backend = cls.__new__(cls)
+        backend.store = store
+        backend.is_ready = False
+        backend._communicator = communicator
+        backend._early = _gloo("_Options")()
+        backend._early._timeout = communicator.record.timeout
+        return backend
+
+    def initialise(self, *, eager: bool) -> None:
+        """Build the transport.
+
+        Args:
+            eager: wait until all members are connected; otherwise local.
+        """
+        options = self._early
+        options._devices = [_device(lazy=not eager)]
+        record = self._communicator.record
+        # Its own connection: gloo waits in it for its peers, and a wait holds the store's lock.
+        store = c10d.clone_store(self.store)
+        ProcessGroupGloo.__init__(self, store, record.rank, record.size, options)
+        self._early = _gloo("_Options")()
+        self._early._timeout = options._timeout
+        self.is_ready = True
+
+    def rank(self) -> int:
+        return self._communicator.record.rank
+
+    def size(self) -> int:
+        return self._communicator.record.size
+
+    def name(self) -> str:
+        return NAME
+
+    def _get_backend_name(self) -> str:
+        return NAME
+
+    @property
+    def options(self) -> Any:
+        return _gloo("options").__get__(self) if self.is_ready else self._early
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._early._timeout = timeout
+        if self.is_ready:
+            _gloo("_set_default_timeout")(self, timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._set_default_timeout(timeout)
+
+    def memory_stats(self) -> dict[str, int]:
+        return self._communicator.memory_stats()
+
+    def suspend(self) -> None:
+        self._communicator.suspend()
+
+    def resume(self) -> None:
+        self._communicator.resume()
+
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        """Connect all members now. Collective over the group, blocking, idempotent."""
+        self._communicator.alive("eager_connect")
+        self._communicator.connect()
+
+    def shutdown(self) -> None:
+        self._communicator.shutdown("shutdown")
+
+    def abort(self) -> None:
+        self._communicator.abort("abort")
+
+
+_STATIC = {"Device", "Options", "_Options", "create_default_device", "create_device"}
+
+
+def _gloo(name: str) -> Any:
+    return getattr(ProcessGroupGloo, name)
+
+
+def _backend_members() -> dict[str, Any]:
+    """What ``SimBackend`` does not define itself: nothing of it reaches C++ too early."""
+    members: dict[str, Any] = {}
+    for name in dir(ProcessGroupGloo):
+        if name.startswith("__") or name in _STATIC or name in vars(SimBackend):
+            continue
+        inherited = _gloo(name)
+        if not callable(inherited):
+            members[name] = property(_late_property(inherited))
+        elif name in OPERATIONS:
+            members[name] = _late_method(inherited, name, lambda c, name: c.use(name))
+        elif name != "_pybind11_conduit_v1_":
+            members[name] = _late_method(inherited, name, lambda c, name: c.transport(name))
+    return members
+
+
+def _late_property(inherited: Any) -> Callable[[SimBackend], Any]:
+    return lambda self: inherited.__get__(self) if self.is_ready else None
+
+
+def _late_method(
+    inherited: Any, name: str, prepare: Callable[[Communicator, str], object]
+) -> Callable[..., Any]:
+    def method(self: SimBackend, *args: Any, **kwargs: Any) -> Any:
+        prepare(self._communicator, name)
+        return inherited(self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name, _member in _backend_members().items():
+    setattr(SimBackend, _name, _member)
+
+
+def _device(*, lazy: bool) -> Any:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return _gloo("create_device")(interface=interface, lazy_init=lazy)
+    return _gloo("create_default_device")(lazy_init=lazy)
+
+
+# ---------------------------------------------------------------------------------------------
+# the group
 
 
 class _Forwarding(ProcessGroup):
@@ -27,7 +387,9 @@ class _Forwarding(ProcessGroup):
 def _operation(name: str) -> Callable[..., Any]:
     def operate(self: SimulatedProcessGroup, *args: Any, **kwargs: Any) -> Any:
         result = getattr(self._communicator.use(name), name)(*args, **kwargs)
-        return surface.COMPLETED_WORK if result is None and name in surface.COLLECTIVES else result
+        return (
+            dispatch.COMPLETED_WORK if result is None and name in dispatch.COLLECTIVES else result
+        )
 
     operate.__name__ = name
     return operate
@@ -41,9 +403,9 @@ def _control(name: str) -> Callable[..., Any]:
     return forward
 
 
-for _name in surface.dispatched():
+for _name in dispatch.dispatched():
     setattr(_Forwarding, _name, _operation(_name) if _name in OPERATIONS else _control(_name))
-for _name in vars(surface.Dispatch):
+for _name in vars(dispatch.Dispatch):
     if _name.startswith("supports_"):  # C++ looks for a backend of its own, and raises
         setattr(_Forwarding, _name, False)
 
@@ -55,10 +417,17 @@ class SimulatedProcessGroup(_Forwarding):
     uses it as the group itself, not as a backend within one.
     """
 
-    def __init__(self, process: Process, record: Record, store: Store) -> None:
+    def __init__(
+        self,
+        record: Record,
+        store: Store,
+        settings: Settings,
+        ledger: Ledger,
+        faults: FaultTable,
+    ) -> None:
         # The (store, rank, size) form, the only one in torch's stubs, fails for subclasses.
         super().__init__(record.rank, record.size)  # type: ignore[call-arg, arg-type]
-        self._communicator = Communicator(process, record, store)
+        self._communicator = Communicator(record, store, settings, ledger, faults)
         self._store = store.underlying_store if isinstance(store, PrefixStore) else store
         self._listed = False
         self._symm_mem = False
@@ -149,7 +518,7 @@ class SimulatedProcessGroup(_Forwarding):
 
     def shutdown(self) -> None:
         """Release the communicator; waits for operations in flight. Local, idempotent."""
-        self._communicator.end("shutdown")
+        self._communicator.shutdown("shutdown")
 
     def abort(self) -> None:
         """Release the communicator; waits for nothing. Local, idempotent."""

@@ -18,7 +18,7 @@ nor the rest of the library until a test asks for something::
 ``ranks(world_size, *, timeout, backend, env, start_method, store)`` runs the body once on each of
 so many processes and fails with every failed rank's traceback. ``reload_each_phase`` runs the test
 twice: as it is, and with an offload and a reload before each collective phase (see
-``_plugin_phases`` for what a phase is, and what is required of the test).
+``_plugin_checks`` for what a phase is, and what is required of the test).
 
 Do not assume that the test's own process takes part: on ranks, the fixtures of this plugin are
 made in each rank and all other values are made once, in the test's process, and pickled. Ranks
@@ -29,16 +29,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from ._plugin_marks import PHASES, RANKS, PhasesMark, RanksMark, phases_mark, ranks_mark
-
-if TYPE_CHECKING:
-    from ._plugin_ranks import RankTest
+from ._plugin_body import PHASES, RANKS, PhasesMark, RanksMark, RankTest, execute, mark_of
 
 __all__ = [
     "assert_no_group_leaks",
@@ -51,7 +47,6 @@ __all__ = [
 
 _TIMEOUT = "reloadpg_timeout"
 _RELOADED = "reloadpg_reloaded"
-_IN_RANKS = ("rank", "world_size", "simulated_accelerator", "assert_no_group_leaks", "reload_point")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,7 +75,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Refuse what a mark cannot do, before any fixture is made."""
-    ranks, phases = ranks_mark(item), phases_mark(item)
+    ranks, phases = mark_of(item, RanksMark), mark_of(item, PhasesMark)
     if phases is not None and ranks is None:
         pytest.fail(
             f"the mark {PHASES} needs the mark ranks: an offload is collective. Nothing was run. "
@@ -100,17 +95,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
-    """Run the body of a marked test on ranks, and take their verdict for the test's."""
-    mark = ranks_mark(pyfuncitem)
+    """Run the body of a marked test on ranks; the test ends as they do."""
+    mark = mark_of(pyfuncitem, RanksMark)
     if mark is None:
         return None
-    from ._plugin_ranks import execute
-
-    execute(
-        _rank_test(pyfuncitem, mark, phases_mark(pyfuncitem)),
-        mark,
-        _limit(pyfuncitem, mark.timeout),
-    )
+    execute(_rank_test(pyfuncitem, mark), mark)
     return True
 
 
@@ -193,36 +182,32 @@ def reloadpg_reloaded(request: pytest.FixtureRequest) -> bool:
 # from a test to its ranks
 
 
-def _rank_test(item: pytest.Function, mark: RanksMark, phases: PhasesMark | None) -> RankTest:
-    from ._plugin_ranks import RankTest
-
+def _rank_test(item: pytest.Function, mark: RanksMark) -> RankTest:
     parameters = inspect.signature(item.obj).parameters
-    values = {name: value for name, value in item.funcargs.items() if name in parameters}
-    settings = {
-        name: value.settings
-        for name, value in item.funcargs.items()
-        if isinstance(value, _MadeInRanks)
-    }
-    parameters_of_run = item.callspec.params if hasattr(item, "callspec") else {}
-    reloaded = bool(parameters_of_run.get(_RELOADED))
+    in_ranks = {n: v for n, v in item.funcargs.items() if isinstance(v, _MadeInRanks)}
+    reloaded = hasattr(item, "callspec") and item.callspec.params.get(_RELOADED)
     return RankTest(
         module=item.module.__name__,
         file=str(item.path),
         holder=None if item.cls is None else item.cls.__qualname__,
         name=item.originalname,
-        values={k: v for k, v in values.items() if not isinstance(v, _MadeInRanks)},
-        fixtures=tuple(name for name in _IN_RANKS if name in item.fixturenames),
-        arguments=tuple(name for name in _IN_RANKS if name in parameters),
-        settings=settings,
+        values={n: v for n, v in item.funcargs.items() if n in parameters and n not in in_ranks},
+        fixtures={n: v.settings for n, v in in_ranks.items() if v.settings is not None},
+        arguments=tuple(name for name in in_ranks if name in parameters),
         backend=mark.backend,
-        phases=phases if reloaded else None,
+        phases=mark_of(item, PhasesMark) if reloaded else None,
+        timeout=_limit(item, mark.timeout),
     )
 
 
 class _MadeInRanks:
-    """Stands in the test's process for a fixture that each rank makes for itself."""
+    """Stands in the test's process for what each rank has or makes for itself.
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    Attributes:
+        settings: what its fixture was given; None for what is no fixture there.
+    """
+
+    def __init__(self, settings: dict[str, Any] | None) -> None:
         self.settings = settings
 
 
@@ -233,7 +218,7 @@ def _only_in_ranks(request: pytest.FixtureRequest, name: str) -> Any:
             "@pytest.mark.ranks(2).",
             pytrace=False,
         )
-    return _MadeInRanks({})
+    return _MadeInRanks(None)
 
 
 def _here_or_in_ranks(request: pytest.FixtureRequest, name: str) -> Iterator[Any]:
@@ -241,10 +226,9 @@ def _here_or_in_ranks(request: pytest.FixtureRequest, name: str) -> Iterator[Any
     if request.node.get_closest_marker(RANKS) is not None:
         yield _MadeInRanks(settings)
         return
-    from ._plugin_fixtures import made
+    from ._plugin_checks import CONTEXTS
 
-    fixture: AbstractContextManager[Any] = made(name, settings)
-    with fixture as value:
+    with CONTEXTS[name](**settings) as value:
         yield value
 
 

@@ -1,52 +1,64 @@
 """Run a function as the ranks of a small job: real processes, one machine, nothing left behind.
 
-Do not assume more than this: ranks are processes on 127.0.0.1 under Linux. With the start method
-`forkserver` they are forked from a process that has imported torch, `torch.distributed` and
-`reloadpg` and nothing else, so environment variables that torch reads while it is imported
-(`TORCH_LOGS`, ...) have no effect, and exit handlers do not run; `spawn` has neither limit.
-`SIGUSR1` of a rank belongs to the runner.
+Ranks are processes of :mod:`multiprocessing` on 127.0.0.1, under Linux. With the start method
+``forkserver`` they are forked from a process that has imported torch, ``torch.distributed`` and
+``reloadpg``:
+
+- environment variables that torch reads while it is imported (``TORCH_LOGS``, ...) have no effect,
+  and exit handlers do not run; ``spawn`` has neither limit.
+- as everywhere in multiprocessing, the caller's main module is imported anew, before the ranks
+  have their environment, so it must call ``run_ranks`` under ``if __name__ == "__main__":``.
+- the fork server is the one of the calling process: what else that process starts with it has
+  torch imported too, and computes on one thread.
+
+``SIGUSR1`` of a rank belongs to the runner.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
-import json
+import multiprocessing
+import multiprocessing.util
 import os
+import pickle
+import shutil
 import signal as signals
 import socket
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ReloadpgError
-from ._rank_job import (
-    ResultUnpickler,
-    environments,
-    job_dir,
-    pickle_call,
-    store_port,
-    tail,
-)
-from ._rank_pool import POOL
-from ._rank_process import LOADING, OVER
+from . import _rank
+from ._rank import Job
 
 __all__ = ["RankOutcome", "RanksFailedError", "run_ranks"]
 
-_GRACE = 1.0
-"""Seconds that the other ranks get to fail by themselves after the first failure."""
-_LEAVE_LIMIT = 2.0
-"""Seconds that ranks get to end that had returned and waited for the others."""
-_STACK_LIMIT = 2.0
-"""Seconds to wait for the Python stacks of ranks that hang."""
+_START_LIMIT = 180.0
+"""Seconds for the supervisor to import the main module, and torch where the server could not."""
 _END_LIMIT = 20.0
-"""Seconds to wait until the supervisor has killed everything; it gives up after 10 s itself."""
+"""Seconds for the supervisor to read stacks and kill everything, after the time limit."""
 _OUTPUT_LIMIT = 1 << 16
 _OUTPUT_LINES = 40
-_MESSAGE_LIMIT = 1 << 16
+_PRELOAD = ("pytest", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
+"""Modules that the fork server imports as well if the caller has."""
+_JOB_VARIABLES = frozenset(
+    {
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+        *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    }
+)
+"""Set by a launcher that the caller itself may run under; they would mislead the ranks."""
+_SPOILT_CACHES: list[str] = []
+"""Compiler caches of this process in which a killed rank may have left half a file."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,8 @@ class RankOutcome:
     seconds: float | None
     """Time from the start of the ranks to the exception, or else to the end of the process."""
     pid: int | None
+    reason: str | None = None
+    """The exception in one line; None if `ok`."""
 
     @property
     def ok(self) -> bool:
@@ -107,7 +121,11 @@ def run_ranks(
     Blocks until every rank has ended.
     Thread-safe. All processes of the run are gone when the call returns or raises, and when the
     calling process dies by whatever means: ranks, their children, and what those moved to other
-    sessions. A directory in `tempfile.gettempdir()` is used and removed.
+    sessions. If the supervisor of the run is killed (by the OOM killer, say), the ranks and their
+    process groups end with it, and what their children moved to other sessions stays.
+    A directory in `tempfile.gettempdir()` is used and removed; TMPDIR of the ranks lies in it.
+    TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR are the calling process's own, and removed with
+    it, unless it has them set.
 
     Args:
         fn: A module-level function; pickled by name and imported in the ranks.
@@ -119,6 +137,7 @@ def run_ranks(
             removes one.
         start_method: `forkserver` (the default) forks ranks from a process that has torch
             imported; `spawn` starts fresh interpreters, which import torch themselves.
+            RELOADPG_AUTOINSTALL in a rank's environment installs with both.
         store: Who hosts the TCPStore. `parent`: this process, on a port that it holds; ranks
             connect to it as to torchelastic's agent. It outlives any rank, and also
             `destroy_process_group`: a second gloo `init_process_group` in one run reads the
@@ -139,15 +158,14 @@ def run_ranks(
         ValueError: An argument is out of range; nothing was started.
         TypeError: `fn` or the arguments cannot be pickled; nothing was started.
     """
-    if os.environ.get(LOADING):
+    __tracebackhide__ = True  # of pytest: the error says it all
+    if os.environ.get(_rank.LOADING):
         raise RuntimeError(
             "run_ranks was called while a rank imports the module of its function; nothing was "
             'started. Put the call under `if __name__ == "__main__":`.'
         )
     if sys.platform != "linux":
-        raise NotImplementedError(
-            "run_ranks needs Linux (prctl, pidfd, /proc); nothing was started"
-        )
+        raise NotImplementedError("run_ranks needs Linux (prctl, /proc); nothing was started")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}; nothing was started")
     if not timeout > 0:
@@ -156,199 +174,279 @@ def run_ranks(
         raise ValueError(f"start_method must be forkserver or spawn, got {start_method!r}")
     if store not in ("parent", "rank0"):
         raise ValueError(f"store must be parent or rank0, got {store!r}")
-    call, modules = pickle_call(fn, tuple(args), dict(kwargs or {}))
-    with store_port(store) as port, job_dir() as directory:
-        job = {
-            "world_size": world_size,
-            "modules": modules,
-            "sys_path": [os.getcwd() if path == "" else path for path in sys.path],
-            "argv": sys.argv,
-            "cwd": os.getcwd(),
-            **environments(world_size, port, store, env or {}),
-        }
-        (directory / "call.pickle").write_bytes(call)
-        (directory / "job.json").write_text(json.dumps(job))
-        with POOL.open_job(directory, start_method or "forkserver") as control:
-            run = _Run(control, directory, world_size, timeout, end_on_failure=check)
-            outcomes = run.wait()
-    if run.left or (check and not all(outcome.ok for outcome in outcomes)):
-        raise RanksFailedError(_describe(outcomes, run.left), outcomes)
-    if not check:
-        return outcomes
-    return [outcome.result for outcome in outcomes]
-
-
-class _Run:
-    """One run as seen from here: what the supervisor reports, and when to end it."""
-
-    def __init__(
-        self,
-        control: socket.socket,
-        job_dir: Path,
-        world_size: int,
-        timeout: float,
-        *,
-        end_on_failure: bool,
-    ) -> None:
-        self._control = control
-        self._job_dir = job_dir
-        self._world_size = world_size
-        self._timeout = timeout
-        self._end_on_failure = end_on_failure
-        self._started = time.monotonic()
-        self._pids: dict[int, int] = {}
-        self._ended: dict[int, tuple[int, float]] = {}
-        self._hung: frozenset[int] = frozenset()
-        self._timed_out = False
-        self._over = False
-        self.left: list[int] = []
-        """Processes that did not die of SIGKILL."""
-
-    def wait(self) -> list[RankOutcome]:
-        try:
-            self._wait_for_ranks()
-        finally:
-            self._end()
-        return [self._outcome(rank) for rank in range(self._world_size)]
-
-    def _wait_for_ranks(self) -> None:
-        # The supervisor forks at once; until then only this process's own bound applies.
-        while not self._pids and not self._over:
-            self._receive(self._started + self._timeout + _END_LIMIT)
-        self._started = time.monotonic()
-        limit = self._started + self._timeout
-        deadline = limit
-        while len(self._ended) < self._world_size and not self._over:
-            rank = self._receive(deadline)
-            if rank is not None and not self._returned(rank):
-                (self._job_dir / OVER).touch()
-            if time.monotonic() >= deadline and len(self._ended) < self._world_size:
-                self._release_those_that_stay()
-                self._hung = frozenset(range(self._world_size)) - frozenset(self._ended)
-                self._timed_out = deadline == limit
-                self._read_stacks()
-                return
-            if rank is not None and self._end_on_failure and not self._returned(rank):
-                deadline = min(deadline, time.monotonic() + _GRACE)
-
-    def _release_those_that_stay(self) -> None:
-        """Let ranks end that only wait for the others; who is left then, hangs."""
-        (self._job_dir / OVER).touch()
-        deadline = time.monotonic() + _LEAVE_LIMIT
-        staying = {r for r in range(self._world_size) if (self._job_dir / f"{r}.result").exists()}
-        while staying - set(self._ended) and time.monotonic() < deadline and not self._over:
-            self._receive(deadline)
-
-    def _receive(self, deadline: float) -> int | None:
-        """Take one message; return the rank that it says has ended, if any."""
-        self._control.settimeout(max(deadline - time.monotonic(), 0.001))
-        try:
-            data = self._control.recv(_MESSAGE_LIMIT)
-        except TimeoutError:
-            return None
-        except ConnectionError:
-            data = b""
-        if not data:
-            self._over = True  # the supervisor was killed; its ranks die with it
-            return None
-        message = json.loads(data)
-        if "pids" in message:
-            self._pids = {int(rank): pid for rank, pid in message["pids"].items()}
-        elif "left" in message:
-            self.left = message["left"]
-            self._over = True
-        else:
-            self._ended[message["rank"]] = message["status"], message["at"]
-            return int(message["rank"])
-        return None
-
-    def _returned(self, rank: int) -> bool:
-        return self._ended[rank][0] == 0 and (self._job_dir / f"{rank}.result").exists()
-
-    def _read_stacks(self) -> None:
-        """Ask the hung ranks for their stacks, and wait until these have been written."""
-        with contextlib.suppress(OSError):
-            self._control.send(b"stacks")
-        files = [self._job_dir / f"{rank}.stack" for rank in self._hung]
-        deadline = time.monotonic() + _STACK_LIMIT
-        before: list[int] = []
-        while time.monotonic() < deadline:
-            time.sleep(0.05)  # the dumper has no end mark: complete when nothing is added
-            sizes = [file.stat().st_size if file.exists() else 0 for file in files]
-            if all(sizes) and sizes == before:
-                return
-            before = sizes
-
-    def _end(self) -> None:
-        with contextlib.suppress(OSError):
-            self._control.send(b"end")
-        deadline = time.monotonic() + _END_LIMIT
-        while not self._over and time.monotonic() < deadline:
-            self._receive(deadline)
-
-    def _outcome(self, rank: int) -> RankOutcome:
-        status, at = self._ended.get(rank, (None, None))
-        signal = exitcode = None
-        if status is not None:
-            code = os.waitstatus_to_exitcode(status)
-            exitcode = code if code >= 0 else None
-            signal = -code if code < 0 else None
-        result, exception = None, None
-        hung = rank in self._hung
-        error_file = self._job_dir / f"{rank}.error"
-        result_file = self._job_dir / f"{rank}.result"
-        if error_file.exists():
-            report = json.loads(error_file.read_text())
-            exception, at = report["exception"], report["at"]
-        elif hung:
-            returned = "the function had returned, but the process was " * result_file.exists()
-            limit = f"at the time limit of {self._timeout:g} s"
-            grace = f"{_GRACE:g} s after the first failure"
-            exception = f"{returned}still running {limit if self._timed_out else grace}"
-        elif status is None:
-            why = self._text("supervisor.error") or "it was killed"
-            exception = f"lost: the process that supervises the ranks ended early: {why}"
-        elif signal is not None:
-            exception = f"killed by {_signal_name(signal)}"
-        elif exitcode != 0 or not result_file.exists():
-            exception = f"exited with code {exitcode} before the function returned"
-            if result_file.exists():
-                exception = f"exited with code {exitcode} after the function had returned"
-        else:
-            try:
-                result = ResultUnpickler(io.BytesIO(result_file.read_bytes())).load()
-            except Exception as error:
-                exception = f"the result cannot be unpickled here: {error!r}"
-        return RankOutcome(
-            rank=rank,
-            result=result,
-            exception=exception,
-            exitcode=exitcode,
-            signal=signal,
-            timed_out=hung and self._timed_out,
-            ended=hung and not self._timed_out,
-            stack=(_own_frames_skipped(self._text(f"{rank}.stack")) or None) if hung else None,
-            output=self._text(f"{rank}.out"),
-            seconds=None if at is None else at - self._started,
-            pid=self._pids.get(rank),
+    call, modules = _pickled(fn, tuple(args), dict(kwargs or {}))
+    with _store_port(store) as port, _run_directory() as directory:
+        job = Job(
+            call=call,
+            modules=modules,
+            start_method=start_method or "forkserver",
+            environments=_environments(world_size, port, store, directory, env or {}),
+            directory=directory,
+            caller=os.getpid(),
+            timeout=timeout,
+            end_on_failure=check,
+            program=_rank.__file__,
         )
+        outcomes, left = _run(job)
+    if left or (check and not all(outcome.ok for outcome in outcomes)):
+        raise RanksFailedError(_message(outcomes, left), outcomes)
+    return [outcome.result for outcome in outcomes] if check else outcomes
 
-    def _text(self, name: str) -> str:
-        return tail(self._job_dir / name, _OUTPUT_LIMIT)
+
+# ---------------------------------------------------------------------------------------------
+# what ranks are given
 
 
-def _own_frames_skipped(stacks: str) -> str:
-    """Cut each thread's stack, innermost frame first, where the runner called the function."""
-    kept = []
-    inside = True
-    for line in stacks.splitlines():
-        if not line.startswith("  "):
-            inside = True
-        elif "_rank_process.py" in line and line.endswith(" in _call"):
-            inside = False
-        if inside:
-            kept.append(line)
-    return "\n".join(kept)
+class _CallPickler(pickle.Pickler):
+    """Notes the modules that the receiver has to import."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.modules: dict[str, None] = {}
+
+    def reducer_override(self, obj: Any, /) -> Any:
+        named = obj if isinstance(getattr(obj, "__qualname__", None), str) else type(obj)
+        name = getattr(named, "__module__", None)
+        if isinstance(name, str):
+            self.modules[name] = None
+        return NotImplemented
+
+
+def _pickled(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[bytes, list[tuple[str, str]]]:
+    """Return the pickled call, and the (name, file) of each module that it refers to."""
+    if not callable(fn):
+        raise TypeError(f"fn must be callable, got {fn!r}; nothing was started")
+    for name, part in {"fn": fn, "args": args, "kwargs": kwargs}.items():
+        try:
+            pickle.dumps(part)
+        except Exception as error:
+            hint = "fn must be a module-level function" if name == "fn" else "pass plain values"
+            raise TypeError(
+                f"{name} cannot be pickled ({error}); nothing was started; {hint}"
+            ) from error
+    buffer = io.BytesIO()
+    pickler = _CallPickler(buffer)
+    pickler.dump((fn, args, kwargs))
+    modules = []
+    for name in pickler.modules:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None:
+            modules.append((name, os.path.abspath(file)))
+        elif name == "__main__":
+            raise TypeError(
+                "fn or an argument is defined in an interactive __main__, which ranks cannot "
+                "import; nothing was started; put it in a file"
+            )
+    return buffer.getvalue(), modules
+
+
+def _environments(
+    world_size: int, port: int, store: str, directory: Path, env: Mapping[str, str | None]
+) -> list[dict[str, str]]:
+    """Return the environment of each rank."""
+    temporary = directory / "tmp"
+    temporary.mkdir()
+    # One for all runs of this process, since to compile takes seconds.
+    caches = Path(multiprocessing.util.get_temp_dir(), f"caches-{len(_SPOILT_CACHES)}")
+    common: dict[str, str | None] = {
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        # A resolver that drops a query for 127.0.0.1 costs each store connection 5 s by default.
+        "RES_OPTIONS": "timeout:1 attempts:1",
+        **os.environ,
+        **{name: None for name in os.environ if name.startswith("TORCHELASTIC_")},
+        **dict.fromkeys(_JOB_VARIABLES),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TMPDIR": str(temporary),
+    }
+    if store == "parent":
+        # Both are what torchelastic's agent sets; older torch reads the count as well.
+        common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    environments = []
+    for rank in range(world_size):
+        variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **env}
+        environments.append({k: v for k, v in variables.items() if v is not None})
+    return environments
+
+
+@contextlib.contextmanager
+def _store_port(store: str) -> Iterator[int]:
+    """Yield the port of the run's TCPStore, which no other process can take meanwhile.
+
+    `parent`: a TCPStore server in this process, on a loopback socket that was bound to port 0 and
+    handed over to it. `rank0`: the port is bound here but not listened on, with SO_REUSEADDR as
+    the store's own socket has it; Linux then lets rank 0 bind and listen, and gives the port to
+    nobody who asks for a free one.
+    """
+    if store == "rank0":
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as reserved:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("", 0))
+            yield reserved.getsockname()[1]
+        return
+    # Imported here, because the rest of this module has no need of torch.
+    distributed: Any = importlib.import_module("torch.distributed")
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    port = listener.getsockname()[1]
+    server = [
+        distributed.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+            master_listen_fd=listener.detach(),
+        )
+    ]
+    try:
+        yield port
+    finally:
+        server.clear()  # a traceback that is kept must not keep the server
+
+
+@contextlib.contextmanager
+def _run_directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="ranks-", dir=multiprocessing.util.get_temp_dir()))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# a run
+
+
+def _run(job: Job) -> tuple[list[RankOutcome], list[int]]:
+    """Return the outcome of each rank, and the ids of processes that could not be killed."""
+    started, timed_out, lost = 0.0, False, True
+    pids: list[int] = []
+    left: list[int] = []
+    ends: list[tuple[int | None, float | None, bool]]
+    ends = [(None, None, False)] * len(job.environments)
+    connection, theirs = multiprocessing.Pipe()
+    with connection:
+        with theirs:
+            supervisor = _start(theirs, job)
+        try:
+            try:
+                if connection.poll(_START_LIMIT):
+                    started, pids = connection.recv()
+                    if connection.poll(job.timeout + _END_LIMIT):
+                        ends, timed_out, left = connection.recv()
+                        lost = False
+            except (EOFError, ConnectionError):
+                for pid in pids:  # the kernel kills the ranks; each leads a process group
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signals.SIGKILL)
+            outcomes = [
+                _outcome(job, rank, pids[rank] if pids else None, started, *end, timed_out, lost)
+                for rank, end in enumerate(ends)
+            ]
+        finally:
+            with contextlib.suppress(OSError):
+                connection.send("end")
+            if not wait([supervisor.sentinel], _END_LIMIT):
+                supervisor.kill()
+            supervisor.join(1)
+    if any(outcome.signal is not None for outcome in outcomes):
+        _SPOILT_CACHES.append(job.environments[0].get("TORCHINDUCTOR_CACHE_DIR", ""))
+    return outcomes, left
+
+
+def _start(connection: Connection, job: Job) -> BaseProcess:
+    """Start the supervisor of a run."""
+    preload = ["reloadpg.testing._preload", *(name for name in _PRELOAD if name in sys.modules)]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+
+    def started(method: str) -> BaseProcess:
+        context: Any = multiprocessing.get_context(method)
+        process: BaseProcess = context.Process(target=_rank.supervise, args=(connection, job))
+        process.start()
+        return process
+
+    try:
+        return started("forkserver")
+    except (EOFError, OSError):
+        # The fork server cannot be used by a process that was forked from its owner, with a
+        # TMPDIR of some 80 characters ("AF_UNIX path too long"), or if it died while it imported
+        # torch. A fresh interpreter costs each run that import, and says what is wrong with it.
+        return started("spawn")
+
+
+def _outcome(
+    job: Job,
+    rank: int,
+    pid: int | None,
+    started: float,
+    code: int | None,
+    at: float | None,
+    killed: bool,
+    timed_out: bool,
+    lost: bool,
+) -> RankOutcome:
+    out, result_file, error_file, stack = (
+        job.directory / f"{rank}.{kind}" for kind in ("out", "result", "error", "stack")
+    )
+    returned = result_file.exists()
+    result, exception, reason = None, None, None
+    if error_file.exists():
+        at, reason, exception = pickle.loads(error_file.read_bytes())
+    elif killed:
+        limit = f"at the time limit of {job.timeout:g} s"
+        grace = f"{_rank.GRACE:g} s after the first failure"
+        exception = f"still running {limit if timed_out else grace}"
+        if returned:
+            exception = f"the function had returned, but the process was {exception}"
+    elif lost:
+        why = _tail(job.directory / "supervisor.out") or (
+            "it was killed, or could not import the main module (then stderr says why; a main "
+            'module has to call run_ranks under `if __name__ == "__main__":`)'
+        )
+        exception = f"lost: the process that supervises the ranks ended early: {why}"
+    elif code is not None and code < 0:
+        exception = f"killed by {_signal_name(-code)}"
+    elif code != 0 or not returned:
+        when = "after the function had returned" if returned else "before the function returned"
+        exception = f"exited with code {code} {when}"
+    else:
+        try:
+            result = pickle.loads(result_file.read_bytes())
+        except Exception as error:
+            exception = f"the result cannot be unpickled here: {error!r}"
+    return RankOutcome(
+        rank=rank,
+        result=result,
+        exception=exception,
+        exitcode=code if code is not None and code >= 0 else None,
+        signal=-code if code is not None and code < 0 else None,
+        timed_out=killed and timed_out,
+        ended=killed and not timed_out,
+        stack=_tail(stack) or None if killed else None,
+        output=_tail(out),
+        seconds=None if at is None else at - started,
+        pid=pid,
+        reason=reason or exception,
+    )
+
+
+def _tail(path: Path) -> str:
+    """Return the end of a file as text; nothing if there is no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(os.fstat(file.fileno()).st_size - _OUTPUT_LIMIT, 0))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def _signal_name(number: int) -> str:
@@ -358,13 +456,14 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _describe(outcomes: Sequence[RankOutcome], left: Sequence[int]) -> str:
+def _message(outcomes: Sequence[RankOutcome], left: Sequence[int]) -> str:
     failed = [outcome for outcome in outcomes if not outcome.ok]
     failed.sort(key=lambda o: (o.timed_out or o.ended, o.seconds or 0.0))
     state = f"processes that could not be killed: {list(left)}" if left else "no process is left"
+    first = f"rank {failed[0].rank}: {failed[0].reason}; " if failed else ""
     lines = [
-        f"{len(failed)} of {len(outcomes)} ranks failed ({state}). To get the outcomes instead of "
-        "this error, call run_ranks with check=False."
+        f"{first}{len(failed)} of {len(outcomes)} ranks failed ({state}). To get the outcomes "
+        "instead of this error, call run_ranks with check=False."
     ]
     for index, outcome in enumerate(failed):
         notes = []

@@ -1,4 +1,4 @@
-"""A simulated accelerator: backend ``sim``, for jobs and tests on machines without a GPU.
+"""Simulated accelerator: backend ``sim``, for jobs and tests on machines without a GPU.
 
 ::
 
@@ -15,16 +15,24 @@ part of the memory stays, and a resume can run out of it. The memory is real, so
 measured from outside the process; the results are gloo's, so they can be compared bit for bit.
 Everything here is per process.
 
-What must not be assumed of it: it has no streams, and nothing overlaps that does not with gloo;
-it cannot be one half of a mixed group (``cpu:gloo,privateuseone:sim``), since torch takes a group
-that a Python creating function returns for all its devices; it cannot be split.
+Things go wrong where a test says so::
+
+    with simulated.inject(simulated.Fault("create", rank=1, nth=3, message="no memory")):
+        reloadpg.reload()  # fails in the third creation of rank 1
+
+Limits: it has no streams, and nothing overlaps that does not with gloo; it cannot be one half of a
+mixed group (``cpu:gloo,privateuseone:sim``), since torch takes a group that a Python creating
+function returns for all its devices; it cannot be split.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,10 +40,19 @@ from torch.distributed import Backend
 
 from reloadpg.lifecycle import memory
 
-from ._sim_faults import Fault, FaultTable, InjectedFault, InjectedFaultError
-from ._sim_group import SimulatedProcessGroup
-from ._sim_ledger import GroupInfo, Ledger, Record, SimState, Stats
-from ._sim_transport import DEVICES, NAME, Process
+from ._sim_group import DEVICES, NAME, SimulatedProcessGroup
+from ._sim_state import (
+    Fault,
+    FaultTable,
+    GroupInfo,
+    InjectedFault,
+    InjectedFaultError,
+    Ledger,
+    Record,
+    Settings,
+    SimState,
+    Stats,
+)
 
 __all__ = [
     "BYTES_VARIABLE",
@@ -51,6 +68,7 @@ __all__ = [
     "Stats",
     "clear_faults",
     "configure",
+    "configured",
     "groups",
     "inject",
     "register",
@@ -61,8 +79,6 @@ BYTES_VARIABLE = "RELOADPG_SIM_BYTES"
 """Environment variable: bytes that each communicator holds, read when a group is created."""
 
 DEFAULT_BYTES = 32 << 20
-
-DEFAULT_PERSISTENT_SHARE = 0.125
 
 
 @dataclass
@@ -80,20 +96,17 @@ class _State:
     """The one state of this process; a forked child starts with a fresh one."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.hooked = False
         self.reset()
 
     def reset(self) -> None:
         self.ledger = Ledger()
         self.faults = FaultTable()
-        self.bytes_per_communicator: int | None = None
-        self.persistent_share = DEFAULT_PERSISTENT_SHARE
-        self.suspend_works = True
-        self.eager = False
+        self.settings = Settings()
 
     def after_fork(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.reset()
 
 
@@ -121,6 +134,8 @@ def configure(
     suspend_works: bool | None = None,
     capacity_bytes: int | None = None,
     eager: bool | None = None,
+    creation_seconds: float | None = None,
+    release_seconds: float | None = None,
 ) -> None:
     """Set what groups created from now on are like, and the device. Local.
 
@@ -136,39 +151,50 @@ def configure(
             once, and 0 takes the limit away (at first: no limit).
         eager: whether creation connects all members, as NCCL's does with a bound device:
             collective and blocking (at first: False).
+        creation_seconds: how long a creation takes, without the interpreter's lock (at first: 0).
+        release_seconds: how long ``shutdown`` or ``abort`` takes, likewise (at first: 0).
 
     Raises:
         ValueError: a number is out of range; nothing was changed.
     """
-    for name, value in (
-        ("bytes_per_communicator", bytes_per_communicator),
-        ("capacity_bytes", capacity_bytes),
-        ("persistent_share", persistent_share),
-    ):
-        if value is not None and (value < 0 or (name == "persistent_share" and value > 1)):
+    given = {
+        "bytes_per_communicator": bytes_per_communicator,
+        "persistent_share": persistent_share,
+        "suspend_works": suspend_works,
+        "eager": eager,
+        "creation_seconds": creation_seconds,
+        "release_seconds": release_seconds,
+    }
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    for name, value in {**settings, "capacity_bytes": capacity_bytes or 0}.items():
+        if value < 0 or (name == "persistent_share" and value > 1):
             raise ValueError(
                 f"configure({name}={value}): must be 0 or more, and a share 1 at most; nothing "
                 "was changed"
             )
-    if bytes_per_communicator is not None:
-        _state.bytes_per_communicator = int(bytes_per_communicator)
-    if persistent_share is not None:
-        _state.persistent_share = float(persistent_share)
-    if suspend_works is not None:
-        _state.suspend_works = bool(suspend_works)
+    _state.settings = replace(_state.settings, **settings)
     if capacity_bytes is not None:
         _state.ledger.capacity = int(capacity_bytes) or None
-    if eager is not None:
-        _state.eager = bool(eager)
+
+
+@contextmanager
+def configured(**settings: Any) -> Iterator[None]:
+    """:func:`configure` within a block; at its end the settings are as before. Local."""
+    before = _state.settings, _state.ledger.capacity
+    configure(**settings)
+    try:
+        yield
+    finally:
+        _state.settings, _state.ledger.capacity = before
 
 
 def stats() -> Stats:
-    """Counters and held memory of this process. Local."""
+    """Counters and held memory of this process. Local; a signal handler may call it."""
     return _state.ledger.stats()
 
 
 def groups(*, ended: bool = False) -> tuple[GroupInfo, ...]:
-    """The groups of this process, in order of creation. Local.
+    """The groups of this process, in order of creation. Local; a signal handler may call it.
 
     Args:
         ended: also the last 1,024 that were released or leaked.
@@ -192,38 +218,33 @@ def clear_faults() -> None:
 
 def _create(received: Any, options: object) -> SimulatedProcessGroup:
     """The creating function: what torch calls, with what it received from its caller."""
-    name = str(received.group_id)
-    _state.faults.check("create", "create", name)
     record = Record(
-        name=name,
+        name=str(received.group_id),
         rank=int(received.group_rank),
         size=int(received.group_size),
         ranks=tuple(received.global_ranks_in_group),
         timeout=received.timeout,
         pg_options=options,
     )
-    size = _bytes()
-    process = Process(
-        _state.ledger,
-        _state.faults,
-        bytes_per_communicator=size,
-        persistent_bytes=int(size * _state.persistent_share),
-        suspend_works=_state.suspend_works and os.environ.get("NCCL_CUMEM_ENABLE") != "0",
-        eager=_state.eager,
-    )
-    group = SimulatedProcessGroup(process, record, received.store)
-    if process.eager:
-        try:
+    settings, ledger, faults = _state.settings, _state.ledger, _state.faults
+    faults.check("create", "create", record)
+    time.sleep(settings.creation_seconds)
+    works = settings.suspend_works and os.environ.get("NCCL_CUMEM_ENABLE") != "0"
+    settings = replace(settings, bytes_per_communicator=_bytes(), suspend_works=works)
+    group = SimulatedProcessGroup(record, received.store, settings, ledger, faults)
+    try:
+        if settings.eager:
             group._get_backend(torch.device("cpu")).eager_connect_single_device()
-        except BaseException:
-            group.abort()
-            raise
+        faults.check("create", "create", record, "after")
+    except BaseException:
+        group.abort()
+        raise
     return group
 
 
 def _bytes() -> int:
-    if _state.bytes_per_communicator is not None:
-        return _state.bytes_per_communicator
+    if _state.settings.bytes_per_communicator is not None:
+        return _state.settings.bytes_per_communicator
     text = os.environ.get(BYTES_VARIABLE, "")
     if not text:
         return DEFAULT_BYTES

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from reloadpg.testing import simulated
-from reloadpg.testing._sim_ledger import Ledger
+from reloadpg.testing.simulated import Fault, GroupInfo
 
 BYTES = 1 << 16
 """What each communicator holds."""
@@ -114,23 +114,19 @@ class StandInSaver:
     @contextmanager
     def preloaded(self) -> Iterator[StandInSaver]:
         """Within this block it sees what the simulated communicators allocate and free."""
-        connect, close = Ledger.connect, Ledger.close
 
-        def connecting(ledger: Any, record: Any, *args: Any) -> None:
-            connect(ledger, record, *args)
-            self.malloc(record, record.held_bytes)
+        def connected(group: GroupInfo) -> None:
+            self.malloc(group.serial, group.held_bytes)
 
-        def closing(ledger: Any, record: Any, *args: Any) -> None:
-            try:
-                self.free(record)
-            finally:  # the next scenario starts with nothing held
-                close(ledger, record, *args)
+        def released(group: GroupInfo) -> None:
+            self.free(group.serial)
 
-        Ledger.connect, Ledger.close = connecting, closing  # type: ignore[method-assign]
-        try:
+        every: Any = {"action": "call", "moment": "after", "times": None}
+        with (
+            simulated.inject(Fault("connect", call=connected, **every)),
+            simulated.inject(Fault("release", call=released, **every)),
+        ):
             yield self
-        finally:
-            Ledger.connect, Ledger.close = connect, close  # type: ignore[method-assign]
 
 
 @dataclass

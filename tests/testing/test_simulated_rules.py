@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,10 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
+import reloadpg
 from reloadpg import c10d
 from reloadpg.testing import RankOutcome, run_ranks, simulated
-from reloadpg.testing._sim_faults import FaultTable
-from reloadpg.testing.simulated import Fault, InjectedFaultError, SimState
+from reloadpg.testing.simulated import Fault, GroupInfo, InjectedFaultError, SimState
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -147,6 +150,51 @@ def test_bytes_come_from_the_environment(rules: list[dict[str, Any]]) -> None:
 def test_a_forked_child_starts_with_fresh_counters(rules: list[dict[str, Any]]) -> None:
     """The child counts none of the parent's groups, and the parent still counts its own."""
     assert all(seen["child"] == "0 0" and seen["parent_unchanged"] for seen in rules)
+
+
+def read_at_every_step(rank: int, size: int) -> int:
+    """Do at each bytecode of the accelerator's own code what a signal handler may do there."""
+    start()
+    own = {simulated.__file__, *(sys.modules[c.__module__].__file__ for c in CLASSES)}
+    steps = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal steps
+        if frame.f_code.co_filename not in own:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            steps += 1
+            simulated.stats()
+            simulated.groups(ended=True)
+            simulated.inject(Fault("create", group="none of these")).clear()
+        return trace
+
+    sys.settrace(trace)
+    group = dist.new_group([rank], use_local_synchronization=True)
+    dist.all_reduce(torch.ones(1), group=group)
+    backend = group._get_backend(CPU)
+    backend.suspend()
+    backend.resume()
+    with simulated.inject(Fault("release", times=1)), suppress(InjectedFaultError):
+        group.shutdown()
+    dist.destroy_process_group(group)
+    dropped = dist.new_group([rank], use_local_synchronization=True)
+    dist.all_reduce(torch.ones(1), group=dropped)
+    c10d.evict(dropped)
+    del dropped
+    gc.collect()
+    sys.settrace(None)
+    return steps
+
+
+CLASSES = (simulated.SimulatedProcessGroup, simulated.Stats)
+
+
+def test_a_signal_handler_can_read_the_accelerator_at_any_step() -> None:
+    """``stats``, ``groups`` and ``inject`` neither wait for the thread that was interrupted nor
+    find something half done."""
+    assert run_ranks(read_at_every_step, 1)[0] > 1000
 
 
 # ---------------------------------------------------------------------------------------------
@@ -455,6 +503,118 @@ def test_abort_while_connecting_holds_nothing(faults: dict[str, Any]) -> None:
     assert faults["aborted_while_connecting"] == (1, 0)
 
 
+def precise_rank(rank: int, size: int) -> dict[str, Any]:
+    """Faults that call a function, that strike one rank, and that strike after the step."""
+    reloadpg.install(min_size=1, timeout=timedelta(seconds=20))
+    start()
+    seen: dict[str, Any] = {}
+    group = dist.new_group([rank], use_local_synchronization=True)
+    dist.new_group([rank], use_local_synchronization=True)
+    names: list[str] = []
+    later = f"{group.group_name}@*"
+    watch = Fault("create", "call", group=later, times=None, call=lambda g: names.append(g.name))
+    handle = simulated.inject(watch)
+    for _ in range(3):
+        reloadpg.offload()
+        reloadpg.reload()
+        handle.clear()
+    seen["names"] = group.group_name, names, handle.seen
+    reloadpg.uninstall()  # what follows is made by torch alone
+
+    def alone() -> Any:
+        return dist.new_group([rank], use_local_synchronization=True)
+
+    def kind(call: Callable[..., object], *args: Any) -> str:
+        try:
+            call(*args)
+        except BaseException as error:
+            return type(error).__name__
+        return ""
+
+    with simulated.inject(Fault("create", rank=1, times=None)):
+        seen["rank"] = kind(alone)
+    with simulated.inject(Fault("create", moment="after")):
+        before = simulated.stats()
+        seen["after create"] = kind(alone)
+        after = simulated.stats()
+        seen["after create, groups"] = after.created - before.created, after.live - before.live
+    third = alone()
+    held: list[int] = []
+    for moment in ("before", "after"):
+        fault = Fault("connect", "call", moment=moment, call=lambda g: held.append(g.held_bytes))
+        simulated.inject(fault)
+    dist.all_reduce(torch.ones(1), group=third)
+    seen["held"] = held
+    backend = third._get_backend(CPU)
+    for at in ("suspend", "resume"):
+        with simulated.inject(Fault(at, moment="after")):
+            seen[f"after {at}"] = kind(getattr(backend, at)), simulated.groups()[-1].state
+
+    def interrupt(group: GroupInfo) -> None:
+        raise KeyboardInterrupt
+
+    with simulated.inject(Fault("release", "call", call=interrupt)):
+        seen["interrupted"] = kind(third.abort), simulated.groups()[-1].state
+    with simulated.inject(Fault("release", moment="after", operation="abort")):
+        seen["after abort"] = kind(third.abort), simulated.groups(ended=True)[-1].state
+
+    with simulated.configured(creation_seconds=0.5, release_seconds=0.5):
+        begun = time.monotonic()
+        slow = [alone() for _ in range(2)]
+        creation = time.monotonic() - begun
+        slow += [alone() for _ in range(6)]
+    begun = time.monotonic()
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(group.shutdown) for group in slow]:
+            done.result()
+    seen["seconds"] = creation, time.monotonic() - begun
+    begun = time.monotonic()
+    alone().shutdown()
+    seen["seconds"] += (time.monotonic() - begun,)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def precise() -> list[dict[str, Any]]:
+    return run_ranks(precise_rank, 2)
+
+
+def test_a_fault_can_call_a_function(precise: list[dict[str, Any]]) -> None:
+    """It is given the group as it is then, and what it raises, the step raises; a cleared fault
+    calls nothing more. The pattern ``1@*`` is every later generation of group ``1`` alone."""
+    for seen in precise:
+        name, (later,), count = seen["names"]
+        assert later.startswith(f"{name}@")
+        assert count == 1
+        assert seen["held"] == [0, MIB]
+        assert seen["interrupted"] == ("KeyboardInterrupt", SimState.CONNECTED)
+
+
+def test_a_fault_can_be_one_ranks(precise: list[dict[str, Any]]) -> None:
+    """Injected on all ranks, it strikes in the process of the global rank that it names."""
+    assert [seen["rank"] for seen in precise] == ["", "InjectedFaultError"]
+
+
+def test_a_fault_can_come_after_the_step(precise: list[dict[str, Any]]) -> None:
+    """The step is done then: a created group is released again, the others stay as they are."""
+    for seen in precise:
+        error = "InjectedFaultError"
+        assert seen["after create"] == error
+        assert seen["after create, groups"] == (1, 0)
+        assert seen["after suspend"] == (error, SimState.SUSPENDED)
+        assert seen["after resume"] == (error, SimState.CONNECTED)
+        assert seen["after abort"] == (error, SimState.RELEASED)
+
+
+def test_creations_and_releases_can_take_time(precise: list[dict[str, Any]]) -> None:
+    """As long as configured, side by side in several threads; as before after the block."""
+    for seen in precise:
+        creation, release, neither = seen["seconds"]
+        assert creation >= 1
+        assert 0.5 <= release < 3.5  # 4 one after another
+        assert neither < 0.5
+
+
 def dying_rank(rank: int, size: int) -> None:
     start()
     if rank == 0:
@@ -484,34 +644,6 @@ def test_kill_ends_the_process_by_sigkill(deaths: list[RankOutcome]) -> None:
 # bad input, and what needs no process group
 
 
-@pytest.fixture
-def table() -> Iterator[FaultTable]:
-    table = FaultTable()
-    yield table
-    table.clear()
-
-
-def test_a_cleared_fault_strikes_no_more(table: FaultTable) -> None:
-    """Clearing is final and idempotent; other faults stay."""
-    first, second = table.inject(Fault("create")), table.inject(Fault("create", nth=2))
-    first.clear()
-    first.clear()
-    table.check("create", "create", "a")
-    with pytest.raises(InjectedFaultError, match="create of group 'b'"):
-        table.check("create", "create", "b")
-    assert (first.seen, second.seen) == (0, 2)
-
-
-def test_generations_of_a_group_are_matched_by_pattern(table: FaultTable) -> None:
-    """``1@*`` is every later generation of group ``1`` and nothing else."""
-    handle = table.inject(Fault("create", group="1@*", times=None))
-    table.check("create", "create", "1")
-    table.check("create", "create", "11@1.2")
-    with pytest.raises(InjectedFaultError):
-        table.check("create", "create", "1@1.2")
-    assert handle.seen == 1
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -519,6 +651,9 @@ def test_generations_of_a_group_are_matched_by_pattern(table: FaultTable) -> Non
         {"at": "create", "action": "explode"},
         {"at": "create", "nth": 0},
         {"at": "create", "times": 0},
+        {"at": "create", "action": "call"},
+        {"at": "create", "call": print},
+        {"at": "collective", "moment": "after"},
     ],
 )
 def test_an_impossible_fault_is_refused(arguments: dict[str, Any]) -> None:
@@ -529,10 +664,8 @@ def test_an_impossible_fault_is_refused(arguments: dict[str, Any]) -> None:
 
 def test_negative_bytes_are_refused() -> None:
     """``configure`` changes nothing then."""
-    before = simulated._state.bytes_per_communicator
     with pytest.raises(ValueError, match="nothing was changed"):
         simulated.configure(bytes_per_communicator=-1)
-    assert simulated._state.bytes_per_communicator == before
 
 
 def test_bytes_in_the_environment_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,268 @@
+"""Run the body of one test on ranks: what the marks say, what is sent to a rank, what it does.
+
+In a rank the module of the test is loaded anew, with pytest's rewriting of assertions where the
+installed pytest lets it be used, so that a failed comparison shows its values. Importing this
+module does not import torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import ModuleType
+from typing import Any, Literal, TypeVar
+
+import pytest
+
+from ..lifecycle.autoinstall import SWITCH
+
+__all__ = ["PHASES", "RANKS", "PhasesMark", "RankTest", "RanksMark", "execute", "mark_of"]
+
+RANKS = "ranks"
+PHASES = "reload_each_phase"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RanksMark:
+    """``@pytest.mark.ranks(...)``: the body of the test runs on real ranks.
+
+    Attributes:
+        world_size: number of ranks.
+        timeout: seconds until ranks that still run are ended and the test fails.
+        backend: of the default group that is made before the body and destroyed afterwards;
+            None leaves that to the body.
+        env: variables set in the ranks; None removes one.
+        start_method, store: as for ``reloadpg.testing.run_ranks``.
+    """
+
+    world_size: int
+    timeout: float | None = None
+    backend: str | None = None
+    env: Mapping[str, str | None] | None = None
+    start_method: Literal["forkserver", "spawn"] | None = None
+    store: Literal["parent", "rank0"] = "parent"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.world_size, bool) or not isinstance(self.world_size, int):
+            raise TypeError(f"world_size={self.world_size!r} is not a number of ranks")
+        if self.world_size < 1:
+            raise ValueError(f"world_size={self.world_size} must be at least 1")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout!r} must be positive seconds")
+
+
+@dataclass(frozen=True)
+class PhasesMark:
+    """``@pytest.mark.reload_each_phase(...)``: once as it is, once with reloads between phases.
+
+    Attributes:
+        every_group: whether a collective of any group begins a phase, and not only one of a
+            group of all ranks.
+        options: what ``reloadpg.install`` is given where the body does not call it itself; None
+            makes the groups of every backend reloadable.
+    """
+
+    every_group: bool = False
+    options: Mapping[str, Any] | None = None
+
+
+def mark_of(node: pytest.Item, kind: type[T]) -> T | None:
+    """The test's mark of this kind; None if it has none.
+
+    Raises:
+        pytest.UsageError: the mark cannot be used as it is written.
+    """
+    name, example = (RANKS, "ranks(2, timeout=60)") if kind is RanksMark else (PHASES, PHASES)
+    mark = node.get_closest_marker(name)
+    if mark is None:
+        return None
+    try:
+        return kind(*mark.args, **mark.kwargs)
+    except (TypeError, ValueError) as error:
+        raise pytest.UsageError(
+            f"{node.nodeid}: the mark {name} cannot be used: {error}; nothing was run. Write for "
+            f"example @pytest.mark.{example}."
+        ) from None
+
+
+@dataclass(frozen=True)
+class RankTest:
+    """One test function, as its ranks are told of it.
+
+    Attributes:
+        module, file: the module of the test, and where it is.
+        holder: qualified name of the class that holds the function; None for a module's own.
+        name: the function.
+        values: arguments made in the test's process.
+        fixtures: by name, in order, the settings of the plugin's fixtures that each rank makes.
+        arguments: those of them that the function takes as arguments.
+        backend: of the default group that is made before the body; None for none.
+        phases: how to reload between phases; None for the run as it is.
+        timeout: seconds that the test may take.
+    """
+
+    module: str
+    file: str
+    holder: str | None
+    name: str
+    values: Mapping[str, Any]
+    fixtures: Mapping[str, dict[str, Any]]
+    arguments: tuple[str, ...]
+    backend: str | None
+    phases: PhasesMark | None
+    timeout: float
+
+
+# ---------------------------------------------------------------------------------------------
+# in the test's process
+
+
+def execute(test: RankTest, mark: RanksMark) -> None:
+    """Run the body of a test on ranks, and end as they did. Blocking, up to the timeout.
+
+    Raises what pytest takes for a failed, skipped or expectedly failed test.
+    """
+    from .ranks import RanksFailedError, run_ranks
+
+    for name, value in test.values.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise _failed(
+                f"the argument {name!r} of a test on ranks cannot be pickled ({error}); nothing "
+                "was run. Make it in the body, or from plain values."
+            ) from None
+    try:
+        ends: list[tuple[str, str]] = run_ranks(
+            run_body,
+            mark.world_size,
+            args=(test,),
+            timeout=test.timeout,
+            env={SWITCH: None, **(mark.env or {})},
+            start_method=mark.start_method,
+            store=mark.store,
+        )
+    except RanksFailedError as error:
+        head, _, details = str(error).partition("\n")
+        what = head.rpartition(" (")[0]  # without the advice for callers of run_ranks
+        reloads = "" if test.phases is None else ", with reloads before each collective phase"
+        # Not chained: pytest would print the ranks' output with each of the two errors.
+        raise _failed(f"{what}{reloads}\n{details}") from None
+    if len({how for how, _ in ends}) > 1:
+        lines = [f"  rank {rank}: {how} {reason}" for rank, (how, reason) in enumerate(ends)]
+        raise _failed(
+            "the ranks ended differently; a test ends alike on all of them:\n" + "\n".join(lines)
+        )
+    how, reason = ends[0]
+    if how == "skipped":
+        pytest.skip(reason)
+    if how == "xfailed":
+        pytest.xfail(reason)
+
+
+def _failed(message: str) -> BaseException:
+    return pytest.fail.Exception(message, pytrace=False)
+
+
+# ---------------------------------------------------------------------------------------------
+# in a rank
+
+
+def run_body(rank: int, world_size: int, test: RankTest) -> tuple[str, str]:
+    """Load the test, make its fixtures, and run the body.
+
+    Returns:
+        ``passed``, ``skipped`` or ``xfailed``, and why.
+    """
+    made: dict[str, Any] = {"rank": rank, "world_size": world_size, "reload_point": lambda: None}
+    with ExitStack() as stack:
+        if test.phases is not None:
+            from ._plugin_checks import reloading
+
+            # Before the module is loaded: the collectives that it imports are wrapped then.
+            made["reload_point"] = stack.enter_context(
+                reloading(test.phases.every_group, test.phases.options, test.timeout)
+            )
+        function = _load(test)
+        for name, settings in test.fixtures.items():
+            from ._plugin_checks import CONTEXTS
+
+            made[name] = stack.enter_context(CONTEXTS[name](**settings))
+        stack.enter_context(_default_group(test.backend, test.timeout))
+        try:
+            function(**test.values, **{name: made[name] for name in test.arguments})
+        except pytest.skip.Exception as skipped:
+            return "skipped", str(skipped.msg)
+        except pytest.xfail.Exception as expected:
+            return "xfailed", str(expected.msg)
+    return "passed", ""
+
+
+@contextmanager
+def _default_group(backend: str | None, timeout: float) -> Iterator[None]:
+    if backend is None:
+        yield
+        return
+    import torch.distributed as dist
+
+    from ..environment.meeting import part
+
+    dist.init_process_group(backend)
+    # It returns on a fast rank before a slow one is connected (gloo), which then fails if the
+    # fast one destroys the group: "Gloo connectFullMesh failed".
+    part(timedelta(seconds=timeout), "connected")
+    yield  # after an exception the other ranks may be anywhere: nothing collective then
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _load(test: RankTest) -> Callable[..., Any]:
+    found: Any = _module(test.module, test.file)
+    for part in (test.holder or "").split("."):
+        found = getattr(found, part) if part else found
+    function: Callable[..., Any] = getattr(found() if test.holder else found, test.name)
+    return function
+
+
+def _module(name: str, file: str) -> ModuleType:
+    """The module of the test: the loaded one, or a new one with rewritten assertions."""
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        path = getattr(loaded, "__file__", None)
+        if path is not None and os.path.realpath(path) == os.path.realpath(file):
+            return loaded
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load module {name!r} from {file}")
+    module = importlib.util.module_from_spec(spec)
+    package, _, _ = name.rpartition(".")
+    if package:  # for relative imports; test folders need not be packages
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            module.__package__ = ""
+    sys.modules[name] = module
+    exec(_compiled(file), vars(module))
+    return module
+
+
+def _compiled(file: str) -> Any:
+    with open(file, "rb") as source:
+        text = source.read()
+    tree = ast.parse(text, file)
+    try:  # private to pytest; without it a failed assertion shows its line alone
+        from _pytest.assertion.rewrite import rewrite_asserts
+
+        rewrite_asserts(tree, text, file)
+    except Exception:
+        tree = ast.parse(text, file)
+    return compile(tree, file, "exec", dont_inherit=True)

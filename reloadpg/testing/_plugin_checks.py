@@ -1,0 +1,359 @@
+"""Checks around the body of a test: that it leaves no group behind, and that reloads do no harm.
+
+An offload and a reload come before each collective *phase*. A phase begins with a call of one of
+torch.distributed's collective functions that
+
+- is made by the thread of the body, and not by another collective (``all_gather_object`` calls
+  ``all_gather``) or in a block that coalesces operations;
+- is on a group of all ranks, WORLD first of all; with ``every_group=True`` on any group;
+- finds no operation under way: every asynchronous one was waited for with ``wait()``.
+
+A synchronous collective is thus a phase by itself; an asynchronous one opens a phase that lasts
+until everything started in it was waited for. Sends and receives belong to the phase they are in
+and begin none.
+
+All ranks of the test must begin the same phases in the same order, since an offload is collective.
+With the default, ranks may do as they like on smaller groups; with ``every_group=True`` they may
+not. Collectives that C++ starts (DDP's in the backward pass, functional collectives) are not seen:
+call the fixture ``reload_point`` where they begin. A rank that begins a phase alone fails with the
+library's error that names the missing ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+import wrapt
+from torch.distributed import Work
+
+import reloadpg
+from reloadpg import c10d
+from reloadpg.groups.proxy import ReloadableProcessGroup
+
+__all__ = ["CONTEXTS", "reloading"]
+
+_SIM_BYTES = 1 << 20
+_NUMBERS = 64
+"""Numbers are what torch names most groups: at least so many are looked up by name."""
+
+_COLLECTIVES = (
+    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
+    *("all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all"),
+    *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather"),
+    *("gather_object", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_single"),
+    *("reduce_scatter_tensor", "scatter", "scatter_object_list"),
+)
+"""Functions of torch.distributed that begin phases; some torch lacks some of them."""
+_POINT_TO_POINT = ("batch_isend_irecv", "irecv", "isend")
+"""Functions whose operations are waited for, but begin no phase."""
+_UNUSABLE = frozenset({"fake", "undefined"})
+
+
+# ---------------------------------------------------------------------------------------------
+# groups that are left behind
+
+
+@contextmanager
+def _simulated_accelerator(**settings: Any) -> Iterator[Any]:
+    """Register and set up the simulated accelerator; take everything back at the end.
+
+    Raises:
+        AssertionError: the body passed, and communicators that it made still exist or were
+            dropped without being released.
+    """
+    from reloadpg.testing import simulated
+
+    simulated.register()
+    with simulated.configured(**{"bytes_per_communicator": _SIM_BYTES, **settings}):
+        before, leaked = _communicators(), simulated.stats().leaked
+        try:
+            yield simulated
+            gc.collect()
+            left = [name for serial, name in _communicators().items() if serial not in before]
+            dropped = simulated.stats().leaked - leaked
+        finally:
+            simulated.clear_faults()
+    problems = []
+    if left:
+        problems.append(f"{len(left)} communicators still exist: {', '.join(left)}")
+    if dropped:
+        problems.append(f"{dropped} communicators were dropped without shutdown or abort")
+    if problems:
+        raise AssertionError(
+            f"the simulated accelerator: {'; '.join(problems)}. Destroy the groups that the "
+            "test makes, at the end torch.distributed.destroy_process_group()."
+        )
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """The process groups of this process at one moment.
+
+    Attributes:
+        groups: the groups in c10d's tables, by name, as text.
+        tables: entries of each of c10d's tables.
+        registered: names under which C++ finds a group.
+        reloadable: names of the reloadable groups that exist, in the tables or not.
+        communicators: names of the simulated accelerator's communicators, by serial number.
+    """
+
+    groups: dict[str, str]
+    tables: dict[str, int]
+    registered: frozenset[str]
+    reloadable: frozenset[str]
+    communicators: dict[int, str]
+
+    @classmethod
+    def taken(cls, also: frozenset[str] = frozenset()) -> _Snapshot:
+        """Look now. Local; runs a garbage collection.
+
+        Args:
+            also: names to look up in the C++ registry besides those that are known here; it
+                cannot be listed.
+        """
+        gc.collect()
+        groups = {c10d.name_of(group): _text(group) for group in c10d.known_groups()}
+        proxies = frozenset(
+            one.group_name
+            for one in gc.get_objects()
+            if type(one) is ReloadableProcessGroup and one.state.value != "destroyed"
+        )
+        numbers = frozenset(str(number) for number in range(_NUMBERS))
+        names = {*groups, *proxies, *also, *numbers}
+        return cls(groups, c10d.table_sizes(), c10d.registered(names), proxies, _communicators())
+
+    def left_since(self, before: _Snapshot) -> list[str]:
+        """What is here now and was not before, in words."""
+        found = [
+            f"group {name!r} ({text}) is still in c10d's tables"
+            for name, text in self.groups.items()
+            if name not in before.groups
+        ]
+        found += [
+            f"c10d's table {table} has {size} entries, {before.tables.get(table, 0)} before"
+            for table, size in self.tables.items()
+            if size > before.tables.get(table, 0)
+        ]
+        found += [
+            f"C++ still finds a group by the name {name!r}"
+            for name in sorted(self.registered - before.registered)
+        ]
+        found += [
+            f"reloadable group {name!r} is not destroyed"
+            for name in sorted(self.reloadable - before.reloadable)
+        ]
+        found += [
+            f"the simulated accelerator still holds a communicator of group {name!r}"
+            for serial, name in self.communicators.items()
+            if serial not in before.communicators
+        ]
+        return found
+
+
+@contextmanager
+def _assert_no_group_leaks() -> Iterator[None]:
+    """No process group is left by this block. Local.
+
+    Raises:
+        AssertionError: the block passed and left something; the message lists it.
+    """
+    before = _Snapshot.taken()
+    yield
+    left = _Snapshot.taken(also=frozenset(before.groups)).left_since(before)
+    if left:
+        lines = "\n".join(f"  {one}" for one in left)
+        raise AssertionError(
+            f"process groups were left behind:\n{lines}\nDestroy them with "
+            "torch.distributed.destroy_process_group(group); without an argument it destroys all."
+        )
+
+
+@contextmanager
+def _around_test() -> Iterator[Any]:
+    with _assert_no_group_leaks():
+        yield _assert_no_group_leaks
+
+
+CONTEXTS: dict[str, Callable[..., AbstractContextManager[Any]]] = {
+    "simulated_accelerator": _simulated_accelerator,
+    "assert_no_group_leaks": _around_test,
+}
+"""Behind the fixtures of these names, in the test's process or in each rank."""
+
+
+def _communicators() -> dict[int, str]:
+    simulated = sys.modules.get("reloadpg.testing.simulated")
+    return {} if simulated is None else {group.serial: group.name for group in simulated.groups()}
+
+
+def _text(group: Any) -> str:
+    kind = "reloadable, " if isinstance(group, ReloadableProcessGroup) else ""
+    ranks = c10d.ranks_of(group)
+    members = list(ranks) if len(ranks) <= 8 else f"{len(ranks)} ranks"
+    return f"{kind}{c10d.backend_of(group)}, ranks {members}"
+
+
+# ---------------------------------------------------------------------------------------------
+# reloads between phases
+
+
+@contextmanager
+def reloading(
+    every_group: bool, options: Mapping[str, Any] | None, timeout: float
+) -> Iterator[Callable[[], None]]:
+    """Reload before each phase within this block, of a process that ends with it.
+
+    Args:
+        every_group: whether collectives of smaller groups begin phases.
+        options: of ``reloadpg.install``, where the block does not call it.
+        timeout: seconds that the block may take.
+
+    Yields:
+        A function that reloads where it is called.
+
+    Raises:
+        AssertionError: the block passed and nothing was ever offloaded in it.
+    """
+    phases = _Phases(every_group, options, timeout)
+    phases.watch()
+    yield phases.point
+    if phases.cycles == 0:
+        groups = "there is no reloadable group" if phases.points else "no phase began"
+        raise AssertionError(
+            f"the mark reload_each_phase had nothing to reload: {groups}, so the run was the same "
+            "as the one without. Use a collective of torch.distributed on all ranks, wait for "
+            "asynchronous ones, or call the fixture reload_point."
+        )
+
+
+class _Phases:
+    """The phases of one rank.
+
+    Attributes:
+        points: places at which an offload was asked for.
+        cycles: those of them at which groups were released.
+    """
+
+    def __init__(
+        self, every_group: bool, options: Mapping[str, Any] | None, timeout: float
+    ) -> None:
+        self.points = self.cycles = 0
+        self._every_group = every_group
+        self._options = options
+        self._timeout = timedelta(seconds=timeout / 2)
+        self._thread = threading.get_ident()
+        self._depth = 0
+        self._pending: set[_WatchedWork] = set()
+
+    def watch(self) -> None:
+        """Put wrappers over the functions, for the life of the process. Not idempotent."""
+        for name in (*_COLLECTIVES, *_POINT_TO_POINT, "init_process_group"):
+            original = getattr(dist, name, None)
+            if original is None:
+                continue
+            around = self._initialize if name == "init_process_group" else self._call
+            wrapper = wrapt.FunctionWrapper(original, around)
+            for module in c10d.creator_modules():
+                if vars(module).get(name) is original:
+                    setattr(module, name, wrapper)
+
+    def point(self) -> None:
+        """Offload and reload here, if there is a job. Collective over all ranks."""
+        if not dist.is_initialized():
+            return
+        self.points += 1
+        self._depth += 1
+        try:
+            self.cycles += reloadpg.offload().changed
+            reloadpg.reload()
+        finally:
+            self._depth -= 1
+
+    def _initialize(
+        self, wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if reloadpg.is_installed():
+            return wrapped(*args, **kwargs)
+        options = self._options
+        if options is None:
+            options = {"backends": c10d.known_backends() - _UNUSABLE}
+        reloadpg.install(**{"timeout": self._timeout, **options})
+        return dist.init_process_group(*args, **kwargs)  # by way of what was installed
+
+    def _call(
+        self, wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._depth or threading.get_ident() != self._thread:
+            return wrapped(*args, **kwargs)
+        if wrapped.__name__ in _COLLECTIVES and self._begins(_group_of(wrapped, args, kwargs)):
+            self.point()
+        self._depth += 1
+        try:
+            result = wrapped(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        if isinstance(result, Work):
+            return self._watched(result)
+        if isinstance(result, list):
+            return [self._watched(one) if isinstance(one, Work) else one for one in result]
+        return result
+
+    def _begins(self, group: Any) -> bool:
+        if self._pending or not dist.is_initialized():
+            return False
+        world = c10d.world()
+        if c10d.is_coalescing(world if group is None else group):
+            return False
+        if self._every_group or group is None or group is world:
+            return True
+        return isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size()
+
+    def _watched(self, work: Work) -> Work:
+        watched = _WatchedWork(work, self._pending.discard)
+        self._pending.add(watched)
+        return watched
+
+
+def _group_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if "group" in kwargs:
+        return kwargs["group"]
+    try:
+        return inspect.signature(function).bind(*args, **kwargs).arguments.get("group")
+    except TypeError:
+        return None  # torch says what is wrong with the call
+
+
+class _WatchedWork(Work):
+    """A Work that says when it was waited for."""
+
+    def __init__(self, work: Work, waited: Callable[[_WatchedWork], object]) -> None:
+        super().__init__()
+        self.work = work
+        self._waited = waited
+
+    __hash__ = object.__hash__
+
+
+def _forwarding(name: str, *, ends: bool) -> Callable[..., Any]:
+    def method(self: _WatchedWork, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self.work, name)(*args, **kwargs)
+        if ends:
+            self._waited(self)
+        return result
+
+    method.__name__ = name
+    return method
+
+
+for _name in dir(Work):
+    if not _name.startswith("_"):
+        setattr(_WatchedWork, _name, _forwarding(_name, ends=_name in ("wait", "synchronize")))

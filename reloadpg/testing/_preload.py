@@ -1,0 +1,32 @@
+"""Modules that multiprocessing's fork server imports once, so that no rank has to.
+
+Named in ``set_forkserver_preload`` by ``run_ranks``, and imported nowhere else. The server starts
+no thread (NumPy's OpenBLAS would, when it is imported), and it installs nothing: that is up to the
+environment of each rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+
+_SETTINGS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_SETTINGS["RELOADPG_AUTOINSTALL"] = ""
+_before = dict(os.environ)
+_path = list(sys.path)
+
+os.environ.update(_SETTINGS)
+sys.path[:] = filter(None, _path)  # not a folder `torch` of the working directory
+for _name in ("torch.distributed", "reloadpg.testing.ranks", "reloadpg.testing.simulated"):
+    with contextlib.suppress(Exception):  # it fails in the rank again, where it is reported
+        importlib.import_module(_name)
+with contextlib.suppress(Exception):
+    from reloadpg import install, offload  # noqa: F401 - and all that they need
+    from reloadpg.lifecycle.autoinstall import activate  # noqa: F401
+sys.path[:] = _path
+for _name in _SETTINGS:
+    del os.environ[_name]
+    if _name in _before:
+        os.environ[_name] = _before[_name]

@@ -1,0 +1,425 @@
+"""Processes of a run of ranks: one supervisor, and the ranks that it starts.
+
+::
+
+    calling process -> fork server of multiprocessing -> supervisor (one a run) -> ranks
+
+The supervisor enforces the time limit and leaves no process behind. It is a child subreaper
+(``prctl(2)``): a descendant whose parent has died becomes its child, whatever session it moved to,
+and is killed as one. It ends the run when the caller asks for it, closes the connection or dies.
+The kernel kills the ranks if the supervisor itself is killed.
+
+Torch is used only if it has been imported already: a spawned rank must be free to choose the order
+of its imports. Ranks leave their files in the directory of the run: ``N.out``, ``N.result``,
+``N.error`` and ``N.stack``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+LOADING = "RELOADPG_RANK_LOADING"
+"""Set in the environment of a rank while it imports the module of the function."""
+GRACE = 1.0
+"""Seconds that the other ranks have to fail by themselves after the first failure."""
+STACK_LIMIT = 2.0
+"""Seconds for the Python stacks of ranks that hang, and for the exit of those that returned."""
+KILL_LIMIT = 10.0
+"""Seconds to wait for killed processes; only uninterruptible I/O takes that long."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, as its processes are told of it.
+
+    Attributes:
+        call: the pickled (function, args, kwargs).
+        modules: name and file of each module that the call refers to.
+        start_method: of the ranks, ``forkserver`` or ``spawn``.
+        environments: the whole environment of each rank.
+        directory: where ranks leave their files.
+        caller: process id of the calling process.
+        timeout: seconds until ranks count as hung.
+        end_on_failure: whether the other ranks are ended after the first failure.
+        program: file of this module, as the caller imported it.
+    """
+
+    call: bytes
+    modules: Sequence[tuple[str, str]]
+    start_method: str
+    environments: Sequence[dict[str, str]]
+    directory: Path
+    caller: int
+    timeout: float
+    end_on_failure: bool
+    program: str
+
+
+# ---------------------------------------------------------------------------------------------
+# the supervisor
+
+
+def supervise(caller: Connection, job: Job) -> None:
+    """Run a job.
+
+    Sends (``time.monotonic()`` of the start, process ids) to the caller and at the end ([(exit
+    code, time, killed) of each rank], whether the time limit was reached, ids of processes that
+    SIGKILL did not end). An exit code is that of ``multiprocessing.Process``: negative for a
+    signal.
+    """
+    if not os.path.samefile(job.program, __file__):
+        raise ImportError(
+            f"multiprocessing's fork server looks into the working directory first and found "
+            f"{__file__}, but the caller uses {job.program}. Set PYTHONSAFEPATH=1, or start in "
+            "another directory."
+        )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.setsid()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # Ranks ignore it until they can dump their stacks: the default action would kill them.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if job.start_method == "forkserver":
+        importlib.import_module("reloadpg.testing._preload")  # where the server could not
+        gc.freeze()
+    _Supervisor(caller, job).run()
+
+
+class _CallerLeftError(Exception):
+    """The caller asked for the end of the run, or is gone."""
+
+
+class _StartedRank:
+    """A rank, as its supervisor sees it."""
+
+    def __init__(self, process: BaseProcess, connection: Connection) -> None:
+        self.process = process
+        self.connection = connection
+        self.listening = True
+        self.returned = False
+        self.exitcode: int | None = None
+        self.ended_at: float | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.exitcode is None
+
+    @property
+    def failed(self) -> bool:
+        return not self.running and not (self.exitcode == 0 and self.returned)
+
+    def look(self) -> None:
+        """Note whether the function has returned, and whether the process has ended."""
+        if not self.running:
+            return
+        self.exitcode = self.process.exitcode
+        if not self.running:
+            self.ended_at = time.monotonic()
+        if self.listening and self.connection.poll():
+            self.listening = False
+            with contextlib.suppress(EOFError, OSError):
+                self.returned = self.connection.recv()
+
+
+class _Supervisor:
+    def __init__(self, caller: Connection, job: Job) -> None:
+        self._caller = caller
+        self._job = job
+        self._ranks: list[_StartedRank] = []
+        self._started = 0.0
+        # Ranks whose function has returned read this until its other end is closed.
+        self._stay, self._release = multiprocessing.Pipe(duplex=False)
+        self._sources: list[Connection | int] = [caller]
+        # A process that the caller forks holds a copy of the connection and delays its end of
+        # file. Linux before 5.3 and some builds of Python have no pidfd.
+        with contextlib.suppress(AttributeError, OSError):
+            self._sources.append(os.pidfd_open(job.caller))
+        # Not the sentinels of the processes: a child that a rank forks holds a copy of its.
+        self._child_ended, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+
+    def run(self) -> None:
+        with contextlib.suppress(_CallerLeftError):
+            try:
+                self._start()
+                timed_out = self._supervise()
+            finally:
+                killed = [rank.running for rank in self._ranks]
+                left = self._kill()
+            ends = [(r.exitcode, r.ended_at, k) for r, k in zip(self._ranks, killed, strict=True)]
+            self._tell((ends, timed_out, left))
+            while True:  # until the caller has read the files
+                self._wait(None)
+        shutil.rmtree(self._job.directory, ignore_errors=True)
+
+    def _start(self) -> None:
+        forked = self._job.start_method == "forkserver"
+        context: Any = multiprocessing.get_context("fork" if forked else "spawn")
+        if self._caller.poll():
+            raise _CallerLeftError
+        try:
+            for rank, environment in enumerate(self._job.environments):
+                os.environ.clear()
+                os.environ.update(environment)
+                _redirect_output(self._job.directory / f"{rank}.out")
+                ours, theirs = multiprocessing.Pipe(duplex=False)
+                inherited = [self._caller, self._release, ours] if forked else []
+                inherited += [each.connection for each in self._ranks] if forked else []
+                process = context.Process(
+                    target=_run_rank,
+                    args=(self._job, rank, os.getpid(), theirs, self._stay, inherited),
+                )
+                process.start()
+                theirs.close()
+                self._ranks.append(_StartedRank(process, ours))
+        finally:
+            _redirect_output(self._job.directory / "supervisor.out")
+        self._started = time.monotonic()
+        self._tell((self._started, [rank.process.pid for rank in self._ranks]))
+
+    def _tell(self, message: object) -> None:
+        with contextlib.suppress(OSError):  # the caller is gone: the next wait sees it
+            self._caller.send(message)
+
+    def _supervise(self) -> bool:
+        """Wait for all ranks; return whether the time limit was reached first."""
+        limit = deadline = self._started + self._job.timeout
+        while any(rank.running for rank in self._ranks):
+            failed = any(rank.failed for rank in self._ranks)
+            late = time.monotonic() >= deadline
+            if failed or late or all(rank.returned for rank in self._ranks):
+                self._release.close()
+            if late:
+                self._dump_stacks()
+                return deadline == limit
+            if failed and self._job.end_on_failure:
+                deadline = min(deadline, time.monotonic() + GRACE)
+            self._wait(deadline)
+        return False
+
+    def _wait(self, deadline: float | None) -> None:
+        """Wait for news of the ranks.
+
+        Raises:
+            _CallerLeftError: the caller sent something, closed the connection or died.
+        """
+        connections = [rank.connection for rank in self._ranks if rank.running and rank.listening]
+        timeout = None if deadline is None else max(deadline - time.monotonic(), 0)
+        ready = wait([*self._sources, self._child_ended, *connections], timeout)
+        if any(source in ready for source in self._sources):
+            raise _CallerLeftError
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._child_ended, 1 << 16)
+        for rank in self._ranks:
+            rank.look()
+
+    def _dump_stacks(self) -> None:
+        """Have the running ranks write their Python stacks; those that have returned may exit."""
+        files = []
+        for index, rank in enumerate(self._ranks):
+            if rank.running:
+                os.kill(rank.process.pid or 0, signal.SIGUSR1)
+                files.append(self._job.directory / f"{index}.stack")
+        deadline = time.monotonic() + STACK_LIMIT
+        before: list[int] = []
+        while time.monotonic() < deadline:
+            self._wait(time.monotonic() + 0.05)
+            # The dump has no end mark: it is complete when nothing is added.
+            sizes = [file.stat().st_size if file.exists() else 0 for file in files]
+            leaving = any(rank.running and rank.returned for rank in self._ranks)
+            if all(sizes) and sizes == before and not leaving:
+                return
+            before = sizes
+
+    def _kill(self) -> list[int]:
+        """Kill all descendants; return the ids of children that are left."""
+        deadline = time.monotonic() + KILL_LIMIT
+        while True:
+            for rank in self._ranks:
+                rank.look()
+            if not any(rank.running for rank in self._ranks):
+                try:  # what ranks have left behind are children of this process
+                    while os.waitpid(-1, os.WNOHANG)[0]:
+                        pass
+                except ChildProcessError:
+                    return []
+            children = _children()
+            if time.monotonic() > deadline:
+                return children
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
+            wait([self._child_ended], 0.02)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._child_ended, 1 << 16)
+
+
+def _children() -> list[int]:
+    """Process ids of the children of this process, zombies among them."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                stat = Path("/proc", entry, "stat").read_bytes()
+                if int(stat[stat.rindex(b")") + 2 :].split()[1]) == os.getpid():
+                    found.append(int(entry))
+    return found
+
+
+def _redirect_output(path: Path) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+# ---------------------------------------------------------------------------------------------
+# a rank
+
+
+def _run_rank(
+    job: Job,
+    rank: int,
+    supervisor: int,
+    connection: Connection,
+    stay: Connection,
+    inherited: Sequence[Connection],
+) -> None:
+    """Run the function as one rank, write down what came of it, and stay for the others."""
+    os.setsid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:
+        os._exit(1)  # it was killed before the call took effect
+    for one in inherited:
+        one.close()
+    try:
+        _prepare(job, rank)
+        _write(job.directory / f"{rank}.result", _call(job, rank))
+        connection.send(True)
+        # A peer may still be connecting to this rank, or taking the last bytes of a collective:
+        # gloo fails there if the sockets close ("connection closed by peer").
+        with contextlib.suppress(EOFError):
+            stay.recv()
+        code, failed = 0, False
+    except BaseException as error:
+        error.__traceback__ = _own_frames_skipped(error.__traceback__)
+        reason = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
+        report = time.monotonic(), reason, "".join(traceback.format_exception(error))
+        _write(job.directory / f"{rank}.error", pickle.dumps(report))
+        code, failed = _exit_code(error), True
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A failed rank must not wait for threads that wait for the other ranks.
+    if failed or job.start_method == "forkserver":
+        os._exit(code)
+
+
+def _prepare(job: Job, rank: int) -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name, number in (("stdout", 1), ("stderr", 2)):  # line by line, for a rank that is killed
+        setattr(sys, name, os.fdopen(number, "w", 1, errors="backslashreplace", closefd=False))
+    faulthandler.enable()
+    # Open for the life of the process: the dump comes at any later time.
+    stack = os.open(job.directory / f"{rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
+    tempfile.tempdir = None  # as TMPDIR says now
+    if "torch" in sys.modules and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
+        from ..lifecycle import autoinstall
+
+        autoinstall.activate()  # as torch does at its import
+
+
+def _call(job: Job, rank: int) -> bytes:
+    os.environ[LOADING] = "1"
+    try:
+        for name, file in job.modules:
+            _load_module(name, file)
+        fn, args, kwargs = pickle.loads(job.call)
+    finally:
+        del os.environ[LOADING]
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if "torch" in sys.modules and threads.isdecimal():
+        sys.modules["torch"].set_num_threads(int(threads))
+    result = fn(rank, len(job.environments), *args, **kwargs)
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"rank {rank} finished, but its result of type {type(result).__qualname__} cannot be "
+            "pickled; return plain values or CPU tensors"
+        ) from error
+
+
+def _load_module(name: str, file: str) -> None:
+    """Import `name`; if that is impossible or finds another file, load `file` under that name.
+
+    pytest's import modes put test modules under names that a plain import does not find, or
+    finds elsewhere (two `test_ranks.py`, some other package called `tests`).
+    """
+    with contextlib.suppress(ImportError):
+        found = getattr(importlib.import_module(name), "__file__", None)
+        if found is not None and os.path.realpath(found) == os.path.realpath(file):
+            return
+    # As multiprocessing does: `if __name__ == "__main__"` must not hold in a rank.
+    spec_name = "__mp_main__" if name == "__main__" else name
+    spec = importlib.util.spec_from_file_location(spec_name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load module {name!r} from {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec_name] = sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file that is complete or absent, whenever this process is killed."""
+    part = path.with_suffix(".part")
+    part.write_bytes(data)
+    part.replace(path)
+
+
+def _own_frames_skipped(trace: TracebackType | None) -> TracebackType | None:
+    own = os.path.dirname(__file__)
+    while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == own:
+        if trace.tb_next is None:
+            break
+        trace = trace.tb_next
+    return trace
+
+
+def _exit_code(error: BaseException) -> int:
+    if not isinstance(error, SystemExit):
+        return 1
+    if error.code is None:
+        return 0
+    return error.code if isinstance(error.code, int) else 1

@@ -1,0 +1,491 @@
+"""State of the simulated accelerator in one process: settings, memory and counters, faults.
+
+Everything here can be called by a signal handler: locks are reentrant, and no step leaves a
+record that cannot be read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from fnmatch import fnmatchcase
+from types import TracebackType
+from typing import Literal, get_args
+
+from torch.distributed import DistBackendError
+
+__all__ = [
+    "Fault",
+    "FaultTable",
+    "GroupInfo",
+    "InjectedFault",
+    "InjectedFaultError",
+    "Ledger",
+    "Record",
+    "Settings",
+    "SimState",
+    "Stats",
+]
+
+_PAGE = mmap.PAGESIZE
+_KEPT = 1024
+"""Ended groups that are remembered; older ones are forgotten, so that soak runs stay flat."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``simulated.configure`` sets for the groups that are created from now on."""
+
+    bytes_per_communicator: int | None = None
+    persistent_share: float = 0.125
+    suspend_works: bool = True
+    eager: bool = False
+    creation_seconds: float = 0.0
+    release_seconds: float = 0.0
+
+
+# ---------------------------------------------------------------------------------------------
+# memory and counters
+
+
+class SimState(str, Enum):
+    """Where a communicator of the simulated accelerator is in its life."""
+
+    CREATED = "created"
+    CONNECTED = "connected"
+    SUSPENDED = "suspended"
+    RELEASED = "released"
+    LEAKED = "leaked"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters of one process since it registered the backend, or was forked.
+
+    Attributes:
+        created: groups that the creating function made.
+        connected: groups that were used at least once.
+        released: groups ended by ``shutdown`` or ``abort``.
+        leaked: groups that were collected without either; their memory is freed all the same.
+        live: groups that exist now.
+        held_bytes: memory that communicators hold now.
+        peak_bytes: the most that they held at one time.
+        collectives: collective and point-to-point operations that were started.
+        suspended, resumed: how often a communicator was.
+    """
+
+    created: int
+    connected: int
+    released: int
+    leaked: int
+    live: int
+    held_bytes: int
+    peak_bytes: int
+    collectives: int
+    suspended: int = 0
+    resumed: int = 0
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """One group, with what the creating function really received.
+
+    Attributes:
+        name: name of the group that torch gave to the creating function.
+        desc: description that torch set afterwards.
+        rank: rank in the group, as received.
+        size: number of members, as received.
+        ranks: global ranks as received; torch passes none for the default group.
+        timeout: the timeout as received.
+        pg_options: the very object that was received.
+        state: :class:`SimState`.
+        held_bytes: memory that it holds now.
+        collectives: operations that were started on it.
+        serial: number of the group in this process, counted from 1.
+    """
+
+    name: str
+    desc: str
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    timeout: timedelta
+    pg_options: object
+    state: SimState
+    held_bytes: int
+    collectives: int
+    serial: int
+
+
+@dataclass(eq=False)
+class Record:
+    """One group's account; :meth:`info` is what others see of it."""
+
+    name: str
+    rank: int
+    size: int
+    ranks: Sequence[int]
+    timeout: timedelta
+    pg_options: object
+    serial: int = 0
+    desc: str = ""
+    state: SimState = SimState.CREATED
+    collectives: int = 0
+    memory: mmap.mmap | None = None
+    persistent: mmap.mmap | None = None
+    suspendable_bytes: int = 0
+    releasing: bool = False
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process in the job; torch passes no ranks for the default group."""
+        return self.ranks[self.rank] if self.ranks else self.rank
+
+    @property
+    def held_bytes(self) -> int:
+        return _length(self.memory) + _length(self.persistent)
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in (SimState.CREATED, SimState.CONNECTED, SimState.SUSPENDED)
+
+    def memory_stats(self) -> dict[str, int]:
+        """The account that NCCL gives of a communicator, under its names."""
+        return {
+            "suspend": self.suspendable_bytes,
+            "suspended": int(self.state is SimState.SUSPENDED),
+            "persist": _length(self.persistent),
+            "total": self.held_bytes,
+        }
+
+    def info(self) -> GroupInfo:
+        return GroupInfo(
+            self.name,
+            self.desc,
+            self.rank,
+            self.size,
+            tuple(self.ranks),
+            self.timeout,
+            self.pg_options,
+            self.state,
+            self.held_bytes,
+            self.collectives,
+            self.serial,
+        )
+
+
+class Ledger:
+    """Accounts of all communicators of this process. Thread-safe."""
+
+    def __init__(self) -> None:
+        # A collection may close a record, or a signal handler read it, while we hold this.
+        self._lock = threading.RLock()
+        self._live: dict[int, Record] = {}
+        self._ended: deque[Record] = deque(maxlen=_KEPT)
+        self._counts = dict.fromkeys(SimState, 0)
+        self._held = self._peak = self._collectives = self._resumed = 0
+        self.capacity: int | None = None
+
+    def open(self, record: Record) -> None:
+        with self._lock:
+            self._counts[SimState.CREATED] += 1
+            record.serial = self._counts[SimState.CREATED]
+            self._live[record.serial] = record
+
+    @property
+    def free_bytes(self) -> int | None:
+        """What is left of the device; None if it has no end."""
+        with self._lock:
+            return None if self.capacity is None else self.capacity - self._held
+
+    def connect(self, record: Record, size: int, persistent: int) -> None:
+        """Take ``size`` bytes of real memory for a communicator.
+
+        Args:
+            record: the communicator.
+            size: bytes in all.
+            persistent: how many of them a suspend leaves.
+        """
+        with self._lock:
+            self._take(size)
+        record.persistent, record.memory = _resident(persistent), _resident(size - persistent)
+        with self._lock:
+            record.suspendable_bytes = size - persistent
+            record.state = SimState.CONNECTED
+            self._counts[SimState.CONNECTED] += 1
+
+    def suspend(self, record: Record, *, works: bool) -> None:
+        """Give back what a suspend gives back; nothing, if it does not work."""
+        with self._lock:
+            if works and record.memory is not None:
+                memory, record.memory = record.memory, None
+                self._held -= len(memory)
+                memory.close()
+            record.state = SimState.SUSPENDED
+            self._counts[SimState.SUSPENDED] += 1
+
+    def resume(self, record: Record) -> None:
+        """Take again what a suspend gave back."""
+        with self._lock:
+            missing = record.suspendable_bytes if record.memory is None else 0
+            self._take(missing)
+        memory = _resident(missing)
+        with self._lock:
+            record.memory = memory or record.memory
+            record.state = SimState.CONNECTED
+            self._resumed += 1
+
+    def _take(self, size: int) -> None:
+        if self.capacity is not None and self._held + size > self.capacity:
+            raise DistBackendError(
+                f"out of memory: the simulated device has {self.capacity - self._held} bytes "
+                f"left, and {size} are wanted"
+            )
+        self._held += size
+        self._peak = max(self._peak, self._held)
+
+    def used(self, record: Record) -> None:
+        with self._lock:
+            record.collectives += 1
+            self._collectives += 1
+
+    def close(self, record: Record, state: SimState) -> None:
+        """Give the memory back to the operating system. Idempotent: the first state counts."""
+        with self._lock:
+            if not record.is_open:
+                return
+            self._held -= record.held_bytes
+            self._counts[state] += 1
+            record.state = state
+            parts = record.memory, record.persistent
+            record.memory = record.persistent = None
+            for memory in parts:
+                if memory is not None:
+                    memory.close()
+            self._ended.append(self._live.pop(record.serial))
+
+    def stats(self) -> Stats:
+        with self._lock:
+            counts = self._counts
+            released, leaked = counts[SimState.RELEASED], counts[SimState.LEAKED]
+            return Stats(
+                created=counts[SimState.CREATED],
+                connected=counts[SimState.CONNECTED],
+                released=released,
+                leaked=leaked,
+                live=counts[SimState.CREATED] - released - leaked,
+                held_bytes=self._held,
+                peak_bytes=self._peak,
+                collectives=self._collectives,
+                suspended=counts[SimState.SUSPENDED],
+                resumed=self._resumed,
+            )
+
+    def groups(self, *, ended: bool) -> tuple[GroupInfo, ...]:
+        with self._lock:
+            records = [*self._ended, *self._live.values()] if ended else list(self._live.values())
+            return tuple(r.info() for r in sorted(records, key=lambda record: record.serial))
+
+
+def _length(memory: mmap.mmap | None) -> int:
+    return len(memory) if memory is not None else 0
+
+
+def _resident(size: int) -> mmap.mmap | None:
+    """Private anonymous memory with every page present, outside malloc."""
+    if size == 0:
+        return None
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[::_PAGE] = b"\x01" * len(range(0, size, _PAGE))
+    return memory
+
+
+# ---------------------------------------------------------------------------------------------
+# faults
+
+
+FaultPoint = Literal["create", "connect", "release", "suspend", "resume", "collective"]
+FaultAction = Literal["raise", "stall", "exit", "kill", "call"]
+FaultMoment = Literal["before", "after"]
+
+
+class InjectedFaultError(RuntimeError):
+    """Raised where a test asked for a failure."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What shall go wrong, where, and when.
+
+    Attributes:
+        at: ``create`` (the creating function), ``connect`` (first use of a group), ``release``
+            (``shutdown`` or ``abort``), ``suspend``, ``resume``, ``collective`` (the start of an
+            operation).
+        action: ``raise`` an :class:`InjectedFaultError`; ``stall`` the calling thread until the
+            fault is cleared or ``seconds`` have passed, then go on; ``exit`` the process with
+            ``exit_code`` and no clean-up; ``kill`` it with SIGKILL; ``call`` a function.
+        group: only groups whose name or description matches this pattern (``fnmatch``: ``1@*``
+            is every later generation of group ``1``). A group has no description at ``create``.
+        operation: only this method of the group (``allreduce``, ``shutdown``, ``abort``).
+        rank: only in the process of this global rank.
+        nth: the first matching event that goes wrong, counted from 1 since the injection.
+        times: how many matching events go wrong, from the ``nth`` on; None for all.
+        moment: ``before`` the step, so that it is not done, or ``after`` it was done. A group
+            that fails after ``create`` is released. A collective has no ``after``.
+        seconds: the longest that ``stall`` holds; None is until it is cleared.
+        message: text of the error.
+        exit_code: for ``exit``.
+        call: for ``call``, in the thread of the event, with the group as it is then. What it
+            raises, the step raises: any exception, ``KeyboardInterrupt`` too. What it waits for,
+            the step waits for.
+    """
+
+    at: FaultPoint
+    action: FaultAction = "raise"
+    group: str | None = None
+    operation: str | None = None
+    rank: int | None = None
+    nth: int = 1
+    times: int | None = 1
+    moment: FaultMoment = "before"
+    seconds: float | None = None
+    message: str = ""
+    exit_code: int = 1
+    call: Callable[[GroupInfo], object] | None = None
+
+    def __post_init__(self) -> None:
+        allowed = {"at": FaultPoint, "action": FaultAction, "moment": FaultMoment}
+        for name, values in allowed.items():
+            value = getattr(self, name)
+            if value not in get_args(values):
+                raise ValueError(
+                    f"Fault({name}={value!r}): use one of {', '.join(get_args(values))}"
+                )
+        if self.nth < 1 or (self.times is not None and self.times < 1):
+            raise ValueError(
+                f"Fault(nth={self.nth}, times={self.times}): events are counted from 1, and at "
+                "least one must go wrong"
+            )
+        if (self.action == "call") is not callable(self.call):
+            raise ValueError("Fault: the action call and the function call go together")
+        if (self.at, self.moment) == ("collective", "after"):
+            raise ValueError("Fault(at='collective'): only the moment before can be named")
+
+    def matches(self, at: FaultPoint, operation: str, record: Record, moment: FaultMoment) -> bool:
+        if (at, moment) != (self.at, self.moment) or self.operation not in (None, operation):
+            return False
+        if self.rank not in (None, record.global_rank):
+            return False
+        pattern = self.group
+        return pattern is None or any(fnmatchcase(n, pattern) for n in (record.name, record.desc))
+
+
+class InjectedFault:
+    """Handle of one injected fault; as a context manager it removes it at the end.
+
+    Attributes:
+        fault: what was injected.
+        seen: matching events so far.
+        fired: events that went wrong so far.
+    """
+
+    def __init__(self, fault: Fault, table: FaultTable) -> None:
+        self.fault = fault
+        self.seen = 0
+        self.fired = 0
+        self._table = table
+        self._has_fired = threading.Event()
+        self._cleared = threading.Event()
+
+    def clear(self) -> None:
+        """Remove the fault; threads that it stalls go on. Idempotent."""
+        self._table.remove(self)
+        self._cleared.set()
+
+    def wait_fired(self, timeout: float) -> bool:
+        """Wait until the fault has struck (a stall: until it holds); whether it has."""
+        return self._has_fired.wait(timeout)
+
+    def __enter__(self) -> InjectedFault:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.clear()
+
+    def strikes(self) -> bool:
+        """Count one matching event; whether it goes wrong. The table's lock is held."""
+        self.seen += 1
+        last = None if self.fault.times is None else self.fault.nth + self.fault.times - 1
+        if self.seen < self.fault.nth or (last is not None and self.seen > last):
+            return False
+        self.fired += 1
+        return True
+
+    def act(self, where: str, record: Record) -> None:
+        fault = self.fault
+        self._has_fired.set()
+        if fault.call is not None:
+            fault.call(record.info())
+        elif fault.action == "raise":
+            raise InjectedFaultError(fault.message or f"injected fault {where}")
+        elif fault.action == "stall":
+            self._cleared.wait(fault.seconds)
+        elif fault.action == "exit":
+            os._exit(fault.exit_code)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FaultTable:
+    """The faults of this process. Thread-safe; the lock is not held while a fault acts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._injected: list[InjectedFault] = []
+
+    def inject(self, fault: Fault) -> InjectedFault:
+        handle = InjectedFault(fault, self)
+        with self._lock:
+            self._injected.append(handle)
+        return handle
+
+    def remove(self, handle: InjectedFault) -> None:
+        with self._lock:
+            self._injected = [other for other in self._injected if other is not handle]
+
+    def clear(self) -> None:
+        with self._lock:
+            handles = list(self._injected)
+        for handle in handles:
+            handle.clear()
+
+    def check(
+        self, at: FaultPoint, operation: str, record: Record, moment: FaultMoment = "before"
+    ) -> None:
+        """Let the faults that match this event act, in the order of their injection."""
+        if not self._injected:
+            return
+        with self._lock:
+            due = [
+                handle
+                for handle in self._injected
+                if handle.fault.matches(at, operation, record, moment) and handle.strikes()
+            ]
+        where = f"{'after' if moment == 'after' else 'at'} {at} of group {record.name!r}"
+        for handle in due:
+            handle.act(f"{where} ({operation})", record)

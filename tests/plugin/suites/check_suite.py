@@ -1,0 +1,368 @@
+"""Tests of somebody else's project, run by ``test_plugin.py``: on ranks, with leaks, with reloads.
+
+Where it matters what each rank did, the ranks write files, for the outer test to look at.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import unittest
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import all_reduce  # an early alias, as Megatron has
+
+import reloadpg
+
+RECORDS = Path(os.environ["RECORDS"])
+
+
+@dataclass(frozen=True)
+class Size:
+    value: int
+
+
+def summed(group=None):
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def wait_for_ever():
+    dist.TCPStore("127.0.0.1", 0, is_master=True).wait(["never"])
+
+
+# ---------------------------------------------------------------------------------------------
+# the mark ranks
+
+
+class TestOfAClass:
+    word = "class"
+
+    @pytest.mark.ranks(3, backend="gloo", timeout=60, env={"COLOUR": "blue"})
+    @pytest.mark.parametrize("size", [Size(4)])
+    def test_body_runs_on_ranks(self, size, rank, world_size, tmp_path):
+        assert (self.word, size, os.environ["COLOUR"]) == ("class", Size(4), "blue")
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
+        assert summed() == 3
+        (tmp_path / f"{rank}.txt").write_text(str(os.getpid()))
+        dist.barrier()
+        pids = {int(file.read_text()) for file in tmp_path.iterdir()}
+        assert len(pids) == 3
+        assert os.getppid() not in pids
+
+
+def initialized_late(*args, **kwargs):
+    """Give the other rank the time to begin too early."""
+    initialized(*args, **kwargs)
+    try:
+        store().wait(["begun"], timedelta(seconds=0.5))
+    except RuntimeError:
+        return
+    raise AssertionError("the other rank began before this one was connected")
+
+
+def store():
+    return dist.distributed_c10d._get_default_store()
+
+
+if os.environ.get("LATE_RANK", "none") == os.environ.get("RANK"):
+    initialized, dist.init_process_group = dist.init_process_group, initialized_late
+
+
+@pytest.mark.ranks(2, backend="gloo", env={"LATE_RANK": "1"})
+def test_begins_where_all_are_connected():
+    store().set("begun", "1")
+
+
+@pytest.mark.ranks(2, backend="gloo", store="rank0")
+def test_skips_without_a_collective():
+    pytest.skip("no such machine")
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_fails_on_one_rank(rank):
+    print(f"words of rank {rank}")
+    numbers = [1, 2, 3]
+    if rank == 1:
+        assert numbers[rank] == 7
+
+
+@pytest.mark.ranks(2, timeout=4)
+def test_hangs_on_one_rank(rank):
+    if rank == 0:
+        wait_for_ever()
+
+
+@pytest.mark.ranks(2)
+def test_skips_on_one_rank(rank):
+    if rank == 0:
+        pytest.skip("only here")
+
+
+@pytest.mark.ranks(1)
+def test_expected_to_fail():
+    pytest.xfail("known")
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.xfail(strict=True, reason="a failure on ranks is a failure")
+def test_marked_as_expected_to_fail():
+    raise RuntimeError
+
+
+@pytest.fixture
+def lock():
+    return threading.Lock()
+
+
+@pytest.mark.ranks(2)
+def test_argument_that_cannot_be_sent(lock):
+    raise RuntimeError("never run")
+
+
+@pytest.mark.ranks(0)
+def test_mark_without_sense():
+    raise RuntimeError("never run")
+
+
+@pytest.mark.ranks(2)
+async def test_async():
+    raise RuntimeError("never run")
+
+
+class Case(unittest.TestCase):
+    @pytest.mark.ranks(2)
+    def test_unittest(self):
+        raise RuntimeError("never run")
+
+
+def test_rank_fixture_without_the_mark(rank):
+    raise RuntimeError("never run")
+
+
+@pytest.mark.reload_each_phase
+def test_reloads_without_ranks():
+    raise RuntimeError("never run")
+
+
+def where(rank, world_size):
+    if world_size == 1:
+        wait_for_ever()
+    return tempfile.gettempdir()
+
+
+def test_run_ranks_fixture(run_ranks, tmp_path):
+    assert Path(sys.argv[0]).name == "__main__.py"  # this test runs here
+    assert run_ranks(where, 2) == [str(tmp_path)] * 2
+    run_ranks(where, 1, timeout=2)
+
+
+# ---------------------------------------------------------------------------------------------
+# what tests leave behind
+
+
+def initialized_alone(backend):
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.fixture
+def ended():
+    """For tests that leave what the plugin is to find: the next test must start clean."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("simulated_accelerator", [{"bytes_per_communicator": 8192}], indirect=True)
+def test_sim_is_set_up(simulated_accelerator):
+    initialized_alone("sim")
+    summed()
+    assert simulated_accelerator.stats().held_bytes == 8192
+    simulated_accelerator.inject(simulated_accelerator.Fault(at="collective", times=None))
+    dist.destroy_process_group()
+
+
+def test_sim_is_as_before(simulated_accelerator):
+    initialized_alone("sim")
+    summed()  # no fault of the test before
+    assert simulated_accelerator.stats().held_bytes == 1 << 20
+    dist.destroy_process_group()
+
+
+def test_sim_settings_are_taken_back():
+    from reloadpg.testing import simulated
+
+    initialized_alone("sim")
+    summed()
+    assert simulated.stats().held_bytes == simulated.DEFAULT_BYTES
+    dist.destroy_process_group()
+
+
+def test_sim_communicator_left(ended, simulated_accelerator):
+    initialized_alone("sim")
+    summed()
+
+
+def test_no_leak(assert_no_group_leaks):
+    initialized_alone("gloo")
+    with assert_no_group_leaks():
+        dist.destroy_process_group(dist.new_group([0]))
+    dist.destroy_process_group()
+
+
+def test_leak_around_the_test(ended, assert_no_group_leaks):
+    initialized_alone("gloo")
+
+
+def test_leak_in_a_block(assert_no_group_leaks):
+    initialized_alone("gloo")
+    try:
+        with assert_no_group_leaks():
+            dist.new_group([0], group_desc="left over")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2)
+def test_leaks_on_ranks(simulated_accelerator, assert_no_group_leaks):
+    reloadpg.install(backends={"sim"})
+    dist.init_process_group("sim")
+    summed()
+
+
+@pytest.mark.ranks(2, backend="sim")
+def test_no_leak_on_ranks(simulated_accelerator, assert_no_group_leaks):
+    reloadpg.install(backends={"sim"})
+    group = dist.new_group([0, 1])
+    summed(group)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(1)
+def test_body_failure_is_told_first(simulated_accelerator, assert_no_group_leaks):
+    dist.init_process_group("sim")
+    summed()
+    raise LookupError("of the body")
+
+
+# ---------------------------------------------------------------------------------------------
+# the mark reload_each_phase
+
+
+def record(name, rank):
+    """What the library says at the end, in a file; the run as it is has nothing installed."""
+    text = "not installed"
+    if reloadpg.is_installed():
+        status = reloadpg.status()
+        text = f"{status.cycles} cycles, generation {status.generation}"
+        name = f"{name}-reloaded"
+    (RECORDS / f"{name}-{rank}").write_text(text)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.reload_each_phase
+def test_phases_synchronous(rank):
+    tensor = torch.ones(1)
+    all_reduce(tensor)
+    dist.broadcast(tensor, src=0)
+    objects = [None, None]
+    dist.all_gather_object(objects, rank)
+    dist.barrier()
+    assert (tensor.item(), objects) == (2, [0, 1])
+    record("synchronous", rank)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.reload_each_phase
+def test_phases_asynchronous(rank):
+    first, second = torch.ones(1), torch.ones(1)
+    works = [dist.all_reduce(first, async_op=True), dist.all_reduce(second, async_op=True)]
+    gathered = [torch.zeros(1), torch.zeros(1)]
+    dist.all_gather(gathered, torch.ones(1) * rank)  # while two are under way: no phase
+    assert all(work.wait() for work in works)
+    dist.all_reduce(first)
+    assert (first.item(), second.item(), [g.item() for g in gathered]) == (4, 2, [0, 1])
+    record("asynchronous", rank)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.reload_each_phase
+def test_phases_of_smaller_groups_and_sends(rank):
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    tensor = torch.ones(1)
+    if rank == 0:  # ranks may differ here
+        dist.all_reduce(tensor, group=groups[0])
+        dist.send(tensor, 1)
+    else:
+        dist.recv(tensor, 0)
+    peer = 1 - rank
+    batch = [dist.P2POp(dist.isend, torch.ones(1), peer), dist.P2POp(dist.irecv, tensor, peer)]
+    works = dist.batch_isend_irecv(batch)
+    for work in works:
+        work.wait()
+    assert summed() == 2
+    record("smaller", rank)
+
+
+@pytest.mark.ranks(4, backend="gloo")
+@pytest.mark.reload_each_phase(every_group=True, options={"backends": "gloo", "min_size": 2})
+def test_phases_of_every_group(rank):
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    assert summed(pairs[rank // 2]) == 2
+    record("every", rank)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.reload_each_phase
+def test_phases_by_reload_point(rank, simulated_accelerator, assert_no_group_leaks, reload_point):
+    dist.init_process_group("sim")
+    for _ in range(3):
+        reload_point()
+    record("points", rank)
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.reload_each_phase
+def test_phases_where_the_body_installs(rank):
+    reloadpg.install(backends={"gloo"})
+    dist.init_process_group("gloo")
+    dist.barrier()
+    record("itself", rank)
+
+
+@pytest.mark.ranks(1, backend="gloo")
+@pytest.mark.reload_each_phase
+def test_no_phase():
+    pass
+
+
+@pytest.mark.ranks(2, backend="gloo", timeout=8)
+@pytest.mark.reload_each_phase
+def test_phase_of_one_rank_alone(rank):
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        dist.barrier()  # no phase: one is under way
+        work.wait()
+    else:
+        dist.all_reduce(torch.ones(1))
+        dist.barrier()
+
+
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.reload_each_phase
+def test_breaks_under_reloads(rank):
+    """A backend object that is kept over a phase is one generation's: what the mark is to find."""
+    device = torch.device("cpu")
+    dist.barrier()
+    backend = dist.group.WORLD._get_backend(device)
+    dist.barrier()
+    assert dist.group.WORLD._get_backend(device) is backend
