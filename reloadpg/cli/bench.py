@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console import Line, Page, Table, progress, say, show
-from .options import positive, seconds
+from .console import Line, Page, Table, positive, progress, say, seconds, show
 
 if TYPE_CHECKING:
     from ..testing import RanksFailedError

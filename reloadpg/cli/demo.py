@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .options import new_file, positive
+from .console import new_file, positive
 
 __all__ = ["add"]
 

@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .console import Line, Page, progress, say, show
+from .console import Line, Page, existing_file, progress, say, show
 from .doctor_autoinstall import check_autoinstall
 from .doctor_imports import import_modules, import_of_script
 from .doctor_job import check_job, check_launcher
 from .doctor_patches import check_early_aliases, check_foreign_wrappers
 from .doctor_torch import check_nccl, check_nccl_settings, check_suspend, check_torch
 from .findings import LEVELS, Diagnosis, Finding
-from .options import existing_file
 from .records import STATUS_DIR
 
 __all__ = ["add", "diagnose"]

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from .findings import Finding
-from .job import JobView
 from .records import read_directory
+from .status import JobView
 
 __all__ = ["check_job", "check_launcher"]
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidOptionError, format_ranks
-from .console import Line, Page, Table, progress, say, show
+from .console import Line, Page, Table, natural, positive, progress, say, seconds, show
 from .explain_run import Run, run_script
-from .options import natural, positive, seconds
 
 if TYPE_CHECKING:
     from .explain_policy import Explanation
