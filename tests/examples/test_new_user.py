@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from documents import README, ROOT, readme_blocks
+
+from reloadpg.testing import run_ranks
 
 SCRIPT = Path(__file__).with_name("user_script.py")
 FIVE = 5
@@ -64,12 +69,19 @@ def torchrun(script: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: one["rank"])
 
 
+def as_it_was(rank: int, world_size: int) -> dict[str, Any]:
+    """What one rank of the script without the lines prints."""
+    with redirect_stdout(StringIO()) as output:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return json.loads(output.getvalue())
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """The script as it was, and with the lines."""
     script = tmp_path_factory.mktemp("user") / "train.py"
     script.write_text(user_script(copied_lines()))
-    return {"before": torchrun(SCRIPT), "with": torchrun(script)}
+    return {"before": run_ranks(as_it_was, 2), "with": torchrun(script)}
 
 
 def test_the_lines_are_in_the_script() -> None:
