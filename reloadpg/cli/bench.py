@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..report import Report
     from ..testing import RanksFailedError
 
-__all__ = ["add", "cuda_devices", "measure"]
+__all__ = ["add", "cuda_devices", "measure", "medians_of"]
 
 _RANKS = 2
 _FIGURES = ("ms", "group_ms", "wait_ms", "own_ms", "bytes")
@@ -105,7 +105,7 @@ def _run(options: argparse.Namespace) -> int:
         "cycles": options.cycles,
         "machine": _machine(),
         "memory_source": seen[0][0]["memory_source"],
-        "medians": {op: _medians(op, seen) for op in ("offload", "reload")},
+        "medians": {op: medians_of(op, seen) for op in ("offload", "reload")},
         "by_rank": seen,
     }
     if options.json:
@@ -242,7 +242,7 @@ def _figures(report: Report) -> dict[str, Any]:
 # -- the result -------------------------------------------------------------------------------
 
 
-def _medians(
+def medians_of(
     operation: str, seen: Sequence[Sequence[Mapping[str, Any]]]
 ) -> dict[str, float | None]:
     """Over the cycles, of the slowest rank (for memory: of the rank that moved least)."""

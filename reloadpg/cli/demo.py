@@ -305,6 +305,7 @@ def _recording(example: Any) -> Any:
         def log(self, iteration: int, loss: float, evaluation: float, reward: float) -> None:
             means = {"mean_loss": loss, "evaluation": evaluation.hex(), "reward": reward}
             self.cycles.append({"cycle": iteration, **self.now, **means})
+            self.now = {}
             line = _line(_row(self.gathered(self.cycles[-1])), self.planned)
             if dist.get_rank() == 0:
                 with self.lines.open("a") as file:
@@ -361,44 +362,47 @@ class Check(NamedTuple):
     passed: bool
     detail: str
 
+    @classmethod
+    def of(cls, name: str, faults: Sequence[str], detail: str) -> Check:
+        """Passed with ``detail``, unless there are faults."""
+        first = f"{counted(len(faults), 'fault')}; first, {faults[0]}" if faults else detail
+        return cls(name, not faults, first)
+
+
+def _values(run: Records, *names: str) -> list[tuple[str, Any]]:
+    """Recorded values of all ranks and cycles, item by item, with where they come from."""
+    return [
+        (f"rank {record['rank']}, cycle {cycle['cycle']}, {name}[{index}]", item)
+        for record in run
+        for cycle in record["cycles"]
+        for name in names
+        for items in [cycle[name] if isinstance(cycle[name], list) else [cycle[name]]]
+        for index, item in enumerate(items)
+    ]
+
+
+def _shown(released: Mapping[str, int]) -> str:
+    return "; ".join(f"{mebibytes(size)} {COUNTERS[name]}" for name, size in released.items())
+
 
 def judge(run: Records, reference: Records) -> list[Check]:
-    """All checks of a run against the same run without offloading. Pure."""
-
-    def values(*names: str, of: Records = run) -> list[tuple[str, Any]]:
-        """Recorded values of all ranks and cycles, item by item, with where they come from."""
-        return [
-            (f"rank {record['rank']}, cycle {cycle['cycle']}, {name}[{index}]", item)
-            for record in of
-            for cycle in record["cycles"]
-            for name in names
-            for items in [cycle[name] if isinstance(cycle[name], list) else [cycle[name]]]
-            for index, item in enumerate(items)
-        ]
-
-    def check(name: str, faults: Sequence[str], detail: str) -> Check:
-        first = f"{counted(len(faults), 'fault')}; first, {faults[0]}" if faults else detail
-        return Check(name, not faults, first)
-
-    def shown(released: Mapping[str, int]) -> str:
-        return "; ".join(f"{mebibytes(size)} {COUNTERS[name]}" for name, size in released.items())
-
+    """Compare a run with the same run without offloading. Pure."""
     bits = ("losses", "gradient_norms", "evaluation", "mean_loss", "reward")
     ours, theirs = (
-        values(*bits, of=one) + [("final evaluation", rank["final_evaluation"]) for rank in one]
+        _values(one, *bits) + [("final evaluation", rank["final_evaluation"]) for rank in one]
         for one in (run, reference)
     )
     pairs = zip(ours, theirs, strict=True)
     differing = [f"{where} is {a}, without reloadpg {b}" for (where, a), (_, b) in pairs if a != b]
-    losses = len(values("losses"))
+    losses = len(_values(run, "losses"))
     digests = sorted({record["parameters"][:16] for record in (*run, *reference)})
     cycles = zip(run[0]["cycles"], reference[0]["cycles"], strict=True)
     unlike = [a["cycle"] for a, b in cycles if len({*a["probes"], *b["probes"]}) != 1]
-    buffer = mebibytes(min(size for _, size in values("buffer_bytes")))
-    released = [one for _, one in values("released_bytes")]
+    buffer = mebibytes(min(size for _, size in _values(run, "buffer_bytes")))
+    released = [one for _, one in _values(run, "released_bytes")]
     kept = [
-        f"{where}: {shown(sizes)}"
-        for where, sizes in values("released_bytes")
+        f"{where}: {_shown(sizes)}"
+        for where, sizes in _values(run, "released_bytes")
         if min(sizes.values()) < RESIDENT_SHARE * max(1, next(iter(sizes.values())))
     ]
     by_cycle = list(zip(*(record["cycles"] for record in run), strict=True))
@@ -406,9 +410,9 @@ def judge(run: Records, reference: Records) -> list[Check]:
         name: min(sum(one["released_bytes"][name] for one in everyone) for everyone in by_cycle)
         for name in released[0]
     }
-    usable = [f"{where}: {name}" for where, name in values("usable_while_offloaded")]
+    usable = [f"{where}: {name}" for where, name in _values(run, "usable_while_offloaded")]
     tried = sum(len(record["groups"]) * len(record["cycles"]) for record in run)
-    wrong = [f"{where}: {name}" for where, name in values("not_reloaded", "wrong_sums")]
+    wrong = [f"{where}: {name}" for where, name in _values(run, "not_reloaded", "wrong_sums")]
     wrong += [f"rank {one['rank']}, at the end: {s}" for one in run for s in one["wrong_sums"]]
     counts = [(one["groups_offloaded"], one["groups_reloaded"]) for e in by_cycle for one in e]
     wrong += [f"{n} groups offloaded, {m} reloaded" for n, m in counts if n != m or n == 0]
@@ -416,28 +420,28 @@ def judge(run: Records, reference: Records) -> list[Check]:
     first, last = run[0]["first_reward"], run[0]["cycles"][-1]["reward"]
     rise = f"{first:.2f} before training, {last:.2f} at the end"
     return [
-        check(
+        Check.of(
             "losses",
             differing,
             f"all {losses} (every rank, every step) bit-identical in both runs; so are "
             f"{len(ours) - losses} gradient norms, evaluations and rewards",
         ),
-        check(
+        Check.of(
             "final parameters",
             [f"SHA-256 {', '.join(digests)} differ between ranks or runs"] if digests[1:] else [],
             f"SHA-256 {digests[0]} on all ranks, in both runs",
         ),
-        check(
+        Check.of(
             "generation",
             [f"differs between ranks or runs in cycle {cycle}" for cycle in unlike],
             f"in {buffer} a rank, and alike on all ranks, in both runs",
         ),
-        check("memory", kept, f"freed in each cycle at least {shown(least)}"),
-        check("while offloaded", usable, f"{tried} collectives tried, all refused"),
-        check(
+        Check.of("memory", kept, f"freed in each cycle at least {_shown(least)}"),
+        Check.of("while offloaded", usable, f"{tried} collectives tried, all refused"),
+        Check.of(
             "after reload",
             wrong,
             f"{reloaded} groups back as the same objects, each with the right all-reduce sum",
         ),
-        check("reward", [] if last > first else [rise], rise),
+        Check.of("reward", [] if last > first else [rise], rise),
     ]

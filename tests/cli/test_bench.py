@@ -42,7 +42,7 @@ def test_medians_are_over_cycles_of_the_slowest_rank():
         [cycle(1.0, 10), cycle(5.0, 30), cycle(3.0, None)],
         [cycle(2.0, 20), cycle(4.0, 20), cycle(9.0, 1)],
     ]
-    medians = bench._medians("offload", seen)
+    medians = bench.medians_of("offload", seen)
     assert medians["ms"] == 5.0
     assert medians["bytes"] == 15.0
 

@@ -283,10 +283,10 @@ def test_arguments_that_cannot_be_used_are_one_error_with_exit_code_2(capsys, ar
 def test_ctrl_c_is_exit_code_130(monkeypatch, capsys):
     """As after any other signal."""
 
-    def interrupted(_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "_compare", interrupted)
+    monkeypatch.setattr("reloadpg.testing.run_ranks", interrupted)
     assert main(["demo"]) == 130
     assert "interrupted; all ranks have been ended" in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,8 @@ from rank_files import group, record, report, status, write_rank
 from terminal import on_terminal
 
 import reloadpg
-from reloadpg.cli import console, main, records
+from reloadpg.cli import main, records
+from reloadpg.cli.console import show
 from reloadpg.cli.records import RankRecord, Reading, read_directory, read_endpoints
 from reloadpg.cli.status import SILENT_S, JobView
 from reloadpg.observability.publish import publish_status
@@ -37,7 +38,9 @@ def facts(job):
 
 
 def plain(job, **size):
-    return console._plain(job.page(**size))
+    with redirect_stdout(io.StringIO()) as output:
+        show(job.page(**size))
+    return output.getvalue().rstrip("\n")
 
 
 # -- what follows from the records --------------------------------------------------------------
