@@ -14,7 +14,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -194,8 +194,8 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], No
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
     from rich.progress import TimeElapsedColumn as Elapsed
 
-    counted = [BarColumn(), MofNCompleteColumn()] if total is not None else []
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), *counted, Elapsed())
+    bars = [BarColumn(), MofNCompleteColumn()] if total is not None else []
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), *bars, Elapsed())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done)
@@ -210,7 +210,8 @@ def follow_lines(tell: Callable[[str], object]) -> Iterator[Path]:
         over = threading.Event()
 
         def watch() -> None:
-            with path.open() as file:
+            # Where nobody reads any more, the command's own next line ends it.
+            with path.open() as file, suppress(BrokenPipeError):
                 ending = False
                 while not ending:
                     ending = over.wait(0.1)

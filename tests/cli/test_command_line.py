@@ -166,8 +166,14 @@ def test_arguments_that_cannot_be_used_are_exit_code_2(capsys, arguments, words)
 
 
 def test_lines_of_other_processes_are_followed_to_the_last():
-    """Also those that are written just before the end."""
+    """Also those that are written just before the end; not where nobody reads any more."""
     seen = []
     with follow_lines(seen.append) as path:
         path.write_text("one\ntwo\n")
     assert seen == ["one", "two"]
+
+    def gone(line):
+        raise BrokenPipeError
+
+    with follow_lines(gone) as path:  # a thread that raises fails the test
+        path.write_text("one\n")
