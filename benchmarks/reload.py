@@ -40,12 +40,18 @@ from _output import machine, write_json
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
-from reloadpg.lifecycle.report import Report, table
+from reloadpg.cli.bench import measure
+from reloadpg.errors import table
+from reloadpg.lifecycle.report import Report
 from reloadpg.testing import run_ranks
 
 GROUPS = (1, 10, 25, 50, 100)
 JOB_SIZES = (64, 256, 1024, 4096, 16384)
 MODELS = 2
+FIGURES = (
+    *("offload_ms", "offload_wait_ms", "offload_own_ms"),
+    *("reload_ms", "reload_wait_ms", "reload_own_ms", "reload_cpu_ms"),
+)
 OWN_GROUPS = 50
 OWN_LIMIT_MS, FLAT_LIMIT, SPEEDUP_LIMIT = 10.0, 1.5, 50.0
 TIME_LIMIT_S = 600
@@ -61,44 +67,15 @@ def median(values: Sequence[float]) -> float:
 
 def cycles_of(groups: int, cycles: int) -> dict[str, Any]:
     """Offload and reload of so many groups of all ranks, WORLD one of them; medians."""
-    everyone = list(range(dist.get_world_size()))
-    held = [dist.new_group(everyone) for _ in range(groups - 1)]
-    first = dist.group.WORLD
-    offloads: list[Report] = []
-    reloads: list[Report] = []
-    cpu = []
     with counted_collections() as collections:
-        for _ in range(cycles + 1):
-            offloads.append(reloadpg.offload())
-            cpu.append(cpu_ms(lambda: reloads.append(reloadpg.reload())))
-    for report in (*offloads, *reloads):
-        if len(report.groups) != groups:
-            raise RuntimeError(f"{report} is not about {groups} groups")
-    if first is not dist.group.WORLD or reloads[-1].generation < cycles:
-        raise RuntimeError("the groups were not rebuilt")
-    for group in held:
-        dist.destroy_process_group(group)
-    # The first cycle opens connections and fills caches.
+        rows = measure(groups, cycles)
+    medians = {name: median([row[name] for row in rows]) for name in FIGURES}
     return {
         "groups": groups,
-        **_figures("offload", offloads[1:]),
-        **_figures("reload", reloads[1:]),
-        "reload_cpu_ms": median(cpu[1:]),
+        **medians,
+        "offload_per_group_ms": medians["offload_ms"] / groups,
+        "reload_per_group_ms": medians["reload_ms"] / groups,
         "collections": len(collections),
-    }
-
-
-def _figures(operation: str, reports: Sequence[Report]) -> dict[str, float]:
-    total = median([report.total_ms for report in reports])
-    waits = [
-        sum(ms for phase, ms in report.phases_ms.items() if phase.startswith("wait."))
-        for report in reports
-    ]
-    return {
-        f"{operation}_ms": total,
-        f"{operation}_per_group_ms": total / len(reports[0].groups),
-        f"{operation}_wait_ms": median(waits),
-        f"{operation}_own_ms": median([report.overhead_ms for report in reports]),
     }
 
 

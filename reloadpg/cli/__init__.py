@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
+from .. import __version__
 from .bench import add as add_bench
 from .console import say
 from .demo import add as add_demo
@@ -24,7 +26,10 @@ from .status import add as add_status
 __all__ = ["main"]
 
 SUBCOMMANDS = (add_demo, add_doctor, add_status, add_explain, add_bench)
-"""Each adds one subcommand's parser, which sets ``run`` in the options that it parses."""
+"""Each adds one subcommand's parser and sets in the options that this parses ``run``, which takes
+them and returns the exit code; where modules are needed ``needs``, which has the extra for each;
+and where a script is run ``script_arguments``.
+"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
         prog="reloadpg" if named else "python -m reloadpg",
         description="Release NCCL communicators while they are not needed.",
     )
+    top.add_argument("--version", action="version", version=f"reloadpg {__version__}")
     subcommands = top.add_subparsers(title="commands", required=True)
     for add in SUBCOMMANDS:
         add(subcommands)
@@ -47,24 +53,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; None for this process's own.
 
     Returns:
-        The exit code; 130 after Ctrl-C, 141 if nobody reads stdout any more.
+        The exit code; 2 if a module is missing, 130 after Ctrl-C, 141 if nobody reads stdout any
+        more.
 
     Raises:
         SystemExit: the arguments cannot be used (code 2), or help was asked for.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    # What follows "--" belongs to the script that a subcommand runs, whatever it looks like.
-    own, rest = given, None
-    if "--" in given:
-        at = given.index("--")
-        own, rest = given[:at], given[at + 1 :]
     top = parser()
-    options = top.parse_args(own)
-    if rest is not None and not hasattr(options, "script_arguments"):
-        top.error(f"unrecognized arguments: -- {' '.join(rest)}")
-    if rest is not None:
-        options.script_arguments = rest
+    options = _parsed(top, given)
     try:
+        missing = _missing(getattr(options, "needs", {}))
+        if missing:
+            say(f"{top.prog}: {missing}", sys.stderr)
+            return 2
         code: int = options.run(options)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -75,3 +77,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return code
+
+
+def _parsed(top: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace:
+    # What follows "--" belongs to the script that a subcommand runs, whatever it looks like.
+    at = given.index("--") if "--" in given else len(given)
+    options, unknown = top.parse_known_args(given[:at])
+    runs_script = hasattr(options, "script_arguments")
+    if at < len(given) and not runs_script:
+        unknown += given[at:]
+    if unknown:
+        words = " ".join(unknown)
+        hint = f"; arguments of the script follow --, as in: -- {words}" if runs_script else ""
+        top.error(f"unrecognized arguments: {words}{hint}")
+    if runs_script:
+        options.script_arguments = list(given[at + 1 :])
+    return options
+
+
+def _missing(needs: Mapping[str, str]) -> str:
+    """Import the modules that a command needs; a line about the first that is missing, or empty."""
+    for name, extra in needs.items():
+        try:
+            import_module(name)
+        except Exception as error:  # a broken installation of torch fails in many ways
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return (
+                f"{name} cannot be imported ({why}); nothing was started. It comes with: "
+                f"pip install 'reloadpg[{extra}]'"
+            )
+    return ""

@@ -1,4 +1,7 @@
-"""``reloadpg bench``: how long an offload and a reload take on this machine."""
+"""``reloadpg bench``: the time that an offload and a reload take on this machine.
+
+:func:`measure` is the harness, in a job that exists; ``benchmarks/reload.py`` uses it too.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,20 @@ import os
 import platform
 import statistics
 import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console import Line, Page, Table, progress, say, show
-from .options import positive, seconds
+from .console import Line, Page, Table, follow_lines, positive, progress, say, seconds, show
 
 if TYPE_CHECKING:
+    from ..lifecycle.report import Report
     from ..testing import RanksFailedError
 
-__all__ = ["add"]
+__all__ = ["add", "cuda_devices", "measure", "medians_of"]
 
 _RANKS = 2
 _FIGURES = ("ms", "group_ms", "wait_ms", "own_ms", "bytes")
@@ -57,14 +60,13 @@ def add(subcommands: Any) -> None:
         "--timeout", type=seconds, default=600.0, metavar="S", help="bound (default: 600)"
     )
     parser.add_argument("--json", action="store_true", help="all figures as JSON")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, needs={"torch": "cli"})
 
 
 def _run(options: argparse.Namespace) -> int:
     from ..testing import RanksFailedError, run_ranks
-    from .bench_ranks import run
 
-    devices = _devices() if options.backend in ("auto", "nccl") else 0
+    devices = cuda_devices() if options.backend in ("auto", "nccl") else 0
     if options.backend == "nccl" and not devices:
         say(
             "reloadpg bench: --backend nccl: torch finds no GPU that NCCL can use; nothing was "
@@ -85,13 +87,11 @@ def _run(options: argparse.Namespace) -> int:
         return 2
     what = f"{options.cycles} cycles of {options.groups} {backend} groups on {ranks} ranks"
     try:
-        with progress(what, options.cycles + 1) as update, _ticks(update) as ticks:
-            seen = run_ranks(
-                run,
-                ranks,
-                args=(backend, options.groups, options.cycles, str(ticks)),
-                timeout=options.timeout,
-            )
+        with progress(what, options.cycles + 1) as update:
+            done = count(1)
+            with follow_lines(lambda _: update(next(done))) as lines:
+                given = (backend, options.groups, options.cycles, str(lines))
+                seen = run_ranks(_rank, ranks, args=given, timeout=options.timeout)
     except RanksFailedError as error:
         say(f"reloadpg bench: {_failure(error, options.timeout)}", sys.stderr)
         return 1
@@ -105,7 +105,7 @@ def _run(options: argparse.Namespace) -> int:
         "cycles": options.cycles,
         "machine": _machine(),
         "memory_source": seen[0][0]["memory_source"],
-        "medians": {op: _medians(op, seen) for op in ("offload", "reload")},
+        "medians": {op: medians_of(op, seen) for op in ("offload", "reload")},
         "by_rank": seen,
     }
     if options.json:
@@ -113,6 +113,15 @@ def _run(options: argparse.Namespace) -> int:
     else:
         show(_page(result))
     return 0
+
+
+def cuda_devices() -> int:
+    """Number of GPUs that NCCL can use here. Starts no CUDA context."""
+    import torch
+    import torch.distributed as dist
+
+    usable = torch.cuda.is_available() and dist.is_nccl_available()
+    return torch.cuda.device_count() if usable else 0
 
 
 def _failure(error: RanksFailedError, timeout: float) -> str:
@@ -124,35 +133,116 @@ def _failure(error: RanksFailedError, timeout: float) -> str:
     return f"{head.partition('. ')[0]}.{advice}\n{details}"
 
 
-def _devices() -> int:
-    """Number of GPUs that NCCL can use here. Starts no CUDA context."""
-    from ..demo.accelerator import cuda_devices
-
-    return cuda_devices()
+# -- the ranks --------------------------------------------------------------------------------
 
 
-@contextmanager
-def _ticks(update: Callable[[int], None]) -> Iterator[Path]:
-    """A file whose length is how far the ranks are; told to ``update`` as it grows."""
-    with tempfile.TemporaryDirectory(prefix="reloadpg-bench-") as directory:
-        file = Path(directory, "ticks")
-        file.touch()
-        over = threading.Event()
+def _rank(
+    rank: int, world_size: int, backend: str, groups: int, cycles: int, lines: str
+) -> list[dict[str, Any]]:
+    """Run one rank of the command; rank 0 appends a line to ``lines`` after each cycle."""
+    import torch
+    import torch.distributed as dist
 
-        def watch() -> None:
-            while not over.wait(0.1):
-                update(file.stat().st_size)
+    import reloadpg
 
-        watcher = threading.Thread(target=watch, name="progress", daemon=True)
-        watcher.start()
-        try:
-            yield file
-        finally:
-            over.set()
-            watcher.join()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    if backend == "sim":
+        from ..testing import simulated
+
+        simulated.register()
+    reloadpg.uninstall()  # with RELOADPG_AUTOINSTALL=1 it came with torch, with other options
+
+    def cycled() -> None:
+        if rank == 0:
+            with Path(lines).open("a") as file:
+                file.write("cycle\n")
+
+    with reloadpg.install(backends={backend}, min_size=1):
+        dist.init_process_group(backend)
+        device = "cuda" if backend == "nccl" else "cpu"
+        rows = measure(groups, cycles, device=device, cycled=cycled)
+        dist.destroy_process_group()
+    return rows
 
 
-def _medians(
+def measure(
+    groups: int,
+    cycles: int,
+    *,
+    device: str | None = None,
+    cycled: Callable[[], object] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Offload and reload so many groups of all ranks, WORLD among them. Collective, blocking.
+
+    The default group exists, and reloadpg is installed. The first cycle, in which connections are
+    opened and caches filled, is left out.
+
+    Args:
+        groups: number of groups.
+        cycles: number of cycles that count.
+        device: use every group with a tensor there before each offload, so that its communicator
+            exists, and check the sum; None uses no group.
+        cycled: called after each cycle.
+
+    Returns:
+        One dictionary a cycle: milliseconds and bytes from this rank's reports, and
+        ``reload_cpu_ms``.
+    """
+    import torch.distributed as dist
+
+    import reloadpg
+
+    world = dist.group.WORLD
+    held = [dist.new_group() for _ in range(groups - 1)]
+    rows = []
+    for _ in range(cycles + 1):
+        _use([world, *held], device)
+        offload, begun = reloadpg.offload(), time.process_time()
+        reload, cpu_s = reloadpg.reload(), time.process_time() - begun
+        for report in (offload, reload):
+            if len(report.groups) != groups:
+                raise RuntimeError(f"{report} is not about {groups} groups")
+        rows.append({**_figures(offload), **_figures(reload), "reload_cpu_ms": cpu_s * 1e3})
+        cycled()
+    _use([world, *held], device)
+    if world is not dist.group.WORLD:
+        raise RuntimeError("the default group is another object after a reload")
+    for group in held:
+        dist.destroy_process_group(group)
+    return rows[1:]
+
+
+def _use(groups: Sequence[Any], device: str | None) -> None:
+    import torch
+    import torch.distributed as dist
+
+    for group in groups if device is not None else ():
+        tensor = torch.ones(1, device=device)
+        dist.all_reduce(tensor, group=group)
+        if tensor.item() != group.size():
+            raise RuntimeError(f"a sum over {group.size()} ranks was {tensor.item()}")
+
+
+def _figures(report: Report) -> dict[str, Any]:
+    moved = report.released_bytes if report.operation == "offload" else report.restored_bytes
+    waited = sum(ms for name, ms in report.phases_ms.items() if name.startswith("wait."))
+    return {
+        f"{report.operation}_ms": report.total_ms,
+        f"{report.operation}_group_ms": statistics.median([group.ms for group in report.groups]),
+        f"{report.operation}_wait_ms": waited,
+        f"{report.operation}_own_ms": report.overhead_ms,
+        f"{report.operation}_bytes": moved,
+        "memory_source": report.memory_source,
+    }
+
+
+# -- the result -------------------------------------------------------------------------------
+
+
+def medians_of(
     operation: str, seen: Sequence[Sequence[Mapping[str, Any]]]
 ) -> dict[str, float | None]:
     """Over the cycles, of the slowest rank (for memory: of the rank that moved least)."""

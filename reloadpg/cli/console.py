@@ -1,23 +1,45 @@
-"""What a command shows: plain text, or on a terminal with ``rich`` colours and live output.
+"""Input and output that the commands share: types of options, pages of text, progress.
 
-A command describes what it shows once, as :class:`Line`, :class:`Table` and :class:`Page`, and
-this module writes it either way. Results go to stdout, progress to stderr, so that a pipe gets
-the result alone.
+A command describes its output once, as :class:`Line`, :class:`Table` and :class:`Page`; it is
+written as plain text, or on a terminal with ``rich`` in colours and in place. Results go to stdout,
+progress to stderr, so that a pipe gets the result alone.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
 
 from ..errors import table as plain_table
 
-__all__ = ["Line", "Page", "Table", "follow", "progress", "say", "show", "terminal_size"]
+__all__ = [
+    "Line",
+    "Page",
+    "Table",
+    "counted",
+    "existing_file",
+    "follow",
+    "follow_lines",
+    "mebibytes",
+    "natural",
+    "new_file",
+    "plain_table",
+    "positive",
+    "progress",
+    "say",
+    "seconds",
+    "show",
+    "terminal_size",
+]
 
 STYLES = {
     "good": "green",
@@ -26,10 +48,66 @@ STYLES = {
     "bad": "bold red",
     "head": "bold",
 }
-"""What each tone of a text looks like on a terminal."""
+"""Styles of the tones of a text on a terminal."""
 
 PLAIN_REPORTS_S = 10.0
-"""How often progress is written where it cannot be drawn."""
+"""Seconds between two lines of progress where it cannot be drawn."""
+
+
+# -- types of options; what they raise becomes argparse's error -----------------------------------
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    value = _whole(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def natural(text: str) -> int:
+    """A whole number of 0 or more."""
+    value = _whole(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is less than 0")
+    return value
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def seconds(text: str) -> float:
+    """A positive number of seconds, a day at most."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+    if not 0 < value <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 86400 seconds")
+    return value
+
+
+def new_file(text: str) -> Path:
+    """A file name in a directory that exists."""
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is no file name in an existing directory")
+    return path
+
+
+def existing_file(text: str) -> Path:
+    """A file that exists."""
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
+    return path
+
+
+# -- output ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -116,11 +194,46 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], No
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
     from rich.progress import TimeElapsedColumn as Elapsed
 
-    counted = [BarColumn(), MofNCompleteColumn()] if total is not None else []
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), *counted, Elapsed())
+    bars = [BarColumn(), MofNCompleteColumn()] if total is not None else []
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), *bars, Elapsed())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
+def follow_lines(tell: Callable[[str], object]) -> Iterator[Path]:
+    """Yield a file; each line that any process appends to it is told, soon, until the end."""
+    with tempfile.TemporaryDirectory(prefix="reloadpg-lines-") as directory:
+        path = Path(directory, "lines")
+        path.touch()
+        over = threading.Event()
+
+        def watch() -> None:
+            # Where nobody reads any more, the command's own next line ends it.
+            with path.open() as file, suppress(BrokenPipeError):
+                ending = False
+                while not ending:
+                    ending = over.wait(0.1)
+                    for line in file:
+                        tell(line.rstrip("\n"))
+
+        watcher = threading.Thread(target=watch, name="lines", daemon=True)
+        watcher.start()
+        try:
+            yield path
+        finally:
+            over.set()
+            watcher.join()
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def mebibytes(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"
 
 
 def _plain_progress(what: str, total: int | None) -> Callable[[int], None]:
@@ -136,7 +249,7 @@ def _plain_progress(what: str, total: int | None) -> Callable[[int], None]:
     return update
 
 
-# ---------------------------------------------------------------------------------------------
+# -- on a terminal, or plain ------------------------------------------------------------------
 
 
 def _terminal(stream: TextIO) -> Any:

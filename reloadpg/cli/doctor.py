@@ -1,4 +1,4 @@
-"""``reloadpg doctor``: what, here or in a job, keeps offload and reload from working.
+"""``reloadpg doctor``: find what keeps offload and reload from working, here or in a job.
 
 Also for use inside a program, where it sees that program's own state::
 
@@ -14,24 +14,64 @@ import argparse
 import json
 import os
 import platform
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from .console import Line, Page, progress, say, show
-from .doctor_autoinstall import check_autoinstall
-from .doctor_imports import import_modules, import_of_script
-from .doctor_job import check_job, check_launcher
-from .doctor_patches import check_early_aliases, check_foreign_wrappers
-from .doctor_torch import check_nccl, check_nccl_settings, check_suspend, check_torch
-from .findings import LEVELS, Diagnosis, Finding
-from .options import existing_file
-from .records import STATUS_DIR
+from .console import Line, Page, counted, existing_file, progress, say, show
+from .doctor_patches import (
+    Finding,
+    check_early_aliases,
+    check_foreign_wrappers,
+    import_modules,
+    import_of_script,
+)
+from .records import STATUS_DIR, read_directory
+from .status import JobView
 
-__all__ = ["add", "diagnose"]
+__all__ = ["Diagnosis", "Finding", "add", "diagnose"]
 
-TONES = dict(zip(LEVELS, ("good", "note", "warning", "bad"), strict=True))
+TONES = {"ok": "good", "note": "note", "warning": "warning", "problem": "bad"}
+"""The levels of findings, from good to bad. A problem makes the exit code 1."""
+
+OLDEST, NEWEST = (2, 8), (2, 15)
+"""The torch versions that reloadpg is tested with, and all between."""
+
+SUSPENDS = (2, 29, 7)
+"""The first NCCL that can suspend a communicator."""
+
+AUTOINSTALL = "RELOADPG_AUTOINSTALL"
+IMPORT_LIMIT_S = 120.0
+"""For a process that imports torch, which can take long from a network file system."""
+
+Version = tuple[int, ...]
+Findings = Iterator[Finding]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All findings, in the order of the checks."""
+
+    findings: Sequence[Finding]
+
+    @property
+    def ok(self) -> bool:
+        """True if there is no problem; warnings do not count."""
+        return not self.at("problem")
+
+    def at(self, level: str) -> list[Finding]:
+        """The findings of one level."""
+        return [finding for finding in self.findings if finding.level == level]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}
+
+    def __str__(self) -> str:
+        return "\n".join(f"[{one.level}] {one.check}: {one.message}" for one in self.findings)
 
 
 def diagnose(
@@ -53,32 +93,32 @@ def diagnose(
         environ: the variables to look at; ``os.environ`` if None.
     """
     variables = os.environ if environ is None else environ
-    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+    checks: list[tuple[str, Callable[[], Findings]]] = [
         ("torch", check_torch),
         ("autoinstall", lambda: check_autoinstall(variables)),
         ("nccl", check_nccl),
         ("nccl settings", lambda: check_nccl_settings(variables)),
         ("suspend", lambda: check_suspend(variables)),
         ("import", lambda: import_modules(modules)),
-        ("script", lambda: import_of_script(Path(script)) if script is not None else iter(())),
         ("foreign wrapper", check_foreign_wrappers),
         ("early alias", check_early_aliases),
         ("launcher", lambda: check_launcher(variables)),
     ]
+    if script is not None:
+        checks.insert(6, ("script", lambda: import_of_script(Path(script))))
     if status_dir is not None:
         checks.append(("job", lambda: check_job(Path(status_dir))))
-    return Diagnosis([finding for name, check in checks for finding in _carried_out(name, check)])
+    findings = []
+    for name, check in checks:
+        try:
+            findings += list(check())
+        except Exception as error:  # a torch that is too old or broken fails in many ways
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            findings.append(Finding(name, "note", f"could not be looked at: {why}"))
+    return Diagnosis(findings)
 
 
-def _carried_out(name: str, check: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    try:
-        return list(check())
-    except Exception as error:  # a torch that is too old or broken fails in many ways
-        why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return [Finding(name, "note", f"could not be looked at: {why}")]
-
-
-# ---------------------------------------------------------------------------------------------
+# -- the command ------------------------------------------------------------------------------
 
 
 def add(subcommands: Any) -> None:
@@ -144,10 +184,245 @@ def _page(diagnosis: Diagnosis) -> Page:
         if finding.remedy and finding.level != "ok":
             lines.append(Line(f"{' ' * len(head)}-> {finding.remedy}", "", len(head) + 3))
     problems, warnings = len(diagnosis.at("problem")), len(diagnosis.at("warning"))
-    verdict = "No problem was found" if not problems else f"{_counted(problems, 'problem')}"
-    lines += [Line(""), Line(f"{verdict}; {_counted(warnings, 'warning')}.", "head")]
-    return Page(lines)
+    found = counted(problems, "problem") if problems else "No problem was found"
+    return Page([*lines, Line(""), Line(f"{found}; {counted(warnings, 'warning')}.", "head")])
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+# -- torch and NCCL ---------------------------------------------------------------------------
+
+
+def check_torch() -> Findings:
+    """Check that torch can be imported, and is of a version that this library knows."""
+    supported = f"{_shown(OLDEST)} to {_shown(NEWEST)}"
+    try:
+        import torch
+    except Exception as error:
+        why = f"cannot be imported: {type(error).__name__}: {error}"
+        yield Finding("torch", "problem", why, f"install torch {supported} in this environment")
+        return
+    text = str(getattr(torch, "__version__", ""))
+    found = re.match(r"(\d+)\.(\d+)", text)
+    version = (int(found[1]), int(found[2])) if found else None
+    if version is None:
+        why = f"version {text!r} cannot be read, so it is unknown whether it can be used"
+        yield Finding("torch", "problem", why, f"use a torch of version {supported}")
+    elif version < OLDEST:
+        why = f"version {text} is too old: {supported} are supported"
+        yield Finding("torch", "problem", why, f"install torch {_shown(OLDEST)} or later")
+    elif version > NEWEST:
+        why = f"version {text} is newer than {_shown(NEWEST)}, the newest that was tested"
+        remedy = "run your own offload and reload test with it, or look for a newer reloadpg"
+        yield Finding("torch", "warning", why, remedy)
+    else:
+        yield Finding("torch", "ok", f"version {text}")
+
+
+def nccl_version() -> Version | None:
+    """Return the version of the NCCL that torch has loaded; None if this torch has none."""
+    try:
+        import torch
+
+        version = cast(Any, torch.cuda.nccl).version()  # asks the library, needs no GPU
+    except Exception:
+        return None
+    return version if isinstance(version, tuple) else None
+
+
+def check_nccl() -> Findings:
+    """Name the NCCL that torch has."""
+    version = nccl_version()
+    if version is not None:
+        yield Finding("nccl", "ok", f"version {_shown(version)}")
+        return
+    yield Finding(
+        "nccl",
+        "note",
+        "this torch has no NCCL: gloo and the simulated accelerator only",
+        "for a machine with GPUs, install a CUDA build of torch",
+    )
+
+
+def torch_can_suspend() -> bool:
+    """Return whether torch's backends have ``suspend``: 2.12 and later."""
+    try:
+        import torch.distributed as dist
+    except Exception:
+        return False
+    # Both classes inherit it from the C++ class of all backends; a build may lack one of them.
+    names = ("ProcessGroupNCCL", "ProcessGroupGloo")
+    return any(hasattr(getattr(dist, name, None), "suspend") for name in names)
+
+
+def check_suspend(environ: Mapping[str, str]) -> Findings:
+    """Check whether communicators can be suspended; recreating them needs none of it."""
+    version, cumem = nccl_version(), _cumem(environ)
+    if not torch_can_suspend():
+        why = "this torch cannot suspend communicators (2.12 and later can)"
+    elif version is None:
+        why = "there is no NCCL in this torch"
+    elif version < SUSPENDS:
+        why = f"NCCL {_shown(version)} cannot suspend ({_shown(SUSPENDS)} and later can)"
+    elif cumem is not None:
+        why = f"{cumem} makes a suspend give nothing back"
+    else:
+        yield Finding("suspend", "ok", f"torch and NCCL {_shown(version)} can suspend")
+        return
+    instead = 'strategy="recreate" needs none of this'
+    yield Finding("suspend", "note", f"not available: {why}", instead)
+
+
+def check_nccl_settings(environ: Mapping[str, str]) -> Findings:
+    """Check the settings of NCCL, and of torch's use of it, that matter to offload and reload."""
+    cumem = _cumem(environ)
+    if cumem is not None:
+        yield Finding(
+            "nccl settings",
+            "problem",
+            f"{cumem}: NCCL then says that a suspend worked and gives no memory back",
+            'unset it to use strategy="suspend" or "auto"; strategy="recreate" is not affected',
+        )
+    if environ.get("TORCH_DIST_INIT_BARRIER") == "1":
+        yield Finding(
+            "nccl settings",
+            "warning",
+            "TORCH_DIST_INIT_BARRIER=1: all ranks take part in the rebuild of every group",
+            "unset it; a reload then costs what a rank's own groups cost",
+        )
+    if environ.get("NCCL_RUNTIME_CONNECT") == "1":
+        yield Finding(
+            "nccl settings",
+            "note",
+            "NCCL_RUNTIME_CONNECT=1: a communicator takes its memory at its first use",
+            "measure memory after a collective on each group",
+        )
+    everything = {name: value for name, (value, _) in _file_settings(environ).items()}
+    prefixes = ("NCCL_", "TORCH_NCCL_")
+    everything |= {n: value for n, value in environ.items() if n.startswith(prefixes)}
+    shown = ", ".join(f"{name}={value}" for name, value in sorted(everything.items()))
+    yield Finding("nccl settings", "ok" if cumem is None else "note", shown or "none are set")
+
+
+def _cumem(environ: Mapping[str, str]) -> str | None:
+    """The setting that switches NCCL's cuMem allocator off, and its place; None if none does."""
+    name = "NCCL_CUMEM_ENABLE"
+    settings = {**_file_settings(environ)}
+    if name in environ:
+        settings[name] = (environ[name], "the environment")
+    value, where = settings.get(name, ("", ""))
+    return f"{name}=0 in {where}" if value.strip() == "0" else None
+
+
+def _file_settings(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Settings in NCCL's configuration files, with the file; a variable of the environment wins.
+
+    NCCL reads the file that ``NCCL_CONF_FILE`` names, or else ``~/.nccl.conf``, and then
+    ``/etc/nccl.conf``; the first one to set a name wins.
+    """
+    home, named = environ.get("HOME"), environ.get("NCCL_CONF_FILE")
+    files = [Path(named)] if named else [Path(home, ".nccl.conf")] if home else []
+    found: dict[str, tuple[str, str]] = {}
+    for file in (*files, Path("/etc/nccl.conf")):
+        try:
+            lines = file.read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            name, equals, value = line.partition("=")
+            if equals and not name.lstrip().startswith("#"):
+                found.setdefault(name.strip(), (value.strip(), str(file)))
+    return found
+
+
+def _shown(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+# -- this process and the job -----------------------------------------------------------------
+
+
+def check_autoinstall(environ: Mapping[str, str]) -> Findings:
+    """Check that reloadpg is installed in this process, where the environment asks for it.
+
+    Blocking for some seconds if it is not: only another process can say why.
+    """
+    if environ.get(AUTOINSTALL, "").strip().lower() in ("", "0", "false", "no", "off"):
+        return
+    from .. import status
+
+    options = status().options
+    if options:
+        names = options["backends"]
+        backends = "of accelerators" if isinstance(names, str) else ", ".join(names)
+        strategy, timeout = options["strategy"], f"{options['timeout_s']:g} s"
+        done = f"installed: backends {backends}, strategy {strategy}, timeout {timeout}"
+        yield Finding("autoinstall", "ok", done)
+        return
+    why = _said_by_import(environ)
+    remedy = f"correct the cause and start again, or unset {AUTOINSTALL}"
+    if not why:
+        why = f"not installed in this process ({AUTOINSTALL}={environ[AUTOINSTALL]!r})"
+        remedy = (
+            "unset TORCH_DEVICE_BACKEND_AUTOLOAD, see that pip has installed reloadpg in this "
+            "environment, and that the program does not call reloadpg.uninstall()"
+        )
+    yield Finding("autoinstall", "problem", why, remedy)
+
+
+def _said_by_import(environ: Mapping[str, str]) -> str:
+    """The complaint of autoinstall in a fresh process that imports torch; empty if it has none."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", "import torch"],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=IMPORT_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    lines = done.stderr.splitlines()
+    said = next((line for line in lines if line.startswith("reloadpg: not installed")), "")
+    return said.removeprefix("reloadpg: ").partition(" Torch is not affected.")[0]
+
+
+def check_launcher(environ: Mapping[str, str]) -> Findings:
+    """Name the launcher that started this process, and the rank."""
+    from .. import detect_environment
+
+    try:
+        found = detect_environment(environ)
+    except Exception as error:
+        yield Finding("launcher", "problem", str(error), "start the job through its launcher")
+        return
+    if found.source == "single":
+        yield Finding("launcher", "note", "none: this is a single process")
+        return
+    yield Finding(
+        "launcher",
+        "ok",
+        f"{found.source}: rank {found.rank} of {found.world_size}, node {found.node_rank} of "
+        f"{found.num_nodes}, rendezvous at {found.master_addr}:{found.master_port}",
+    )
+
+
+def check_job(directory: Path) -> Findings:
+    """Compare the ranks that keep a file in a status directory."""
+    view = JobView(read_directory(directory))
+    if not view.ranks:
+        yield Finding("job", "problem", view.reading.absence, view.reading.remedy)
+        return
+    troubles = [fact for fact in view.facts() if fact.tone in ("warning", "bad")]
+    for fact in troubles:
+        level = "problem" if fact.tone == "bad" else "warning"
+        yield Finding("job", level, f"{fact.name}: {fact.text}", fact.remedy)
+    for record in view.ranks:
+        if record.error:
+            yield Finding("job", "warning", f"rank {record.rank}: {record.error}")
+    for failure in view.reading.failures:
+        yield Finding("job", "warning", f"unreadable: {failure}")
+    if not troubles:
+        equal = f"{len(view.ranks)} ranks, all with reloadpg at the same generation"
+        yield Finding("job", "ok", equal)

@@ -1,52 +1,79 @@
-"""``doctor``: who else has changed the functions that create groups, and who holds them early.
+"""Check who else has changed the functions that create groups, and who holds them early.
 
 Looks at module dictionaries only, as the patching itself does: a module with a hostile
-``__getattr__`` is not asked anything. What a foreign wrapper hides is found all the same, since
-torch's own functions are recognised by where their code is.
+``__getattr__`` is not asked anything. A function is recognised by the file of its code, which
+``functools.wraps`` does not copy. A script is never run, since it would join its job: what it
+imports at its top level is imported, and the names that it takes itself are read from its text.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from .findings import Finding
-
-__all__ = ["CREATORS", "check_early_aliases", "check_foreign_wrappers"]
+__all__ = [
+    "CREATORS",
+    "Finding",
+    "check_early_aliases",
+    "check_foreign_wrappers",
+    "import_modules",
+    "import_of_script",
+]
 
 CREATORS = ("init_process_group", "new_group", "split_group")
 """The functions that are patched."""
 
 _NOT_SEARCHED = frozenset({"torch", "reloadpg", "wrapt"})
-_CONTAINERS = (dict, list, tuple)
 _LARGEST_CONTAINER = 1000
 
 
+@dataclass(frozen=True)
+class Finding:
+    """The result of looking at one thing.
+
+    Attributes:
+        check: what was looked at: ``torch``, ``nccl``, ``foreign wrapper``, ``early alias``, ...
+        level: ``ok``, ``note``, ``warning`` or ``problem``.
+        message: what was found.
+        remedy: what to do; empty where nothing is to be done.
+    """
+
+    check: str
+    level: str
+    message: str
+    remedy: str = ""
+
+
 def check_foreign_wrappers() -> Iterator[Finding]:
-    """Wrappers that are neither torch's nor ours, over the creating functions."""
+    """Find wrappers that are neither torch's nor ours over the creating functions."""
+    from .. import status
     from ..c10d import creator_modules
 
     seen: list[Any] = []
     for module in creator_modules():
         for name in CREATORS:
             for layer in _layers(vars(module).get(name)):
-                if _is_torchs(layer) or _is_ours(layer) or any(layer is one for one in seen):
+                behind = getattr(layer, "_self_wrapper", layer)  # wrapt's own class says nothing
+                if _is_of("torch", behind) or _is_of("reloadpg", behind):
+                    continue
+                if any(layer is one for one in seen):
                     continue
                 seen.append(layer)
                 yield Finding(
                     "foreign wrapper",
                     "problem",
-                    f"{module.__name__}.{name} is wrapped by {_described(layer)}",
+                    f"{module.__name__}.{name} is wrapped by {_described(behind)}",
                     "remove it if it replaces or records groups itself, as reloadpg does; if it "
                     "must stay, put it in place before reloadpg.install(), which leaves it below",
                 )
-    from ..groups.registry import registry
-
-    for changed in registry.patches.foreign() if registry.patches is not None else ():
+    for changed in status().foreign:
         yield Finding(
             "foreign wrapper",
             "problem",
@@ -59,11 +86,10 @@ def check_foreign_wrappers() -> Iterator[Finding]:
 
 
 def check_early_aliases() -> Iterator[Finding]:
-    """Modules that hold torch's own creating functions at a name or in a place of their own."""
-    from ..lifecycle.install import is_installed
+    """Find modules that hold torch's own creating functions, by name or inside a value."""
+    from .. import is_installed
 
-    installed = is_installed()
-    found = 0
+    installed, found = is_installed(), 0
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType):
             continue
@@ -71,14 +97,14 @@ def check_early_aliases() -> Iterator[Finding]:
         if name.partition(".")[0] in _NOT_SEARCHED:
             continue
         for attribute, value in list(vars(module).items()):
-            where = f"{name}.{attribute}"
             if _is_torchs_creator(value):
                 found += 1
-                yield _alias(where, value, installed)
+                yield _alias(f"{name}.{attribute}", value, installed)
                 continue
             for place, held in _inside(name, value):
-                found += 1
-                yield _hidden(f"{where}{place}", held)
+                if _is_torchs_creator(held):
+                    found += 1
+                    yield _hidden(f"{name}.{attribute}{place}", held)
     if not found:
         yield Finding("early alias", "ok", "no module holds an unpatched creating function")
 
@@ -112,9 +138,6 @@ def _hidden(where: str, function: Any) -> Finding:
     )
 
 
-# ---------------------------------------------------------------------------------------------
-
-
 def _layers(value: Any) -> list[Any]:
     """A function and what it wraps, outermost first."""
     found: list[Any] = []
@@ -124,25 +147,12 @@ def _layers(value: Any) -> list[Any]:
     return found
 
 
-def _is_torchs(layer: Any) -> bool:
-    """Whether a function's code is torch's; ``functools.wraps`` copies every other sign of it."""
-    import torch
-
-    code = getattr(layer, "__code__", None)
-    if type(layer) is not FunctionType or code is None:
+def _is_of(package: str, function: Any) -> bool:
+    """Return whether a function's code is a package's; wrappers copy every other sign of it."""
+    if type(function) is not FunctionType or package not in sys.modules:
         return False
-    return Path(torch.__file__).parent in Path(code.co_filename).parents
-
-
-def _is_ours(layer: Any) -> bool:
-    import wrapt
-
-    from ..groups.wrappers import wrappers
-
-    if not isinstance(layer, wrapt.FunctionWrapper):
-        return False
-    wrapper = getattr(layer, "_self_wrapper", None)
-    return any(wrapper is ours for ours in wrappers().values())
+    home = Path(sys.modules[package].__file__ or "").parent
+    return home in Path(function.__code__.co_filename).parents
 
 
 def _is_torchs_creator(value: Any) -> bool:
@@ -150,40 +160,30 @@ def _is_torchs_creator(value: Any) -> bool:
         type(value) is FunctionType
         and value.__name__ in CREATORS
         and value.__module__ == "torch.distributed.distributed_c10d"
-        and _is_torchs(value)
+        and _is_of("torch", value)
     )
 
 
 def _inside(module: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Creating functions one step inside a value of a module, with where they are.
+    """Values one step inside a value of a module, with their places.
 
     Class attributes, partial functions, argument defaults, closures, and small containers of the
     module's own; deeper nesting is not searched.
     """
     # A foreign wrapper closes over what it wraps; that is a finding of its own.
     if type(value) is FunctionType and value.__name__ not in CREATORS:
-        if value.__module__ != module:
-            return
-        for held in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
-            if _is_torchs_creator(held):
-                yield "() as a default", held
-        for cell in value.__closure__ or ():
-            held = _content(cell)
-            if _is_torchs_creator(held):
-                yield "() in its closure", held
+        if value.__module__ == module:
+            defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+            yield from (("() as a default", held) for held in defaults)
+            yield from (("() in its closure", _content(cell)) for cell in value.__closure__ or ())
     elif isinstance(value, type) and value.__module__ == module:
         for name, held in list(vars(value).items()):
-            held = held.__func__ if isinstance(held, staticmethod) else held
-            if _is_torchs_creator(held):
-                yield f".{name}", held
+            yield f".{name}", held.__func__ if isinstance(held, staticmethod) else held
     elif isinstance(value, functools.partial):
-        if _is_torchs_creator(value.func):
-            yield " (a partial)", value.func
-    elif type(value) in _CONTAINERS and 0 < len(value) <= _LARGEST_CONTAINER:
-        pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
-        for key, held in pairs:
-            if _is_torchs_creator(held):
-                yield f"[{key!r}]", held
+        yield " (a partial)", value.func
+    elif type(value) in (dict, list, tuple) and len(value) <= _LARGEST_CONTAINER:
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        yield from ((f"[{k!r}]", held) for k, held in list(pairs) if _is_torchs_creator(held))
 
 
 def _content(cell: Any) -> Any:
@@ -193,13 +193,76 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _described(layer: Any) -> str:
-    """What something is and where it comes from."""
-    behind = getattr(layer, "_self_wrapper", layer)  # wrapt's own class says nothing
-    code = getattr(behind, "__code__", None)
-    name = getattr(behind, "__qualname__", None) or type(behind).__name__
+def _described(wrapper: Any) -> str:
+    """Name and origin of a wrapper."""
+    code = getattr(wrapper, "__code__", None)
     if code is not None:
         # wraps() gives a wrapper the name of what it wraps; its code keeps its own.
         name = getattr(code, "co_qualname", code.co_name)
         return f"{name} ({code.co_filename}, line {code.co_firstlineno})"
-    return f"{name} of {getattr(behind, '__module__', None) or type(behind).__module__}"
+    name = getattr(wrapper, "__qualname__", None) or type(wrapper).__name__
+    return f"{name} of {getattr(wrapper, '__module__', None) or type(wrapper).__module__}"
+
+
+# -- what a job imports -----------------------------------------------------------------------
+
+
+def import_modules(names: Sequence[str]) -> Iterator[Finding]:
+    """Import modules; a finding for each that cannot be."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a module may call sys.exit while it is imported
+            why = str(error).strip().partition("\n")[0]
+            yield Finding(
+                "import",
+                "warning",
+                f"{name} cannot be imported: {type(error).__name__}: {why}",
+                "what it does to torch was not looked at; run doctor where the job runs",
+            )
+
+
+def import_of_script(script: Path) -> Iterator[Finding]:
+    """Import what a script imports at its top level; also its own early names of torch's."""
+    try:
+        tree = ast.parse(script.read_bytes(), str(script))
+    except (OSError, SyntaxError, ValueError) as error:
+        yield Finding("script", "problem", f"{script} cannot be read: {error}", "correct it")
+        return
+    directory = str(script.absolute().parent)
+    if directory not in sys.path:
+        sys.path.insert(0, directory)  # as the interpreter does for a script
+    yield from import_modules(list(dict.fromkeys(_imported(tree.body))))
+    yield from _own_aliases(script, tree)
+
+
+def _imported(statements: Sequence[ast.stmt]) -> Iterator[str]:
+    """Modules that are imported when the statements run, branches included, functions not."""
+    for statement in statements:
+        if isinstance(statement, ast.Import):
+            yield from (alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            yield statement.module
+        elif isinstance(statement, (ast.If, ast.Try, ast.With)):
+            for block in ("body", "handlers", "orelse", "finalbody"):
+                for inner in getattr(statement, block, ()):
+                    yield from _imported(getattr(inner, "body", [inner]))
+
+
+def _own_aliases(script: Path, tree: ast.Module) -> Iterator[Finding]:
+    for statement in ast.walk(tree):
+        if not isinstance(statement, ast.ImportFrom):
+            continue
+        if (statement.module or "").partition(".")[0] != "torch":
+            continue
+        for alias in statement.names:
+            if alias.name in CREATORS:
+                yield Finding(
+                    "early alias",
+                    "warning",
+                    f"{script.name}, line {statement.lineno}: {alias.asname or alias.name} is "
+                    f"torch's own {alias.name}",
+                    "reloadpg.install() patches this name too if it runs after the import",
+                )

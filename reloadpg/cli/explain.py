@@ -1,6 +1,7 @@
-"""``reloadpg explain``: what a script's groups would be to reloadpg, in a job of any size.
+"""``reloadpg explain``: which groups of a script would be reloadable, in a job of any size.
 
-The script runs as one rank, here, without the other ranks and without GPUs.
+:mod:`reloadpg.cli.explain_rank` runs the script as one rank, without the other ranks and without
+GPUs, and records each group; this module tells what ``install`` would do with them.
 """
 
 from __future__ import annotations
@@ -9,18 +10,26 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import InvalidOptionError, format_ranks
-from .console import Line, Page, Table, progress, say, show
-from .explain_run import Run, run_script
-from .options import natural, positive, seconds
+from .console import Line, Page, Table, counted, natural, positive, say, seconds, show
 
-if TYPE_CHECKING:
-    from .explain_policy import Explanation
+__all__ = ["add", "explain"]
 
-__all__ = ["add"]
+COMMUNICATOR_BYTES = (500_000_000, 1_600_000_000)
+"""Least and most that one NCCL communicator was measured to take of a GPU."""
+
+SOURCE = (
+    "0.5 to 1.6 GB a communicator and GPU, as others measured it: 544 MB with 2 ranks and 688 MB "
+    "with more on A100, 576 MiB on GB200, about 256 MiB more with NVLS on 8 Hopper GPUs, up to "
+    "512 MiB more for network buffers"
+)
+
+Record = Mapping[str, Any]
 
 
 def add(subcommands: Any) -> None:
@@ -28,6 +37,7 @@ def add(subcommands: Any) -> None:
     parser = subcommands.add_parser(
         "explain",
         usage="%(prog)s SCRIPT --world-size N [options] [-- ARGUMENT ...]",
+        allow_abbrev=False,  # --mod may be meant for the script
         help="which groups of a script would be reloadable, in a job of any size",
         description=(
             "Run a script as one rank of a job of N ranks, with fake groups whose collectives do "
@@ -48,7 +58,7 @@ def add(subcommands: Any) -> None:
     )
     parser.add_argument(
         "--device",
-        type=_device_type,
+        type=lambda text: re.sub(r":\d+$", "", text),  # which one of its kind does not matter
         default="cuda",
         metavar="TYPE",
         help="accelerator that the job runs on, for groups that name no backend (default: cuda)",
@@ -67,12 +77,7 @@ def add(subcommands: Any) -> None:
         help="end the script after so many seconds (default: 60)",
     )
     parser.add_argument("--json", action="store_true", help="everything as JSON")
-    parser.set_defaults(run=_run, script_arguments=[])
-
-
-def _device_type(text: str) -> str:
-    """``cuda`` of ``cuda:0`` too: which one of its kind does not matter."""
-    return re.sub(r":\d+$", "", text)
+    parser.set_defaults(run=_run, script_arguments=[], needs={"torch": "cli", "wrapt": "cli"})
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -80,76 +85,138 @@ def _run(options: argparse.Namespace) -> int:
     if refusal:
         say(f"reloadpg explain: {refusal}", sys.stderr)
         return 2
-    job = f"as rank {options.rank} of {options.world_size}"
-    with progress(f"running {options.script} {job}; groups created") as update:
-        run = run_script(
-            options.script,
-            options.script_arguments,
-            module=options.module,
-            rank=options.rank,
-            world_size=options.world_size,
-            device=options.device,
-            timeout=options.timeout,
-            progress=update,
-        )
+    from .explain_rank import run_script
+
+    run = run_script(options)
     try:
-        explanation = _explanation(options, run)
+        result = explain(run["records"], backends=options.backends, min_size=options.min_size)
     except InvalidOptionError as error:
         say(f"reloadpg explain: {error}", sys.stderr)
         return 2
+    result |= {"rank": options.rank, "world_size": options.world_size}
+    result |= {name: run[name] for name in ("error", "traceback", "timed_out")}
     if options.json:
-        ended = {"error": run.error, "traceback": run.trace, "timed_out": run.timed_out}
-        say(json.dumps({**explanation.to_dict(), **ended}, indent=1))
+        say(json.dumps(result, indent=1))
     else:
-        show(_page(options, run, explanation))
-    return 1 if run.error or not run.groups else 0
+        show(_page(options, result, run["output"]))
+    return 1 if result["error"] or not result["groups"] else 0
 
 
 def _refusal(options: argparse.Namespace) -> str:
+    from torch.distributed import Backend
+
     if options.rank >= options.world_size:
         return f"--rank {options.rank} is not in a job of {options.world_size} ranks"
     if not options.module and not Path(options.script).is_file():
         return f"there is no file {options.script!r}; nothing was run. For a module use -m."
-    from torch.distributed import Backend
-
     known = sorted(name for name in Backend.default_device_backend_map if name.isidentifier())
     if options.device not in known:
-        return (
-            f"torch knows no device {options.device!r} here ({', '.join(known)}); nothing was run."
-        )
+        known_here = ", ".join(known)
+        return f"torch knows no device {options.device!r} here ({known_here}); nothing was run."
     return ""
 
 
-def _explanation(options: argparse.Namespace, run: Run) -> Explanation:
+# -- what install would do --------------------------------------------------------------------
+
+
+def explain(
+    records: Sequence[Record], *, backends: str | None = None, min_size: int | None = None
+) -> dict[str, Any]:
+    """Tell what ``install`` would do with each recorded group, and an offload's memory. Pure.
+
+    Args:
+        records: what :mod:`~reloadpg.cli.explain_rank` wrote.
+        backends: names with commas between, in place of what the script gave ``install``.
+        min_size: likewise.
+
+    Raises:
+        InvalidOptionError: the options are none that ``install`` takes.
+    """
     from ..groups.selection import Selection
-    from .explain_policy import Explanation, decide
 
-    given = {"backends": None, "min_size": 2, "world": True, **(run.policy or {})}
-    if options.backends is not None:
-        given["backends"] = options.backends.split(",")
-    if options.min_size is not None:
-        given["min_size"] = options.min_size
-    # The script may have registered a backend of its own, which this process does not know.
-    noted = {name for group in run.groups for name in group["devices"].values()}
-    backends = given["backends"]
-    if backends is not None and set(backends) <= noted:
-        policy = Selection(frozenset(backends), given["min_size"], given["world"])
+    created = [one for one in records if one["kind"] == "group"]
+    given = [one["options"] for one in records if one.get("options")]
+    options = {"backends": "accelerators", "min_size": 2, "world": True, **(given or [{}])[-1]}
+    named = None if options["backends"] == "accelerators" else options["backends"]
+    named = named if backends is None else backends.split(",")
+    min_size = min_size or options["min_size"]
+    if named is not None and set(named) <= {n for one in created for n in one["devices"].values()}:
+        # The script may have registered a backend of its own, which this process does not know.
+        selection = Selection(frozenset(named), min_size, options["world"])
     else:
-        policy = Selection.of(backends, given["min_size"], given["world"])
-    decisions = decide(run.groups, policy, script_installs=run.policy is not None)
-    return Explanation(options.rank, options.world_size, policy, decisions, run.others)
+        selection = Selection.of(named, min_size, options["world"])
+    destroyed = {one["name"] for one in records if one["kind"] == "destroyed"}
+    groups = []
+    for one in created:
+        selected, reason = _decision(one, selection, bool(given))
+        kept = {name: one[name] for name in ("name", "desc", "ranks", "backend")}
+        kept["desc"] = "" if one["desc"] == "undefined" else one["desc"]
+        outcome = {"selected": selected, "reason": reason, "reloadable": bool(selected)}
+        groups.append({**kept, **outcome, "destroyed": one["name"] in destroyed})
+    communicators = sum(
+        any(one["devices"][device].startswith("nccl") for device in group["selected"])
+        for one, group in zip(created, groups, strict=True)
+        if not group["destroyed"]
+    )
+    least, most = (communicators * size for size in COMMUNICATOR_BYTES)
+    return {
+        "policy": {
+            "backends": None if selection.backends is None else sorted(selection.backends),
+            "min_size": selection.min_size,
+            "world": selection.world,
+        },
+        "script_installs": bool(given),
+        "groups": groups,
+        "groups_of_others": sum(one["kind"] == "other" for one in records),
+        "bypassed": dict(Counter(g["reason"] for g in groups if not g["selected"]).most_common()),
+        "memory": {
+            "communicators": communicators,
+            "least_bytes": least,
+            "most_bytes": most,
+            "estimated_from": SOURCE,
+        },
+    }
 
 
-def _page(options: argparse.Namespace, run: Run, explanation: Explanation) -> Page:
-    job = f"rank {explanation.rank} of {explanation.world_size}"
-    parts: list[Line | Table] = [Line(f"reloadpg explain: {options.script}, {job}", "head")]
-    if run.groups:
-        parts += [Line(""), _table(explanation), Line("")]
-        parts += _summary(run, explanation)
+def _decision(group: Record, selection: Any, script_installs: bool) -> tuple[list[str], str]:
+    """Return the devices whose backends would be released, and why others are not."""
+    from ..groups.selection import BYPASS
+
+    size, devices = len(group["ranks"]), group["devices"]
+    is_world = group["name"] == "WORLD"
+    if is_world and not selection.world:
+        return [], "install(world=False)"
+    if script_installs and not group["options"] and not is_world:
+        return [], "created before reloadpg.install()"
+    selected = list(selection.selected(devices, size))
+    kept = [f"{device}:{devices[device]}" for device in devices if device not in selected]
+    names = sorted(set(devices.values()))
+    if selected:
+        reason = f"{', '.join(kept)} stays" if kept else ""
+    elif size < selection.min_size:
+        smaller = f"smaller than min_size={selection.min_size}"
+        reason = f"single rank ({smaller})" if size == 1 else f"{size} ranks: {smaller}"
+    elif selection.backends is not None:
+        reason = f"{', '.join(names)}: not in install(backends={sorted(selection.backends)})"
+    elif set(names) <= BYPASS:
+        reason = f"{', '.join(names)} holds no memory of an accelerator"
+    else:
+        reason = f"{', '.join(names)} serves no accelerator here"
+    return selected, reason
+
+
+# -- shown ------------------------------------------------------------------------------------
+
+
+def _page(options: argparse.Namespace, result: Record, output: str) -> Page:
+    head = f"reloadpg explain: {options.script}, rank {result['rank']} of {result['world_size']}"
+    parts: list[Line | Table] = [Line(head, "head")]
+    if result["groups"]:
+        parts += [Line(""), _table(result["groups"]), Line(""), *_summary(result)]
     else:
         parts.append(Line("The script created no process group.", "warning"))
         parts.append(Line("Groups of other processes that the script starts are not seen."))
-    if run.timed_out:
+    if result["timed_out"]:
         parts.append(
             Line(
                 f"The script was still running after {options.timeout:g} s and was ended; groups "
@@ -157,43 +224,41 @@ def _page(options: argparse.Namespace, run: Run, explanation: Explanation) -> Pa
                 "warning",
             )
         )
-    if run.error:
-        parts += [Line(""), Line(f"The script did not end well: {run.error}", "bad")]
+    if result["error"]:
+        parts += [Line(""), Line(f"The script did not end well: {result['error']}", "bad")]
         # The last line of a traceback is the error, which stands above.
-        trace = run.trace.strip().splitlines()[:-1] or run.output.strip().splitlines()
-        parts += [Line(f"  {line}", "note") for line in trace[-8:]]
+        lines = result["traceback"].strip().splitlines()[:-1] or output.strip().splitlines()
+        parts += [Line(f"  {line}", "note") for line in lines[-8:]]
         parts.append(Line("Groups that it would have created after that are not shown."))
     return Page(parts)
 
 
-def _table(explanation: Explanation) -> Table:
+def _table(groups: Sequence[Record]) -> Table:
     rows: list[list[object]] = []
-    tones = []
-    for one in explanation.decisions:
-        verdict = "reloadable" if one.reloadable else "bypasses"
-        reason = ", ".join(filter(None, (one.reason, "destroyed later" * one.destroyed)))
-        name = one.name if len(one.name) <= 16 else f"{one.name[:8]}..."
-        rows.append([name, one.desc, len(one.ranks), _shortened(one.ranks), one.backend])
-        rows[-1] += [verdict, reason]
-        tones.append("good" if one.reloadable else "note")
+    for one in groups:
+        name = one["name"] if len(one["name"]) <= 16 else f"{one['name'][:8]}..."
+        ranks = format_ranks(one["ranks"])
+        ranks = ranks if len(ranks) <= 24 else f"{ranks[:21]}..."
+        outcome = "reloadable" if one["reloadable"] else "bypasses"
+        reason = ", ".join(filter(None, (one["reason"], "destroyed later" * one["destroyed"])))
+        row = [name, one["desc"], len(one["ranks"]), ranks, one["backend"], outcome, reason]
+        rows.append(row)
+    tones = ["good" if one["reloadable"] else "note" for one in groups]
     return Table(["group", "desc", "size", "ranks", "backend", "reloadpg", "why"], rows, tones)
 
 
-def _summary(run: Run, explanation: Explanation) -> list[Line]:
-    count, reloadable = len(explanation.decisions), len(explanation.reloadable)
-    lines = [Line(f"{reloadable} of {count} groups of this rank would be reloadable.", "head")]
-    for reason, number in explanation.bypassed.most_common():
-        lines.append(Line(f"  {number} would not: {reason}"))
-    if explanation.others:
-        lines.append(Line(f"  {explanation.others} more are other ranks' (not a member)"))
-    if run.policy is None:
+def _summary(result: Record) -> list[Line]:
+    groups, memory = result["groups"], result["memory"]
+    share = f"{sum(one['reloadable'] for one in groups)} of {len(groups)} groups"
+    lines = [Line(f"{share} of this rank would be reloadable.", "head")]
+    lines += [Line(f"  {n} would not: {reason}") for reason, n in result["bypassed"].items()]
+    if result["groups_of_others"]:
+        lines.append(Line(f"  {result['groups_of_others']} more are other ranks' (not a member)"))
+    if not result["script_installs"]:
         lines.append(Line("The script does not call reloadpg.install(); as if it did so first."))
-    least, most = (size / 1e9 for size in explanation.memory_bytes)
-    if explanation.communicators:
-        from .explain_policy import SOURCE
-
-        count = explanation.communicators
-        communicators = f"{count} NCCL communicator{'' if count == 1 else 's'}"
+    if memory["communicators"]:
+        least, most = memory["least_bytes"] / 1e9, memory["most_bytes"] / 1e9
+        communicators = counted(memory["communicators"], "NCCL communicator")
         lines.append(
             Line(
                 f"An offload would give back about {least:.1f} to {most:.1f} GB of this rank's "
@@ -203,8 +268,3 @@ def _summary(run: Run, explanation: Explanation) -> list[Line]:
         )
         lines.append(Line(f"  This is an estimate: {SOURCE}.", "note", 2))
     return lines
-
-
-def _shortened(ranks: Any) -> str:
-    text = format_ranks(ranks)
-    return text if len(text) <= 24 else f"{text[:21]}..."

@@ -1,9 +1,9 @@
-"""What the ranks of a running job say of themselves, read from outside the job.
+"""Read the records of the ranks of a running job, from outside the job.
 
 Two sources: a status directory, in which each rank keeps one file (``RELOADPG_STATUS_DIR`` in the
 job), and torch's debug server of each rank. Both may be of another version than this program, or
-written by a job that is falling apart: what is missing or of the wrong type is left out, and
-nothing here raises because of what a rank wrote.
+written by a job that is falling apart: values that are missing or of the wrong type are left out,
+and nothing here raises because of what a rank wrote.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LARGEST_JOB = 1 << 20
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank said last.
+    """The last record of one rank.
 
     Attributes:
         rank: its rank in the default group.
@@ -129,7 +129,7 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Reading:
-    """What was found at one moment.
+    """All records that were found at one moment.
 
     Attributes:
         source: where it was looked for, in words.
@@ -226,7 +226,7 @@ def read_endpoints(endpoints: Sequence[str]) -> Reading:
 
 
 def _ask(endpoint: str) -> Any:
-    """What a debug server answers, or a sentence that says why nothing came."""
+    """Ask a debug server; its answer decoded, or a sentence that says why there is none."""
     try:
         connection = http.client.HTTPConnection(endpoint, timeout=ENDPOINT_TIMEOUT_S)
     except http.client.InvalidURL as error:

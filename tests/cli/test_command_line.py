@@ -7,36 +7,74 @@ import pytest
 from cli_process import LIMIT, environment
 from rank_files import write_rank
 
+import reloadpg
 from reloadpg.__main__ import main
+from reloadpg.cli.console import follow_lines
 
 COMMANDS = ("demo", "doctor", "status", "explain", "bench")
 
 
-def test_help_lists_all_commands_and_imports_no_torch():
-    """It answers at once."""
-    code = (
-        "import sys; sys.modules['torch'] = sys.modules['wrapt'] = sys.modules['rich'] = None\n"
-        "from reloadpg.cli import main; main(['--help'])"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", code],
+def without(*modules, arguments):
+    """The command line where these modules cannot be imported."""
+    halted = "".join(f"sys.modules[{name!r}] = " for name in modules)
+    return subprocess.run(
+        [
+            *(sys.executable, "-c"),
+            f"import sys; {halted}None\n"
+            "from reloadpg.cli import main; sys.exit(main(sys.argv[1:]))",
+            *arguments,
+        ],
         env=environment(),
         capture_output=True,
         text=True,
         timeout=LIMIT,
         check=False,
     )
+
+
+def test_help_lists_all_commands_and_imports_no_torch(capsys):
+    """It answers at once; each command has its own."""
+    process = without("torch", "wrapt", "rich", arguments=["--help"])
     assert process.returncode == 0, process.stderr
-    assert all(f"    {command} " in process.stdout for command in COMMANDS)
+    for command in COMMANDS:
+        assert f"    {command} " in process.stdout
+        with pytest.raises(SystemExit) as end:
+            main([command, "--help"])
+        assert end.value.code == 0
+        assert command in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"reloadpg {reloadpg.__version__}\n"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_has_its_help(command, capsys):
-    """Exit code 0."""
-    with pytest.raises(SystemExit) as end:
-        main([command, "--help"])
-    assert end.value.code == 0
-    assert command in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("missing", "arguments", "words"),
+    [
+        ("torch", ["demo"], "pip install 'reloadpg[demo]'"),
+        ("numpy", ["demo"], "pip install 'reloadpg[demo]'"),
+        ("torch", ["bench"], "pip install 'reloadpg[cli]'"),
+        ("torch", ["explain", __file__, "--world-size", "2"], "pip install 'reloadpg[cli]'"),
+    ],
+)
+def test_a_missing_module_is_one_line_that_names_the_extra(missing, arguments, words):
+    """Exit code 2, and nothing is started."""
+    process = without(missing, arguments=arguments)
+    assert process.returncode == 2
+    (line,) = process.stderr.splitlines()
+    assert f": {missing} cannot be imported (ModuleNotFoundError: " in line
+    assert "nothing was started" in line
+    assert line.endswith(words)
+
+
+def test_doctor_and_status_need_no_module(tmp_path):
+    """They work in a bare container: doctor says what is missing, with its remedy."""
+    write_rank(tmp_path, 0, 1)
+    process = without("torch", "wrapt", "rich", arguments=["status", str(tmp_path)])
+    assert process.returncode == 0, process.stderr
+    assert "1 of 1 ranks: 1 live" in process.stdout
+    process = without("torch", "wrapt", "rich", arguments=["doctor"])
+    assert process.returncode == 1, process.stderr
+    assert "-> install torch 2.8 to 2.15 in this environment" in process.stdout
 
 
 def test_ctrl_c_is_exit_code_130(monkeypatch, capsys):
@@ -102,6 +140,9 @@ def test_a_reader_that_leaves_is_exit_code_141(tmp_path, arguments):
     ("arguments", "words"),
     [
         (["bench", "--groups", "0"], "argument --groups: 0 is less than 1"),
+        (["demo", "--ranks", "two"], "argument --ranks: 'two' is not a whole number"),
+        (["demo", "--accelerator", "tpu"], "argument --accelerator: invalid choice: 'tpu'"),
+        (["demo", "--json", "/no/such/directory/x"], "is no file name in an existing directory"),
         (["explain", "x.py"], "arguments are required: --world-size"),
         (["explain", "x.py", "--world-size", "2", "--rank", "-1"], "-1 is less than 0"),
         (["explain", "x.py", "--world-size", "2", "--timeout", "0"], "is not between 0 and"),
@@ -109,6 +150,11 @@ def test_a_reader_that_leaves_is_exit_code_141(tmp_path, arguments):
         (["doctor", "no_such_file.py"], "there is no file 'no_such_file.py'"),
         (["status", "--interval", "x"], "'x' is not a number of seconds"),
         (["bench", "--", "more"], "unrecognized arguments: -- more"),
+        (
+            ["explain", "x.py", "--world-size", "2", "--tp", "8"],
+            "unrecognized arguments: --tp 8; arguments of the script follow --, as in: -- --tp 8",
+        ),
+        ([], "arguments are required: {demo,doctor,status,explain,bench}"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_exit_code_2(capsys, arguments, words):
@@ -117,3 +163,17 @@ def test_arguments_that_cannot_be_used_are_exit_code_2(capsys, arguments, words)
         main(arguments)
     assert end.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_lines_of_other_processes_are_followed_to_the_last():
+    """Also those that are written just before the end; not where nobody reads any more."""
+    seen = []
+    with follow_lines(seen.append) as path:
+        path.write_text("one\ntwo\n")
+    assert seen == ["one", "two"]
+
+    def gone(line):
+        raise BrokenPipeError
+
+    with follow_lines(gone) as path:  # a thread that raises fails the test
+        path.write_text("one\n")

@@ -3,15 +3,15 @@
 import json
 import runpy
 import sys
-from pathlib import Path
+from contextlib import suppress
 
+import psutil
 import pytest
 from cli_process import command, decoded
 
 import reloadpg
 from reloadpg.cli import main
-from reloadpg.cli.explain_policy import Explanation, decide
-from reloadpg.groups.selection import Selection
+from reloadpg.cli.explain import explain
 from reloadpg.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(240)
@@ -55,50 +55,27 @@ def real_groups(rank, world_size, script):
     return groups
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory):
-    path = tmp_path_factory.mktemp("script") / "train.py"
-    path.write_text(SCRIPT)
-    return path
-
-
-@pytest.fixture(scope="module")
-def explained(script):
-    """What is said of rank 1."""
-    options = ["--world-size", 4, "--rank", 1, "--json", "--", "--tp", "2"]
-    process = command("explain", script, *options)
-    assert process.returncode == 0, process.stdout + process.stderr
-    return decoded(process)
-
-
-def test_reloadable_groups_are_those_of_a_real_job(script, explained):
-    """Descriptions and members, in the order of creation; WORLD is reloadable in both."""
+def test_groups_are_those_of_a_real_job(tmp_path):
+    """On rank 1: the same reloadable groups; of the others why they bypass; the script's policy."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    process = command("explain", script, "--world-size", 4, "--rank", 1, "--json", "--", "--tp", 2)
+    explained = decoded(process)
+    assert process.returncode == 0, process.stdout
     real = run_ranks(real_groups, 4, args=(str(script),), timeout=60)[1]
     fake = [one for one in explained["groups"] if one["reloadable"]]
     assert fake[0]["name"] == "WORLD"
     assert sorted((one["desc"], one["ranks"]) for one in fake[1:]) == sorted(map(tuple, real))
-    descriptions = {"mesh_dp", "mesh_tp", "local", "three"}
-    assert {one["desc"] for one in fake[1:]} == descriptions
-
-
-def test_groups_that_bypass_say_why(explained):
-    """Single ranks, and what was created before the script called ``install``."""
+    assert {one["desc"] for one in fake[1:]} == {"mesh_dp", "mesh_tp", "local", "three"}
     why = {one["desc"]: one["reason"] for one in explained["groups"] if not one["reloadable"]}
     assert why == {
         "before": "created before reloadpg.install()",
         "alone": "single rank (smaller than min_size=2)",
     }
-
-
-def test_groups_of_other_ranks_are_counted(explained):
-    """Three ranks' own, one row and one column of the mesh, and one pair."""
+    # Three ranks' own, one row and one column of the mesh, and one pair.
     assert explained["groups_of_others"] == 3 + 2 + 1
-
-
-def test_the_policy_is_what_the_script_gave_install(explained):
-    """So gloo is reloadable here, and holds no memory of a GPU."""
     assert explained["policy"] == {"backends": ["gloo"], "min_size": 2, "world": True}
-    assert explained["memory"]["communicators"] == 0
+    assert explained["memory"]["communicators"] == 0  # gloo holds no memory of a GPU
 
 
 NCCL = """
@@ -121,72 +98,59 @@ raise ValueError("broken on purpose")
 """
 
 
-@pytest.fixture(scope="module")
-def nccl(tmp_path_factory):
-    """A script for GPUs that are not here, which then raises; a page, for rank 9 of 16."""
-    path = tmp_path_factory.mktemp("nccl") / "train.py"
-    path.write_text(NCCL)
-    return command("explain", path, "--world-size", 16, "--rank", 9)
+def test_groups_of_gpus_are_explained_where_there_are_none(tmp_path):
+    """By the backend that was asked for. A script that raises gets its traceback below the table.
 
-
-def rows(page):
-    """The table: the words of each row by its description."""
-    lines = page.splitlines()
-    header = next(i for i, line in enumerate(lines) if line.startswith("group "))
-    end = lines.index("", header)
-    return [line.split() for line in lines[header + 2 : end]]
-
-
-def test_groups_of_gpus_are_explained_where_there_are_none(nccl):
-    """The decision follows the backend that was asked for; of a mixed group the CPU side stays."""
-    assert rows(nccl.stdout) == [
-        ["WORLD", "16", "0-15", "cpu:gloo,cuda:nccl", "reloadable", "cpu:gloo", "stays"],
-        [
-            *["1", "control", "16", "0-15", "gloo", "bypasses"],
-            *["gloo", "holds", "no", "memory", "of", "an", "accelerator"],
-        ],
-        ["2", "pair", "2", "8-9", "nccl", "reloadable"],
-        [
-            *["3", "short", "2", "8-9", "cpu:gloo,cuda:nccl", "reloadable"],
-            *["cpu:gloo", "stays,", "destroyed", "later"],
-        ],
+    Of a mixed group the CPU side stays; memory is estimated for WORLD and the pair, not for what
+    was destroyed.
+    """
+    script = tmp_path / "train.py"
+    script.write_text(NCCL)
+    process = command("explain", script, "--world-size", 16, "--rank", 9)
+    page = process.stdout
+    lines = [" ".join(line.split()) for line in page.splitlines()]
+    header = lines.index("group desc size ranks backend reloadpg why")
+    assert lines[header + 2 : lines.index("", header)] == [
+        "WORLD 16 0-15 cpu:gloo,cuda:nccl reloadable cpu:gloo stays",
+        "1 control 16 0-15 gloo bypasses gloo holds no memory of an accelerator",
+        "2 pair 2 8-9 nccl reloadable",
+        "3 short 2 8-9 cpu:gloo,cuda:nccl reloadable cpu:gloo stays, destroyed later",
     ]
+    assert "give back about 1.0 to 3.2 GB" in page
+    assert "(2 NCCL communicators, each used before)" in page
+    assert "This is an estimate: 0.5 to 1.6 GB a communicator" in page
+    assert "The script did not end well: ValueError: broken on purpose" in page
+    assert 'raise ValueError("broken on purpose")' in page
+    assert "explain_rank.py" not in page
+    assert "does not call reloadpg.install()" in page
+    assert process.returncode == 1
 
 
-def test_the_memory_is_said_to_be_an_estimate_with_its_source(nccl):
-    """WORLD and the pair: what was destroyed is not counted."""
-    assert "give back about 1.0 to 3.2 GB" in nccl.stdout
-    assert "(2 NCCL communicators, each used before)" in nccl.stdout
-    assert "This is an estimate: 0.5 to 1.6 GB a communicator" in nccl.stdout
+@pytest.fixture
+def explained(tmp_path, capsys):
+    """A function that explains the text of a script: exit code and JSON."""
 
+    def explained(text, *options):
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        code = main(["explain", str(path), *options, "--json"])
+        return code, json.loads(capsys.readouterr().out)
 
-def test_a_script_that_raises_is_reported_below_the_table(nccl):
-    """With its traceback, from the script on; exit code 1."""
-    assert nccl.returncode == 1
-    assert "The script did not end well: ValueError: broken on purpose" in nccl.stdout
-    assert 'raise ValueError("broken on purpose")' in nccl.stdout
-    assert "_explain_child.py" not in nccl.stdout
-    assert "does not call reloadpg.install()" in nccl.stdout
+    return explained
 
 
 TALKS = """
-import sys
 import torch.distributed as dist
 from torch.distributed import scatter_object_list
 
 dist.init_process_group("NCCL")
 assert dist.get_backend() == dist.Backend.NCCL, dist.get_backend()
-if dist.get_backend() == "nccl":
-    dist.new_group(group_desc="on nccl")
+dist.new_group(backend=dist.get_backend(), group_desc="handed on")
 control = dist.new_group(backend="gloo", group_desc="control")
 assert dist.get_backend(control) == dist.Backend.GLOO, dist.get_backend(group=control)
 mixed = dist.new_group(backend="cpu:gloo,cuda:nccl")
 assert dist.get_backend(mixed) == "cpu:gloo,cuda:nccl", dist.get_backend(mixed)
-
-torchs = {"__name__": "torch.somewhere", "dist": dist}
-exec("dist.new_group(backend=dist.get_backend(), group_desc='of torch')", torchs)
-exec("backend = dist.get_backend()", torchs)
-assert torchs["backend"] == "fake", torchs["backend"]
+assert dist.get_backend(dist.new_group(backend="fake", group_desc="degree one")) == "fake"
 
 dist.monitored_barrier(control)
 plan = ["mine"]
@@ -199,6 +163,10 @@ scatter_object_list(part, None, src=0)
 assert part == [None], part
 scatter_object_list(part, ["a", "b", "c"], src=1)
 assert part == ["b"], part
+gathered = [None] * 3
+dist.gather_object("mine", gathered, dst=1)
+assert gathered[1] == "mine", gathered
+dist.all_gather_object(gathered, "mine")
 
 dist.destroy_process_group()
 dist.init_process_group()
@@ -207,74 +175,119 @@ assert dist.get_backend() == "undefined", dist.get_backend()
 
 
 @pytest.mark.matrix
-def test_a_script_that_asks_for_its_backend_and_receives_objects(tmp_path):
-    """``get_backend`` answers what the script asked for, and torch's own code what is there.
+def test_a_script_that_asks_for_its_backend_and_receives_objects(explained):
+    """``get_backend`` answers what was asked for; ``fake`` is a backend like another.
 
     What would wait for other ranks, or read what they send, returns at once: objects stay as they
-    were, and a rank that scatters gets its own part.
+    were, and a rank gets what it sends to itself.
     """
-    script = tmp_path / "talks.py"
-    script.write_text(TALKS)
-    options = ["--world-size", 3, "--rank", 1, "--device", "cuda:0", "--json"]
-    found = decoded(command("explain", script, *options))
+    options = ["--world-size", "3", "--rank", "1", "--device", "cuda:0"]
+    _, found = explained(TALKS, *options)
     assert found["error"] == "", found["traceback"]
-    assert [(one["desc"], one["backend"]) for one in found["groups"]] == [
-        ("", "nccl"),
-        ("on nccl", "nccl"),
-        ("control", "gloo"),
-        ("", "cpu:gloo,cuda:nccl"),
-        ("of torch", "nccl"),
-        ("", "cuda:nccl"),
+    assert [(one["desc"], one["backend"], one["reloadable"]) for one in found["groups"]] == [
+        ("", "nccl", True),
+        ("handed on", "nccl", True),
+        ("control", "gloo", False),
+        ("", "cpu:gloo,cuda:nccl", True),
+        ("degree one", "fake", False),
+        ("", "cuda:nccl", True),
     ]
 
 
-def test_a_script_that_does_not_end_is_ended(tmp_path):
+TRAINS = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))
+model = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=mesh.get_group("dp"))
+model.register_comm_hook(None, None)
+for _ in range(2):
+    model(torch.ones(2, 2)).sum().backward()
+sharded = torch.nn.Linear(8, 8)
+fully_shard(sharded, mesh=init_device_mesh("cpu", (8,)))
+sharded(torch.ones(2, 8)).sum().backward()
+dist.new_subgroups(4, group_desc="node")
+dist.split_group(split_ranks=[[0, 1, 2, 3], [4, 5, 6, 7]], group_desc="half")
+"""
+
+
+@pytest.mark.matrix
+def test_scripts_of_trainers_run_to_their_end(explained):
+    """DDP's backward, which torch's fake backend cannot do; FSDP2, meshes, subgroups, splits.
+
+    Megatron's groups are in the test of the demo.
+    """
+    code, found = explained(TRAINS, "--world-size", "8", "--rank", "5")
+    assert found["error"] == "", found["traceback"]
+    assert code == 0
+    ranks = {one["desc"]: one["ranks"] for one in found["groups"] if one["reloadable"]}
+    assert ranks["mesh_dp"] == [1, 3, 5, 7]
+    assert ranks["mesh_tp"] == [4, 5]
+    assert ranks["node"] == ranks["half"] == [4, 5, 6, 7]
+
+
+def test_reloadpgs_own_bring_up_needs_no_other_rank(explained):
+    """``init_distributed`` would wait for the job; it makes the same groups and mesh here."""
+    text = """
+import reloadpg
+reloadpg.install()
+with reloadpg.init_distributed(mesh_dims={'pp': 2, 'dp_shard': -1}, seed=1) as context:
+    assert context.owned and context.mesh.size() == 8
+    with reloadpg.offloaded():
+        pass
+assert reloadpg.ensure_process_group()
+"""
+    _, found = explained(text, "--world-size", "8", "--rank", "5")
+    assert found["error"] == "", found["traceback"]
+    assert [(one["desc"], one["ranks"], one["backend"]) for one in found["groups"]] == [
+        ("", list(range(8)), "nccl"),
+        ("mesh_pp", [1, 5], "nccl"),
+        ("mesh_dp_shard", [4, 5, 6, 7], "nccl"),
+        ("", list(range(8)), "gloo"),
+    ]
+
+
+def test_a_script_that_does_not_end_is_ended(tmp_path, explained):
     """At the time limit; what it created until then is shown, and no process is left."""
-    script = tmp_path / "hangs.py"
-    script.write_text(
-        "import os, time, pathlib\n"
+    text = (
+        "import os, subprocess, time, pathlib\n"
         "import torch.distributed as dist\n"
-        f"pathlib.Path({str(tmp_path)!r}, 'pid').write_text(str(os.getpid()))\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'pids').write_text(f'{{os.getpid()}} {{child.pid}}')\n"
         "dist.init_process_group('nccl')\n"
         "time.sleep(600)\n"
     )
-    process = command("explain", script, "--world-size", 64, "--timeout", "1", "--json")
-    found = decoded(process)
+    code, found = explained(text, "--world-size", "64", "--timeout", "1")
     assert found["timed_out"] is True
     assert [one["name"] for one in found["groups"]] == ["WORLD"]
-    assert process.returncode == 0
-    pid = int((tmp_path / "pid").read_text())
-    assert not Path(f"/proc/{pid}").exists()
+    assert code == 0
+    for pid in (tmp_path / "pids").read_text().split():
+        with suppress(psutil.NoSuchProcess):
+            assert psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
 
 
-def test_reloadpgs_own_bring_up_needs_no_other_rank(tmp_path):
-    """``init_distributed`` would wait for the job; it makes the same groups and mesh here."""
-    script = tmp_path / "ours.py"
-    script.write_text(
-        "import reloadpg\n"
-        "reloadpg.install()\n"
-        "reloadpg.init_distributed(mesh_dims={'pp': 2, 'dp_shard': -1}, seed=1)\n"
-    )
-    process = command("explain", script, "--world-size", 8, "--rank", 5, "--json")
-    found = decoded(process)
-    assert found["error"] == "", found["traceback"]
-    assert [(one["desc"], one["ranks"]) for one in found["groups"]] == [
-        ("", list(range(8))),
-        ("mesh_pp", [1, 5]),
-        ("mesh_dp_shard", [4, 5, 6, 7]),
-    ]
-    assert {one["backend"] for one in found["groups"]} == {"nccl"}
-
-
-def test_a_script_that_creates_no_group(tmp_path):
-    """Exit code 1, and its exit code is named."""
-    script = tmp_path / "nothing.py"
-    script.write_text("import sys\nsys.exit(3)\n")
-    process = command("explain", script, "--world-size", 2)
-    assert process.returncode == 1
-    assert "created no process group" in process.stdout
-    assert "Groups of other processes that the script starts are not seen" in process.stdout
-    assert "the script called sys.exit(3)" in process.stdout
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("import sys\nsys.exit(3)\n", "the script called sys.exit(3)"),
+        ("import os\nos._exit(7)\n", "the script ended its process (exit code 7)"),
+        ("", ""),
+    ],
+)
+def test_a_script_that_creates_no_group_is_exit_code_1(tmp_path, capsys, text, error):
+    """Its exit code is named. Here it is a module."""
+    (tmp_path / "nothing.py").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert main(["explain", "-m", "nothing", "--world-size", "2"]) == 1
+    page = capsys.readouterr().out
+    assert "created no process group" in page
+    assert "Groups of other processes that the script starts are not seen" in page
+    assert error in page
+    assert ("did not end well" in page) == bool(error)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +295,6 @@ def test_a_script_that_creates_no_group(tmp_path):
     [
         (["no_such_file.py", "--world-size", "2"], "there is no file 'no_such_file.py'"),
         ([__file__, "--world-size", "2", "--rank", "2"], "--rank 2 is not in a job of 2 ranks"),
-        ([__file__, "--world-size", "2", "--device", "foo"], "torch knows no device 'foo'"),
         ([__file__, "--world-size", "2", "--device", ""], "(cpu, cuda, "),
         ([__file__, "--world-size", "2", "--device", "cuda:x"], "torch knows no device 'cuda:x'"),
     ],
@@ -294,57 +306,61 @@ def test_what_cannot_be_explained_is_exit_code_2(capsys, arguments, words):
 
 
 def noted(devices, size=4, **values):
-    """A group as a run notes it."""
+    """A group as its record has it."""
     return {
+        "kind": "group",
         "name": "5",
         "desc": "undefined",
         "ranks": list(range(size)),
         "backend": ",".join(f"{device}:{name}" for device, name in devices.items()),
         "devices": devices,
-        "is_world": False,
-        "installed": False,
+        "options": {},
         **values,
     }
 
 
 @pytest.mark.parametrize(
-    ("policy", "group", "selected", "reason"),
+    ("options", "group", "selected", "reason"),
     [
-        ({}, noted({"cuda": "nccl"}), ("cuda",), ""),
-        ({}, noted({"cpu": "gloo", "cuda": "gloo"}), (), "gloo holds no memory of an accelerator"),
-        ({}, noted({"cuda": "fake"}), (), "fake holds no memory of an accelerator"),
-        ({}, noted({"cpu": "mpi"}), (), "mpi holds no memory of an accelerator"),
-        ({}, noted({"cpu": "other"}), (), "other serves no accelerator here"),
-        ({}, noted({"cuda": "nccl"}, 1), (), "single rank (smaller than min_size=2)"),
-        ({"min_size": 1}, noted({"cuda": "nccl"}, 1), ("cuda",), ""),
-        ({"min_size": 3}, noted({"cuda": "nccl"}, 2), (), "2 ranks: smaller than min_size=3"),
+        ({}, noted({"cuda": "nccl"}), ["cuda"], ""),
+        ({}, noted({"cpu": "gloo", "cuda": "gloo"}), [], "gloo holds no memory of an accelerator"),
+        ({}, noted({"cuda": "fake"}), [], "fake holds no memory of an accelerator"),
+        ({}, noted({"cpu": "other"}), [], "other serves no accelerator here"),
+        ({}, noted({"cuda": "nccl"}, 1), [], "single rank (smaller than min_size=2)"),
+        ({"min_size": 1}, noted({"cuda": "nccl"}, 1), ["cuda"], ""),
+        ({"min_size": 3}, noted({"cuda": "nccl"}, 2), [], "2 ranks: smaller than min_size=3"),
         (
-            {"backends": frozenset({"nccl"})},
+            {"backends": "nccl"},
             noted({"cpu": "gloo"}),
-            (),
+            [],
             "gloo: not in install(backends=['nccl'])",
         ),
-        ({"world": False}, noted({"cuda": "nccl"}, is_world=True), (), "install(world=False)"),
-        ({}, noted({"cpu": "gloo", "cuda": "nccl"}), ("cuda",), "cpu:gloo stays"),
+        ({"backends": "mine"}, noted({"cuda": "mine"}), ["cuda"], ""),
+        ({}, noted({"cpu": "gloo", "cuda": "nccl"}), ["cuda"], "cpu:gloo stays"),
     ],
 )
-def test_reasons(policy, group, selected, reason):
-    """Each way to bypass, in words."""
-    (decision,) = decide([group], Selection(**policy), script_installs=False)
-    assert (decision.selected, decision.reason) == (selected, reason)
+def test_reasons(options, group, selected, reason):
+    """Each way to bypass, in words; a backend that only the script knows can be named."""
+    (one,) = explain([group], **options)["groups"]
+    assert (one["selected"], one["reason"]) == (selected, reason)
 
 
-def test_memory_counts_nccl_communicators_alone():
+def test_world_false_and_memory_of_nccl_communicators_alone():
     """Of the groups that are reloadable and not destroyed again."""
-    groups = [
-        noted({"cuda": "nccl"}),
-        noted({"cuda": "nccl"}, destroyed=True),
-        noted({"cuda": "nccl"}, 1),
-        noted({"cpu": "gloo", "cuda": "nccl-lazy"}),
-        noted({"xpu": "xccl"}),
-    ]
-    decisions = decide(groups, Selection(), script_installs=False)
-    explanation = Explanation(0, 4, Selection(), decisions, 0)
-    assert explanation.communicators == 2
-    assert explanation.memory_bytes == (1_000_000_000, 3_200_000_000)
-    json.dumps(explanation.to_dict())
+    installed = {"backends": "accelerators", "min_size": 2, "world": False}
+    result = explain(
+        [
+            noted({"cuda": "nccl"}, name="WORLD", options=installed),
+            noted({"cuda": "nccl"}, options=installed),
+            noted({"cuda": "nccl"}, name="6", options=installed),
+            {"kind": "destroyed", "name": "6"},
+            noted({"cuda": "nccl"}, 1, options=installed),
+            noted({"cpu": "gloo", "cuda": "nccl-lazy"}, options=installed),
+            noted({"xpu": "xccl"}, options=installed),
+        ]
+    )
+    assert result["groups"][0]["reason"] == "install(world=False)"
+    assert result["memory"]["communicators"] == 2
+    assert result["memory"]["least_bytes"] == 1_000_000_000
+    assert result["memory"]["most_bytes"] == 3_200_000_000
+    json.dumps(result)

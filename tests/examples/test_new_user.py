@@ -5,48 +5,50 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import pytest
 from documents import README, ROOT, readme_blocks
 
+from reloadpg.testing import run_ranks
+
 SCRIPT = Path(__file__).with_name("user_script.py")
-FIVE = 5
-OBSERVED = "SEEN.update(cycles=reloadpg.status().cycles, groups=len(reloadpg.status().groups))"
+OBSERVED = "STATUS = reloadpg.status()\n    print(json.dumps([STATUS.cycles, len(STATUS.groups)]))"
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def copied_lines() -> dict[str, str]:
-    """The lines of the README's first example that speak of reloadpg, by where they go."""
-    lines = [line for line in readme_blocks()[0].code.splitlines() if "reloadpg" in line]
-    assert len(lines) <= FIVE
-    placed = {}
-    for place, words in (("IMPORT", "import"), ("INSTALL", "install("), ("OFFLOAD", "offloaded(")):
-        (placed[place],) = [line.strip() for line in lines if words in line]
-    assert len(placed) == len(lines)
-    return placed
-
-
-def for_a_cpu(line: str) -> str:
-    """As the README says for a machine without a GPU, with its own words."""
-    (call,) = set(re.findall(r'reloadpg\.install\(backends=\{"gloo"\}\)', README.read_text()))
-    return line.replace("reloadpg.install()", call)
-
-
-def user_script(lines: dict[str, str]) -> str:
+def with_the_lines_of_the_readme() -> str:
+    """The script with the README's lines for a machine without a GPU, none changed otherwise."""
+    lines = [line.strip() for line in readme_blocks()[0].code.splitlines() if "reloadpg" in line]
+    assert len(lines) == 3
+    (cpu,) = set(re.findall(r'reloadpg\.install\(backends=\{"gloo"\}\)', README.read_text()))
     text = SCRIPT.read_text()
-    text = text.replace("# IMPORT\n", lines["IMPORT"] + "\n")
-    text = text.replace("# INSTALL\n", for_a_cpu(lines["INSTALL"]) + "\n")
-    text = text.replace("with nullcontext():  # OFFLOAD\n", lines["OFFLOAD"] + "\n")
+    for place, words in (
+        ("# IMPORT", "import"),
+        ("# INSTALL", "install("),
+        ("with nullcontext():  # OFFLOAD", "offloaded("),
+    ):
+        (line,) = [line for line in lines if words in line]
+        text = text.replace(place, line.replace("reloadpg.install()", cpu))
     # Not the user's: what the test looks at.
     return text.replace("    print(json", f"    {OBSERVED}\n    print(json")
 
 
-def torchrun(script: Path) -> list[dict[str, Any]]:
-    """What the script's two ranks print."""
+def as_it_was(rank: int, world_size: int) -> Any:
+    with redirect_stdout(StringIO()) as output:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return json.loads(output.getvalue())
+
+
+def test_three_cycles_leave_training_as_it_was(tmp_path: Path) -> None:
+    """On both ranks the default group is offloaded three times; losses are equal bit by bit."""
+    script = tmp_path / "train.py"
+    script.write_text(with_the_lines_of_the_readme())
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
@@ -60,37 +62,7 @@ def torchrun(script: Path) -> list[dict[str, Any]]:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     # Two ranks on one pipe: their lines may run into each other.
-    found = [json.loads(text) for text in re.findall(r"\{.*?\}", done.stdout)]
-    return sorted(found, key=lambda one: one["rank"])
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """The script as it was, and with the lines."""
-    script = tmp_path_factory.mktemp("user") / "train.py"
-    script.write_text(user_script(copied_lines()))
-    return {"before": torchrun(SCRIPT), "with": torchrun(script)}
-
-
-def test_the_lines_are_in_the_script() -> None:
-    """All of the README's, none changed but for the CPU."""
-    text = user_script(copied_lines())
-    assert "import reloadpg" in text
-    assert 'reloadpg.install(backends={"gloo"})' in text
-    assert "with reloadpg.offloaded():" in text
-    assert text.count("reloadpg") <= FIVE + OBSERVED.count("reloadpg")
-
-
-def test_three_cycles_on_two_ranks(runs: dict[str, list[dict[str, Any]]]) -> None:
-    """On each rank the default group was offloaded and reloaded three times."""
-    assert [(one["rank"], one["cycles"], one["groups"]) for one in runs["with"]] == [
-        (0, 3, 1),
-        (1, 3, 1),
-    ]
-
-
-def test_training_is_what_it_was(runs: dict[str, list[dict[str, Any]]]) -> None:
-    """Bit-equal losses on each rank, over the three steps."""
-    losses = {name: [one["losses"] for one in ranks] for name, ranks in runs.items()}
-    assert losses["with"] == losses["before"]
-    assert [len(one) for one in losses["with"]] == [3, 3]
+    ranks = [json.loads(text) for text in re.findall(r"\{.*?\}", done.stdout)]
+    assert done.stdout.count("[3, 1]") == len(ranks) == 2
+    assert sorted(ranks, key=lambda one: one["rank"]) == run_ranks(as_it_was, 2)
+    assert all(len(set(one["losses"])) == 3 for one in ranks)

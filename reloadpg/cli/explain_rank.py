@@ -1,0 +1,313 @@
+"""Run a script as one rank of a job that does not exist, on torch's fake backend.
+
+Torch itself creates the groups, with ``fake`` in place of the backend that was asked for; their
+collectives return at once. Only what would wait for another rank, or needs a device, is replaced.
+The script runs in a forked process, which writes a record of each creation as it happens: it is
+known also if the script raises, exits, hangs or is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import inspect
+import json
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import torch
+import torch.distributed as dist
+import wrapt
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import Backend, BackendConfig
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import reloadpg
+
+from .. import c10d, environment
+from .console import progress
+
+__all__ = ["run_script"]
+
+RECEIVING = ("broadcast_object_list", "recv_object_list", "scatter_object_list", "gather_object")
+"""Functions that make objects of what other ranks send."""
+
+LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "LSB_", "JSM_", "TORCHELASTIC_")
+NODE = 8
+"""Ranks a node, as most machines with GPUs have them."""
+
+_ABOVE_SCRIPT = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
+_register_comm_hook = DistributedDataParallel.register_comm_hook
+
+
+def run_script(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the script to its end or its time limit. Blocking; no process of it is left.
+
+    Args:
+        options: ``script``, ``script_arguments``, ``module``, ``rank``, ``world_size``, ``device``
+            and ``timeout``, as the command has them.
+
+    Returns:
+        ``records``: one for each creation (``group``; ``other`` where the rank is no member), for
+        each group ``destroyed``, and for the ``end``; ``error`` and ``traceback`` of a script that
+        ended early, or empty; the end of its ``output``; whether it was ``timed_out``.
+    """
+    with tempfile.TemporaryFile("a+") as written, tempfile.TemporaryFile() as output:
+        pid = os.fork()  # before the progress has a thread
+        if pid == 0:
+            _play(options, written, output.fileno())
+        code, deadline = None, time.monotonic() + options.timeout
+        try:
+            with progress(
+                f"running {options.script} as rank {options.rank} of {options.world_size}"
+            ):
+                while code is None and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                    done, status = os.waitpid(pid, os.WNOHANG)
+                    code = os.waitstatus_to_exitcode(status) if done else None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            if code is None:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        for file in (written, output):
+            file.seek(0)
+        records = []
+        for line in written:
+            with suppress(ValueError):  # the last line of a process that was killed
+                records.append(json.loads(line))
+        text = output.read()[-4000:].decode(errors="replace")
+    last = records[-1] if records else {}
+    ended = {name: last.get(name, "") for name in ("error", "traceback")}
+    if code is not None and last.get("kind") != "end":
+        ended["error"] = f"the script ended its process (exit code {code})"
+    return {"records": records, **ended, "output": text, "timed_out": code is None}
+
+
+def _play(options: argparse.Namespace, records: TextIO, output: int) -> NoReturn:
+    """Be the rank, in the process that was forked for it."""
+    try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the parent
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        rank, size, local = options.rank, options.world_size, min(options.world_size, NODE)
+        for name in list(os.environ):  # there is nobody to meet, and this is no launcher's process
+            if name.startswith(LAUNCHERS) or name == "TORCH_DIST_INIT_BARRIER":
+                del os.environ[name]
+        numbers = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local}
+        numbers |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local, "MASTER_PORT": 29500}
+        numbers |= {"GROUP_WORLD_SIZE": -(-size // local)}
+        os.environ.update({name: str(number) for name, number in numbers.items()})
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        fake = FakeRank(options, records)
+        fake.patch()
+        fake.run()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # no exit handler of the script may hang without its peers
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+class FakeRank:
+    """The rank that this process is.
+
+    Attributes:
+        options: what the command was given.
+        backends: the backend that was asked for, by name of the group.
+    """
+
+    def __init__(self, options: argparse.Namespace, records: TextIO) -> None:
+        self.options = options
+        self.backends: dict[str, str] = {}
+        self._pid, self._records, self._create = os.getpid(), records, dist.new_group
+
+    def note(self, kind: str, **values: Any) -> None:
+        """Write a record. A forked child of the script writes none."""
+        if os.getpid() == self._pid:
+            self._records.write(json.dumps({"kind": kind, **values}) + "\n")
+            self._records.flush()
+
+    def patch(self) -> None:
+        """Replace what creates groups, and what needs other ranks or devices."""
+        torchs = c10d.creator_modules()
+        _replace(torchs, "init_process_group", self._init_process_group)
+        _replace(torchs, "new_group", self._new_group)
+        _replace(torchs, "split_group", self._split_group)
+        _replace(torchs, "destroy_process_group", self._destroy_process_group)
+        _replace(torchs, "get_backend", self._get_backend)
+        for name in (*RECEIVING, "monitored_barrier"):
+            _replace(torchs, name, _receive_nothing)
+        _replace([torch.cuda], "set_device", _if_possible)
+        _replace([torch.accelerator], "set_device_index", _if_possible)
+        ours = (environment, reloadpg)
+        _replace(ours, "init_distributed", self._init_distributed)
+        _replace(ours, "ensure_process_group", self._ensure_process_group)
+        _replace([DistributedDataParallel], "__init__", _without_reduction)
+        for name in ("register_comm_hook", "_register_builtin_comm_hook"):
+            _replace([DistributedDataParallel], name, lambda wrapped, given: None)
+
+    def _init_process_group(self, wrapped: Any, given: dict[str, Any]) -> None:
+        backend, device = given.get("backend"), given.get("device_id")
+        if backend is None and device is not None:
+            kind = getattr(device, "type", self.options.device)
+            backend = Backend.default_device_backend_map.get(kind)
+        place = {"rank": self.options.rank, "world_size": self.options.world_size}
+        wrapped("fake", store=FakeStore(), timeout=given.get("timeout"), **place)
+        self._note_group(dist.group.WORLD, backend or "undefined")
+
+    def _new_group(self, wrapped: Any, given: dict[str, Any]) -> Any:
+        backend = given.get("backend") or dist.get_backend()
+        # Options and devices are those of a backend that is not here.
+        kept = {name: given[name] for name in given if name not in ("pg_options", "device_id")}
+        group = wrapped(**{**kept, "backend": "fake"})
+        if c10d.is_non_member(group):
+            self.note("other")
+        else:
+            self._note_group(group, backend)
+        return group
+
+    def _split_group(self, wrapped: Any, given: dict[str, Any]) -> Any:
+        # Torch splits communicators of an accelerator only: the parts are made as new groups.
+        parent: Any = given.get("parent_pg") or dist.group.WORLD
+        mine = [part for part in given.get("split_ranks") or () if parent.rank() in part]
+        if not mine:
+            self.note("other")
+            return None
+        ranks = dist.get_process_group_ranks(parent)
+        part = {
+            "ranks": [ranks[one] for one in sorted(mine[0])],
+            "timeout": given.get("timeout"),
+            "backend": given.get("backend") or dist.get_backend(parent),
+            "group_desc": given.get("group_desc") or f"{parent.group_desc}:split",
+        }
+        return self._new_group(self._create, part)
+
+    def _destroy_process_group(self, wrapped: Any, given: dict[str, Any]) -> None:
+        group = given.get("group")
+        if group is not None and group is not dist.group.WORLD:
+            with suppress(KeyError):
+                self.note("destroyed", name=c10d.name_of(group))
+        wrapped(**given)
+
+    def _get_backend(self, wrapped: Any, given: dict[str, Any]) -> str:
+        """The backend that was asked for: the script and torch hand it on to ``new_group``."""
+        made: str = wrapped(**given)
+        group: Any = given.get("group") or dist.group.WORLD
+        return self.backends.get(c10d.name_of(group), made)
+
+    def _init_distributed(self, wrapped: Any, given: dict[str, Any]) -> Any:
+        dims, device = given.get("mesh_dims"), given.get("device")
+        kind = self.options.device if device is None else torch.device(device).type
+        owned = not dist.is_initialized()
+        if owned:
+            default = Backend.default_device_backend_map[kind]
+            dist.init_process_group(given.get("backend") or default)
+        context = wrapped(device="cpu", seed=given.get("seed"), adopt=True)
+        if dims is None:
+            return dataclasses.replace(context, owned=owned)
+        sizes = reloadpg.resolve_mesh_dims(dims, dist.get_world_size())
+        mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return dataclasses.replace(context, owned=owned, mesh=mesh)
+
+    def _ensure_process_group(self, wrapped: Any, given: dict[str, Any]) -> bool:
+        creates = not dist.is_initialized() and self.options.world_size > 1
+        if creates:
+            dist.init_process_group("gloo")
+        return creates
+
+    def _note_group(self, group: Any, backend: object) -> None:
+        name, asked = c10d.name_of(group), str(backend).lower()
+        self.backends[name] = asked
+        if asked == "undefined":  # torch takes what the job's accelerators have
+            kind = self.options.device
+            asked = f"{kind}:{Backend.default_device_backend_map[kind]}"
+        devices = BackendConfig(Backend(asked)).get_device_backend_map()
+        self.note(
+            "group",
+            name="WORLD" if group is dist.group.WORLD else name,
+            desc="" if group is dist.group.WORLD else str(group.group_desc),
+            ranks=dist.get_process_group_ranks(group),
+            backend=asked,
+            devices={device: str(one) for device, one in devices.items()},
+            options=dict(reloadpg.status().options),
+        )
+
+    def run(self) -> None:
+        """Run the script to its end, and note how it ended."""
+        script, error, trace = self.options.script, "", ""
+        sys.argv = [script, *self.options.script_arguments]
+        try:
+            if self.options.module:
+                sys.path.insert(0, os.getcwd())
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                sys.path.insert(0, str(Path(script).absolute().parent))
+                runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            error = f"the script called sys.exit({end.code!r})" if end.code else ""
+        except BaseException as raised:
+            frames = raised.__traceback__
+            while frames is not None and frames.tb_frame.f_code.co_filename in _ABOVE_SCRIPT:
+                frames = frames.tb_next
+            trace = "".join(traceback.format_exception(type(raised), raised, frames))
+            error = f"{type(raised).__name__}: {raised}"
+        self.note("end", options=dict(reloadpg.status().options), error=error, traceback=trace)
+
+
+def _replace(owners: Iterable[Any], name: str, call: Callable[[Any, dict[str, Any]], Any]) -> None:
+    """Let ``call(original, arguments by name)`` answer for a function in these modules."""
+
+    def wrapper(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
+        return call(wrapped, inspect.signature(wrapped).bind(*args, **kwargs).arguments)
+
+    found = [owner for owner in owners if hasattr(owner, name)]
+    replacement = wrapt.FunctionWrapper(getattr(found[0], name), wrapper)
+    for owner in found:
+        setattr(owner, name, replacement)
+
+
+def _receive_nothing(wrapped: Any, given: dict[str, Any]) -> Any:
+    """Leave objects as they are, except for what this rank sends to itself."""
+    mine = dist.get_rank(given.get("group"))
+    if given.get("scatter_object_input_list"):
+        given["scatter_object_output_list"][0] = given["scatter_object_input_list"][mine]
+    if given.get("object_gather_list"):
+        given["object_gather_list"][mine] = given["obj"]
+    return given.get("src")
+
+
+def _if_possible(wrapped: Any, given: dict[str, Any]) -> Any:
+    # A device that is not here; a torch without CUDA lacks even the function.
+    with suppress(RuntimeError, AssertionError, ValueError, AttributeError):
+        return wrapped(**given)
+
+
+def _without_reduction(wrapped: Any, given: dict[str, Any]) -> None:
+    """Create a DistributedDataParallel whose gradients stay this rank's.
+
+    Reducing them ends in torch's INTERNAL ASSERT: the futures of the fake backend hold no tensors.
+    """
+    wrapped(**given)
+    _register_comm_hook(wrapped.__self__, None, lambda _, bucket: _completed(bucket.buffer()))
+
+
+def _completed(value: Any) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(value)
+    return future

@@ -1,1 +1,0 @@
-"""The demo: a colocated reinforcement-learning loop whose groups are offloaded and reloaded."""

@@ -1,0 +1,43 @@
+"""``examples/colocated_rl.py`` is a script that a user can copy and run; the demo compares it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import runpy
+import shutil
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from documents import ROOT
+
+import reloadpg
+from reloadpg.testing import run_ranks
+
+EXAMPLE = ROOT / "examples" / "colocated_rl.py"
+
+
+def as_a_script(rank: int, world_size: int, path: str, *options: str) -> tuple[str, bool]:
+    """What one rank prints where megatron-core is not installed; whether reloadpg was."""
+    importlib.util.find_spec = lambda name, package=None: None
+    sys.argv = [path, "--iterations", "1", *options]
+    with redirect_stdout(StringIO()) as output:
+        runpy.run_path(path, run_name="__main__")
+    return output.getvalue(), reloadpg.is_installed()
+
+
+@pytest.mark.timeout(180)
+def test_a_copy_runs_alone_with_and_without_reloadpg(tmp_path: Path) -> None:
+    """With the groups of a DeviceMesh; it prints the same numbers both times."""
+    copy = str(shutil.copy(EXAMPLE, tmp_path / "mine.py"))
+    with_it, without = (
+        run_ranks(as_a_script, 1, args=(copy, *options), timeout=120)
+        for options in ((), ("--no-offload",))
+    )
+    assert [installed for _, installed in (*with_it, *without)] == [True, False]
+    assert with_it[0][0] == without[0][0]
+    numbers = r"iteration 1: reward 0\.\d{3}, loss [+-]\d\.\d{9}, evaluation \d\.\d{9}\n"
+    assert re.fullmatch(numbers, with_it[0][0])
