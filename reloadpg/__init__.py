@@ -101,7 +101,7 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(target) or ("environment" if name in _MORE.split() else None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if home != "errors":
+    if home not in ("environment", "errors"):
         import_module(
             "torch"
         )  # before any module of ours: RELOADPG_AUTOINSTALL installs at its end

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import worlds
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -31,7 +32,7 @@ def _program(rank, world_size, installed):
     if installed:
         reloadpg.install()
     seen = {}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=99))
+    worlds.init("gloo", timeout=timedelta(seconds=99))
     pair = dist.new_group([0, 1], timedelta(seconds=55), group_desc="pair")
     outside = dist.new_group([2])
     local = dist.new_group([0, 2], use_local_synchronization=True) if rank != 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+import worlds
 
 import reloadpg
 from reloadpg.testing import run_ranks
@@ -29,7 +30,7 @@ class _Stuck:
 
 def _ends(rank, world_size, how):
     reloadpg.install(backends={"gloo"}, min_size=1)
-    dist.init_process_group("gloo")
+    worlds.init("gloo")
     group, stuck = dist.new_group([0]), _Stuck()
     group._settings.calls.append(("_register_on_completion_hook", (), {}))
     group._inner, inner = stuck, group._inner

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
+import worlds
 from tables import lengths, resolves_to, summed
 from torch.distributed import distributed_c10d as c10d
 
@@ -74,7 +75,7 @@ def _kind(link):
 
 def _many_cycles(rank, world_size):
     reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=30))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    worlds.init("gloo", timeout=timedelta(seconds=30))
     groups = [dist.group.WORLD]
     groups += [dist.new_group([0, 1], group_desc=f"group {index}") for index in range(6)]
     groups += [dist.new_group([0, 1], use_local_synchronization=True) for _ in range(2)]

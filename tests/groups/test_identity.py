@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 import wrapt
 from tables import (
     expected_sum,
@@ -120,7 +121,7 @@ def _snapshot(made, rank):
 def _everywhere(rank, world_size, installed):
     if installed:
         _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     made, meshes = _make_groups(rank)
     facts = {
         "kinds": {label: type(group).__name__ for label, group in made.items()},
@@ -277,7 +278,7 @@ def _error_of(function, *args, **kwargs):
 
 def _copies(rank, world_size):
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     world, pair = dist.group.WORLD, dist.new_group([0, 1])
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
@@ -359,7 +360,7 @@ def _forgotten(group, name):
 
 def _destroying(rank, world_size):
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     facts = {}
     for state in ("live", "offloaded"):
         group, other = dist.new_group([0, 1]), dist.new_group([0, 1])
@@ -456,7 +457,7 @@ def _again(rank, world_size, state, folder):
     facts = []
     old = []
     for life in range(3):
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+        worlds.init("gloo", timeout=TIMEOUT)
         world, pair = dist.group.WORLD, dist.new_group([0, 1])
         old.append(world)
         facts.append(
@@ -494,7 +495,7 @@ def _installed_only(rank, world_size, world, folder):
     reloadpg.install(backends={"gloo"}, world=world, timeout=TIMEOUT)
     sums = []
     for life in range(3):
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+        worlds.init("gloo", timeout=TIMEOUT)
         sums += [summed(None, rank), summed(dist.new_group([0, 1]), rank)]
         if not world:  # our own connection to the store is made by the first operation
             reloadpg.offload()
@@ -546,7 +547,7 @@ def _layers(function):
 
 def _twice(rank, world_size):
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     _install()  # as the framework does, after its dependency has
     pair = dist.new_group([0, 1])
     _install()
@@ -573,7 +574,7 @@ def test_installing_twice_wraps_once():
 
 def _made_while_offloaded(rank, world_size):
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     before = dist.new_group([0, 1, 2])
     reloadpg.offload()
     made = dist.new_group([0, 1], group_desc="made while offloaded")
@@ -623,7 +624,7 @@ def test_group_made_while_offloaded_lives_at_once_and_outlives_the_reload():
 def _choice(rank, world_size):
     facts = {}
     with _install(world=False, min_size=3):
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+        worlds.init("gloo", timeout=TIMEOUT)
         pair, trio = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
         reloadpg.offload()
         facts["kinds"] = [type(g).__name__ for g in (dist.group.WORLD, pair, trio)]
@@ -650,7 +651,7 @@ def test_world_and_small_groups_can_be_left_alone():
 def _bypass(rank, world_size):
     simulated.register()
     reloadpg.install(timeout=TIMEOUT)
-    dist.init_process_group("sim", timeout=TIMEOUT)
+    worlds.init("sim", timeout=TIMEOUT)
     pair = dist.new_group([0, 1])
     cpu = dist.new_group([0, 1], backend="gloo")
     local = dist.new_group([0, 1], backend="gloo", use_local_synchronization=True)
@@ -688,7 +689,7 @@ def test_gloo_groups_bypass_beside_an_accelerators():
 
 
 def _after_init(rank, world_size):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=77))
+    worlds.init("gloo", timeout=timedelta(seconds=77))
     held = dist.group.WORLD
     _install()
     world = dist.group.WORLD

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
+import worlds
 from tables import expected_sum, resolves_to, summed
 from torch.distributed import distributed_c10d as c10d
 
@@ -103,7 +104,7 @@ def _received(rank, world_size):
     simulated.register()
     new_group, helper = _Recorder("new_group"), _Recorder("_new_process_group_helper")
     _install(backends={"gloo", "sim"})
-    dist.init_process_group("sim", timeout=timedelta(seconds=51), pg_options=OPTIONS)
+    worlds.init("sim", timeout=timedelta(seconds=51), pg_options=OPTIONS)
     facts = {"WORLD": [helper.bound(helper.take()[0])]}
     groups, given, first = {}, {}, {}
     for label, make in CALLS.items():
@@ -194,7 +195,7 @@ def test_world_is_created_with_what_init_process_group_resolved(received):
 
 def _mutated(rank, world_size):
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     ranks, keyword, nested = [0, 1], [1, 2], [[0, 2], [1]]
     pair = dist.new_group(ranks)
     other = dist.new_group(ranks=keyword)
@@ -244,7 +245,7 @@ def _timeouts(group):
 
 def _changed(rank, world_size):
     _install()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=61))
+    worlds.init("gloo", timeout=timedelta(seconds=61))
     pair = dist.new_group([0, 1], timeout=timedelta(seconds=62), group_desc="before")
     kept = dist.new_group([0, 1], timeout=timedelta(seconds=63))
     facts = {"first": [_timeouts(g) for g in (dist.group.WORLD, pair, kept)]}
@@ -281,7 +282,7 @@ def test_timeout_and_description_changed_on_the_live_group_hold():
 def _participants(rank, world_size, in_callback=False):
     new_group = _Recorder("new_group")
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 1, 2], [0, 2])]
     doomed = dist.new_group([0, 1], group_desc="doomed")
     new_group.take()
@@ -331,7 +332,7 @@ def test_only_members_replay_where_torch_waits_for_all_ranks(in_callback):
 def _ring(rank, world_size):
     """Each pair of neighbours has a group, made between them alone, at its own moment."""
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     # By torch's rule for the names, a group must be the n-th of both members: even pairs first.
     even = (rank - rank % 2, rank - rank % 2 + 1)
     odd = tuple(sorted((rank, (rank + 1 if rank % 2 else rank - 1) % world_size)))

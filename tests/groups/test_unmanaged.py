@@ -257,7 +257,6 @@ class _Python(dist.ProcessGroup):
     group_name = property(lambda self: self._made)
     group_desc = property(lambda self: "python")
     bound_device_id = None
-    _device_types = property(lambda self: [torch.device("cpu")])
 
     def _set_group_name(self, name):
         self._made = name

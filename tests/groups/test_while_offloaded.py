@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 from op_table import ROWS, cases, run_row
 from tables import expected_sum, lengths, summed
 from torch.distributed import distributed_c10d as c10d
@@ -36,7 +37,7 @@ def _install(**options):
 def _table(rank, world_size):
     """Every row in every way while offloaded, first before and then after a reload."""
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     sub = dist.new_group(list(SUBGROUP), timeout=TIMEOUT)
     groups = {"world": (None, range(RANKS)), "sub": (sub, SUBGROUP)}
     outcomes = {}
@@ -97,7 +98,7 @@ def test_no_operation_succeeds_while_offloaded(row, table):
 
 def _methods(rank, world_size):
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     pair = dist.new_group([0, 1])
     reloadpg.offload()
     found = {}
@@ -124,7 +125,7 @@ def test_every_method_that_needs_a_communicator_refuses():
 
 def _stale_coalescing(rank, world_size):
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     reloadpg.offload()
     refused = []
     for _ in range(2):
@@ -149,7 +150,7 @@ def test_refused_coalescing_does_not_postpone_later_collectives():
 def _async_work(rank, world_size):
     """A Work from before the release, and what a group that was gone half-way did not do."""
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     tensor = torch.tensor([2**rank])
     work = dist.all_reduce(tensor, async_op=True)
     work.wait()
@@ -225,7 +226,7 @@ def _answers(group, mesh):
 
 def _questions(rank, world_size):
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     sub = dist.new_group([3, 1, 0], group_desc="three")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     asked = {"WORLD": dist.group.WORLD, "tp": mesh.get_group("tp")}
@@ -285,7 +286,7 @@ def _offload_in_block():
 
 
 def _not_installed(rank, world_size):
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     facts = [
         _error_of(function)
         for function in (
@@ -314,7 +315,7 @@ def test_before_install_one_clear_error_and_nothing_changed():
 def _twice(rank, world_size):
     _install()
     facts = {"before init": [reloadpg.offload(), reloadpg.reload()]}
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     pair = dist.new_group([0, 1])
     inner = pair._inner
     facts["reload before offload"] = [reloadpg.reload(), reloadpg.reload()]
@@ -357,7 +358,7 @@ def test_calls_that_find_nothing_to_do_are_no_ops():
 
 def _made_while_offloaded(rank, world_size):
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     called = []
     reloadpg.on_offload(lambda: called.append(len(reloadpg.status().groups)))
     reloadpg.offload()
@@ -376,7 +377,7 @@ def test_callbacks_run_on_every_offload_that_releases_something():
 
 def _alone(rank, world_size, min_size):
     _install(min_size=min_size)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     own = dist.new_group([0])
     facts = []
     for _ in range(2):
@@ -399,7 +400,7 @@ def test_single_rank(min_size, expected):
 
 def _no_groups(rank, world_size):
     reloadpg.install(timeout=TIMEOUT)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     facts = []
     for _ in range(2):
         report = reloadpg.offload()

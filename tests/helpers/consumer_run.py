@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import worlds
 from torch.distributed import all_reduce as early_all_reduce  # bound before install, as Megatron
 
 import reloadpg
@@ -248,7 +249,7 @@ def run_program(
         simulated.configure(bytes_per_communicator=1 << 16)
     if setting.reloadable and not setting.late:
         reloadpg.install(backends=setting.backends)
-    dist.init_process_group(setting.backend)
+    worlds.init(setting.backend)
     if setting.reloadable and setting.late:
         reloadpg.install(backends=setting.backends)
     run = Run(rank, world_size, setting)

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import worlds
 from torch.overrides import TorchFunctionMode
 
 import reloadpg
@@ -105,7 +106,7 @@ def train(store: dist.Store, between: Callable[[], None]) -> dict[str, Any]:
 
     torch.manual_seed(1234)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    worlds.init("gloo", store=store, rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=2, pipeline_model_parallel_size=2
     )

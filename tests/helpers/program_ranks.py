@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import worlds
 from programs import WORLD, WORLD_TIMEOUT_S, Instruction, Program, contribution
 from torch.distributed import distributed_c10d as c10d
 
@@ -74,7 +75,7 @@ class Interpreter:
         store = _connect()
         self._meeting = dist.PrefixStore(f"meeting/{number}", self._meetings)
         self._size = program.size
-        dist.init_process_group(
+        worlds.init(
             "gloo",
             store=dist.PrefixStore(f"program/{number}", store),
             rank=self._rank,

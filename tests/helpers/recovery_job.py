@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import worlds
 from torch.distributed import distributed_c10d as c10d
 
 import reloadpg
@@ -92,9 +93,9 @@ class Job:
     ) -> Job:
         reloadpg.install(backends={backend}, timeout=timedelta(seconds=bound))
         if store is None:
-            dist.init_process_group(backend)
+            worlds.init(backend)
         else:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+            worlds.init(backend, store=store, rank=rank, world_size=size)
         job = cls(rank)
         for ranks in subgroups:
             group = dist.new_group(list(ranks))

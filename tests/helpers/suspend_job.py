@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import worlds
 
 import reloadpg
 from reloadpg.testing import simulated
@@ -33,7 +34,7 @@ class Job:
         simulated.register()
         simulated.configure(bytes_per_communicator=HELD, **configuration)
         reloadpg.install(strategy=strategy, timeout=timedelta(seconds=bound))
-        dist.init_process_group("sim")
+        worlds.init("sim")
         self.rank = dist.get_rank()
         made = {
             f"g{i}": dist.new_group(list(r), group_desc=f"g{i}") for i, r in enumerate(subgroups)

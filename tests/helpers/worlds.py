@@ -22,6 +22,31 @@ CAN_SPLIT = hasattr(dist.ProcessGroup, "split_group")
 """Whether the installed torch can split gloo groups: from 2.13 on."""
 
 
+BOUND = os.environ.get("TEST_WORLD", "unbound") == "bound"
+"""Whether :func:`init` binds the default group to a device, as ``TEST_WORLD`` says.
+
+The tests run in both worlds: most trainers bind theirs, and torch then takes other ways.
+"""
+
+
+def init(backend: str, **kwargs: Any) -> None:
+    """Make the default group with torch's own function; bound to a device if :data:`BOUND`."""
+    if BOUND and not hasattr(dist.ProcessGroupGloo, "perform_nocolor_split"):
+        # Torch before 2.15 lets gloo split, and asks those that are not in the new group to take
+        # part as NCCL's must; gloo has no such function, and needs none.
+        dist.ProcessGroupGloo.perform_nocolor_split = lambda self, device: None  # type: ignore[attr-defined]
+    dist.init_process_group(backend, **kwargs)
+    if BOUND:
+        world: Any = dist.group.WORLD
+        served = [one for one in ("cuda", "privateuseone") if serves(world, one)]
+        world.bound_device_id = torch.device(served[0], 0)
+
+
+def serves(group: Any, device: str) -> bool:
+    """Whether a group has a backend for this kind of device."""
+    return torch.device(device) in group._device_types
+
+
 @contextmanager
 def accelerator_claimed() -> Iterator[None]:
     """Within this block torch believes that the CPU is an accelerator.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import worlds
 from stand_ins import BYTES, Device, SglangEngine, StandInSaver, VllmEngine, attempt, sums_right
 
 import reloadpg
@@ -199,7 +200,7 @@ def colocated_job(rank: int, size: int) -> dict[str, Any]:
     simulated.register()
     simulated.configure(bytes_per_communicator=BYTES)
     reloadpg.install(timeout=timedelta(seconds=20))
-    dist.init_process_group("sim")
+    worlds.init("sim")
     seen: dict[str, Any] = {}
     scenarios: dict[str, Any] = {
         "naive": naive,

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import worlds
 from stand_ins import BYTES, attempt, sums_right
 
 import reloadpg
@@ -203,7 +204,7 @@ def megatron_job(rank: int, size: int) -> dict[str, Any]:
     simulated.register()
     simulated.configure(bytes_per_communicator=BYTES)
     reloadpg.install()
-    dist.init_process_group("sim")
+    worlds.init("sim")
     before = left()
     seen: dict[str, Any] = {"before": before, "groups": megatron.groups()}
     phases: dict[str, Callable[[], Any]] = {

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 from stand_ins import BYTES, attempt, sums_right
 
 import reloadpg
@@ -60,7 +61,7 @@ class Actor:
         self.note("unregistered", attempt(lambda: register_default_process_group(REGISTERED)))
         monkey_patch_torch_dist()
         monkey_patch_torch_dist()
-        dist.init_process_group("sim", timeout=GIVEN)
+        worlds.init("sim", timeout=GIVEN)
         new_group = getattr(dist, "old_new_group", dist.new_group)  # slime: init_gloo_group()
         self.gloo = new_group(backend="gloo")
         if self.framework == "slime":
@@ -281,7 +282,7 @@ def test_before_the_patch(actors: list[dict[str, list[Any]]]) -> None:
 
 def no_patch_job(rank: int, size: int) -> list[Any]:
     """One rank, no patch; then an installation of the user's own; then gloo alone."""
-    dist.init_process_group("gloo")
+    worlds.init("gloo")
     seen: list[Any] = [attempt(lambda: register_default_process_group(GIVEN))]
     with reloadpg.install(backends={"gloo"}, min_size=1):
         monkey_patch_torch_dist()
@@ -307,7 +308,7 @@ def test_installations_of_others() -> None:
 def gloo_job(rank: int, size: int) -> list[Any]:
     """slime's lifecycle on gloo alone, for a job without a GPU: all groups are reloadable."""
     monkey_patch_torch_dist(backends={"gloo"}, min_size=1)
-    dist.init_process_group("gloo", timeout=GIVEN)
+    worlds.init("gloo", timeout=GIVEN)
     register_default_process_group(timeout=REGISTERED)
     made = [dist.new_group(r, backend="gloo") for lists in GROUPS.values() for r in lists]
     groups = [group for group in made if isinstance(group, ReloadableProcessGroup)]
@@ -330,7 +331,7 @@ def test_without_a_gpu() -> None:
 
 def registered_while_asleep(rank: int, size: int) -> list[float | None]:
     monkey_patch_torch_dist(backends={"gloo"})
-    dist.init_process_group("gloo", timeout=GIVEN)
+    worlds.init("gloo", timeout=GIVEN)
     register_default_process_group(timeout=GIVEN)
     destroy_process_groups()
     register_default_process_group(timeout=REGISTERED)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import worlds
 from stand_ins import BYTES, StandInSaver, attempt, sums_right
 
 import reloadpg
@@ -179,7 +180,7 @@ def saver_job(rank: int, size: int) -> dict[str, Any]:
     simulated.register()
     simulated.configure(bytes_per_communicator=BYTES)
     reloadpg.install(timeout=timedelta(seconds=20))
-    dist.init_process_group("sim")
+    worlds.init("sim")
     group = dist.new_group([0, 1])
     seen: dict[str, Any] = {"paused": paused_first(group)}
     for name, scenario in {

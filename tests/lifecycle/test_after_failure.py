@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 
 import reloadpg
 from reloadpg.lifecycle import recovery
@@ -35,7 +36,7 @@ def kind_of(function: Any) -> str:
 
 def after_a_failed_reload(rank: int, size: int, world: bool) -> dict[str, Any]:
     reloadpg.install(backends={"gloo"}, world=world, timeout=timedelta(seconds=BOUND_S))
-    dist.init_process_group("gloo")
+    worlds.init("gloo")
     first, last = dist.new_group([0, 1]), dist.new_group([0, 1])
     reloadpg.offload()
     rebuild = Rebuilds.bring_back
@@ -73,7 +74,7 @@ def test_a_group_can_be_made_after_a_failed_reload(world: bool) -> None:
 def after_world_on_one_rank(rank: int, size: int) -> dict[str, Any]:
     simulated.register()
     reloadpg.install(timeout=timedelta(seconds=BOUND_S))
-    dist.init_process_group("sim")
+    worlds.init("sim")
     summed(None)
     reloadpg.offload()
     rebuild = Rebuilds.bring_back
@@ -99,7 +100,7 @@ def test_a_group_can_be_made_where_only_some_ranks_have_a_new_world() -> None:
 
 def interrupted_twice(rank: int, size: int, at: str) -> dict[str, Any]:
     reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=BOUND_S))
-    dist.init_process_group("gloo")
+    worlds.init("gloo")
     groups = [dist.group.WORLD, dist.new_group([0, 1])]
     reloadpg.offload()
     rebuild = Rebuilds.bring_back
@@ -149,7 +150,7 @@ def test_a_second_interrupt_leaves_the_ranks_alike(at: str) -> None:
 def after_a_fall_back(rank: int, size: int) -> tuple[float, set[float]]:
     simulated.register()
     reloadpg.install(strategy="suspend", timeout=timedelta(seconds=BOUND_S))
-    dist.init_process_group("sim")
+    worlds.init("sim")
     pair = dist.new_group([0, 1])
     summed(None), summed(pair)
     if rank == 1:

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+import worlds
 from tables import meet_at_rank_0, store_closed_by_rank_0, summed
 
 import reloadpg
@@ -26,7 +27,7 @@ def _install(**options):
 
 def _nested(rank, world_size, raising):
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     called = []
     reloadpg.on_offload(lambda: called.append(reloadpg.status().cycles))
     states = []
@@ -63,7 +64,7 @@ def _listens(port):
 
 def _blocks_and_jobs(rank, world_size, case, folder):
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     with reloadpg.offloaded():
         if case == "reloaded inside":
             reloadpg.reload()
@@ -73,7 +74,7 @@ def _blocks_and_jobs(rank, world_size, case, folder):
             if rank == 0:  # its store, or the next job would find the keys of this one
                 assert not _listens(int(os.environ["MASTER_PORT"]))
             store_closed_by_rank_0(rank, folder / "closed")
-            dist.init_process_group("gloo", timeout=TIMEOUT)
+            worlds.init("gloo", timeout=TIMEOUT)
         with reloadpg.offloaded():
             state = reloadpg.status().state
         within = summed(None, rank)
@@ -92,7 +93,7 @@ def test_a_block_reloads_what_it_has_offloaded(case, tmp_path):
 def _in_each_other(rank, world_size):
     """The state in the outer block after the inner one, and after the outer one."""
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     kinds = {"offloaded": reloadpg.offloaded, "colocated": lambda: colocated()}
     seen = {}
     for outer, begin in kinds.items():
@@ -115,7 +116,7 @@ def test_blocks_of_both_kinds_nest():
 
 def _interrupted_at_its_end(rank, world_size, kind):
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     reports = []
 
     def interrupt(report):
@@ -143,7 +144,7 @@ def test_an_interrupt_at_the_very_end_of_the_offload(kind):
 
 def _interrupted_on_the_way_back(rank, world_size):
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
     keep = devices.empty_cache
 
     def interrupt():
@@ -169,7 +170,7 @@ def test_a_rollout_that_was_interrupted_on_its_way_back_is_over():
 
 def _reload_fails_too(rank, world_size):
     _install()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
 
     def broken():
         raise RuntimeError("an accelerator's own error")

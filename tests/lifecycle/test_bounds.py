@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+import worlds
 from worlds import summed
 
 import reloadpg
@@ -45,7 +46,7 @@ def test_many_groups_that_are_slow_to_build_do_not_hit_the_bound():
 def _one_hangs(rank, world_size):
     simulated.register()
     reloadpg.install(timeout=timedelta(seconds=BOUND_S))
-    dist.init_process_group("sim")
+    worlds.init("sim")
     groups = [dist.new_group([0, 1], group_desc=f"g{k}") for k in range(3)]
     for group in groups:
         summed(group, rank)
@@ -89,7 +90,7 @@ def test_a_release_that_hangs_is_named_aborted_and_shown():
 def _abort_hangs_too(rank, world_size):
     simulated.register()
     reloadpg.install(timeout=timedelta(seconds=BOUND_S))
-    dist.init_process_group("sim")
+    worlds.init("sim")
     group = dist.new_group([0, 1], group_desc="g")
     summed(group, rank)
     if rank == 1:
@@ -117,7 +118,7 @@ def test_memory_that_cannot_be_freed_is_not_reported_as_free():
 def _many_stuck(rank, world_size):
     simulated.register()
     reloadpg.install(timeout=timedelta(seconds=BOUND_S))
-    dist.init_process_group("sim")
+    worlds.init("sim")
     groups = [dist.new_group([0, 1]) for _ in range(8)]
     for group in groups:
         summed(group, rank)

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 
 import reloadpg
 from reloadpg.testing import run_ranks
@@ -14,7 +15,7 @@ from reloadpg.testing import run_ranks
 
 def _start(**options):
     reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=15), **options)
-    dist.init_process_group("gloo")
+    worlds.init("gloo")
     return dist.new_group([0, 1]), dist.new_group([2, 1])
 
 

@@ -65,7 +65,7 @@ def run_interpreters(body: str) -> list[Ended]:
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=45) for process in ranks]
+        outputs = [process.communicate(timeout=180) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -116,29 +116,6 @@ def test_exit_with_a_worker_that_is_stuck() -> None:
     assert [end.said for end in ended] == ["gave up"] * 2
 
 
-def test_a_stuck_worker_that_comes_back_during_the_end() -> None:
-    """Its call returns while the interpreter is taken down: the exit code stays what it was."""
-    ended = run_interpreters(
-        """
-        from reloadpg.lifecycle.recreate import Rebuilds
-
-        class Slow:
-            def __del__(self, sleep=time.sleep):
-                sleep(6)
-
-        reloadpg.offload()
-        come_back = lambda *_: dist.PrefixStore("a", store).wait(["never"], timedelta(seconds=9))
-        Rebuilds.bring_back = come_back
-        slow = Slow()
-        try:
-            reloadpg.reload()
-        except reloadpg.RendezvousTimeoutError as error:
-            print("gave up", flush=True)
-        """
-    )
-    assert_quiet(ended, [0, 0])
-
-
 @pytest.mark.parametrize("operation", ["offload", "reload"])
 def test_an_exception_in_the_middle_of_a_step(operation: str) -> None:
     """Uncaught, it ends the interpreter with code 1 and its own traceback, on all ranks."""
@@ -177,7 +154,7 @@ def test_sigterm_in_the_middle_of_a_step() -> None:
     assert ended[0].said == "1 True"
 
 
-def test_interrupt_while_waiting_at_a_gate() -> None:
+def test_interrupt_while_waiting_at_a_barrier() -> None:
     """Ctrl-C reaches a rank that waits for others inside the store."""
     ended = run_interpreters(
         """

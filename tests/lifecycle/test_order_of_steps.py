@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 
 import reloadpg
 from reloadpg.c10d import devices
@@ -17,7 +18,7 @@ from reloadpg.testing import run_ranks
 
 def _program(rank, world_size):
     reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=20))
-    dist.init_process_group("gloo")
+    worlds.init("gloo")
     log = []
     release, rebuild = strategies.Releases.release, strategies.Rebuilds.bring_back
     empty = devices.empty_cache

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+import worlds
 
 import reloadpg
 from reloadpg.lifecycle import memory
@@ -21,7 +21,7 @@ def listen(rank: int, size: int) -> dict[str, Any]:
     logging.getLogger("reloadpg").addHandler(handler)
     simulated.register()
     reloadpg.install()
-    dist.init_process_group("sim")
+    worlds.init("sim")
     before = [group.memory_bytes for group in reloadpg.status().groups]
 
     def broken(_: Any) -> None:
@@ -117,7 +117,7 @@ def warned(rank: int, size: int) -> list[tuple[str, str]]:
     logging.getLogger("reloadpg").setLevel(logging.DEBUG)
     simulated.register()
     reloadpg.install()
-    dist.init_process_group("sim")
+    worlds.init("sim")
     held = iter((12.5, 99, 3))
     memory.add_check(lambda: f"{next(held)} MiB stay" if rank == 0 else "this rank is odd")
     reloadpg.offload()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 from suspend_job import HELD, MIB, STAYS, Job, attempt, chosen, reasons
 
 import reloadpg
@@ -274,7 +275,7 @@ def test_a_description_set_while_suspended_holds() -> None:
 
 def gloo_groups(rank: int, size: int, fallback: bool) -> dict[str, Any]:
     reloadpg.install(backends={"gloo"}, strategy=StrategyPolicy("suspend", fallback=fallback))
-    dist.init_process_group("gloo")
+    worlds.init("gloo")
     error, state, reason, said = "", "", {}, ()
     try:
         report = reloadpg.offload()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 from opentelemetry import trace as otel
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -51,7 +52,7 @@ def job(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     reports: list[reloadpg.Report] = []
     reloadpg.on_report(reports.append)
 
-    dist.init_process_group("gloo")
+    worlds.init("gloo")
     dist.new_group([0, 1], group_desc="pair")
     for _ in range(2):
         with reloadpg.offloaded():

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import worlds
 from reports import report
 
 import reloadpg
@@ -47,7 +48,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def _single_rank(**options: Any) -> None:
     reloadpg.install(backends={"gloo"}, min_size=1, **options)
-    dist.init_process_group("gloo")
+    worlds.init("gloo")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ def _fork(rank, world_size, directory):
     def with_a_group_of_its_own():
         assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
         store = dist.HashStore()
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        worlds.init("gloo", store=store, rank=0, world_size=1)
         observability.publish_status(own)()
 
     def with_the_parents_group():
@@ -164,7 +165,7 @@ def _fork(rank, world_size, directory):
     until(lambda: read(path))
     with publish._process._lock:  # as if another thread were at it
         codes = [_in_child(with_a_group_of_its_own)]
-        dist.init_process_group("gloo")
+        worlds.init("gloo")
         codes += [_in_child(with_the_parents_group)]
     untouched = read(path)["pid"] == os.getpid()
     with reloadpg.offloaded():
