@@ -49,7 +49,7 @@ class Options:
     selection: Selection
     strategy: StrategyPolicy
     timeout: timedelta
-    parallelism: int = 1
+    parallelism: int = 8
 
 
 class Unfinished(NamedTuple):

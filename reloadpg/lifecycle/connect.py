@@ -2,20 +2,25 @@
 
 NCCL connects a communicator in the first collective that uses it. After a reload that order
 depends on the data, and expert-parallel jobs deadlocked in it (miles#823); connecting all of
-them in the one order that all ranks share cannot. It costs a collective a group, so it is a choice.
+them in the one order that all ranks share cannot. It costs time, so it is a choice.
+
+Torch can connect a communicator without running a kernel (``eager_connect_single_device``), which
+several threads may do side by side. A collective is a kernel on the device, and kernels of several
+communicators are started in one order, one group after the other.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
+from torch._C._distributed_c10d import Backend as CppBackend
 
 from ..c10d import devices
 from ..errors import InvalidOptionError, RebuildError
 from ..groups.proxy import ReloadableProcessGroup
 
-__all__ = ["Connect", "connect_group", "validate"]
+__all__ = ["Connect", "check_group", "connect_group", "connects_alone", "validate"]
 
 Connect = Literal["none", "eager", "canary"]
 
@@ -35,7 +40,25 @@ def validate(connect: str) -> Connect:
     )
 
 
-def connect_group(group: ReloadableProcessGroup, how: Connect) -> None:
+def connects_alone(group: ReloadableProcessGroup) -> bool:
+    """Whether the backend of a live group connects without a collective. Local.
+
+    Torch's base class offers it to all backends and does nothing. NCCL connects; gloo has
+    connected when it was created; a backend written in Python says so by having its own.
+    """
+    backend = group._get_backend(_device(group))
+    own = getattr(type(backend), "eager_connect_single_device", None)
+    known = backend.name().startswith(("gloo", "nccl"))
+    return own is not None and (known or own is not CppBackend.eager_connect_single_device)
+
+
+def connect_group(group: ReloadableProcessGroup) -> None:
+    """Connect the communicator of a live group, without a kernel. Collective, blocking."""
+    device = _device(group)
+    cast(Any, group._get_backend(device)).eager_connect_single_device(device)
+
+
+def check_group(group: ReloadableProcessGroup, how: Connect) -> None:
     """Run an all-reduce of two numbers over a live group; for ``canary`` check it by value.
 
     Collective over the group, blocking until the device has done it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 
@@ -54,7 +55,8 @@ def install(
     min_size: int = 2,
     world: bool = True,
     strategy: str | StrategyPolicy = "recreate",
-    timeout: timedelta = timedelta(minutes=5),
+    timeout: timedelta | float = timedelta(minutes=5),
+    parallelism: int = Options.parallelism,
 ) -> Installation:
     """Make process groups reloadable from now on.
 
@@ -70,7 +72,9 @@ def install(
             ``suspend`` (kept, their memory given back; NCCL 2.29.7 and later), ``auto`` (decided
             for each group), or a :class:`StrategyPolicy` with more to say.
         timeout: how long ``offload`` and ``reload`` wait for other ranks, and for a group's own
-            communicator, while no rank makes progress; at most a year.
+            communicator, while no rank makes progress; at most a year. A number is in seconds.
+        parallelism: how many groups a rank releases, or connects after a reload, side by side; 1
+            for one after the other. Equal on all ranks.
 
     Returns:
         A handle; as a context manager it uninstalls at the end of the block.
@@ -79,14 +83,13 @@ def install(
         InvalidOptionError: an option cannot be used.
         PatchConflictError: installed already with other options.
     """
-    if not isinstance(timeout, timedelta) or not timedelta(0) < timeout <= MAX_TIMEOUT:
+    if isinstance(parallelism, bool) or not isinstance(parallelism, int) or parallelism < 1:
         raise InvalidOptionError(
-            f"install(timeout={timeout!r}): not a positive timedelta of at most "
-            f"{MAX_TIMEOUT.days} days; nothing was installed. Pass for example "
-            "timeout=timedelta(minutes=5)."
+            f"install(parallelism={parallelism!r}): not a positive number; nothing was installed. "
+            "Pass 1 to release groups one after the other."
         )
-    chosen = StrategyPolicy.of(strategy)
-    options = Options(Selection.of(backends, min_size, world), chosen, timeout)
+    selection, chosen = Selection.of(backends, min_size, world), StrategyPolicy.of(strategy)
+    options = Options(selection, chosen, _bound(timeout), parallelism)
     with registry.lock:
         if registry.patches is not None:
             if registry.options == options:
@@ -108,6 +111,18 @@ def install(
         _warn_of_unmanaged()
         _tell_of_installation()
         return Installation(options, owner=True)
+
+
+def _bound(timeout: timedelta | float) -> timedelta:
+    with suppress(TypeError, ValueError, OverflowError):
+        given = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        if timedelta(0) < given <= MAX_TIMEOUT and not isinstance(timeout, bool):
+            return given
+    raise InvalidOptionError(
+        f"install(timeout={timeout!r}): not a positive timedelta, or number of seconds, of at most "
+        f"{MAX_TIMEOUT.days} days; nothing was installed. Pass for example "
+        "timeout=timedelta(minutes=5)."
+    )
 
 
 def uninstall() -> None:

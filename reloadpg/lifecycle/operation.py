@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import groupby
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -190,17 +192,25 @@ class Operation:
         self.do(phase, lambda: [one.task.wait(for_ever) for one in aborts], f"aborting {names}")
 
     def each(
-        self, phase: str, groups: Sequence[ReloadableProcessGroup], action: Action
+        self,
+        phase: str,
+        groups: Sequence[ReloadableProcessGroup],
+        action: Action,
+        parallelism: int | None = None,
     ) -> Outcome | None:
         """Do something with each group, in this order, before a barrier.
 
-        With a parallelism of N, each of N threads takes the next group when it has finished one.
+        With a parallelism of N, each of N threads takes the next group when it has finished one:
+        the rank works at its first N unfinished groups. All ranks share one order, so the first
+        unfinished group of the job is being worked at by all of its members, and no topology can
+        deadlock. Groups that users rebuild themselves go one after the other.
 
         Args:
             phase: the barrier after it.
             groups: in the order that all ranks share.
             action: called with the group, whether the result is still wanted, and the thread's
                 number.
+            parallelism: of this step; None for that of the installation.
 
         Returns:
             None; an outcome ``fall_back`` if another rank has fallen back meanwhile.
@@ -208,37 +218,47 @@ class Operation:
         Raises:
             ReleaseError, RebuildError: the action failed on this rank; the cause is chained.
         """
-        if not groups:
-            return None
-        queue, lock = iter(groups), threading.Lock()
-        failure = ReleaseError if self.name == "offload" else RebuildError
         took: list[Took] = []
+        most = parallelism or self.options.parallelism
+        for handed_over, part in groupby(groups, lambda one: one.construction.is_handed_over):
+            together = list(part)
+            threads = 1 if handed_over else min(most, len(together))
+            work = partial(self._work, iter(together), threading.Lock(), action, took)
+            with self.timed("groups", measure=False):
+                outcome = self.round.run(phase, work, lambda: self.doing, threads)
+            if outcome is not None:
+                return outcome
+        self._note(took)
+        return None
 
-        def work(attempt: Attempt, index: int) -> None:
-            while not attempt.abandoned:
-                with lock:
-                    group = next(queue, None)
-                if group is None:
-                    return
-                self._current[index] = repr(group)
-                begun = time.perf_counter()
-                try:
-                    action(group, attempt, index)
-                except Exception as cause:
-                    raise failure(
-                        f"{self.name} failed at {group!r} on rank {self.world.rank()}: "
-                        f"{type(cause).__name__}: {cause}"
-                    ) from cause
-                took.append(Took(group, begun, (time.perf_counter() - begun) * 1e3))
-                self._current.pop(index, None)
-                self.round.advance()
-
-        threads = min(self.options.parallelism, len(groups))
-        with self.timed("groups", measure=False):
-            outcome = self.round.run(phase, work, lambda: self.doing, threads)
-        if outcome is None:
-            self._note(took)
-        return outcome
+    def _work(
+        self,
+        left: Iterator[ReloadableProcessGroup],
+        taking: threading.Lock,
+        action: Action,
+        took: list[Took],
+        attempt: Attempt,
+        index: int,
+    ) -> None:
+        """Take the next group and do something with it, until none is left; one of the threads."""
+        failure = ReleaseError if self.name == "offload" else RebuildError
+        while not attempt.abandoned:
+            with taking:
+                group = next(left, None)
+            if group is None:
+                return
+            self._current[index] = repr(group)
+            begun = time.perf_counter()
+            try:
+                action(group, attempt, index)
+            except Exception as cause:
+                raise failure(
+                    f"{self.name} failed at {group!r} on rank {self.world.rank()}: "
+                    f"{type(cause).__name__}: {cause}"
+                ) from cause
+            took.append(Took(group, begun, (time.perf_counter() - begun) * 1e3))
+            self._current.pop(index, None)
+            self.round.advance()
 
     def each_or_fall_back(
         self, phase: str, groups: Sequence[ReloadableProcessGroup], action: Action

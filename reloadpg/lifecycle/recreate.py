@@ -18,7 +18,7 @@ from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Unfinished
 from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Attempt, Task
-from .connect import Connect, connect_group
+from .connect import Connect, check_group, connect_group
 from .suspend import communicators
 
 __all__ = ["Rebuilds", "Releases", "abort", "spent_keys"]
@@ -83,12 +83,22 @@ class Rebuilds:
         for group in groups:
             group.names_in_store.append(self._name(group))
 
-    def bring_back(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
-        """Make a group live, and connect it. Blocking, collective over its members; an action."""
+    def rebuild(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
+        """Create the communicator of an offloaded group again, unless it was only suspended.
+
+        Blocking, collective over its members if its backend is; an action of an operation.
+        """
         if group.communicator is None:
             self._rebuild(group, attempt, index)
-        if self.connect != "none" and not attempt.abandoned:
-            connect_group(group, self.connect)
+
+    def connect_alone(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
+        """Connect a live group without a collective. Blocking, collective; an action."""
+        if not attempt.abandoned:
+            connect_group(group)
+
+    def check(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
+        """Run a collective over a live group. Blocking, collective over its members; an action."""
+        check_group(group, self.connect)
 
     def _rebuild(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
         if attempt.abandoned:  # its name and its store client belong to an operation that is over

@@ -7,7 +7,7 @@ import sys
 from ..c10d import devices
 from ..groups.proxy import GroupState
 from ..groups.registry import registry
-from .connect import Connect, validate
+from .connect import Connect, connects_alone, validate
 from .operation import Operation
 from .recovery import await_unfinished, end_early
 from .recreate import Rebuilds, abort
@@ -28,8 +28,10 @@ def reload(*, connect: Connect = "none") -> Report:
 
     Args:
         connect: ``none`` leaves each communicator to connect in its first collective;
-            ``eager`` connects each as soon as it is there, in one order that all ranks share, with
-            an all-reduce of two numbers; ``canary`` also checks that sum. Equal on all ranks.
+            ``eager`` connects them now: ``parallelism`` of them side by side where the backend can
+            connect without a collective (NCCL), else with an all-reduce of two numbers, one after
+            the other in the order that all ranks share; ``canary`` runs that all-reduce on all,
+            and checks the sum. Equal on all ranks.
 
     Returns:
         What was done on this rank.
@@ -72,7 +74,12 @@ def reload(*, connect: Connect = "none") -> Report:
         op.delete_spent_keys(gone)
         rebuilds.prepare(gone)
         back = [g for g in op.groups if g in gone or (how != "none" and g in suspended)]
-        op.each("rebuilt", back, rebuilds.bring_back)
+        # Torch's creation is not made for several threads (names, counters, tables): one by one.
+        op.each("rebuilt", back, rebuilds.rebuild, parallelism=1)
+        alone = [group for group in back if how != "none" and connects_alone(group)]
+        op.each("rebuilt", alone, rebuilds.connect_alone)
+        checked = [g for g in back if how == "canary" or (how == "eager" and g not in alone)]
+        op.each("rebuilt", checked, rebuilds.check, parallelism=1)
         op.measure("rebuilt")
         op.barrier("rebuilt")
         op.call(registry.callbacks.reload)

@@ -219,19 +219,19 @@ def _retry(rank, world_size, world):
     bound = dist.group.WORLD.bound_device_id
     pair = dist.new_group([0, 1])
     reloadpg.offload()
-    original = Rebuilds.bring_back
+    original = Rebuilds.rebuild
     if rank == 1:
 
         def fails(self, group, attempt, index):
             raise RuntimeError("once")
 
-        Rebuilds.bring_back = fails
+        Rebuilds.rebuild = fails
     try:
         reloadpg.reload()
         first = ""
     except reloadpg.ReloadpgError as error:
         first = type(error).__name__
-    Rebuilds.bring_back = original
+    Rebuilds.rebuild = original
     unfinished = len(reloadpg.status().unfinished)  # rank 0 is still in the creation of WORLD
     try:
         reloadpg.reload()

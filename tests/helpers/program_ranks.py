@@ -41,7 +41,7 @@ class Faults:
     def __init__(self) -> None:
         self._k = -1
         self._when = ""
-        for owner, name in ((Releases, "release"), (Rebuilds, "bring_back")):
+        for owner, name in ((Releases, "release"), (Rebuilds, "rebuild")):
             setattr(owner, name, self._faulty(getattr(owner, name)))
 
     def arm(self, k: int, when: str) -> None:

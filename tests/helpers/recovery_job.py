@@ -91,7 +91,8 @@ class Job:
         store: Any = None,
         size: int | None = None,
     ) -> Job:
-        reloadpg.install(backends={backend}, timeout=timedelta(seconds=bound))
+        # One after the other: "while the third group is released" is then a moment.
+        reloadpg.install(backends={backend}, timeout=timedelta(seconds=bound), parallelism=1)
         if store is None:
             worlds.init(backend)
         else:
@@ -207,7 +208,7 @@ def interfere(point: str, action: Callable[[], object], *, times: int = 1) -> No
 
 
 def _interfere_with_group(operation: str, index: int, now: Callable[[], object]) -> None:
-    owner, name = (Releases, "release") if operation == "offload" else (Rebuilds, "bring_back")
+    owner, name = (Releases, "release") if operation == "offload" else (Rebuilds, "rebuild")
     original = getattr(owner, name)
     counts: dict[int, int] = {}
 

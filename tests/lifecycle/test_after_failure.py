@@ -39,7 +39,7 @@ def after_a_failed_reload(rank: int, size: int, world: bool) -> dict[str, Any]:
     worlds.init("gloo")
     first, last = dist.new_group([0, 1]), dist.new_group([0, 1])
     reloadpg.offload()
-    rebuild = Rebuilds.bring_back
+    rebuild = Rebuilds.rebuild
 
     def broken(self: Rebuilds, group: Any, *rest: Any) -> None:
         if group is last:
@@ -47,9 +47,9 @@ def after_a_failed_reload(rank: int, size: int, world: bool) -> dict[str, Any]:
         rebuild(self, group, *rest)
 
     if rank == 1:
-        Rebuilds.bring_back = broken  # type: ignore[method-assign]
+        Rebuilds.rebuild = broken  # type: ignore[method-assign]
     failed = kind_of(reloadpg.reload)  # rank 0 is left in the creation of `last`
-    Rebuilds.bring_back = rebuild  # type: ignore[method-assign]
+    Rebuilds.rebuild = rebuild  # type: ignore[method-assign]
     begun = time.monotonic()
     made = dist.new_group([0, 1])
     seconds = time.monotonic() - begun
@@ -77,15 +77,15 @@ def after_world_on_one_rank(rank: int, size: int) -> dict[str, Any]:
     worlds.init("sim")
     summed(None)
     reloadpg.offload()
-    rebuild = Rebuilds.bring_back
+    rebuild = Rebuilds.rebuild
 
     def broken(*_: Any) -> None:
         raise RuntimeError("on purpose")
 
     if rank == 1:
-        Rebuilds.bring_back = broken  # type: ignore[method-assign]
+        Rebuilds.rebuild = broken  # type: ignore[method-assign]
     failed = kind_of(reloadpg.reload)  # creating WORLD is local here: rank 0 has done it
-    Rebuilds.bring_back = rebuild  # type: ignore[method-assign]
+    Rebuilds.rebuild = rebuild  # type: ignore[method-assign]
     sums = {summed(dist.new_group([0, 1], backend="gloo", timeout=timedelta(seconds=10)))}
     after = [kind_of(reloadpg.reload), kind_of(reloadpg.offload), kind_of(reloadpg.reload)]
     return {"failed": failed, "after": set(after), "sums": sums | {summed(None)}}
@@ -103,7 +103,7 @@ def interrupted_twice(rank: int, size: int, at: str) -> dict[str, Any]:
     worlds.init("gloo")
     groups = [dist.group.WORLD, dist.new_group([0, 1])]
     reloadpg.offload()
-    rebuild = Rebuilds.bring_back
+    rebuild = Rebuilds.rebuild
     if rank == 1:
         interrupts = iter((True, False))
 
@@ -118,7 +118,7 @@ def interrupted_twice(rank: int, size: int, at: str) -> dict[str, Any]:
         def broken(*_: Any) -> None:
             raise RuntimeError("on purpose")
 
-        Rebuilds.bring_back = broken  # type: ignore[method-assign]
+        Rebuilds.rebuild = broken  # type: ignore[method-assign]
         if at == "telling the others":
             Round.fail = once(Round.fail)  # type: ignore[method-assign]
         else:
@@ -127,7 +127,7 @@ def interrupted_twice(rank: int, size: int, at: str) -> dict[str, Any]:
         reloadpg.reload()
     except BaseException as error:
         kind = type(error).__name__
-    Rebuilds.bring_back = rebuild  # type: ignore[method-assign]
+    Rebuilds.rebuild = rebuild  # type: ignore[method-assign]
     states = {(str(group.state), group.generation) for group in groups}
     again = kind_of(reloadpg.reload)
     return {"kind": kind, "states": states, "again": again, "sums": {summed(g) for g in groups}}

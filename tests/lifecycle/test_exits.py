@@ -105,7 +105,7 @@ def test_exit_with_a_worker_that_is_stuck() -> None:
         from reloadpg.lifecycle.recreate import Rebuilds
         reloadpg.offload()
         if rank == 1:
-            Rebuilds.bring_back = lambda *_: time.sleep(60)
+            Rebuilds.rebuild = lambda *_: time.sleep(60)
         try:
             reloadpg.reload()
         except reloadpg.RendezvousTimeoutError as error:

@@ -57,10 +57,10 @@ def faults_in_every_group(rank: int, size: int, operation: str) -> list[dict[str
                 armed[0] = False
                 fault()
 
-        originals = Releases.release, Rebuilds.bring_back
+        originals = Releases.release, Rebuilds.rebuild
         interfere(f"{operation}.group{k}", once)
         seen = attempt(getattr(reloadpg, operation))
-        Releases.release, Rebuilds.bring_back = originals  # type: ignore[method-assign]
+        Releases.release, Rebuilds.rebuild = originals  # type: ignore[method-assign]
         states, refused, status = job.states(), job.refused(), reloadpg.status().state
         gc.collect()
         gone = all(ref() is None for ref in inner)
@@ -156,7 +156,7 @@ def delays(rank: int, size: int) -> dict[str, Any]:
                 store.set(f"test/logged/{point}", "1")
 
     logging.getLogger("reloadpg").addHandler(Recorder(level=logging.WARNING))
-    originals = Releases.release, Rebuilds.bring_back, Round._reach
+    originals = Releases.release, Rebuilds.rebuild, Round._reach
     found = {}
     for point in OFFLOAD_POINTS + RELOAD_POINTS:
         if rank == FAULTY:
@@ -165,7 +165,7 @@ def delays(rank: int, size: int) -> dict[str, Any]:
         records.clear()
         before = job.generations()
         seen = [attempt(reloadpg.offload), attempt(reloadpg.reload)]
-        Releases.release, Rebuilds.bring_back, Round._reach = originals  # type: ignore[method-assign]
+        Releases.release, Rebuilds.rebuild, Round._reach = originals  # type: ignore[method-assign]
         found[point] = {
             "seen": [call.kind for call in seen],
             "logged": list(records),
@@ -206,7 +206,7 @@ class TestDelayWithinTheBound:
 def retried(rank: int, size: int) -> list[dict[str, Any]]:
     """After a failed offload, and after a failed reload: each operation that may come next."""
     job = Job.start(rank, bound=10)
-    originals = Releases.release, Rebuilds.bring_back, Round._reach
+    originals = Releases.release, Rebuilds.rebuild, Round._reach
     found = []
     programs = [
         ("offload.group1", ["offload", "offload", "reload"]),
@@ -222,7 +222,7 @@ def retried(rank: int, size: int) -> list[dict[str, Any]]:
         if rank == FAULTY:
             interfere(point, fault)
         seen = [attempt(getattr(reloadpg, operation)).kind for operation in program]
-        Releases.release, Rebuilds.bring_back, Round._reach = originals  # type: ignore[method-assign]
+        Releases.release, Rebuilds.rebuild, Round._reach = originals  # type: ignore[method-assign]
         found.append(
             {
                 "point": point,
@@ -261,7 +261,7 @@ def interrupted(rank: int, size: int) -> list[dict[str, Any]]:
         raise Terminated(143)
 
     signal.signal(signal.SIGTERM, terminate)
-    originals = Releases.release, Rebuilds.bring_back, Round._reach
+    originals = Releases.release, Rebuilds.rebuild, Round._reach
     found = []
 
     def now() -> None:
@@ -278,7 +278,7 @@ def interrupted(rank: int, size: int) -> list[dict[str, Any]]:
             interfere(point, now)
         operation = point.split(".")[0]
         seen = attempt(getattr(reloadpg, operation))
-        Releases.release, Rebuilds.bring_back, Round._reach = originals  # type: ignore[method-assign]
+        Releases.release, Rebuilds.rebuild, Round._reach = originals  # type: ignore[method-assign]
         states = job.states()
         again = attempt(getattr(reloadpg, operation))
         last = attempt(reloadpg.reload)

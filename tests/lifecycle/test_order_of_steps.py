@@ -20,10 +20,10 @@ def _program(rank, world_size):
     reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=20))
     worlds.init("gloo")
     log = []
-    release, rebuild = strategies.Releases.release, strategies.Rebuilds.bring_back
+    release, rebuild = strategies.Releases.release, strategies.Rebuilds.rebuild
     empty = devices.empty_cache
     strategies.Releases.release = lambda *a, **k: (log.append("release"), release(*a, **k))[1]
-    strategies.Rebuilds.bring_back = lambda *a, **k: (log.append("rebuild"), rebuild(*a, **k))[1]
+    strategies.Rebuilds.rebuild = lambda *a, **k: (log.append("rebuild"), rebuild(*a, **k))[1]
     devices.empty_cache = lambda: (log.append("empty cache"), empty())[1]
     reloadpg.on_offload(lambda: log.append("on_offload"))
     reloadpg.on_reload(lambda: log.append("on_reload"))

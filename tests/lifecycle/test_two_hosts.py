@@ -84,14 +84,14 @@ if cut == "enter":
 
     Round.agree = agree_after_cut
 elif cut == "group":
-    rebuild = Rebuilds.bring_back
+    rebuild = Rebuilds.rebuild
 
     def rebuild_after_cut(self, group, *args):
         if group is groups[1]:
             cut_here()
         return rebuild(self, group, *args)
 
-    Rebuilds.bring_back = rebuild_after_cut
+    Rebuilds.rebuild = rebuild_after_cut
 elif cut == "callback":
     reloadpg.on_reload(cut_here)
 reloadpg.offload()
