@@ -2,7 +2,7 @@
 
 NCCL connects a communicator in the first collective that uses it. After a reload that order
 depends on the data, and expert-parallel jobs deadlocked in it (miles#823); connecting all of
-them in the one order that all ranks share cannot. It costs a collective a group, so it is a choice.
+them in the one order that all ranks share cannot. It costs a collective a group, so it is optional.
 """
 
 from __future__ import annotations

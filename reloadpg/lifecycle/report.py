@@ -55,7 +55,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Report:
-    """What one call of ``offload`` or ``reload`` did on this rank.
+    """The record of one call of ``offload`` or ``reload`` on this rank.
 
     Attributes:
         operation: ``offload`` or ``reload``.
@@ -112,7 +112,7 @@ class Report:
 
     @property
     def memory_source(self) -> str:
-        """Where ``released_bytes`` and ``restored_bytes`` come from; empty if nothing says it."""
+        """Source of ``released_bytes`` and ``restored_bytes``; empty if nothing measures them."""
         return next(iter(self.memory.get("before", ())), "")
 
     @property
@@ -195,7 +195,7 @@ class Report:
 
 @dataclass(frozen=True)
 class GroupStatus:
-    """How one reloadable group stands.
+    """The state of one reloadable group.
 
     Attributes:
         name: its ``group_name``.
@@ -230,7 +230,7 @@ class GroupStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """How this process stands; see :func:`reloadpg.status`.
+    """The state of this process; see :func:`reloadpg.status`.
 
     Attributes:
         installed: whether the patches are in place.
@@ -269,7 +269,7 @@ class Status:
 
     @property
     def memory_bytes(self) -> int | None:
-        """What the live communicators hold by their own account; None if none gives one."""
+        """Bytes that the live communicators hold by their own account; None if none gives one."""
         known = [g.memory_bytes for g in self.groups if g.memory_bytes is not None]
         return sum(known) if known else None
 

@@ -1,4 +1,4 @@
-"""What the examples leave to their reader: the names that they use and do not define.
+"""Placeholders for the names that the examples use and do not define.
 
 Each stands for the user's own code, and checks what holds where the example calls it. The
 simulated accelerator is what the examples' ``nccl`` is here: its groups are reloadable by default,
