@@ -140,7 +140,7 @@ def warnings(released: bool) -> list[str]:
         try:
             text = check()
         except Exception:
-            logger.exception("a check added with reloadpg.memory.add_check failed")
+            logger.exception("a check added with reloadpg.lifecycle.memory.add_check failed")
             continue
         if text:
             found.append(text)

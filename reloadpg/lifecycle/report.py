@@ -67,7 +67,7 @@ class Report:
         total_ms: wall time of the whole call, in milliseconds.
         note: why nothing was done, where nothing was.
         memory: bytes in use by moment (``before``, each phase, ``after``) and source; see
-            ``reloadpg.memory``. The first source is the one that ``released_bytes`` is taken from.
+            ``reloadpg.lifecycle.memory``. ``released_bytes`` is taken from the first source.
         warnings: what keeps memory from coming back, in words.
         error: the error that the call raised; empty if it raised none.
         started_at: Unix time at the call, in seconds.
@@ -243,7 +243,7 @@ class Status:
         options: what ``install`` was given.
         groups: the reloadable groups, WORLD first.
         bypassed: number of groups that torch knows and this library leaves alone.
-        memory: bytes in use now by source; see ``reloadpg.memory``.
+        memory: bytes in use now by source; see ``reloadpg.lifecycle.memory``.
         foreign: patched names that somebody else has changed since, with what they hold.
         last_error: the error that the last operation raised; empty if it raised none.
         unmanaged: by name, the groups that the options of ``install`` select and that are not
