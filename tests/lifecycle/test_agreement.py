@@ -134,7 +134,7 @@ def one_round_behind(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_a_rank_one_call_behind() -> None:
-    """It learns at once that the others wait no more for it, and all join in the next call."""
+    """It learns at once that the others have given up on it, and all meet in the next call."""
     results = run_ranks(one_round_behind, 3, timeout=30)
     for rank, result in enumerate(results):
         seen = result["late"] if rank == 1 else result["alone"]

@@ -82,7 +82,7 @@ def faults_in_every_group(rank: int, size: int, operation: str) -> list[dict[str
                 "sums": job.sums(),
                 "live": job.states(),
                 "generations": job.generations(),
-                "keys": base_store().num_keys() - 2 * k,  # two of each barrier of the test's own
+                "keys": base_store().num_keys() - 2 * k,  # two of each meeting of the test's own
             }
         )
         meet(f"{operation}{k}", size)

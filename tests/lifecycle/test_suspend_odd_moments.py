@@ -89,7 +89,7 @@ def interrupted_in_fall_back(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_a_rank_interrupted_in_a_fall_back_stays_in_step() -> None:
-    """The others are told at once, and the next reload finds all ranks in the same round."""
+    """The others hear of it at once, and the next reload finds all ranks in the same round."""
     for rank, result in enumerate(run_ranks(interrupted_in_fall_back, 3, timeout=60)):
         assert result["kind"] == ("KeyboardInterrupt" if rank == 2 else "PeerFailedError")
         assert result["seconds"] < 5
