@@ -1,10 +1,10 @@
-"""What one gate costs, against the number of ranks that meet at it.
+"""Measure what one store barrier costs, by the number of ranks.
 
 Up to 1,000 simulated ranks: each is a rendezvous with a store connection of its own to one real
-TCPStore, in threads of a few processes. The time is from the first arrival of a gate to the last
-return, divided over the gates; the store operations are counted on one rank.
+TCPStore, in threads of a few processes. The time is from the first arrival at a barrier to the last
+return, divided over the barriers; the store operations are counted on one rank.
 
-Usage: python benchmarks/rendezvous.py [--ranks 8 64 256 1000] [--gates 10] [--json PATH]
+Usage: python benchmarks/rendezvous.py [--ranks 8 64 256 1000] [--barriers 10] [--json PATH]
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Counting:
 
 def _count(rendezvous: Rendezvous) -> Counting:
     """Let the rendezvous' own part of the store be counted."""
-    part: Callable[[Any], Any] = rendezvous._part
+    part: Callable[[Any], Any] = rendezvous._own_keys
     counting = Counting(None)
 
     def counted(root: Any) -> Any:
         counting._store = part(root)
         return counting
 
-    rendezvous._part = counted  # type: ignore[method-assign, assignment]
+    rendezvous._own_keys = counted  # type: ignore[method-assign, assignment]
     return counting
 
 
@@ -66,8 +66,8 @@ def _plan(size: int) -> Plan:
     return Plan("offload", {"timeout_s": "300.0"}, (group,))
 
 
-def meet(process: int, processes: int, port: int, size: int, gates: int) -> dict[str, Any]:
-    """One process's share of the ranks: the milliseconds that each of its gates took."""
+def measure(process: int, processes: int, port: int, size: int, barriers: int) -> dict[str, Any]:
+    """One process's share of the ranks: the milliseconds that each of its barriers took."""
     mine = range(process, size, processes)
     plan = _plan(size)
     times: list[list[float]] = []
@@ -79,15 +79,15 @@ def meet(process: int, processes: int, port: int, size: int, gates: int) -> dict
         rendezvous = Rendezvous(store, rank, size)
         if rank == mine[-1]:
             counters.append(_count(rendezvous))
-        rendezvous.open("warm-up", ("enter",), BOUND_S).gate("enter")
+        rendezvous.open("warm-up", ("enter",), BOUND_S).barrier("enter")
         for counter in counters:
             counter.operations = 0
         own: list[float] = []
-        for _ in range(gates):
+        for _ in range(barriers):
             turn = rendezvous.open("offload", ("enter", "released"), BOUND_S)
             begun = time.perf_counter()
             turn.agree("enter", plan)
-            turn.gate("released")
+            turn.barrier("released")
             own.append((time.perf_counter() - begun) * 1e3 / 2)
         with lock:
             times.append(own)
@@ -99,7 +99,7 @@ def meet(process: int, processes: int, port: int, size: int, gates: int) -> dict
         thread.join()
     return {
         "ms": [statistics.median(own) for own in times],
-        "operations": counters[0].operations / (2 * gates) if counters else None,
+        "operations": counters[0].operations / (2 * barriers) if counters else None,
     }
 
 
@@ -107,14 +107,16 @@ def main() -> int:
     """Run it and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1000])
-    parser.add_argument("--gates", type=int, default=10)
+    parser.add_argument("--barriers", type=int, default=10)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
     for size in options.ranks:
         processes = min(4, size)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        results = run_ranks(meet, processes, args=(store.port, size, options.gates), timeout=900)
+        results = run_ranks(
+            measure, processes, args=(store.port, size, options.barriers), timeout=900
+        )
         every = [ms for result in results for ms in result["ms"]]
         rows.append(
             (
@@ -128,15 +130,15 @@ def main() -> int:
         print(f"{size} ranks done", file=sys.stderr)
     header = (
         "ranks",
-        "ms a gate, median",
-        "ms a gate, worst rank",
-        "operations a rank and gate",
+        "ms a barrier, median",
+        "ms a barrier, worst rank",
+        "operations a rank and barrier",
         "keys left a rank",
     )
     print(table(header, rows))
     names = ("ranks", "median_ms", "worst_ms", "operations", "keys_per_rank")
     figures = [dict(zip(names, row, strict=True)) for row in rows]
-    write_json(options.json, {"machine": machine(), "gates": figures})
+    write_json(options.json, {"machine": machine(), "barriers": figures})
     return 0
 
 

@@ -124,7 +124,7 @@ def rows_of(figures: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dic
     return rows
 
 
-def verdict(
+def judge(
     rows: Sequence[dict[str, Any]],
     imports: Sequence[dict[str, Any]],
     installs: Sequence[dict[str, Any]],
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": machine(),
         "settings": {"processes": processes, "modules": MODULES},
         "rows": rows,
-        **verdict(rows, imports, installs),
+        **judge(rows, imports, installs),
     }
     columns = ("what", "cpu_ms", "limit_ms", "longest_cpu_ms", "wall_ms")
     header = [name.replace("_", " ") for name in columns]

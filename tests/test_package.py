@@ -1,4 +1,4 @@
-"""What importing the package does and does not do."""
+"""Importing the package: its names, and what it does not load."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _cumem_obstacle() -> str:
 
 
 def memory_stats(backend: CppBackend) -> dict[str, int] | None:
-    """What a backend's communicators say they hold, in bytes; empty if they were never used.
+    """Return the bytes that a backend's communicators say they hold; empty if never used.
 
     Local. Keys as NCCL has them: ``total``, ``suspend`` (what a suspend gives back), ``persist``
     (what it leaves), ``suspended`` (1 while suspended). None if the backend gives no account.

@@ -26,7 +26,7 @@ def table_sizes() -> dict[str, int]:
     sizes = {name: len(getattr(tables, name)) for name in (*names, "pg_coalesce_state")}
     # Torch leaves a group's tag behind with an empty list.
     sizes["tags_to_pg"] = sum(len(groups) for groups in tables.tags_to_pg.values())
-    # 2.15 parks the recorder of a group here; earlier versions have no such table.
+    # 2.15 keeps the recorder of a group here; earlier versions have no such table.
     sizes["pg_flight_recorder_hooks"] = len(getattr(tables, "pg_flight_recorder_hooks", {}))
     return sizes
 

@@ -107,7 +107,7 @@ def has_peers() -> bool:
 
 
 def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
-    """Put ``proxy`` where ``inner`` stands in c10d's tables and in the C++ name registry.
+    """Put ``proxy`` in the place of ``inner`` in c10d's tables and in the C++ name registry.
 
     Afterwards every ``dist.*`` function finds the proxy, by object and by name, and ``inner`` is
     in no table. Local, not idempotent.
@@ -205,5 +205,5 @@ def _tables_by_group() -> tuple[dict[Any, Any], ...]:
 
 
 def _flight_recorder_hooks() -> dict[Any, Any]:
-    # 2.15 parks the recorder of a group here; earlier versions have no such table.
+    # 2.15 keeps the recorder of a group here; earlier versions have no such table.
     return cast("dict[Any, Any]", getattr(_c10d._world, "pg_flight_recorder_hooks", {}))

@@ -116,7 +116,7 @@ def _compare(options: argparse.Namespace) -> int:
     rows = [_row([record["cycles"][cycle] for record in run]) for cycle in range(cycles)]
     checks = judge(run, reference)
     failed = sum(not check.passed for check in checks)
-    verdict = f"{failed} of {len(checks)} checks FAILED" if failed else "All checks passed"
+    ending = f"{failed} of {len(checks)} checks FAILED" if failed else "All checks passed"
     seconds = time.monotonic() - begun
     header = ("cycle", "groups", "released MiB", "offload ms", "reload ms", "reward")
     shown = []
@@ -128,7 +128,7 @@ def _compare(options: argparse.Namespace) -> int:
     say(f"\n{plain_table(header, shown)}")
     say("Groups and memory: all ranks together. Times: the slowest rank.\n")
     say("\n".join(f"  {'[ok]' if c.passed else '[FAILED]'} {c.name}: {c.detail}" for c in checks))
-    say(f"\n{verdict} in {seconds:.0f} s.")
+    say(f"\n{ending} in {seconds:.0f} s.")
     if options.json is not None:
         result = {
             "ranks": ranks,

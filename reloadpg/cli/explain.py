@@ -226,7 +226,7 @@ def _page(options: argparse.Namespace, result: Record, output: str) -> Page:
         )
     if result["error"]:
         parts += [Line(""), Line(f"The script did not end well: {result['error']}", "bad")]
-        # The last line of a traceback is the error, which stands above.
+        # The last line of a traceback is the error, which is printed above.
         lines = result["traceback"].strip().splitlines()[:-1] or output.strip().splitlines()
         parts += [Line(f"  {line}", "note") for line in lines[-8:]]
         parts.append(Line("Groups that it would have created after that are not shown."))

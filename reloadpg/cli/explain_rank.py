@@ -105,7 +105,7 @@ def _play(options: argparse.Namespace, records: TextIO, output: int) -> NoReturn
         for stream in (1, 2):
             os.dup2(output, stream)
         rank, size, local = options.rank, options.world_size, min(options.world_size, NODE)
-        for name in list(os.environ):  # there is nobody to meet, and this is no launcher's process
+        for name in list(os.environ):  # there are no other ranks, and this is no launcher's process
             if name.startswith(LAUNCHERS) or name == "TORCH_DIST_INIT_BARRIER":
                 del os.environ[name]
         numbers = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local}

@@ -222,7 +222,7 @@ class JobView:
             )
         failed = [record.rank for record in self.ranks if record.state == "failed"]
         if failed:
-            remedy = "mend what failed, then call reload() on all ranks"
+            remedy = "fix the cause, then call reload() on all ranks"
             found.append(Fact("failed", _ranks(failed), "bad", remedy))
         if self.silent:
             longest = max(self.silent, key=lambda one: one.age_s or 0.0)
@@ -397,9 +397,9 @@ def add(subcommands: Any) -> None:
     """Add the subcommand to the parser."""
     parser = subcommands.add_parser(
         "status",
-        help="how the ranks of a running job stand",
+        help="show the state of a running job's ranks",
         description=(
-            "Show how each rank of a running job stands, and what does not fit together. The job "
+            "Show the state of each rank of a running job, and what does not fit together. The job "
             f"runs with {STATUS_DIR} set to a directory that this command can read, or serves "
             "torch's debug server on each rank. Exit code 1 if no rank could be read."
         ),

@@ -128,7 +128,7 @@ class Call:
 
     @cached_property
     def given(self) -> dict[str, Any]:
-        """What was passed, by parameter name; without the parameters left out."""
+        """The arguments that were passed, by parameter name; without the parameters left out."""
         return inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments
 
     def replacing(self, name: str, value: object) -> Call:
@@ -150,7 +150,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Construction:
-    """How one group was made, and all that a replay needs.
+    """The record of one group's creation: all that a replay needs.
 
     Attributes:
         call: the captured call.

@@ -365,7 +365,7 @@ IDENTITY = frozenset(
         "use_pg_for_symm_mem_rendezvous",
     }
 )
-"""What a reloadable group answers itself, in every state: identity, description, end of life."""
+"""Names that a reloadable group answers itself, in every state."""
 
 INHERITED = frozenset(
     {
@@ -383,7 +383,7 @@ INHERITED = frozenset(
         "unbox",
     }
 )
-"""What the C++ part of a reloadable group answers rightly."""
+"""Names that the C++ part of a reloadable group answers rightly."""
 
 
 COLLECTIVES = frozenset(

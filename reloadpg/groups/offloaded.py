@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     class Owner(Protocol):
-        """The group that a placeholder stands in."""
+        """The group that holds the placeholder."""
 
         @property
         def state(self) -> GroupState: ...
@@ -51,7 +51,7 @@ NEXT_CALL = {
 
 
 class Offloaded:
-    """What a group without a live communicator dispatches to.
+    """The placeholder that a group without a live communicator dispatches to.
 
     Args:
         owner: the group.

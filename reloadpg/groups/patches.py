@@ -80,7 +80,7 @@ class Patches:
 
 
 def _originals(name: str) -> list[Any]:
-    """What torch's modules bind to the name, and what that wraps."""
+    """List the functions that torch's modules bind to the name, and those that they wrap."""
     found: list[Any] = []
     for home in c10d.creator_modules():
         value = vars(home).get(name)

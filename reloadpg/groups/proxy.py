@@ -6,7 +6,7 @@ Do not assume of it:
   belongs to one generation; take it again after a reload.
 * that its C++ object has a backend. C++ code that asks it for one finds none; what torch itself
   does goes through methods that find the live group.
-* that it stands for another group while it is offloaded: everything that needs a communicator
+* that another group takes its place while it is offloaded: everything that needs a communicator
   raises :class:`~reloadpg.errors.GroupOffloadedError`.
 """
 
@@ -35,7 +35,7 @@ __all__ = ["GroupState", "History", "ReloadableProcessGroup", "find_group"]
 
 @dataclass
 class History:
-    """What was done with a group so far.
+    """Record of what was done with a group so far.
 
     Attributes:
         strategy: how it was last released; empty before the first time.
@@ -55,7 +55,7 @@ class History:
 
 @dataclass
 class _Settings:
-    """What was changed on the live group after its creation; the next generation gets it too."""
+    """Changes made to the live group after its creation; the next generation gets them too."""
 
     timeouts: dict[str, timedelta] = field(default_factory=dict)
     desc: str = ""
@@ -253,7 +253,7 @@ class ReloadableProcessGroup(Dispatch):
         return None if self._released is None else self._released()
 
     def detach(self, state: GroupState = GroupState.OFFLOADED, reason: str = "") -> Any:
-        """Give up the live or suspended group and remember what was set on it.
+        """Detach the live or suspended group and remember what was set on it.
 
         Returns:
             The group that torch made; the caller destroys it.
@@ -321,7 +321,7 @@ class ReloadableProcessGroup(Dispatch):
         self._settings.timeouts.update(timeouts)
 
     def memory_stats(self) -> dict[str, int] | None:
-        """What the communicator says it holds, in bytes, by NCCL's names; None if it says nothing.
+        """Return the bytes that the communicator says it holds, by NCCL's names; None if unknown.
 
         Local, at any time; empty without a communicator and for one that was never used.
         """

@@ -1,9 +1,9 @@
 """The mutable state of the library, for the life of the process.
 
 Which groups are managed is not kept here: c10d's own tables say it (a managed group is a proxy
-that stands in them), so a group that the user destroyed is forgotten by that very act, and a
-proxy that nobody holds is not kept alive. Kept are the installation, and the job that the default
-group stands for.
+that is in them), so a group that the user destroyed is forgotten by that very act, and a
+proxy that nobody holds is not kept alive. Kept are the installation, and the job of the default
+group.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Job:
     """One initialised ``torch.distributed``: from ``init_process_group`` to its destruction.
 
     Attributes:
-        of: the default group that the job stands for; the job ends with it.
+        of: the default group of the job; the job ends with it.
         rendezvous: where the ranks of the job agree.
         generation: number of completed reloads.
         cycles: number of completed offloads.
@@ -110,8 +110,10 @@ class Job:
 
 @dataclass
 class Callbacks:
-    """What users registered: before groups are released, before and after they are rebuilt, with
-    the report of each operation, and with each call of ``install``.
+    """The callbacks that users registered.
+
+    They are called before groups are released, before and after they are rebuilt, with the report
+    of each operation, and with each call of ``install``.
     """
 
     offload: list[tuple[str, Callable[[], object]]] = field(default_factory=list)

@@ -20,7 +20,7 @@ STRATEGY_NAMES = ("auto", "recreate", "suspend")
 
 @dataclass(frozen=True)
 class Selection:
-    """Which groups are made reloadable, and which of their backends are released.
+    """Rule for the groups that are made reloadable, and for those of their backends to release.
 
     Attributes:
         backends: backend names to make reloadable; None means every backend that serves an
@@ -103,7 +103,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class StrategyPolicy:
-    """How ``install`` is told to release communicators, where a name alone does not say enough.
+    """The strategy for releasing communicators, where its name alone does not say enough.
 
     ``recreate`` destroys communicators and builds them again: it gives back all they hold, and
     works everywhere. ``suspend`` keeps them and asks the backend to give back their memory

@@ -16,7 +16,7 @@ from .creation import WORLD_ORDER, Call, Construction, group_order, thread, verb
 from .proxy import ReloadableProcessGroup
 from .registry import registry
 
-__all__ = ["adopt_world", "wrappers"]
+__all__ = ["manage_world", "wrappers"]
 
 Wrapped = Callable[..., Any]
 
@@ -50,7 +50,7 @@ def _new_group(wrapped: Wrapped, _: Any, args: tuple[Any, ...], kwargs: dict[str
         thread.verbatim = False
     if c10d.is_non_member(made):
         return made
-    return _adopt(call or Call.capture(wrapped, args, kwargs), made)
+    return _manage(call or Call.capture(wrapped, args, kwargs), made)
 
 
 def _split_group(wrapped: Wrapped, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,7 +62,7 @@ def _split_group(wrapped: Wrapped, _: Any, args: tuple[Any, ...], kwargs: dict[s
     if c10d.is_non_member(made):
         return made
     # The replay needs no parent: the record must not keep one alive, nor WORLD's store with it.
-    return _adopt(call.replacing("parent_pg", None), made)
+    return _manage(call.replacing("parent_pg", None), made)
 
 
 def _init_process_group(
@@ -73,7 +73,7 @@ def _init_process_group(
     call = Call.capture(wrapped, args, kwargs)
     with verbatim():
         result = wrapped(*call.args, **call.kwargs)
-    adopt_world(call)
+    manage_world(call)
     return result
 
 
@@ -88,7 +88,7 @@ def _create(create: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return create(*args, **kwargs)
 
 
-def _adopt(call: Call, made: Any) -> Any:
+def _manage(call: Call, made: Any) -> Any:
     """Put a proxy in the place of a group that is selected."""
     options = registry.options
     if options is None or isinstance(made, ReloadableProcessGroup):
@@ -146,7 +146,7 @@ def _install_proxy(group: ProcessGroup, construction: Construction) -> Reloadabl
     return proxy
 
 
-def adopt_world(call: Call | None) -> ReloadableProcessGroup | None:
+def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
     """Make the default group reloadable if it is selected. Local, idempotent.
 
     Args:

@@ -97,7 +97,7 @@ def colocated(
 
 
 class Colocation:
-    """What :func:`colocated` gives.
+    """The context manager that :func:`colocated` returns.
 
     Attributes:
         steps: the steps of the last time in and out, in order, with their milliseconds.
@@ -267,7 +267,7 @@ class Colocation:
         ]
         failure = ColocationError(
             f"colocated: could not {doing} the block on this rank: {told}. Every other step of "
-            f"the way back was done. State now: {', '.join(left)}. Once the cause is mended, call "
+            f"the way back was done. State now: {', '.join(left)}. Once the cause is fixed, call "
             "restore() on the object that colocated() gave, on all ranks if their groups are not "
             "live.",
             failures,

@@ -1,7 +1,7 @@
 """megatron-core's parallel state around reloadable groups: build it, name it, leave nothing behind.
 
 ``parallel_state.destroy_model_parallel()`` forgets its groups without destroying most of them:
-they keep their communicators, stand in c10d's tables, and go through every later offload and
+they keep their communicators, stay in c10d's tables, and go through every later offload and
 reload. The functions here destroy them. Timeouts need no help: what megatron-core sets later
 (``update_pg_timeout``) holds after each reload.
 """
@@ -68,7 +68,7 @@ def initialize_model_parallel(**options: Any) -> ModelParallel:
 class ModelParallel:
     """Handle on an initialized parallel state; as a context manager it destroys it at the end.
 
-    If the block raises, that is done on this rank without meeting the others.
+    If the block raises, that is done on this rank without waiting for the others.
     """
 
     @property
@@ -100,7 +100,7 @@ def groups() -> dict[str, ProcessGroup]:
 
     The names are the fields of its ``ProcessGroupCollection`` (``tp``, ``pp``, ``dp``, ``cp``,
     ``ep``, ``expt_tp``, ...); of a field that holds several, ``hcp[0]``, ``hcp[1]`` and so on. One
-    group may stand under several names. Local; works while the groups are offloaded; empty when
+    group may have several names. Local; works while the groups are offloaded; empty when
     nothing is initialized.
     """
     state = _parallel_state()
@@ -122,11 +122,11 @@ def groups() -> dict[str, ProcessGroup]:
 def destroy_model_parallel(timeout: timedelta = _TIMEOUT) -> int:
     """Destroy the parallel state with all of its groups, however it was initialized.
 
-    Collective over all ranks: they meet first, since a rank that destroys a gloo group while
-    another is still creating it makes that one fail. Blocking, bounded; idempotent; works while
-    the groups are offloaded. Every group that ``parallel_state.create_group`` made for this rank
-    is destroyed, in the reverse order of creation, and the references that megatron-core's
-    function leaves behind are dropped. Groups of others, WORLD among them, stay.
+    Collective over all ranks: they wait for each other first, since a rank that destroys a gloo
+    group while another is still creating it makes that one fail. Blocking, bounded; idempotent;
+    works while the groups are offloaded. Every group that ``parallel_state.create_group`` made for
+    this rank is destroyed, in the reverse order of creation, and the references that
+    megatron-core's function leaves behind are dropped. Groups of others, WORLD among them, stay.
 
     Args:
         timeout: how long to wait for the other ranks.

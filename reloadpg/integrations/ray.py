@@ -13,9 +13,9 @@ The place of an actor in the list is its rank: pass the same list to each functi
 ``RELOADPG_AUTOINSTALL=1`` in ``runtime_env={"env_vars": ...}`` the actors need no ``install``.
 
 The actors are asked first whether they answer: one that is dead or busy is named before a group is
-touched. Do not assume that a call which the driver gives up later is given up by the actors: Ray
-runs what was sent, and a later call waits its turn behind it. Ray (2.60) is imported when one of
-these functions is called; no other module of reloadpg needs it.
+touched. Do not assume that a call which the driver abandons is abandoned by the actors: Ray runs
+what was sent, and a later call waits its turn behind it. Ray (2.60) is imported when one of these
+functions is called; no other module of reloadpg needs it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def offload_all(
     Args:
         actors: all ranks of the job, in rank order.
         timeout: bound, a timedelta or seconds. Let it be longer than the ``timeout`` of
-            ``install``: then it is reloadpg in the actors that gives up first, and says which
+            ``install``: then it is reloadpg in the actors that stops waiting first, and says which
             ranks are missing.
         collect: as for ``offload``.
 
@@ -306,7 +306,7 @@ class _Call:
 
         Args:
             task: a module-level function; gets the actor's object and its item of each column.
-            state: how things stand if this fails, and what to call, for messages.
+            state: the state if this fails, and what to call, for messages.
             columns: arguments, one a rank in each.
             first: only in the first actor.
         """

@@ -37,7 +37,7 @@ from .. import c10d
 from ..errors import NotInstalledError, ReloadpgError
 from ..groups.proxy import ReloadableProcessGroup as _Group
 from ..groups.registry import registry
-from ..groups.wrappers import adopt_world
+from ..groups.wrappers import manage_world
 from ..lifecycle.connect import Connect
 from ..lifecycle.install import install, is_installed
 from ..lifecycle.offload import offload
@@ -94,7 +94,7 @@ def register_default_process_group(timeout: timedelta) -> None:
                 "monkey_patch_torch_dist() first, before the groups are created."
             )
         registry.options = replace(options, selection=replace(options.selection, world=True))
-        adopt_world(None)
+        manage_world(None)
     world = c10d.world()
     if isinstance(world, _Group):
         world.set_default_timeout(timeout)
@@ -137,7 +137,7 @@ class _AnyReloadableGroup(type):
 
 
 class ReloadableProcessGroup(metaclass=_AnyReloadableGroup):
-    """Stands for :class:`reloadpg.ReloadableProcessGroup`, with slime's static methods.
+    """Substitute for :class:`reloadpg.ReloadableProcessGroup`, with slime's static methods.
 
     ``isinstance`` is true for every reloadable group. Instances are made by the patched
     ``torch.distributed`` functions alone.

@@ -79,7 +79,7 @@ class MemorySaver:
                 )
         self._tags: tuple[str | None, ...] = (None,) if tags is None else tuple(tags)
         self._everything = False
-        self._apart: set[str] = set()  # tags that stand otherwise than the rest
+        self._apart: set[str] = set()  # tags in the other state than the rest
         self._untracked = False
         self._watch = finalize(self, _end_watch, _watch(ref(self)))
         self._watch.atexit = False
@@ -327,7 +327,7 @@ class MemorySaver:
 def _watch(saver: ref[MemorySaver]) -> list[Callable[[], None]]:
     """Let offload and reload ask a saver that is still there; the functions that end it.
 
-    Asked before the reload: an account that is wrong cannot be mended afterwards.
+    Asked before the reload: an account that is wrong cannot be corrected afterwards.
     """
 
     def asking(operation: str) -> Callable[[], None]:

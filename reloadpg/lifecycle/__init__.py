@@ -1,1 +1,22 @@
-"""The lifecycle of a job's reloadable groups: install, offload, reload, and what they report."""
+"""The lifecycle of a job's reloadable groups: install, offload, reload, and what they report.
+
+``offload`` and ``reload`` each read from top to bottom; what they share is ``operation``.
+
+=================  ===============================================================================
+``install``        put the patches in place, and take them off again
+``autoinstall``    the same by ``RELOADPG_AUTOINSTALL=1``
+``offload``        release the communicators of all groups
+``reload``         build them again
+``operation``      one of the two on this rank: its barriers, steps and report
+``strategy``       the decision of how each group is released
+``recreate``       destroy communicators; replay the calls that created them
+``suspend``        keep communicators, and let the backend give back their memory
+``connect``        connect rebuilt communicators before anybody needs them
+``recovery``       what all ranks do if an operation does not complete
+``block``          ``offloaded()``: both operations around a block of code
+``callbacks``      ``on_offload``, ``on_reload``, ``on_report``
+``memory``         memory in use, by the sources that can say it
+``report``         ``Report`` and ``Status``, as values
+``status``         ``status()``
+=================  ===============================================================================
+"""

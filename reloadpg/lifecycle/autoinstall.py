@@ -93,7 +93,7 @@ def _read(environ: Mapping[str, str], name: str) -> str:
 
 
 def _options(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What the variables say to ``install``; it checks what only it can know. Local, pure.
+    """Read the variables into arguments of ``install``, which checks their values. Local, pure.
 
     Raises:
         ValueError: a variable cannot be read; the message names it.

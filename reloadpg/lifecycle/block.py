@@ -56,7 +56,7 @@ class Block:
     """One block on this rank.
 
     Attributes:
-        nested: whether it stands in another one, which reloads.
+        nested: whether it is inside another one, which reloads.
     """
 
     def __init__(self) -> None:

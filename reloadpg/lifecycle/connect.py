@@ -2,7 +2,7 @@
 
 NCCL connects a communicator in the first collective that uses it. After a reload that order
 depends on the data, and expert-parallel jobs deadlocked in it (miles#823); connecting all of
-them in the one order that all ranks share cannot. It costs time, so it is a choice.
+them in the one order that all ranks share cannot. It costs time, so it is optional.
 
 Torch can connect a communicator without running a kernel (``eager_connect_single_device``), which
 several threads may do side by side. A collective is a kernel on the device, and kernels of several

@@ -12,7 +12,7 @@ from ..errors import InvalidOptionError, PatchConflictError
 from ..groups.patches import Patches
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection, StrategyPolicy
-from ..groups.wrappers import adopt_world
+from ..groups.wrappers import manage_world
 
 __all__ = ["Installation", "install", "is_installed", "uninstall"]
 
@@ -103,7 +103,7 @@ def install(
         patches = Patches.apply()
         registry.options, registry.patches = options, patches
         try:
-            adopt_world(None)
+            manage_world(None)
         except BaseException:
             patches.undo()
             registry.options = registry.patches = None

@@ -49,7 +49,10 @@ class Source:
 
 
 class _Sources:
-    """What was added. Replaced as a whole and read without a lock: also by signal handlers."""
+    """Sources and checks that were added.
+
+    Replaced as a whole and read without a lock: also by signal handlers.
+    """
 
     def __init__(self) -> None:
         self.added: Mapping[str, Source] = {}
@@ -119,7 +122,7 @@ def free_bytes() -> tuple[int, str] | None:
 
 
 def warnings(released: bool) -> list[str]:
-    """What keeps memory from being free just now, in words. Local.
+    """Say what keeps memory from being free just now. Local.
 
     Args:
         released: whether the communicators are released, so that others want the memory.
@@ -137,7 +140,7 @@ def warnings(released: bool) -> list[str]:
         try:
             text = check()
         except Exception:
-            logger.exception("a check added with reloadpg.memory.add_check failed")
+            logger.exception("a check added with reloadpg.lifecycle.memory.add_check failed")
             continue
         if text:
             found.append(text)

@@ -23,7 +23,7 @@ def offload(*, collect: bool = False) -> Report:
     """Release the communicators of all reloadable groups of this job.
 
     Collective over all ranks of the job; blocking, each wait bounded by the ``timeout`` given to
-    ``install``; idempotent (with everything offloaded already it only meets the other ranks).
+    ``install``; idempotent (with everything offloaded already it only waits for the other ranks).
     When it returns, the memory is free on all ranks. Waits for this rank's accelerator work; call
     it from one thread, with no collective in flight. The groups stay valid objects: queries
     answer, collectives raise ``GroupOffloadedError`` until :func:`reload`. Gloo groups that

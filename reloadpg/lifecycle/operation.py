@@ -45,7 +45,7 @@ Action = Callable[[ReloadableProcessGroup, Attempt, int], object]
 
 
 class Took(NamedTuple):
-    """What was done with one group: when it began (``time.perf_counter()``), and how long."""
+    """The time that one group took: when it began (``time.perf_counter()``), and how long."""
 
     group: ReloadableProcessGroup
     begun: float
@@ -389,7 +389,7 @@ class Operation:
         )
 
     def _late_warnings(self, job: Job) -> list[str]:
-        """What keeps memory from coming back, as it is at the end."""
+        """Say what keeps memory from coming back, as it is at the end."""
         found = memory.warnings(job.released)
         for group in self.releases.held():
             found.append(

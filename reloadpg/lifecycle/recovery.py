@@ -47,12 +47,12 @@ def end_early(op: Operation, error: BaseException) -> None:
             if phase is None:
                 op.complete()
             elif phase in TOUCHING:
-                _give_up(op, job, error)
+                _leave_failed(op, job, error)
             break
     op.fail(error)
 
 
-def _give_up(op: Operation, job: Job, error: BaseException) -> None:
+def _leave_failed(op: Operation, job: Job, error: BaseException) -> None:
     """Leave every group of the job failed: the other ranks do the same. Idempotent."""
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     job.released = True

@@ -195,5 +195,5 @@ def _discard(inner: ProcessGroup) -> None:
 
 
 def _parts(inner: ProcessGroup, construction: Construction) -> list[Any]:
-    """What of a live group is released: the whole, or of a mixed one the selected backends."""
+    """List what is released of a live group: the whole, or of a mixed one the selected backends."""
     return communicators(inner, construction) if construction.is_mixed else [inner]

@@ -55,7 +55,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Report:
-    """What one call of ``offload`` or ``reload`` did on this rank.
+    """The record of one call of ``offload`` or ``reload`` on this rank.
 
     Attributes:
         operation: ``offload`` or ``reload``.
@@ -67,7 +67,7 @@ class Report:
         total_ms: wall time of the whole call, in milliseconds.
         note: why nothing was done, where nothing was.
         memory: bytes in use by moment (``before``, each phase, ``after``) and source; see
-            ``reloadpg.memory``. The first source is the one that ``released_bytes`` is taken from.
+            ``reloadpg.lifecycle.memory``. ``released_bytes`` is taken from the first source.
         warnings: what keeps memory from coming back, in words.
         error: the error that the call raised; empty if it raised none.
         started_at: Unix time at the call, in seconds.
@@ -112,7 +112,7 @@ class Report:
 
     @property
     def memory_source(self) -> str:
-        """Where ``released_bytes`` and ``restored_bytes`` come from; empty if nothing says it."""
+        """Source of ``released_bytes`` and ``restored_bytes``; empty if nothing measures them."""
         return next(iter(self.memory.get("before", ())), "")
 
     @property
@@ -195,7 +195,7 @@ class Report:
 
 @dataclass(frozen=True)
 class GroupStatus:
-    """How one reloadable group stands.
+    """The state of one reloadable group.
 
     Attributes:
         name: its ``group_name``.
@@ -230,7 +230,7 @@ class GroupStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """How this process stands; see :func:`reloadpg.status`.
+    """The state of this process; see :func:`reloadpg.status`.
 
     Attributes:
         installed: whether the patches are in place.
@@ -243,7 +243,7 @@ class Status:
         options: what ``install`` was given.
         groups: the reloadable groups, WORLD first.
         bypassed: number of groups that torch knows and this library leaves alone.
-        memory: bytes in use now by source; see ``reloadpg.memory``.
+        memory: bytes in use now by source; see ``reloadpg.lifecycle.memory``.
         foreign: patched names that somebody else has changed since, with what they hold.
         last_error: the error that the last operation raised; empty if it raised none.
         unmanaged: by name, the groups that the options of ``install`` select and that are not
@@ -269,7 +269,7 @@ class Status:
 
     @property
     def memory_bytes(self) -> int | None:
-        """What the live communicators hold by their own account; None if none gives one."""
+        """Bytes that the live communicators hold by their own account; None if none gives one."""
         known = [g.memory_bytes for g in self.groups if g.memory_bytes is not None]
         return sum(known) if known else None
 

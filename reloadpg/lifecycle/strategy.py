@@ -24,7 +24,7 @@ __all__ = ["Choice", "Facts", "Strategy", "conclude", "propose"]
 
 @dataclass(frozen=True)
 class Facts:
-    """What this rank knows of a group's communicator.
+    """Facts that this rank knows of a group's communicator.
 
     Attributes:
         obstacle: why it cannot be suspended, in words; empty if it can.
@@ -91,7 +91,7 @@ def conclude(mine: Choice, theirs: Choice | None) -> Choice:
 
 
 class Strategy:
-    """What one offload does with each group.
+    """The choice that one offload makes for each group.
 
     Args:
         policy: what the user wants.

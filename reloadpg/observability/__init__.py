@@ -1,4 +1,4 @@
-"""What a running job shows of itself: log records, traces, metrics, spans, status files.
+"""Observability of a running job: log records, traces, metrics, spans, status files.
 
 Everything here is built on ``reloadpg.on_report`` and ``reloadpg.status()``, is local, and keeps
 its own failures to itself: a full disk or a broken exporter is one warning in the log and never an

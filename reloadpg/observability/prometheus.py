@@ -31,7 +31,7 @@ _STATES = ("live", "offloaded", "failed")
 
 @dataclass
 class _Totals:
-    """What the reports of one operation add up to."""
+    """Sums over the reports of one operation."""
 
     calls: int = 0
     failures: int = 0

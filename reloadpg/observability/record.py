@@ -24,7 +24,7 @@ VERSION = 1
 
 
 class StatusRecord:
-    """What this process says of itself: its status, and the report of its last operation.
+    """This process's own account: its status, and the report of its last operation.
 
     Kept up to date by reports, in the job's own thread, and by :meth:`refresh` from any other.
 
@@ -110,7 +110,7 @@ class StatusRecord:
 
 
 def _nobody() -> None:
-    """Whom to call while nobody wants to hear of changes."""
+    """Do nothing: called for changes while nobody has subscribed."""
 
 
 class _Process:

@@ -108,7 +108,7 @@ def merge_traces(paths: Sequence[str | os.PathLike[str]], path: str | os.PathLik
 
 
 def rank_path(path: str, report: Report) -> Path:
-    """Where the trace of the report's rank goes."""
+    """Return the path of the trace of the report's rank."""
     rank = 0 if report.rank is None else report.rank
     if "{rank}" in path:
         return Path(path.replace("{rank}", str(rank)))

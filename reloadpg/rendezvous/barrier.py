@@ -142,7 +142,7 @@ class Barrier:
         )
 
     def settle(self, store: Store, outcome: Outcome) -> Outcome:
-        """Write an outcome, unless there is one; the one that stands."""
+        """Write an outcome unless there is one already; return the one that was written first."""
         if outcome.kind == "failed":
             self._failed = True  # a question of this rank that still waits for others may end
         return self._settle(store, outcome)
@@ -196,7 +196,7 @@ class Barrier:
         return Outcome("ok", proposed=store.add(self._key("proposals"), 0) > 0)
 
     def _settle(self, store: Store, outcome: Outcome) -> Outcome:
-        """Write the outcome unless there is one; the one that stands."""
+        """Write the outcome unless there is one already; return the one that was written first."""
         return Outcome.from_json(store.compare_set(self._key("outcome"), "", outcome.to_json()))
 
     def _await_outcome(self, store: Store, wait: Wait) -> Outcome | None:

@@ -22,7 +22,7 @@ TIMEOUT_SETTING = {"offload": "install(timeout=...)", "reload": "install(timeout
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a barrier ended. Written to the store once, by the rank that knows it first.
+    """The outcome of a barrier. Written to the store once, by the rank that knows it first.
 
     Attributes:
         kind: ``ok``; ``fall_back`` (a communicator could not be suspended or resumed: all ranks

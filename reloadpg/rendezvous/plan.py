@@ -14,7 +14,7 @@ __all__ = ["GroupPlan", "Plan", "Proposal", "first_difference"]
 
 
 class Proposal(NamedTuple):
-    """What a rank proposes on a subject, for the ranks that look the subject up.
+    """A rank's proposal on a subject, for the ranks that look the subject up.
 
     Attributes:
         subject: what it is about, in words that the other ranks know.
@@ -29,7 +29,7 @@ class Proposal(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """What one member is about to do with one group.
+    """One member's plan for one group.
 
     Attributes:
         name: its name; the parts of a split can have one name.
@@ -58,7 +58,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank is about to do in a round.
+    """One rank's plan for a round.
 
     Attributes:
         operation: ``offload`` or ``reload``.

@@ -16,7 +16,7 @@ The bound is on waiting, not on working: whenever a rank has released or rebuilt
 that on the store, and every rank that sees the count change starts its bound again.
 
 A rank that is interrupted just as the last rank arrives does not know how the barrier ended until
-it tries to write its failure: the outcome that stands says it, see :meth:`Round.fail`.
+it tries to write its failure: the outcome that was written first says it, see :meth:`Round.fail`.
 
 A barrier costs each rank five short store operations, whatever the number of ranks. Agreement adds
 one: each group's members add numbers whose sum is zero exactly if all of them describe the group
@@ -179,7 +179,7 @@ class Round:
 
     @property
     def label(self) -> str:
-        """What no other round on the same store has, of this job or of one before it."""
+        """A label that no other round on the same store has, of this job or of one before it."""
         return f"{self._rendezvous.instance}.{self.sequence}"
 
     @property
@@ -239,7 +239,7 @@ class Round:
             error: what this rank could not do; it gets the names of ranks that do not answer.
 
         Returns:
-            The outcome that stands: this one, or another rank's of the same kind.
+            The outcome that was written first: this one, or another rank's of the same kind.
 
         Raises:
             RendezvousTimeoutError, PeerFailedError: the round has ended at this barrier.
@@ -323,21 +323,21 @@ class Round:
         phases, waits = list(self._phases), isinstance(error, ReloadpgError)
 
         def tell(store: Store) -> tuple[str | None, Outcome]:
-            stands = failed
+            written = failed
             for phase in phases:
                 barrier = self._barrier(phase)
-                stands = barrier.settle(store, failed)
-                if not stands.goes_on:
-                    return phase, barrier.handle(store, stands, None, waits=waits)
-                if not stands.ok:
-                    barrier.roll_call(store, stands, waits=False)
-            return None, stands
+                written = barrier.settle(store, failed)
+                if not written.goes_on:
+                    return phase, barrier.handle(store, written, None, waits=waits)
+                if not written.ok:
+                    barrier.roll_call(store, written, waits=False)
+            return None, written
 
         try:
-            self._ended, stands = self._ask(tell, phases[0], _TELL_S)
+            self._ended, written = self._ask(tell, phases[0], _TELL_S)
             self._phases.clear()
-            self.outcome = stands
-            _append(error, stands.silence())
+            self.outcome = written
+            _append(error, written.silence())
         except ReloadpgError as lost:
             logger.warning("could not tell the other ranks of a failure: %s", lost)
             _append(error, f"\nThe other ranks could not be told: {lost}")
@@ -468,11 +468,11 @@ class Round:
                     return self._pass(phase, outcome)
             wait.log(doing)
             if wait.left == 0 and self._advanced == seen:
-                return self._give_up(phase, doing())
+                return self._fail_stuck(phase, doing())
         self.wait = None
         return None
 
-    def _give_up(self, phase: str, doing: str) -> Outcome:
+    def _fail_stuck(self, phase: str, doing: str) -> Outcome:
         """Find out which ranks hang, since this rank's own part makes no progress, and raise."""
         rank = self._rendezvous.rank
         outcome = Outcome("timeout", rank, stuck=(rank,), doing=doing)

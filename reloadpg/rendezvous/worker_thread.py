@@ -1,8 +1,8 @@
 """Run a blocking call in a thread of its own, so that the caller can wait with a bound.
 
 Creating and destroying communicators, and even asking a store, can block in C++ for ever when a
-peer is gone. The caller must stay able to give up, to see that another rank failed, and to handle
-signals, which Python does only while its main thread is not inside such a call.
+peer is gone. The caller must stay able to abandon the call, to see that another rank failed, and
+to handle signals, which Python does only while its main thread is not inside such a call.
 """
 
 from __future__ import annotations

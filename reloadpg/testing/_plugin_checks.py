@@ -132,7 +132,7 @@ class _Snapshot:
         return cls(groups, c10d.table_sizes(), c10d.registered(names), proxies, _communicators())
 
     def left_since(self, before: _Snapshot) -> list[str]:
-        """What is here now and was not before, in words."""
+        """Describe what is here now and was not before."""
         found = [
             f"group {name!r} ({text}) is still in c10d's tables"
             for name, text in self.groups.items()

@@ -37,7 +37,7 @@ OPERATIONS = dispatch.COLLECTIVES | {"monitored_barrier", "_start_coalescing"}
 
 
 class Communicator:
-    """What a group owns from its first use to its end: memory, and a transport."""
+    """The memory and the transport that a group owns from its first use to its end."""
 
     def __init__(
         self,
@@ -335,7 +335,7 @@ def _gloo(name: str) -> Any:
 
 
 def _backend_members() -> dict[str, Any]:
-    """What ``SimBackend`` does not define itself: nothing of it reaches C++ too early."""
+    """Names that ``SimBackend`` does not define itself: none of them reaches C++ too early."""
     members: dict[str, Any] = {}
     for name in dir(ProcessGroupGloo):
         if name.startswith("__") or name in _STATIC or name in vars(SimBackend):

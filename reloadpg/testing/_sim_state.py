@@ -41,7 +41,7 @@ _KEPT = 1024
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``simulated.configure`` sets for the groups that are created from now on."""
+    """Settings of ``simulated.configure`` for the groups that are created from now on."""
 
     bytes_per_communicator: int | None = None
     persistent_share: float = 0.125
@@ -56,7 +56,7 @@ class Settings:
 
 
 class SimState(str, Enum):
-    """Where a communicator of the simulated accelerator is in its life."""
+    """State of a communicator of the simulated accelerator."""
 
     CREATED = "created"
     CONNECTED = "connected"
@@ -204,7 +204,7 @@ class Ledger:
 
     @property
     def free_bytes(self) -> int | None:
-        """What is left of the device; None if it has no end."""
+        """Bytes that are left of the device; None if it has no limit."""
         with self._lock:
             return None if self.capacity is None else self.capacity - self._held
 
@@ -325,7 +325,7 @@ class InjectedFaultError(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """What shall go wrong, where, and when.
+    """A fault to inject: what goes wrong, where, and when.
 
     Attributes:
         at: ``create`` (the creating function), ``connect`` (first use of a group), ``release``

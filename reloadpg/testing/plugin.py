@@ -201,7 +201,7 @@ def _rank_test(item: pytest.Function, mark: RanksMark) -> RankTest:
 
 
 class _MadeInRanks:
-    """Stands in the test's process for what each rank has or makes for itself.
+    """Placeholder in the test's process for what each rank has or makes for itself.
 
     Attributes:
         settings: what its fixture was given; None for what is no fixture there.

@@ -63,11 +63,11 @@ _SPOILT_CACHES: list[str] = []
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How one rank ended. Exactly one of `exitcode` and `signal` is set, unless it was lost."""
+    """The end of one rank. Exactly one of `exitcode` and `signal` is set, unless it was lost."""
 
     rank: int
     result: Any
-    """What the function returned; None also where it did not return."""
+    """Return value of the function; None also where it did not return."""
     exception: str | None
     """The traceback as text, or a sentence that says why there is no result; None if `ok`."""
     exitcode: int | None

@@ -117,17 +117,29 @@ def test_no_full_collection_happens_unasked(reload: dict[str, Any]) -> None:
 
 
 def test_reload_fails_over_a_limit() -> None:
-    """Each of the four limits makes the verdict bad by itself."""
+    """Each of the four limits makes the result bad by itself."""
     code = """
 import reload
 group = {"groups": 50, "offload_own_ms": 1.0, "reload_own_ms": 1.0, "collections": 0}
 jobs = [{"reload_ms": 2.0, "speedup": 2.0, "collections": 0},
         {"reload_ms": 2.9, "speedup": 51.0, "collections": 0}]
-print(reload.verdict([group], jobs, 50)["ok"])
-print(reload.verdict([{**group, "reload_own_ms": 10.5}], jobs, 50)["ok"])
-print(reload.verdict([{**group, "collections": 1}], jobs, 50)["ok"])
-print(reload.verdict([group], [jobs[0], {**jobs[1], "reload_ms": 3.1}], 50)["ok"])
-print(reload.verdict([group], [jobs[0], {**jobs[1], "speedup": 49.0}], 50)["ok"])
+print(reload.judge([group], jobs, 50)["ok"])
+print(reload.judge([{**group, "reload_own_ms": 10.5}], jobs, 50)["ok"])
+print(reload.judge([{**group, "collections": 1}], jobs, 50)["ok"])
+print(reload.judge([group], [jobs[0], {**jobs[1], "reload_ms": 3.1}], 50)["ok"])
+print(reload.judge([group], [jobs[0], {**jobs[1], "speedup": 49.0}], 50)["ok"])
 """
     done = run("-c", code)
     assert done.stdout.split() == ["True", "False", "False", "False", "False"], done.stderr
+
+
+def test_rendezvous_counts_the_store_operations_of_a_barrier(tmp_path: Path) -> None:
+    """A few for each rank, whatever the number of ranks, and hardly a key stays."""
+    path = tmp_path / "figures.json"
+    arguments = ("--ranks", "2", "8", "--barriers", "3", "--json", str(path))
+    done = run(str(BENCHMARKS / "rendezvous.py"), *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(path.read_text())["barriers"]
+    assert [row["ranks"] for row in figures] == [2, 8]
+    assert all(3 <= row["operations"] <= 12 for row in figures)
+    assert all(row["keys_per_rank"] < 10 for row in figures)

@@ -48,14 +48,14 @@ def test_startup_measures_what_it_says(tmp_path: Path) -> None:
     ],
 )
 def test_each_limit_counts(change: str, ok: bool) -> None:
-    """One figure over its limit, or one fact that does not hold, makes the verdict bad."""
+    """One figure over its limit, or one fact that does not hold, makes the result bad."""
     code = f"""
 import startup
 imports = [{{"import": (1, 49), "torch": False}}]
 installs = [{{"install": (1, 19), "load": (1, 90), "alias_found": True, "modules": 1, "names": 1}}]
 rows = startup.rows_of(imports, ["import"]) + startup.rows_of(installs, ["install", "load"])
 {change}
-print(startup.verdict(rows, imports, installs)["ok"])
+print(startup.judge(rows, imports, installs)["ok"])
 """
     done = run("-c", code)
     assert done.stdout == f"{ok}\n", done.stderr

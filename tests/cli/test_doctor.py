@@ -254,7 +254,7 @@ def test_a_reference_that_no_patch_reaches_is_a_problem(monkeypatch, holder, whe
 
 
 def test_an_alias_that_is_left_after_install_is_a_problem(monkeypatch):
-    """A module that comes with torch's function later; one that was there before is mended."""
+    """A module that comes with torch's function later; one that was there before is patched."""
     original = dist.new_group
     place(monkeypatch, x=original)
     assert [level for level, _ in early()] == ["warning"]

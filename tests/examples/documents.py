@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 ENVIRONMENT = ROOT / "reloadpg" / "environment" / "__init__.py"
 
 
@@ -27,9 +28,19 @@ class Block:
 
 def readme_blocks() -> list[Block]:
     """The Python blocks of the README."""
-    text = README.read_text()
+    return _fences(README)
+
+
+def page_blocks() -> list[Block]:
+    """The Python blocks of the pages in docs/."""
+    return [block for page in PAGES for block in _fences(page)]
+
+
+def _fences(path: Path) -> list[Block]:
+    text = path.read_text()
+    name = str(path.relative_to(ROOT))
     fences = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [Block("README.md", text[: f.start(1)].count("\n") + 1, f.group(1)) for f in fences]
+    return [Block(name, text[: f.start(1)].count("\n") + 1, f.group(1)) for f in fences]
 
 
 def docstring_blocks() -> list[Block]:

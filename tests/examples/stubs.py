@@ -1,4 +1,4 @@
-"""What the examples leave to their reader: the names that they use and do not define.
+"""Placeholders for the names that the examples use and do not define.
 
 Each stands for the user's own code, and checks what holds where the example calls it. The
 simulated accelerator is what the examples' ``nccl`` is here: its groups are reloadable by default,
@@ -7,6 +7,8 @@ as NCCL's are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -37,24 +39,32 @@ class Stubs:
         self.model = nn.Linear(4, 4)
         self.group: Any = None
 
-    def namespace(self) -> dict[str, Any]:
-        """What the examples find; libraries among them that a reader imports without being told."""
-        return {
+    def namespace(self, *, libraries: bool) -> dict[str, Any]:
+        """The names that a block finds.
+
+        Args:
+            libraries: also those that a block in a docstring uses without importing them.
+        """
+        placeholders = {
             "__name__": "example",
             "build_trainer": self.build_trainer,
             "data": range(CYCLES),
-            "dist": dist,
+            "device": torch.device("cpu"),
             "engine": self,
             "evaluate": self.evaluate,
-            "fully_shard": fully_shard,
             "generate": self.generate,
             "model": self.model,
-            "reloadpg": reloadpg,
             "saver": self,
-            "timedelta": timedelta,
-            "torch": torch,
             "train": self.train,
         }
+        imported = {
+            "dist": dist,
+            "fully_shard": fully_shard,
+            "reloadpg": reloadpg,
+            "timedelta": timedelta,
+            "torch": torch,
+        }
+        return {**placeholders, **(imported if libraries else {})}
 
     def build_trainer(self) -> nn.Module:
         self.group = dist.new_group(list(range(dist.get_world_size())), group_desc="trainer's")
@@ -79,6 +89,11 @@ class Stubs:
 
     def resume(self, tag: str | None = None) -> None:
         self.seen.append(("resume", reloadpg.status().state))
+
+    @contextmanager
+    def disable(self) -> Iterator[None]:
+        self.seen.append(("disable", reloadpg.status().state))
+        yield
 
     def train(self, *given: Any) -> None:
         """``train(model, rollouts)``, ``train()`` or ``train(model, device)``."""
@@ -106,10 +121,12 @@ class Stubs:
 def run_block(rank: int, world_size: int, code: str, name: str) -> dict[str, Any]:
     """Run one example as one rank; what was seen at its placeholders, and how it ended."""
     stubs = Stubs()
-    namespace = stubs.namespace()
+    namespace = stubs.namespace(libraries="environment" in name)
     exec(compile(code.replace('"nccl"', '"sim"'), name, "exec"), namespace)
     return {
         "seen": stubs.seen,
+        "failure": type(namespace.get("failure")).__name__,
+        "state": reloadpg.status().state,
         "generation": reloadpg.status().generation,
         "groups": len(reloadpg.status().groups),
         "initialized": dist.is_initialized(),

@@ -1,4 +1,4 @@
-"""Every Python block of the README and of ``reloadpg.environment``'s docstring is run as it stands.
+"""Every Python block of the README, of docs/ and of an environment docstring is run as printed.
 
 A block that has no check of its own below is run all the same, on two ranks. A block that has a
 ``__main__`` of its own is run as a script. What stands for the user's code is in ``stubs``.
@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import ROOT, Block, docstring_blocks, readme_blocks
+from documents import PAGES, ROOT, Block, docstring_blocks, page_blocks, readme_blocks
 from stubs import CYCLES, run_block
 
 from reloadpg.testing import run_ranks
 
-BLOCKS = [*readme_blocks(), *docstring_blocks()]
-PREAMBLE = "import torch, torch.distributed as dist, reloadpg\n"
-"""What the earlier blocks of the document have imported."""
+BLOCKS = [*readme_blocks(), *page_blocks(), *docstring_blocks()]
 
 
 def the_colocated_loop(ranks: list[dict[str, Any]]) -> None:
@@ -69,15 +67,58 @@ def the_rollout(ranks: list[dict[str, Any]]) -> None:
         assert rank["seen"] == cycle * CYCLES
 
 
-CHECKS = {
-    "StrategyPolicy(": (2, the_report),
-    "colocated(engine": (2, the_rollout),
-    "with reloadpg.offloaded():  # all ranks": (2, the_colocated_loop),
-    "ensure_process_group()": (2, the_evaluator),
-    "process_group_scope()": (2, the_owner),
-    'mesh_dims={"pp": 2, "dp_shard": -1, "tp": 4}': (8, the_mesh),
+def the_update_while_asleep(ranks: list[dict[str, Any]]) -> None:
+    """The engine's weights wake first; the groups work beside paused memory, and go again."""
+    cycle = [("pause", "offloaded"), ("wake", "offloaded"), ("disable", "offloaded")]
+    cycle += [("wake", "offloaded"), ("generate", "offloaded", 0), ("sleep", "offloaded")]
+    cycle += [("resume", "offloaded"), ("train", "live", 4.0)]
+    for rank in ranks:
+        assert rank["seen"] == cycle * CYCLES
+        assert rank["generation"] == 2 * CYCLES
+
+
+def the_start_with_the_engine_asleep(ranks: list[dict[str, Any]]) -> None:
+    """The engine is asleep before the trainer has groups, and the block leaves them offloaded."""
+    for rank in ranks:
+        assert rank["seen"] == [("sleep", "live")]
+        assert (rank["state"], rank["generation"]) == ("offloaded", 0)
+
+
+def the_reloaded_mesh(ranks: list[dict[str, Any]]) -> None:
+    """One reload of the default group, which is the mesh's too."""
+    assert [(rank["generation"], rank["groups"]) for rank in ranks] == [(1, 1)] * 2
+
+
+def the_injected_fault(ranks: list[dict[str, Any]]) -> None:
+    """The rank that failed says so; after the reload all groups are live."""
+    assert [rank["failure"] for rank in ranks] == ["ReleaseError", "PeerFailedError"]
+    assert [(rank["state"], rank["generation"]) for rank in ranks] == [("live", 1)] * 2
+
+
+RL = "docs/colocated-rl.md"
+CHECKS: dict[tuple[str, str], tuple[int, Any]] = {
+    ("README.md", "with reloadpg.offloaded()"): (2, the_colocated_loop),
+    ("docs/index.md", "with reloadpg.offloaded()"): (2, the_colocated_loop),
+    ("docs/start.md", "with reloadpg.offloaded()"): (2, the_colocated_loop),
+    ("docs/fsdp2.md", "with reloadpg.offloaded()"): (2, the_reloaded_mesh),
+    ("docs/testing.md", "simulated.inject"): (2, the_injected_fault),
+    ("README.md", "StrategyPolicy("): (2, the_report),
+    (RL, "engine.sleep("): (2, the_start_with_the_engine_asleep),
+    (RL, 'connect="eager"'): (2, the_rollout),
+    (RL, "groups_live()"): (2, the_update_while_asleep),
+    (RL, "StrategyPolicy("): (2, the_report),
+    ("environment", "ensure_process_group()"): (2, the_evaluator),
+    ("environment", "process_group_scope()"): (2, the_owner),
+    ("environment", 'mesh_dims={"pp": 2, "dp_shard": -1, "tp": 4}'): (8, the_mesh),
 }
-"""By words of the block: how many ranks it needs, and what must then have been seen."""
+"""By document and words of the block: its number of ranks, and what must then have been seen."""
+
+
+def check_of(block: Block) -> tuple[int, Any] | None:
+    for (document, words), check in CHECKS.items():
+        if block.document == document and words in block.code:
+            return check
+    return None
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
@@ -85,7 +126,7 @@ def test_the_block_does_what_it_shows(block: Block, tmp_path: Path) -> None:
     """It runs, and what it promises holds where it calls the user's code."""
     if "__main__" in block.code:
         script = tmp_path / "example.py"
-        script.write_text(PREAMBLE + block.code)
+        script.write_text(block.code)
         done = subprocess.run(
             [sys.executable, str(script)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -95,20 +136,21 @@ def test_the_block_does_what_it_shows(block: Block, tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return
-    matching = [check for words, check in CHECKS.items() if words in block.code]
-    size, check = matching[0] if matching else (2, lambda _: None)
+    size, check = check_of(block) or (2, lambda _: None)
     check(run_ranks(run_block, size, args=(block.code, str(block)), timeout=90))
 
 
 def test_each_check_has_its_block() -> None:
     """None is left over from a block that is no more, and no two are of one block."""
-    for words in CHECKS:
-        assert sum(words in block.code for block in BLOCKS) == 1, words
+    for document, words in CHECKS:
+        blocks = [block for block in BLOCKS if block.document == document and words in block.code]
+        assert len(blocks) == 1, (document, words)
 
 
-def test_blocks_are_found_in_both_documents() -> None:
+def test_blocks_are_found_in_all_documents() -> None:
     """The text says how many there are: each fence, each ``::`` line."""
     readme = (ROOT / "README.md").read_text()
     assert len(readme_blocks()) == readme.count("```python") >= 2
+    assert len(page_blocks()) == sum(page.read_text().count("```python") for page in PAGES) >= 5
     assert len(docstring_blocks()) >= 3
     assert all(block.code.strip() for block in BLOCKS)

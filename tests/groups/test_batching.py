@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
-from reloadpg.groups import dispatch as surface
+from reloadpg.groups import dispatch
 from reloadpg.testing import run_ranks
 
 pytestmark = pytest.mark.matrix
@@ -32,15 +32,15 @@ class _Coalescing(ProcessGroup):
 
     def _end_coalescing(self, device=None):
         self.calls.append("end")
-        return surface.COMPLETED_WORK
+        return dispatch.COMPLETED_WORK
 
     def send(self, tensors, peer, tag):
         self.calls.append(f"send {peer}")
-        return surface.COMPLETED_WORK
+        return dispatch.COMPLETED_WORK
 
     def recv(self, tensors, peer, tag):
         self.calls.append(f"recv {peer}")
-        return surface.COMPLETED_WORK
+        return dispatch.COMPLETED_WORK
 
 
 def _batch(group):

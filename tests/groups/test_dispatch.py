@@ -1,4 +1,4 @@
-"""The proxy covers all that the installed torch's ProcessGroup offers."""
+"""The proxy covers all that the installed torch's ProcessGroup has."""
 
 from __future__ import annotations
 

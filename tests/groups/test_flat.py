@@ -143,6 +143,6 @@ def test_names_of_old_generations_are_gone_from_the_cpp_registry(flat):
 
 
 def test_number_of_store_keys_is_constant(flat):
-    """Keys of gates and of old generations are deleted when nobody reads them any more."""
+    """Keys of barriers and of old generations are deleted when nobody reads them any more."""
     for warm, last in _pairs(flat, "keys"):
         assert last == warm

@@ -1,4 +1,4 @@
-"""Which groups become reloadable, as a table."""
+"""Selection of the groups that become reloadable, as a table."""
 
 from __future__ import annotations
 

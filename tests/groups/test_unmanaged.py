@@ -138,12 +138,12 @@ def _by_hand(store, rank, size, name):
 
 def _weight_update(rank, world_size, side, handed_over):
     """Ranks 0 and 1 are the trainer's job; rank 2 is a rollout engine with no job of its own."""
-    meeting = dist.TCPStore("127.0.0.1", side, 3, is_master=rank == 2, timeout=TIMEOUT)
+    shared = dist.TCPStore("127.0.0.1", side, 3, is_master=rank == 2, timeout=TIMEOUT)
     generations = iter(range(100))
 
     def make():
-        # The same name each time; only the keys in the meeting store must be new.
-        store = dist.PrefixStore(f"generation {next(generations)}", meeting)
+        # The same name each time; only the keys in the shared store must be new.
+        store = dist.PrefixStore(f"generation {next(generations)}", shared)
         return _by_hand(store, rank, 3, "weights")
 
     if rank == 2:
@@ -157,7 +157,7 @@ def _weight_update(rank, world_size, side, handed_over):
     reloadpg.install(backends={"gloo"}, timeout=TIMEOUT)
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore("trainer", meeting),
+        store=dist.PrefixStore("trainer", shared),
         rank=rank,
         world_size=2,
         timeout=TIMEOUT,

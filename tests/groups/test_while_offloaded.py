@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import reloadpg
 from reloadpg import GroupOffloadedError, NotInstalledError
-from reloadpg.groups import dispatch as surface
+from reloadpg.groups import dispatch
 from reloadpg.testing import run_ranks
 
 TIMEOUT = timedelta(seconds=30)
@@ -102,7 +102,7 @@ def _methods(rank, world_size):
     pair = dist.new_group([0, 1])
     reloadpg.offload()
     found = {}
-    for name in sorted(surface.dispatched()):
+    for name in sorted(dispatch.dispatched()):
         for group in (dist.group.WORLD, pair):
             try:
                 arguments = (None, 0, 0) if name in ("send", "recv") else ()

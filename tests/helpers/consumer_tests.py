@@ -1,4 +1,4 @@
-"""What holds for every consumer: results as without reloadpg, and cycles that really happened."""
+"""Tests of every consumer: results as without reloadpg, and cycles that really happened."""
 
 from __future__ import annotations
 

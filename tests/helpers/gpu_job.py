@@ -1,4 +1,4 @@
-"""What the GPU tests and benchmarks/gpu.py run on each rank, and where it can run.
+"""Work of each rank in the GPU tests and in benchmarks/gpu.py, and where it can run.
 
 The functions take the backend and the device, so that the same code is rehearsed on the simulated
 accelerator where there is no GPU (test_rehearsal.py). They need torch, wrapt and reloadpg only.

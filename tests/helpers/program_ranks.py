@@ -65,15 +65,15 @@ class Faults:
 class Interpreter:
     """One rank's run of one program: what it saw after each instruction."""
 
-    def __init__(self, rank: int, faults: Faults, meetings: dist.Store) -> None:
+    def __init__(self, rank: int, faults: Faults, barriers: dist.Store) -> None:
         self._rank = rank
         self._faults = faults
-        self._meetings = meetings
+        self._barriers = barriers
         self._groups: dict[int, Any] = {}
 
     def run(self, number: int, program: Program) -> list[Any]:
         store = _connect()
-        self._meeting = dist.PrefixStore(f"meeting/{number}", self._meetings)
+        self._barrier = dist.PrefixStore(f"barrier/{number}", self._barriers)
         self._size = program.size
         worlds.init(
             "gloo",
@@ -140,9 +140,9 @@ class Interpreter:
         """Wait for the other ranks of the program. A gloo group whose peer destroys it while this
         rank is still connecting it, or in a collective, breaks: with torch as it is, too.
         """
-        if self._meeting.add(f"{number}/count", 1) == self._size:
-            self._meeting.set(f"{number}/all", "")
-        self._meeting.wait([f"{number}/all"], timedelta(seconds=PROGRAM_LIMIT_S))
+        if self._barrier.add(f"{number}/count", 1) == self._size:
+            self._barrier.set(f"{number}/all", "")
+        self._barrier.wait([f"{number}/all"], timedelta(seconds=PROGRAM_LIMIT_S))
 
     def _destroy(self, number: int, slot: int, only: int | None) -> str:
         self._meet(number)
@@ -225,7 +225,7 @@ def _connect() -> dist.TCPStore:
 
 def serve(rank: int, size: int, address: str) -> None:
     """Interpret programs until there are no more."""
-    faults, meetings = Faults(), _connect()
+    faults, barriers = Faults(), _connect()
     reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=BOUND_S))
     with Client(address, "AF_UNIX") as connection:
         connection.send(rank)
@@ -233,7 +233,7 @@ def serve(rank: int, size: int, address: str) -> None:
             faulthandler.dump_traceback_later(PROGRAM_LIMIT_S, exit=True)
             number, program = task
             seen = (
-                Interpreter(rank, faults, meetings).run(number, program)
+                Interpreter(rank, faults, barriers).run(number, program)
                 if rank < program.size
                 else []
             )

@@ -1,9 +1,9 @@
-"""What the tests of recovery run on each rank: a job, points to interfere at, and what was seen.
+"""Work of each rank in the tests of recovery: a job, points to interfere at, and what was seen.
 
 A *point* is a place in an operation, written ``operation.place``: ``offload.enter``,
 ``offload.callbacks``, ``offload.quiesced``, ``offload.group3`` (releasing the fourth group),
 ``offload.released``, ``reload.enter``, ``reload.group0`` (rebuilding WORLD), ``reload.rebuilt``,
-``reload.callbacks``, ``reload.done``. Gates stand for the moment before this rank arrives there.
+``reload.callbacks``, ``reload.done``. A barrier's point is the moment before this rank arrives.
 """
 
 from __future__ import annotations

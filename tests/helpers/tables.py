@@ -1,4 +1,4 @@
-"""What c10d's tables say, read without asking the library; and how ranks part at rank 0's store."""
+"""c10d's tables, read without asking the library; and the ranks' parting at rank 0's store."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ class TestFailure28WrongOrder:
             assert "Cannot resume allocation that is not paused" in text
 
     def test_sleep_twice(self, ranks: list[dict[str, Any]]) -> None:
-        """Pausing what is paused: the saver has nothing to pause and gives up."""
+        """Pausing what is paused: the saver has nothing to pause and ends the process."""
         for seen in ranks:
             kind, text = seen["sleep twice"]
             assert kind == "SaverCrash"

@@ -29,13 +29,13 @@ def disagreements(rank: int, size: int) -> dict[str, Any]:
     job = Job.start(rank, subgroups=((0, 1), (1, 2), (0, 2), (0, 1, 2), (0, 1, 2)), bound=20)
     found: dict[str, Any] = {}
 
-    def differ(name: str, call: Any, mend: Any = None) -> None:
+    def differ(name: str, call: Any, fix: Any = None) -> None:
         before = job.snapshot()
         seen = attempt(call)
         untouched = job.snapshot() == before
         meet(name, size)
-        if mend is not None:
-            mend()
+        if fix is not None:
+            fix()
         found[name] = {"seen": seen, "untouched": untouched, "goes_on": job.cycle()}
 
     differ("one calls reload", reloadpg.reload if rank == 2 else reloadpg.offload)
@@ -116,7 +116,7 @@ class TestDisagreement:
         }[case]
         assert all(part in text for part in expected), text
 
-    def test_the_job_goes_on_once_the_cause_is_mended(self, disagreed: Any, case: str) -> None:
+    def test_the_job_goes_on_once_the_cause_is_fixed(self, disagreed: Any, case: str) -> None:
         """The next cycle rebuilds every group, with right sums."""
         assert [result[case]["goes_on"] for result in disagreed] == [True] * 3
 
@@ -177,7 +177,7 @@ def one_cycle_ahead(rank: int, size: int) -> dict[str, Any]:
     untouched = job.snapshot() == before
     if rank == 1:
         groups[1].generation += 1
-    meet("mended", size)
+    meet("fixed", size)
     return {"seen": seen, "untouched": untouched, "goes_on": job.cycle()}
 
 

@@ -1,4 +1,4 @@
-"""What can happen at any moment: a signal, an interrupt, a look at the status."""
+"""Events at any moment: a signal, an interrupt, a look at the status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users register to be called."""
+"""Callbacks that users register."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_an_exception_in_the_middle_of_a_step(operation: str) -> None:
 
 
 def test_sigterm_in_the_middle_of_a_step() -> None:
-    """With a handler that exits, the rank ends with that code and the other hears of it."""
+    """With a handler that exits, the rank ends with that code and the other is told."""
     ended = run_interpreters(
         """
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

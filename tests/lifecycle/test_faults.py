@@ -332,7 +332,7 @@ class TestOneRankIsInterrupted:
 
 
 def interrupted_while_counted(rank: int, size: int) -> list[dict[str, Any]]:
-    """One rank is interrupted just after it was counted at a gate; the others pass that gate."""
+    """One rank is interrupted just after it was counted at a barrier; the others pass it."""
     job = Job.start(rank, bound=15, subgroups=((0, 1), (1, 2), (0, 1, 2)))
     found = []
     passing = Round._reach
@@ -347,13 +347,13 @@ def interrupted_while_counted(rank: int, size: int) -> list[dict[str, Any]]:
             def _pass(
                 self: Round, at: str, *args: Any, here: Any = (operation, phase), **kwargs: Any
             ) -> Any:
-                verdict = self._ask_within  # the outcome is read and then lost
+                asking = self._ask_within  # the outcome is read and then lost
                 if (self.operation, at) != here or rank != FAULTY:
                     return passing(self, at, *args, **kwargs)
 
                 def ask(*asked: Any) -> Any:
-                    verdict(*asked)
-                    self._ask_within = verdict  # type: ignore[method-assign]
+                    asking(*asked)
+                    self._ask_within = asking  # type: ignore[method-assign]
                     raise KeyboardInterrupt
 
                 self._ask_within = ask  # type: ignore[method-assign]
@@ -384,10 +384,10 @@ def counted() -> list[list[dict[str, Any]]]:
 
 
 class TestInterruptedAtTheMomentTheOthersPass:
-    """The verdict on the store, not what the interrupted rank has seen, says what happened."""
+    """The outcome on the store, not what the interrupted rank has seen, says what happened."""
 
     def test_all_ranks_end_in_the_same_state(self, counted: Any) -> None:
-        """Untouched, failed, or, at the last gate, complete on all ranks."""
+        """Untouched, failed, or, at the last barrier, complete on all ranks."""
         for steps in zip(*counted, strict=True):
             assert len({frozenset(found["states"]) for found in steps}) == 1, steps
             _, phase = steps[0]["at"]

@@ -1,4 +1,4 @@
-"""Who says how much memory is in use, and what reports make of it."""
+"""Sources of the memory in use, and what reports make of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens in which order in a cycle, and what happens in no collective."""
+"""Order of the steps of a cycle, and steps that are no collective."""
 
 from __future__ import annotations
 

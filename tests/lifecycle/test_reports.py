@@ -1,4 +1,4 @@
-"""Who asks for reports gets one of each operation, also of one that failed."""
+"""Reports: one of each operation, also of one that failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which strategy a group gets: a table, and what members conclude from each other's proposals."""
+"""Strategy of a group: a table, and what members conclude from each other's proposals."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def test_members_conclude_alike():
     """Whatever three members propose, all conclude the same, and the strongest of it."""
     kinds = [Choice("suspend"), Choice("skip", "unused"), Choice("recreate", "old")]
     for proposals in itertools.product(kinds, repeat=3):
-        offers = [p.to_proposal("g") for p in proposals if p.strategy != "suspend"]
-        offers.sort(key=lambda offer: offer.yields)  # one that yields is heard only without others
-        heard = Choice.from_text(offers[0].text) if offers else None
-        results = {conclude(mine, heard).strategy for mine in proposals}
+        proposed = [p.to_proposal("g") for p in proposals if p.strategy != "suspend"]
+        proposed.sort(key=lambda one: one.yields)  # one that yields is read only without others
+        theirs = Choice.from_text(proposed[0].text) if proposed else None
+        results = {conclude(mine, theirs).strategy for mine in proposals}
         strongest = max((p.strategy for p in proposals), key=["suspend", "skip", "recreate"].index)
         assert results == {strongest}
 
 
-def test_without_an_offer_a_group_keeps_its_own_proposal():
+def test_without_another_proposal_a_group_keeps_its_own_proposal():
     """Nobody had anything to say against it."""
     assert conclude(Choice("suspend"), None) == Choice("suspend")
 
 
 def test_a_group_that_is_to_be_recreated_stays_so():
     """What the user wants recreated is not suspended for others' sake, nor given their reasons."""
-    for heard in (Choice("skip", "x"), Choice("recreate", "y")):
-        assert conclude(Choice("recreate"), heard) == Choice("recreate")
+    for theirs in (Choice("skip", "x"), Choice("recreate", "y")):
+        assert conclude(Choice("recreate"), theirs) == Choice("recreate")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_patterns(name, desc, wanted):
     ],
 )
 def test_whether_any_group_may_be_suspended(name, groups, may):
-    """It decides which gates a job passes."""
+    """It decides which barriers a job has."""
     assert StrategyPolicy(name, groups=groups).may_suspend is may
 
 

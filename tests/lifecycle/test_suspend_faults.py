@@ -91,7 +91,7 @@ class TestOneCommunicatorFails:
                 assert f"rank {FAULTY}" in text
 
     def test_nobody_waits_for_the_bound(self, failed: Any) -> None:
-        """The peers hear of the failure while they hang in the communicator."""
+        """The peers learn of the failure while they hang in the communicator."""
         for result in failed[2]:
             assert result["seconds"] < BOUND
 

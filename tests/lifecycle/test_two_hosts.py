@@ -110,7 +110,7 @@ if not seen["error"]:
     seen["after"] = sums()
 write(f"rank{rank}.json", json.dumps(seen))
 if seen["error"]:
-    os._exit(0)  # the other host cannot be told goodbye
+    os._exit(0)  # the other host is not told
 dist.destroy_process_group()
 '''
 
@@ -253,14 +253,14 @@ def cut_cycle(
 ) -> list[dict[str, Any]]:
     """By rank, what was seen when the link was cut with both ranks at a place in reload."""
     with two_hosts(tmp_path_factory.mktemp("hosts")) as hosts:
-        gates = [hosts.folder / f"go.{rank}" for rank in range(2)]
-        for gate in gates:
-            os.mkfifo(gate)
+        fifos = [hosts.folder / f"go.{rank}" for rank in range(2)]
+        for fifo in fifos:
+            os.mkfifo(fifo)
         hosts.launch(str(BOUND_S), request.param)
         hosts.await_files(["here.0", "here.1"], time.monotonic() + LIMIT_S)
         hosts.cut()
-        for gate in gates:
-            gate.write_text("")
+        for fifo in fifos:
+            fifo.write_text("")
         end = time.monotonic() + BOUND_S + ALLOWANCE_S + 10
         hosts.await_files(["rank0.json", "rank1.json"], end)
         return results(hosts)
@@ -287,7 +287,7 @@ class TestOneCycle:
 
 
 class TestLinkCutDuringReload:
-    """The hosts lose each other at the start, in a group's rebuild, or before the last gate."""
+    """The hosts lose each other at the start, in a group's rebuild, or before the last barrier."""
 
     def test_all_ranks_end_within_the_bound(self, cut_cycle: list[dict[str, Any]]) -> None:
         """Both hosts' ranks raise (failures 14 and 16)."""

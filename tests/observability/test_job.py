@@ -1,4 +1,4 @@
-"""What a real job shows of itself: one job of two ranks, looked at from all sides.
+"""A real job as observers see it: one job of two ranks, looked at from all sides.
 
 It offloads and reloads twice, and then fails an offload on all ranks and reloads.
 """

@@ -119,8 +119,8 @@ def test_keys_of_proposals_are_retired() -> None:
 
     def proposing(rdv: Rendezvous) -> None:
         round_ = rdv.open("offload", ("enter", "quiesced", "released"), 20)
-        offers = [Proposal("of all", "x"), Proposal(f"of {rdv.rank}", "x", yields=True)]
-        assert round_.agree("enter", PLAN, offers, ["of all"]) == {"of all": "x"}
+        proposals = [Proposal("of all", "x"), Proposal(f"of {rdv.rank}", "x", yields=True)]
+        assert round_.agree("enter", PLAN, proposals, ["of all"]) == {"of all": "x"}
         round_.barrier("quiesced")
         round_.barrier("released")
 
@@ -192,7 +192,7 @@ def test_a_late_rank_reads_the_same_outcome_at_once() -> None:
 
 
 def test_a_failure_is_heard_at_once(any_job: Callable[[int], Job]) -> None:
-    """Ranks that wait at the barrier and ranks at work hear it long before the bound."""
+    """Ranks that wait at the barrier and ranks at work read it long before the bound."""
     job = any_job(3)
     release = threading.Event()
 
@@ -252,11 +252,11 @@ def test_a_disagreement_is_told_to_all() -> None:
 def test_proposals_reach_those_who_look_them_up() -> None:
     """What any rank has proposed, whoever looks; nothing where nobody has proposed anything."""
     job = tcp_job(3)
-    offers = [[Proposal("a", "1")], [Proposal("b", "2"), Proposal("c", "3")], []]
+    proposals = [[Proposal("a", "1")], [Proposal("b", "2"), Proposal("c", "3")], []]
     asks = [["b", "d"], [], ["c", "a"]]
     results = job.run(
         lambda rdv: rdv.open("reload", ("enter",), 20).agree(
-            "enter", PLAN, offers[rdv.rank], asks[rdv.rank]
+            "enter", PLAN, proposals[rdv.rank], asks[rdv.rank]
         )
     )
     assert [result for result, _ in results] == [{"b": "2"}, {}, {"c": "3", "a": "1"}]
@@ -267,7 +267,7 @@ def test_a_proposal_that_yields_is_read_only_without_another(order: tuple[int, i
     """Whoever comes first."""
     job = tcp_job(2)
     written = threading.Event()
-    offers = [[Proposal("a", "weak", yields=True)], [Proposal("a", "strong")]]
+    proposals = [[Proposal("a", "weak", yields=True)], [Proposal("a", "strong")]]
 
     def agree(rdv: Rendezvous) -> dict[str, str]:
         round_ = rdv.open("reload", ("enter",), 20)
@@ -281,7 +281,7 @@ def test_a_proposal_that_yields_is_read_only_without_another(order: tuple[int, i
             Barrier._await = arrived  # type: ignore[method-assign]
         else:
             assert written.wait(20)
-        return round_.agree("enter", PLAN, offers[rdv.rank], ["a"])
+        return round_.agree("enter", PLAN, proposals[rdv.rank], ["a"])
 
     original = Barrier._await
     try:
@@ -294,8 +294,8 @@ def test_a_proposal_that_yields_is_read_only_without_another(order: tuple[int, i
 def test_a_rank_alone_reads_its_own_proposals() -> None:
     """As with others: those that it looks up."""
     round_ = Rendezvous(None, 0, 1).open("reload", ("enter",), 20)
-    offers = [Proposal("a", "1"), Proposal("b", "2")]
-    assert round_.agree("enter", PLAN, offers, ["b", "c"]) == {"b": "2"}
+    proposals = [Proposal("a", "1"), Proposal("b", "2")]
+    assert round_.agree("enter", PLAN, proposals, ["b", "c"]) == {"b": "2"}
 
 
 @pytest.mark.parametrize("last", [0, 1])
@@ -316,8 +316,8 @@ def test_a_proposal_reaches_all_ranks_whoever_arrives_last(last: int) -> None:
                 return waits(self, *args)
 
             Barrier._await = arrived  # type: ignore[method-assign]
-        offers = [Proposal("a", "x")] if rdv.rank == 0 else []
-        return rdv.open("offload", ("enter",), 20).agree("enter", PLAN, offers, ["a"])
+        proposals = [Proposal("a", "x")] if rdv.rank == 0 else []
+        return rdv.open("offload", ("enter",), 20).agree("enter", PLAN, proposals, ["a"])
 
     original = Barrier._await
     try:

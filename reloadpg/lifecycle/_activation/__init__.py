@@ -1,4 +1,4 @@
-"""What torch calls when it is imported; harmless where reloadpg itself cannot be imported.
+"""Entry point that ``import torch`` calls; harmless where reloadpg itself cannot be imported.
 
 Installed as the top-level package ``_reloadpg_activation``, so that importing it imports nothing
 of reloadpg: a half-installed package, or some other ``reloadpg.py`` that comes first on the path,

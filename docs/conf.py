@@ -1,0 +1,23 @@
+"""Settings of Sphinx for the pages in this folder: ``sphinx-build -W docs build/docs``."""
+
+from __future__ import annotations
+
+import reloadpg
+
+project = "reloadpg"
+copyright = "the reloadpg maintainers"  # noqa: A001 - Sphinx's name for it
+release = version = reloadpg.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"reloadpg {release}"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+# Instances are made by the library: their constructors are no part of the reference.
+autodoc_default_options = {"members": True, "exclude-members": "__init__, __new__"}
+napoleon_use_ivar = True
+suppress_warnings = ["ref.python"]  # one name is found in two places: a module, and the top

@@ -1,0 +1,77 @@
+"""Commands that people type: ``nox -s tests``; ``nox -l`` lists all; ``.ci/run`` runs everything.
+
+Sessions use environments of their own; ``nox -R`` uses them again as they are.
+"""
+
+from __future__ import annotations
+
+import nox
+
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.reuse_existing_virtualenvs = True
+
+CONSTRAINTS = ("-c", "tests/constraints.txt")
+TORCH_VERSIONS = ("2.8.0", "2.15.0")
+
+
+def install(session: nox.Session, extra: str) -> None:
+    session.install(*CONSTRAINTS, "-e", f".[{extra}]")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The fast tests; arguments after -- go to pytest."""
+    install(session, "test")
+    session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """The tests marked slow."""
+    install(session, "test")
+    session.run("python", "-m", "pytest", "-m", "slow", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff: check and format."""
+    session.install("ruff>=0.12")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy, strict."""
+    install(session, "dev")
+    session.run("mypy")
+
+
+@nox.session
+def matrix(session: nox.Session) -> None:
+    """The tests marked matrix on another torch: ``nox -s matrix -- 2.15.0``; both by default."""
+    for version in session.posargs or TORCH_VERSIONS:
+        session.install(f"torch=={version}", "-e", ".[test-core]")
+        session.run("python", "-m", "pytest", "-m", "matrix")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the pages; warnings are errors."""
+    install(session, "docs")
+    session.run("sphinx-build", "-W", "docs", "build/docs", *session.posargs)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Run the demo; arguments after -- are its own."""
+    install(session, "demo")
+    session.run("python", "-m", "reloadpg", "demo", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure: calls on a reloadable group, and a cycle by number of groups."""
+    install(session, "test-core")
+    for script in ("dispatch.py", "reload.py", "startup.py"):
+        session.run("python", f"benchmarks/{script}", "--check", *session.posargs)

@@ -1,0 +1,72 @@
+"""The pages in docs/: messages are quoted as the library writes them, links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from documents import PAGES, README, ROOT
+
+TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *PAGES]
+
+
+def messages() -> Iterator[str]:
+    """Every string of the library as it is written, with an ellipsis for what is filled in."""
+    for path in sorted((ROOT / "reloadpg").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
+                yield "".join(str(part) for part in parts)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def quoted() -> list[str]:
+    text = TROUBLESHOOTING.read_text()
+    return re.findall(r"^### `(.+)`$", text, re.MULTILINE)
+
+
+def test_quoted_messages_are_the_librarys() -> None:
+    """Word for word; a quotation may end early."""
+    written = set(messages())
+    assert len(quoted()) >= 15
+    unknown = [
+        quotation
+        for quotation in quoted()
+        if not any(quotation.removesuffix(" …") in message for message in written)
+    ]
+    assert unknown == []
+
+
+def test_each_public_error_is_explained() -> None:
+    """By name, in the page or in the README's table."""
+    import reloadpg
+
+    errors = {name for name in reloadpg.__all__ if name.endswith("Error")}
+    text = TROUBLESHOOTING.read_text() + README.read_text()
+    rare = {"ReloadpgError", "GroupDestroyedError", "GroupPickleError", "InvalidOptionError"}
+    assert {name for name in errors - rare if name not in text} == set()
+
+
+def test_links_and_figures_exist() -> None:
+    """Of the README, of CONTRIBUTING and of the pages, those within the repository."""
+    broken = []
+    for document in DOCUMENTS:
+        text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+            if "://" not in target and not (document.parent / target).exists():
+                broken.append((document.name, target))
+    assert broken == []
+
+
+def test_included_examples_exist() -> None:
+    """With the lines at which each excerpt begins and ends."""
+    for page in PAGES:
+        for block in re.findall(r"^```\{literalinclude\} (.*?)^```", page.read_text(), re.M | re.S):
+            path = (page.parent / block.splitlines()[0].strip()).resolve()
+            lines = Path(path).read_text().splitlines()
+            for words in re.findall(r'^:(?:start-at|end-before): "(.*)"$', block, re.MULTILINE):
+                assert any(words in line for line in lines), (page.name, words)

@@ -1,0 +1,132 @@
+"""The programs in examples/: each runs on CPU as its head says, and shows what it promises."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import runpy
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from documents import ROOT
+
+from reloadpg.testing import run_ranks
+
+EXAMPLES = ROOT / "examples"
+SHORT = sorted(path for path in EXAMPLES.glob("*.py") if path.name != "colocated_rl.py")
+
+
+def as_a_script(rank: int, world_size: int, path: str) -> str:
+    """Run it as one rank of a job, with the variables that torchrun sets; what it prints."""
+    sys.argv = [path]
+    with contextlib.redirect_stdout(StringIO()) as output:
+        runpy.run_path(path, run_name="__main__")
+    return output.getvalue()
+
+
+def printed(name: str, ranks: int) -> list[str]:
+    """What rank 0 of an example prints; the other ranks print nothing."""
+    first, *others = run_ranks(as_a_script, ranks, args=(str(EXAMPLES / name),), timeout=150)
+    assert others == [""] * (ranks - 1)
+    return first.splitlines()
+
+
+@pytest.mark.parametrize("path", SHORT, ids=lambda path: path.stem)
+def test_it_is_short_and_says_how_it_differs_on_gpus(path: Path) -> None:
+    """At most 120 lines, and a paragraph of the head that begins so."""
+    text = path.read_text()
+    assert len(text.splitlines()) <= 120
+    assert re.search(r"^On GPUs\b", text.split('"""')[1], re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_fsdp2_has_the_losses_of_a_run_without_offloads(tmp_path: Path) -> None:
+    """On the mesh of four ranks: three groups, a generation an iteration."""
+    shown = r"step \d: loss (\S+), generation (\d) of 3 groups"
+    numbers = [re.fullmatch(shown, line) for line in printed("fsdp2_torchrun.py", 4)]
+    assert [one and one[2] for one in numbers] == ["1", "2", "3"]
+    text = (EXAMPLES / "fsdp2_torchrun.py").read_text()
+    assert text.count("reloadpg.offloaded()") == 1
+    plain = tmp_path / "plain.py"
+    plain.write_text(text.replace("reloadpg.offloaded()", "__import__('contextlib').nullcontext()"))
+    without = run_ranks(as_a_script, 4, args=(str(plain),), timeout=150)[0]
+    assert re.findall(r"generation (\d)", without) == ["0", "0", "0"]
+    assert re.findall(r"loss (\S+),", without) == [one[1] for one in numbers if one]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_megatron_keeps_its_groups() -> None:
+    """Its thirteen groups, and the default group's own, are the same objects after each reload."""
+    lines = printed("megatron_parallel.py", 4)
+    shown = r"step \d: loss \d\.\d{6}, (\d+) groups released, Megatron's are the same objects"
+    found = [re.fullmatch(shown, line) for line in lines]
+    assert len(found) == 3
+    assert all(one and int(one[1]) > 4 for one in found), lines
+
+
+@pytest.mark.timeout(240)
+def test_slimes_sequence() -> None:
+    """Rollouts happen while the groups are offloaded, and the weight falls step by step."""
+    shown = r"step \d: weight (0\.\d{6}), rollout offloaded"
+    lines = printed("slime_sequence.py", 2)
+    found = [re.fullmatch(shown, line) for line in lines]
+    assert len(found) == 2, lines
+    assert all(found), lines
+    weights = [float(one[1]) for one in found if one]
+    assert 1 > weights[0] > weights[1] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_hybrid_engine_keeps_the_order() -> None:
+    """Groups before memory before the engine, and back; it generates while they are offloaded."""
+    lines = printed("hybrid_engine.py", 2)
+    order = (
+        "  synchronize, offload groups, empty cache, pause saver, wake engine, put engine to sleep"
+    )
+    order += ", resume saver, empty cache, reload groups"
+    assert lines[1::2] == [order] * 3
+    shown = r"step \d: loss (0\.\d{6}), groups offloaded"
+    losses = [float(one[1]) for line in lines[::2] if (one := re.fullmatch(shown, line))]
+    assert losses[0] > losses[1] > losses[2] > 0
+
+
+def ray_driver(rank: int, world_size: int) -> str:
+    return as_a_script(rank, world_size, str(EXAMPLES / "ray_actors.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_ray_actors_are_driven() -> None:
+    """Each actor has two groups; the sums over the actors are right after each reload.
+
+    The driver runs as a rank, whose process tree is ended with it whatever happens.
+    """
+    alone = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    [text] = run_ranks(ray_driver, 1, timeout=200, env=alone)
+    assert text.splitlines() == [
+        "step 0: 2 groups a rank, weights [1.0, 1.0]",
+        "step 1: 2 groups a rank, weights [4.0, 4.0]",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_pytest_suite_passes() -> None:
+    """All of it, one test with and without reloads."""
+    settings = ("--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-n0", *settings),
+            str(EXAMPLES / "test_with_reloads.py"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert re.search(r"^4 passed", done.stdout, re.MULTILINE), done.stdout + done.stderr

@@ -1,0 +1,89 @@
+"""The rooms of reloadpg import each other in one direction, as docs/architecture.md says."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import reloadpg
+
+HOME = Path(reloadpg.__file__).parent
+ROOMS = (
+    "errors",
+    "c10d",
+    "rendezvous",
+    "groups",
+    "lifecycle",
+    "observability",
+    "environment",
+    "integrations",
+    "testing",
+    "cli",
+)
+"""Each may import those before it: so the core never imports what is built on it."""
+
+MODULES = {
+    ".".join(path.relative_to(HOME).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(HOME.rglob("*.py"))
+    if path.parent != HOME and "_activation" not in path.parts
+}
+
+
+def imported(name: str) -> Iterator[str]:
+    """The modules of reloadpg that a module imports, anywhere in it, for types too."""
+    path = MODULES[name]
+    package = path.relative_to(HOME).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        parts = tuple((node.module or "").split(".")) if node.module else ()
+        if node.level:
+            parts = (*package[: len(package) - node.level + 1], *parts)
+        elif parts[:1] == ("reloadpg",):
+            parts = parts[1:]
+        else:
+            continue
+        for alias in node.names:
+            inner = ".".join((*parts, alias.name))
+            yield inner if inner in MODULES else ".".join(parts) or alias.name
+
+
+def test_every_folder_is_a_room() -> None:
+    """A new one has to be given its place in the order."""
+    folders = {path.name for path in HOME.iterdir() if (path / "__init__.py").is_file()}
+    assert folders == {*ROOMS} - {"errors"}
+
+
+@pytest.mark.parametrize("room", ROOMS[1:])
+def test_a_room_imports_only_those_before_it(room: str) -> None:
+    """Nowhere in any of its modules, also not for types. Public names are no room."""
+    later = {*ROOMS[ROOMS.index(room) + 1 :]}
+    wrong = {
+        f"{name} imports {target}"
+        for name in MODULES
+        if name.split(".")[0] == room
+        for target in imported(name)
+        if target.split(".")[0] in later
+    }
+    assert wrong == set()
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Within a room, too. A package's ``__init__`` that only finds names when used is no module."""
+    graph = {name: {*imported(name)} & MODULES.keys() for name in MODULES}
+    packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail, name))
+        if name in done:
+            return
+        for target in sorted(graph[name] - packages):
+            visit(target, (*trail, name))
+        done.add(name)
+
+    for name in sorted(graph.keys() - packages):
+        visit(name, ())
