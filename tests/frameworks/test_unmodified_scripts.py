@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from launching import HERE, activation, ranks_of, torchrun
+from launching import HELPERS, HERE, activation, ranks_of, torchrun
+
+pytestmark = pytest.mark.slow
 
 SCRIPTS = ("with_accelerate.py", "with_fabric.py")
 
@@ -28,7 +30,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     script = HERE / "scripts" / request.param
     folders = [tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("cycled")]
     torchrun(2, script, folders[0])
-    cycling = (HERE / "cycling.py", folders[1], script, folders[1])
+    cycling = (HELPERS / "cycling.py", folders[1], script, folders[1])
     torchrun(2, *cycling, **activation(folders[1]))
     return Runs(*(ranks_of(folder, "training") for folder in folders), cycles_of(folders[1]))
 

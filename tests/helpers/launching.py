@@ -10,14 +10,15 @@ from typing import Any
 
 import reloadpg
 
-HERE = Path(__file__).parents[1] / "frameworks"
+HELPERS = Path(__file__).parent
+HERE = HELPERS.parent / "frameworks"
 ROOT = Path(reloadpg.__file__).parents[1]
 ENVIRONMENT_TESTS = HERE.parent / "environment"
 
 sys.path.insert(0, str(ENVIRONMENT_TESTS))
 from test_launchers import launch  # noqa: E402  # what starts and ends launchers there
 
-__all__ = ["HERE", "activation", "launch", "ranks_of", "torchrun"]
+__all__ = ["HELPERS", "HERE", "activation", "launch", "ranks_of", "torchrun"]
 
 
 def activation(folder: Path, backends: str = "gloo") -> dict[str, str]:
@@ -36,7 +37,7 @@ def activation(folder: Path, backends: str = "gloo") -> dict[str, str]:
         "RELOADPG_AUTOINSTALL": "1",
         "RELOADPG_BACKENDS": backends,
         "RELOADPG_TIMEOUT_S": "60",
-        "PYTHONPATH": os.pathsep.join(map(str, (info.parent, ROOT, HERE))),
+        "PYTHONPATH": os.pathsep.join(map(str, (info.parent, ROOT, HELPERS))),
     }
 
 
