@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
+import isolation
 import pytest
 
 pytest.register_assert_rewrite(
@@ -21,6 +22,13 @@ pytest.register_assert_rewrite(
 # A TCPStore server looks up the host name of each client; one that cannot be found costs it 5 s by
 # default, in which it serves nobody. Read by the C library at its first look-up in a process.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Isolate the run, before a worker of pytest-xdist or a temporary folder is made."""
+    if not hasattr(config, "workerinput"):
+        isolation.isolate()
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ def test_both_operations_are_measured(monkeypatch, capsys):
         assert medians["offload"]["bytes"] == 3 * 32 << 20
 
 
+@pytest.mark.slow
 def test_autoinstall_in_the_shell_does_not_matter():
     """Its options are others than those that are measured. A process of its own, with its ranks."""
     options = ["--backend", "gloo", "--ranks", "1", "--groups", "1", "--cycles", "1", "--json"]

@@ -102,6 +102,7 @@ class TestCompiledAotEager(CompiledTests):
     consumer = Consumer(aot_eager_program, 2, groups=2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")),
     reason="inductor compiles C++ and this machine has no C++ compiler (g++, clang++ or CXX)",

@@ -105,6 +105,7 @@ class TestFSDP2(ConsumerTests):
                     assert value.equal(other.results[name]["parameters"][key])
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 class TestFSDP2InstalledLate(ConsumerTests):
     """``install`` after ``init_process_group``: WORLD is taken over, then sharded on."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from consumer_run import Run, tables
@@ -230,6 +231,7 @@ def megatron_program(run: Run) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 class TestMegatron(ConsumerTests):
     consumer = Consumer(megatron_program, 4, cycles=3 * (len(LAYOUTS) + 2), groups=8)
 

@@ -48,14 +48,17 @@ class TestDDP(SimulatedTests):
     consumer = Consumer(ddp_program, 3, reloaded=SIM_RELOADED, groups=2)
 
 
+@pytest.mark.slow
 class TestFSDP2(SimulatedTests):
     consumer = Consumer(fsdp2_program, 4, reloaded=SIM_RELOADED, groups=3)
 
 
+@pytest.mark.slow
 class TestDeviceMesh(SimulatedTests):
     consumer = Consumer(mesh_program, 4, reloaded=SIM_RELOADED, groups=5)
 
 
+@pytest.mark.slow
 class TestMegatron(SimulatedTests):
     consumer = Consumer(
         megatron_program, 4, reloaded=SIM_RELOADED, cycles=3 * (len(LAYOUTS) + 2), groups=6

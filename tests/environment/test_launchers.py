@@ -16,6 +16,8 @@ import pytest
 
 import reloadpg
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 REPORT = str(HERE / "rank_report.py")
 ROOT = str(Path(reloadpg.__file__).parents[1])

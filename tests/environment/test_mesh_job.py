@@ -5,12 +5,15 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import reloadpg
 from reloadpg.testing import run_ranks
+
+pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 1234
 CYCLES = 3

@@ -13,6 +13,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import pytest
 from documents import README, ROOT, readme_blocks
 
 from reloadpg.testing import run_ranks
@@ -45,6 +46,7 @@ def as_it_was(rank: int, world_size: int) -> Any:
     return json.loads(output.getvalue())
 
 
+@pytest.mark.slow
 def test_three_cycles_leave_training_as_it_was(tmp_path: Path) -> None:
     """On both ranks the default group is offloaded three times; losses are equal bit by bit."""
     script = tmp_path / "train.py"

@@ -10,6 +10,8 @@ import pytest
 from launching import ENVIRONMENT_TESTS, HERE, launch, ranks_of, torchrun
 from test_launchers import SLURM
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = HERE / "scripts" / "with_reloadpg.py"
 
 

@@ -13,6 +13,8 @@ from gpt_job import STEPS, plain_and_cycled
 
 from reloadpg.testing import run_ranks
 
+pytestmark = pytest.mark.slow
+
 RESULTS = ("losses", "norms", "weights")
 
 

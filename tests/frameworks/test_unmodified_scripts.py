@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 from launching import HELPERS, HERE, activation, ranks_of, torchrun
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = ("with_accelerate.py", "with_fabric.py")
 
 

@@ -33,6 +33,7 @@ def test_options() -> None:
     assert seen["later"] == [seen["first"]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["fsdp2", "ddp"])
 def test_training(how: str) -> None:
     """Losses with and without cycles are the same bits, and fall."""
@@ -45,6 +46,7 @@ def test_training(how: str) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_the_benchmark_ends_cleanly_without_a_gpu() -> None:
     """Exit code 0, and one line that says why nothing was measured."""
     if not gpu_job.no_gpu():

@@ -155,6 +155,7 @@ except reloadpg.ReloadpgError as error:
 """
 
 
+@pytest.mark.slow
 def test_the_rank_that_hosts_the_store_leaves_last(tmp_path):
     """Plain processes, the store in rank 0's: after rank 2's death rank 1, too, is told of it."""
     import subprocess
@@ -180,7 +181,7 @@ def test_the_rank_that_hosts_the_store_leaves_last(tmp_path):
         for rank in range(3)
     ]
     try:
-        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+        said = [rank.communicate(timeout=200)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from sampling import sampled
 
 import reloadpg
 from reloadpg.lifecycle import autoinstall
@@ -144,27 +145,27 @@ def test_without_the_variable_nothing_is_imported(tmp_path):
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_torch_can_be_told_to_load_no_extensions(tmp_path):
     """TORCH_DEVICE_BACKEND_AUTOLOAD=0 is torch's own switch for all entry points."""
     done = python(tmp_path, SEEN, RELOADPG_AUTOINSTALL="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert (done.stdout, done.stderr) == ("2.0 False\n", "")
 
 
+FIRST = {
+    "package": "from reloadpg import offload",
+    "submodule": "import reloadpg.environment.bringup",
+    "install": "import logging\nimport reloadpg\nreloadpg.install(backends='gloo')",
+}
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    "first",
-    [
-        "from reloadpg import offload",
-        "import reloadpg.environment.bringup",
-        "import logging\nimport reloadpg\nreloadpg.install(backends='gloo')",
-    ],
-    ids=["package", "submodule", "install"],
-)
-def test_reloadpg_may_be_imported_before_torch(tmp_path, first):
+@pytest.mark.parametrize("kind", sampled(FIRST, "submodule"))
+def test_reloadpg_may_be_imported_before_torch(tmp_path, kind):
     """A module of reloadpg that imports torch is not complete at the end of ``import torch``; the
     installation waits for it, and nothing of that waiting is left. An ``install`` in the program
     with the same options is then the no-op that it always is."""
-    code = f"{first}\n{SEEN}import reloadpg\nprint(reloadpg.is_installed(), type(reloadpg))"
+    code = f"{FIRST[kind]}\n{SEEN}import reloadpg\nprint(reloadpg.is_installed(), type(reloadpg))"
     done = python(tmp_path, code, RELOADPG_AUTOINSTALL="TRUE", RELOADPG_BACKENDS="gloo")
     assert done.stdout == "2.0 True\nTrue <class 'module'>\n"
     assert done.stderr == ""
@@ -180,7 +181,7 @@ BROKEN = {
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("kind", sampled(BROKEN, "our own"))
 def test_torch_can_be_imported_whatever_is_broken(tmp_path, kind):
     """wrapt that cannot be imported, that ends the process, a broken module of reloadpg: one line
     says what it is, torch works and is not patched."""
@@ -196,6 +197,7 @@ def test_torch_can_be_imported_whatever_is_broken(tmp_path, kind):
     assert line.startswith(f"reloadpg: not installed (RELOADPG_AUTOINSTALL='yes'): {said}")
 
 
+@pytest.mark.slow
 def test_torch_can_be_imported_where_nothing_can_be_said(tmp_path):
     """A process without stderr and a bad value: no line, no exception."""
     code = "import sys; sys.stderr = None\n" + SEEN

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch.distributed as dist
+from sampling import sampled
 
 PRELUDE = """
 import os, signal, sys, time
@@ -18,7 +19,7 @@ import torch, torch.distributed as dist
 import reloadpg
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=2))
+reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=BOUND))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 group = dist.new_group([0, 1])
 dist.barrier()
@@ -44,8 +45,11 @@ class Ended:
         return [line for line in self.stderr.splitlines() if any(word in line for word in NOISE)]
 
 
-def run_interpreters(body: str) -> list[Ended]:
-    """Two fresh interpreters that run the same script as ranks of a job, to their natural end."""
+def run_interpreters(body: str, bound: float = 120.0) -> list[Ended]:
+    """Two fresh interpreters that run the same script as ranks of a job, to their natural end.
+
+    `bound` is the library's, in seconds; only those that hang reach it.
+    """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environ = {
         **os.environ,
@@ -56,7 +60,7 @@ def run_interpreters(body: str) -> list[Ended]:
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PRELUDE + textwrap.dedent(body)],
+            [sys.executable, "-c", PRELUDE.replace("BOUND", str(bound)) + textwrap.dedent(body)],
             env={**environ, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -65,7 +69,7 @@ def run_interpreters(body: str) -> list[Ended]:
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=180) for process in ranks]
+        outputs = [process.communicate(timeout=200) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -82,6 +86,7 @@ def test_exit_while_offloaded() -> None:
     assert_quiet(run_interpreters("reloadpg.offload()"), [0, 0])
 
 
+@pytest.mark.slow
 def test_destroy_while_offloaded() -> None:
     """destroy_process_group() accepts offloaded groups; the proxies are destroyed for good."""
     ended = run_interpreters(
@@ -98,6 +103,7 @@ def test_destroy_while_offloaded() -> None:
     assert [end.said for end in ended] == [said] * 2
 
 
+@pytest.mark.slow
 def test_exit_with_a_worker_that_is_stuck() -> None:
     """A rebuild that was given up blocks its thread; the interpreter ends all the same."""
     ended = run_interpreters(
@@ -110,13 +116,14 @@ def test_exit_with_a_worker_that_is_stuck() -> None:
             reloadpg.reload()
         except reloadpg.RendezvousTimeoutError as error:
             print("gave up")
-        """
+        """,
+        bound=2.0,
     )
     assert_quiet(ended, [0, 0])
     assert [end.said for end in ended] == ["gave up"] * 2
 
 
-@pytest.mark.parametrize("operation", ["offload", "reload"])
+@pytest.mark.parametrize("operation", sampled(["offload", "reload"], "reload"))
 def test_an_exception_in_the_middle_of_a_step(operation: str) -> None:
     """Uncaught, it ends the interpreter with code 1 and its own traceback, on all ranks."""
     ended = run_interpreters(
@@ -137,6 +144,7 @@ def test_an_exception_in_the_middle_of_a_step(operation: str) -> None:
     assert [len(end.noise) for end in ended] == [1, 2], ended
 
 
+@pytest.mark.slow
 def test_sigterm_in_the_middle_of_a_step() -> None:
     """With a handler that exits, the rank ends with that code and the other is told."""
     ended = run_interpreters(
@@ -154,6 +162,7 @@ def test_sigterm_in_the_middle_of_a_step() -> None:
     assert ended[0].said == "1 True"
 
 
+@pytest.mark.slow
 def test_interrupt_while_waiting_at_a_barrier() -> None:
     """Ctrl-C reaches a rank that waits for others inside the store."""
     ended = run_interpreters(
@@ -167,9 +176,9 @@ def test_interrupt_while_waiting_at_a_barrier() -> None:
             try:
                 reloadpg.reload()
             except KeyboardInterrupt:
-                print(time.monotonic() - begun < 1.5)
+                print(time.monotonic() - begun < 60)
         else:
-            store.wait(["interrupted"], timedelta(seconds=20))
+            store.wait(["interrupted"], timedelta(seconds=100))
             try:
                 reloadpg.reload()
             except reloadpg.PeerFailedError as error:

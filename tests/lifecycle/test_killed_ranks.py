@@ -18,6 +18,7 @@ from recovery_job import (
     interfere,
     meet,
 )
+from sampling import sampled
 
 import reloadpg
 from reloadpg.testing import run_ranks
@@ -45,7 +46,7 @@ def victim_dies(rank: int, size: int, point: str) -> dict[str, Any]:
 
 
 def survivors_of(point: str) -> list[dict[str, Any]]:
-    outcomes = run_ranks(victim_dies, 4, args=(point,), timeout=30, check=False)
+    outcomes = run_ranks(victim_dies, 4, args=(point,), timeout=120, check=False)
     assert outcomes[VICTIM].signal == signal.SIGKILL
     assert [outcomes[rank].exception for rank in SURVIVORS] == [None] * len(SURVIVORS)
     return [outcomes[rank].result for rank in SURVIVORS]
@@ -59,7 +60,7 @@ def assert_all_raised_and_named_it(results: list[dict[str, Any]]) -> None:
         assert seen.names(VICTIM), seen
 
 
-@pytest.mark.parametrize("point", OFFLOAD_POINTS[:3])
+@pytest.mark.parametrize("point", sampled(OFFLOAD_POINTS[:3], "offload.quiesced"))
 def test_a_rank_killed_before_anything_is_released(point: str) -> None:
     """All survivors raise, name the dead rank, and keep every group as it was (failure 14)."""
     results = survivors_of(point)
@@ -68,7 +69,9 @@ def test_a_rank_killed_before_anything_is_released(point: str) -> None:
     assert {result["status"] for result in results} == {"live"}
 
 
-@pytest.mark.parametrize("point", OFFLOAD_POINTS[3:] + RELOAD_POINTS[1:])
+@pytest.mark.parametrize(
+    "point", sampled(OFFLOAD_POINTS[3:] + RELOAD_POINTS[1:], "offload.released", "reload.group1")
+)
 def test_a_rank_killed_while_groups_are_touched(point: str) -> None:
     """All survivors raise, name the dead rank, and refuse every group (failures 14, 26, 27)."""
     results = survivors_of(point)
@@ -103,7 +106,7 @@ def fail() -> None:
 
 def test_a_rank_whose_death_makes_another_fail_first() -> None:
     """The neighbour's failure ends the wait before the bound, and the dead rank is named too."""
-    outcomes = run_ranks(one_dies_and_one_fails, 4, timeout=30, check=False)
+    outcomes = run_ranks(one_dies_and_one_fails, 4, timeout=120, check=False)
     kinds = {0: "PeerFailedError", 1: "RebuildError", 3: "PeerFailedError"}
     for rank, kind in kinds.items():
         seen = outcomes[rank].result["seen"]
@@ -127,13 +130,13 @@ def one_is_late(rank: int, size: int) -> dict[str, Any]:
 
 def test_a_rank_that_comes_after_the_bound() -> None:
     """It gets the others' verdict as soon as it comes, and a second reload completes."""
-    results = run_ranks(one_is_late, 4, timeout=30)
+    results = run_ranks(one_is_late, 4, timeout=120)
     for rank, result in enumerate(results):
         seen = result["seen"]
         assert seen.kind == "RendezvousTimeoutError"
         assert seen.missing == (VICTIM,)
         late = BOUND + 3 if rank == VICTIM else 0
-        assert max(BOUND, late) <= seen.seconds < max(BOUND, late) + 2
+        assert max(BOUND, late) <= seen.seconds < max(BOUND, late) + ALLOWANCE
         assert result["failed"] == {"failed"}
         assert result["again"].kind == ""
         assert result["sums"]

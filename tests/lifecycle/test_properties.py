@@ -1,7 +1,7 @@
 """Random topologies and random programs on real ranks, against a model.
 
-50 programs, the same in every run; 500 new ones with ``HYPOTHESIS_PROFILE=nightly``, and as many
-as ``RELOADPG_PROPERTY_EXAMPLES`` says.
+The default run has 10 programs, the whole run 50 more, the same in every run; 500 new ones with
+``HYPOTHESIS_PROFILE=nightly``, and as many as ``RELOADPG_PROPERTY_EXAMPLES`` says.
 """
 
 from __future__ import annotations
@@ -49,6 +49,14 @@ def check(pool: Pool, program: Program) -> None:
             )
 
 
+@settings(SETTINGS, max_examples=10)
+@given(program=programs())
+def test_a_few_programs(pool: Pool, program: Program) -> None:
+    """The same with fewer of them: what the default run has of it."""
+    check(pool, program)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
 @SETTINGS
 @given(program=programs())

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from recovery_job import Job
+from sampling import sampled
 
 import reloadpg
 from reloadpg.testing import run_ranks, simulated
@@ -37,7 +38,7 @@ def cycles(rank: int, size: int, backend: str, topology: Any, local: bool) -> li
     return [job.cycle() for _ in range(3)]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "sim"])
+@pytest.mark.parametrize("backend", sampled(["gloo", "sim"], "gloo"))
 @pytest.mark.parametrize(
     ("topology", "local"),
     [(PIPELINE, False), (RINGS, False), (RINGS, True)],

@@ -33,6 +33,7 @@ def run_pytest(directory: Path, *arguments: str, **env: str) -> subprocess.Compl
         [
             *(sys.executable, "-m", "pytest", "-p", "reloadpg.testing.plugin", "-c", os.devnull),
             *("--rootdir", str(directory), "-p", "no:cacheprovider", "--strict-markers"),
+            "--noconftest",  # of this project
             *("--basetemp", str(directory / "tmp"), *arguments),
         ],
         cwd=directory,
