@@ -1,4 +1,7 @@
-"""Bring-up: validate, meet, agree, and only then make groups."""
+"""Bring-up: validate, connect to the store, agree, and only then create groups.
+
+A default group that someone else made is described as it is, and left as it is.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,24 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from reloadpg import c10d
-from reloadpg.environment.adopted import adopt_existing
-from reloadpg.environment.agreement import Claim, agree
-from reloadpg.environment.bounds import as_timedelta
-from reloadpg.environment.detect import detect_environment
-from reloadpg.environment.device import Placement, choose_placement
-from reloadpg.environment.mesh import resolve_mesh_dims
-from reloadpg.environment.mesh_groups import build_mesh
-from reloadpg.environment.model import DistributedEnvironment
-from reloadpg.environment.ownership import abort_groups, end_owned
-from reloadpg.environment.seeds import seed_for, set_seed
-from reloadpg.environment.store import open_store
-from reloadpg.observability.logs import name_rank_in_records
-from reloadpg.rendezvous.round import Rendezvous
-from reloadpg.rendezvous.worker_thread import Attempt
+from .. import c10d
+from ..errors import InvalidOptionError
+from ..observability.logs import name_rank_in_records
+from ..rendezvous.plan import Plan
+from ..rendezvous.round import Rendezvous
+from ..rendezvous.worker_thread import Attempt
+from .device import Placement, choose_placement, parse_backend
+from .launchers import detect_environment
+from .mesh import build_mesh, resolve_mesh_dims, seed_for, set_seed
+from .model import DistributedEnvironment, DistributedEnvironmentError
+from .store import Claim, agree, open_store
+from .store_barrier import job_round
+from .teardown import abort_groups, destroy_owned
+from .variables import as_timedelta
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["DistributedContext", "bring_up", "init_distributed"]
@@ -41,7 +44,7 @@ INIT_TIMEOUT = timedelta(minutes=5)
 
 @dataclass(eq=False)
 class DistributedContext:
-    """What bring-up found and made. As a context manager it ends what it owns.
+    """Result of bring-up. As a context manager it destroys what it owns.
 
     Leaving it does what leaving ``process_group_scope`` does: nothing if not ``owned``, otherwise
     a bounded barrier and an orderly destroy, or after an exception an abort. Without ``with``,
@@ -70,7 +73,7 @@ class DistributedContext:
         trace: TracebackType | None,
     ) -> Literal[False]:
         if self.owned:
-            end_owned(error, self.exit_timeout)
+            destroy_owned(error, self.exit_timeout)
         return False
 
 
@@ -122,7 +125,7 @@ def init_distributed(
         seed_for(seed, {}, {}, ())
     if dist.is_initialized():
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, dist.get_world_size())
-        environment, used, mesh = adopt_existing(
+        environment, used, mesh = _adopt_existing(
             backend, bound, init_bound, device, sizes, expected=adopt
         )
         context = DistributedContext(environment, used, mesh, False, init_bound)
@@ -135,6 +138,9 @@ def init_distributed(
     if seed is not None:
         set_seed(seed, context.mesh)
     return context
+
+
+# -- a group of our own -----------------------------------------------------------------------
 
 
 def bring_up(
@@ -208,11 +214,11 @@ def _create(
         made.append(mesh)
 
     # A peer that dies between agreement and connection would hold this rank for the whole of
-    # ``timeout``, which is hours by intention. So it is created beside this thread, and a gate
+    # ``timeout``, which is hours by intention. So it is created beside this thread, and a barrier
     # with the bound of bring-up waits for all ranks.
-    gates = None if environment.world_size == 1 else PrefixStore("gates", store)
-    meeting = Rendezvous(gates, environment.rank, environment.world_size)
-    round_ = meeting.open("init_distributed", ("connected",), init_timeout.total_seconds())
+    root = None if environment.world_size == 1 else PrefixStore("barriers", store)
+    rendezvous = Rendezvous(root, environment.rank, environment.world_size)
+    round_ = rendezvous.open("init_distributed", ("connected",), init_timeout.total_seconds())
     try:
         round_.run("connected", create, lambda: "connecting the process groups")
     except BaseException as error:
@@ -220,3 +226,127 @@ def _create(
         raise
     round_.barrier("connected")
     return made[0]
+
+
+# -- a group that exists ----------------------------------------------------------------------
+
+
+def _adopt_existing(
+    backend: str | None,
+    timeout: timedelta | None,
+    init_timeout: timedelta,
+    device: torch.device | str | None,
+    sizes: Mapping[str, int] | None,
+    *,
+    expected: bool,
+) -> tuple[DistributedEnvironment, torch.device, DeviceMesh | None]:
+    """Describe the existing group, and build a mesh over it if one is asked for.
+
+    Local without ``sizes``; with them collective, blocking and bounded. The group itself is not
+    touched. A mesh's groups get ``timeout``, or else the group's own.
+    """
+    world = c10d.world()
+    if world is None:
+        raise InvalidOptionError("There is no group to adopt. Call init_distributed() instead.")
+    current = _timeout_of(world)
+    if not expected:
+        _warn_of_differences(world, backend, timeout, current)
+    try:
+        used = torch.device(device) if device is not None else _device_of(world)
+    except RuntimeError as error:
+        raise InvalidOptionError(
+            f"device={device!r} is not a device. Nothing was made. Correct the argument."
+        ) from error
+    environment = _environment_of_group()
+    if sizes is None:
+        return environment, used, None
+    settings = {"mesh_dims": " x ".join(f"{name}={size}" for name, size in sizes.items())}
+    round_ = job_round("init_distributed", ("agree", "connected"), init_timeout)
+    round_.agree("agree", Plan("init_distributed", settings))
+    bound = timeout or current or c10d.default_timeout(c10d.backend_of(world))
+    try:
+        mesh = build_mesh(sizes, used.type, bound)
+    except BaseException as error:
+        round_.fail(error)
+        raise
+    round_.barrier("connected")
+    return environment, used, mesh
+
+
+def _environment_of_group() -> DistributedEnvironment:
+    """The launcher's word where it fits the group, otherwise what the group itself knows."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    try:
+        detected = detect_environment()
+    except DistributedEnvironmentError as error:
+        reason = str(error)
+    else:
+        if (detected.rank, detected.world_size) == (rank, world_size):
+            return detected
+        reason = f"{detected.source} says rank {detected.rank} of {detected.world_size}"
+    logging.getLogger(__name__).debug(
+        "the adopted group is rank %d of %d, and its nodes are not known: %s",
+        rank,
+        world_size,
+        reason,
+    )
+    return DistributedEnvironment(
+        source="process_group",
+        rank=rank,
+        local_rank=rank,
+        world_size=world_size,
+        local_world_size=world_size,
+        node_rank=0,
+        num_nodes=1,
+        master_port=0 if world_size == 1 else 1,
+    )
+
+
+def _device_of(world: ProcessGroup) -> torch.device:
+    for kind in c10d.device_backends(world):
+        if kind != "cpu" and _is_accelerator(kind):
+            return torch.device(kind, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
+def _is_accelerator(kind: str) -> bool:
+    if not torch.accelerator.is_available():
+        return False
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == kind
+
+
+def _timeout_of(world: ProcessGroup) -> timedelta | None:
+    """The longest current timeout of the group's backends; None while it is offloaded."""
+    return max(c10d.get_timeouts(world, tuple(c10d.device_backends(world))).values(), default=None)
+
+
+def _warn_of_differences(
+    world: ProcessGroup,
+    backend: str | None,
+    timeout: timedelta | None,
+    current: timedelta | None,
+) -> None:
+    differing = []
+    if backend is not None and not _is_same_backend(world, backend):
+        differing.append(f"backend {backend!r} (it has {c10d.backend_of(world)!r})")
+    # Read back from gloo, 60000 s is 60000.003 s on torch 2.15.
+    slack = timedelta(milliseconds=10)
+    if timeout is not None and current is not None and abs(timeout - current) > slack:
+        differing.append(
+            f"timeout {timeout.total_seconds():g} s (it has {current.total_seconds():g} s)"
+        )
+    if differing:
+        logging.getLogger(__name__).warning(
+            "the default group exists already and is adopted as it is; requested, but not "
+            "applied: %s",
+            ", ".join(differing),
+        )
+
+
+def _is_same_backend(world: ProcessGroup, backend: str) -> bool:
+    wanted = parse_backend(backend, built=False)
+    has = c10d.device_backends(world)
+    if "" in wanted:
+        return wanted[""] in (c10d.backend_of(world).lower(), *has.values())
+    return all(has.get(kind) == name for kind, name in wanted.items())

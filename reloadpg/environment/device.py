@@ -1,4 +1,4 @@
-"""Which device this process uses, and which backend serves it."""
+"""The device that a process uses, and the backend that serves it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from reloadpg import c10d
-from reloadpg.errors import InvalidOptionError
+from .. import c10d
+from ..errors import InvalidOptionError
 
 __all__ = ["Placement", "choose_placement", "parse_backend"]
 
@@ -17,7 +17,7 @@ _CPU_ONLY = frozenset({"gloo", "mpi", "fake"})
 
 @dataclass(frozen=True)
 class Placement:
-    """What a rank runs on.
+    """Device and backend of a rank.
 
     Attributes:
         device: the device, with an index for accelerators.
@@ -67,7 +67,7 @@ def choose_placement(
     device_id: torch.device | int | None,
     local_rank: int,
 ) -> Placement:
-    """Device and backend of the process with this number on its node. Local.
+    """Choose device and backend of the process with this number on its node. Local.
 
     Without a device: the accelerator, if there is one and the backend, where named, serves it;
     otherwise the CPU. Without a backend: the one that torch registered for the device's type.

@@ -1,4 +1,7 @@
-"""A group for programs that only want results gathered: made if the launcher started several."""
+"""A group for programs that only gather results: made where the launcher started several ranks.
+
+Imports torch.distributed only where it makes a group: an evaluator may run without it.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,21 @@ import logging
 import os
 from datetime import timedelta
 
-from reloadpg.environment.bounds import as_timedelta
-from reloadpg.environment.model import DistributedEnvironment
-from reloadpg.environment.ownership import is_initialized
-from reloadpg.environment.variables import Variables
-from reloadpg.observability.logs import name_rank_in_records
+from ..observability.logs import name_rank_in_records
+from .launchers import is_initialized
+from .model import DistributedEnvironment
+from .variables import Variables, as_timedelta
 
 __all__ = ["ensure_process_group"]
 
-_TIMEOUT = timedelta(seconds=60000)
-_INIT_TIMEOUT = timedelta(minutes=5)
+TIMEOUT = timedelta(seconds=60000)
+INIT_TIMEOUT = timedelta(minutes=5)
 
 
 def ensure_process_group(
-    *, timeout: timedelta | float = _TIMEOUT, init_timeout: timedelta | float = _INIT_TIMEOUT
+    *,
+    timeout: timedelta | float = TIMEOUT,
+    init_timeout: timedelta | float = INIT_TIMEOUT,
 ) -> bool:
     """Make a gloo group if torch-style variables say that there are several ranks.
 
@@ -61,8 +65,8 @@ def ensure_process_group(
     read.require(("RANK", "WORLD_SIZE"))
     environment, knows_local_rank = _environment(read, world_size)
 
-    from reloadpg.environment.bringup import bring_up
-    from reloadpg.environment.device import choose_placement
+    from .bringup import bring_up
+    from .device import choose_placement
 
     placement = choose_placement("gloo", "cpu", None, environment.local_rank)
     bring_up(environment, placement, bound, init_bound, None, knows_local_rank=knows_local_rank)

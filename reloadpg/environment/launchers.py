@@ -1,16 +1,134 @@
-"""The launchers that number their processes themselves: torchrun, LSF's jsrun, OpenMPI, PMI."""
+"""Launchers: detection of the job that started this process, and the rank before a group exists.
+
+torchrun, LSF's jsrun, OpenMPI and PMI number their processes themselves; SLURM has a module of its
+own. Imports no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
-from reloadpg.environment.layout import check_layout, port_from_text
-from reloadpg.environment.model import LOOPBACK, DistributedEnvironment
-from reloadpg.environment.variables import Variables
+from .model import LOOPBACK, DistributedEnvironment
+from .slurm import from_slurm, is_daemon_step
+from .variables import Variables, check_layout, port_from_text
+
+__all__ = [
+    "detect_environment",
+    "get_rank",
+    "is_initialized",
+    "is_rank_zero",
+    "rank_zero_only",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 TORCHRUN_IDENTITY = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 TORCHRUN = (*TORCHRUN_IDENTITY, "MASTER_ADDR", "MASTER_PORT")
+
+SINGLE = DistributedEnvironment(
+    source="single",
+    rank=0,
+    local_rank=0,
+    world_size=1,
+    local_world_size=1,
+    node_rank=0,
+    num_nodes=1,
+)
+
+
+def detect_environment(environ: Mapping[str, str] | None = None) -> DistributedEnvironment:
+    """Say who this process is in its job, from its launcher's variables.
+
+    Local, non-blocking, pure: it reads, writes nothing, opens no socket and imports no torch.
+    All fields come from the first of these that is there; two are never combined:
+
+    1. torchrun: ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``,
+       ``MASTER_PORT`` (and ``GROUP_RANK``, ``GROUP_WORLD_SIZE`` if set);
+    2. a SLURM step (before PMI, which srun sets as well); the shell of an allocation is one
+       process;
+    3. LSF's jsrun; 4. OpenMPI's mpirun; 5. PMI (MPICH, Intel MPI, Cray);
+    6. a single process: rank 0 of 1.
+
+    Under SLURM the ranks meet on the first host of the step's node list, at a port derived from
+    job and step id, also where ``MASTER_ADDR`` is set alone. LSF reads its host list. OpenMPI and
+    PMI hand out no address: on one host the ranks meet on the loopback interface; on more,
+    ``MASTER_ADDR`` and ``MASTER_PORT`` must be set. A world of 1 has port 0: any free one.
+
+    Ranks of a node that are not consecutive are logged as a warning.
+
+    Args:
+        environ: the variables; ``os.environ`` if None.
+
+    Raises:
+        DistributedEnvironmentError: a launcher's variables are incomplete (the message lists what
+            is missing), empty, not numbers, or out of range. Also an OSError and a ValueError.
+    """
+    variables = os.environ if environ is None else environ
+    found = from_torchrun(variables)
+    if found is None:
+        mpi = from_openmpi(variables) if is_daemon_step(variables) else None
+        if mpi is not None and str(mpi.world_size) != variables["SLURM_STEP_NUM_TASKS"]:
+            return mpi
+        found = from_slurm(variables)
+    for source in (from_lsf, from_openmpi, from_pmi):
+        if found is None:
+            found = source(variables)
+    return SINGLE if found is None else found
+
+
+# -- the rank ---------------------------------------------------------------------------------
+
+
+def is_initialized() -> bool:
+    """Whether this process has a default group. Local; imports no torch."""
+    distributed = sys.modules.get("torch.distributed")
+    return (
+        distributed is not None
+        and bool(distributed.is_available())
+        and bool(distributed.is_initialized())
+    )
+
+
+def get_rank() -> int:
+    """The rank of this process: the default group's, or before it exists the launcher's.
+
+    Local, non-blocking; imports no torch. Right under srun and mpirun too, where ``RANK`` is not
+    set and every process used to think that it was rank 0.
+
+    Raises:
+        DistributedEnvironmentError: there is no group, and the variables are incomplete or wrong.
+    """
+    if is_initialized():
+        return int(sys.modules["torch.distributed"].get_rank())
+    return detect_environment().rank
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is rank 0; see :func:`get_rank`. Local, non-blocking."""
+    return get_rank() == 0
+
+
+def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
+    """Make ``function`` do nothing, and return None, on every rank but 0.
+
+    The rank is looked up at each call, not at decoration: a module is often imported before the
+    group exists. Local: no rank waits for another.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return function(*args, **kwargs) if is_rank_zero() else None
+
+    return wrapper
+
+
+# -- one launcher each ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

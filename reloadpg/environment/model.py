@@ -1,23 +1,57 @@
-"""Who this process is in its job, as a value."""
+"""The identity of a process in its job, as a value that can be exported; and what can be wrong.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass
+from types import TracebackType
 
-from reloadpg.environment.errors import DistributedEnvironmentError
-from reloadpg.environment.export import Export, export_variables
+from ..errors import ReloadpgError
 
-__all__ = ["DistributedEnvironment"]
+__all__ = [
+    "LOOPBACK",
+    "DistributedEnvironment",
+    "DistributedEnvironmentError",
+    "Export",
+    "GroupNotInitializedError",
+    "MeshDimensionError",
+]
 
 LOOPBACK = "127.0.0.1"
+ADDRESS_VARIABLES = frozenset({"MASTER_ADDR", "MASTER_PORT"})
+
+
+class DistributedEnvironmentError(ReloadpgError, OSError, ValueError):
+    """The launcher's variables do not say who this process is; nothing was opened or written.
+
+    Attributes:
+        source: the launcher whose variables were read.
+        variables: the names of the variables that are missing or wrong.
+    """
+
+    def __init__(self, message: str, *, source: str = "", variables: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.source = source
+        self.variables = variables
+
+
+class MeshDimensionError(ReloadpgError, ValueError):
+    """The mesh dimensions cannot be laid over the world; no group was made."""
+
+
+class GroupNotInitializedError(ReloadpgError):
+    """Several ranks would have to meet, but this process has no default group."""
 
 
 @dataclass(frozen=True)
 class DistributedEnvironment:
-    """Who this process is in its job. A value: it holds nothing open and writes nothing.
+    """Identity of a process in its job. A value: it holds nothing open and writes nothing.
 
     Attributes:
         source: where all fields come from: ``torchrun``, ``slurm``, ``lsf``, ``openmpi``, ``pmi``,
@@ -75,7 +109,7 @@ class DistributedEnvironment:
         )
 
     def variables(self) -> dict[str, str]:
-        """The variables that torchrun sets for such a process. Local.
+        """Return the variables that torchrun sets for such a process. Local.
 
         A world of 1 without a port gets one that is free now on the loopback interface.
         """
@@ -108,7 +142,7 @@ class DistributedEnvironment:
             DistributedEnvironmentError: a preset rank or size differs; nothing was written.
         """
         target = os.environ if environ is None else environ
-        return export_variables(self.variables(), target, overwrite=overwrite)
+        return _export(self.variables(), target, overwrite=overwrite)
 
     def as_dict(self) -> dict[str, str | int]:
         """All fields by name. Local, pure."""
@@ -119,3 +153,89 @@ def _free_port() -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
+
+
+class Export:
+    """What an export changed. Call it, or leave its ``with`` block, to undo it.
+
+    Local, idempotent. A variable that someone else changed meanwhile is left and logged: only
+    what is still ours is undone.
+    """
+
+    def __init__(self, environ: MutableMapping[str, str]) -> None:
+        self._environ = environ
+        self._changes: list[tuple[str, str | None, str]] = []
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Names of the variables that were written and are not yet undone."""
+        return tuple(name for name, _, _ in self._changes)
+
+    def __call__(self) -> None:
+        while self._changes:
+            name, before, written = self._changes.pop()
+            now = self._environ.get(name)
+            if now != written:
+                logging.getLogger(__name__).warning(
+                    "%s was set to %r by the export and is %r now; it is left as it is",
+                    name,
+                    written,
+                    now,
+                )
+            elif before is None:
+                del self._environ[name]
+            else:
+                self._environ[name] = before
+
+    def __enter__(self) -> Export:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self()
+
+    def _write(self, name: str, value: str) -> None:
+        before = self._environ.get(name)
+        self._environ[name] = value
+        self._changes.append((name, before, value))
+
+
+def _export(
+    values: Mapping[str, str], environ: MutableMapping[str, str], *, overwrite: bool
+) -> Export:
+    """Write ``values`` to ``environ`` and return the undo; all of them or none.
+
+    Local. Without ``overwrite``, a preset address (``MASTER_ADDR``, ``MASTER_PORT``) stays, and a
+    preset identity (rank, sizes) that differs is an error: half of one identity and half of
+    another is how rank 7 of 4 comes about.
+
+    Raises:
+        DistributedEnvironmentError: a preset identity differs; nothing was written.
+    """
+    clashes = {
+        name: environ[name]
+        for name, value in values.items()
+        if name in environ and environ[name] != value and name not in ADDRESS_VARIABLES
+    }
+    if clashes and not overwrite:
+        listed = ", ".join(
+            f"{name} is {now!r} and would become {values[name]!r}" for name, now in clashes.items()
+        )
+        raise DistributedEnvironmentError(
+            f"The environment cannot be exported: {listed}. Nothing was written. Unset them, or "
+            f"call export(overwrite=True).",
+            variables=tuple(clashes),
+        )
+    export = Export(environ)
+    try:
+        for name, value in values.items():
+            if environ.get(name) != value and (overwrite or name not in environ):
+                export._write(name, value)
+    except BaseException:
+        export()
+        raise
+    return export

@@ -1,4 +1,4 @@
-"""Which network interface the communicators should use."""
+"""The network interface that communicators use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INTERFACE = re.compile(r"[A-Za-z0-9_.@-]+", re.ASCII)
 
 
 def detect_ib_interface() -> str | None:
-    """The first InfiniBand interface (named ``ib*``) that is up and has a usable address.
+    """Return the first InfiniBand interface (named ``ib*``) that is up and has a usable address.
 
     Local, bounded (10 s); reads only, through ``ip -json address``. In the kernel's order. An
     address that is link-local, tentative or a failed duplicate is not usable; ``ib0.8001@ib0``

@@ -1,15 +1,32 @@
-"""Strict reading of environment variables: every error names the variable and its value."""
+"""Strict reading of what launchers and callers give: every error names the value.
+
+Also what follows from a launcher's numbers: the port of a job step, and where ranks should lie.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import logging
+import math
 import re
+import zlib
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 
-from reloadpg.environment.errors import DistributedEnvironmentError
+from ..errors import InvalidOptionError
+from .model import DistributedEnvironmentError
+
+__all__ = ["Variables", "as_timedelta", "check_layout", "port_from_ids", "port_from_text"]
 
 _INTEGER = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]+", re.ASCII)
+FIRST_PORT = 15000
+LAST_PORT = 30000
+_PORTS = LAST_PORT - FIRST_PORT + 1
+# Coprime to _PORTS (7 * 2143). The first 211 steps of 71 consecutive jobs all get different ports:
+# jobs that share a host were usually submitted close to each other.
+_STRIDE = 211
 
 
 class Variables:
@@ -104,3 +121,66 @@ def _is_address(value: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def port_from_ids(job: int, step: int) -> int:
+    """A port in 15000..30000 that all ranks of one step compute alike. Local, pure.
+
+    Below the usual range of ephemeral ports (32768 and up). Two steps of one job differ unless
+    their ids differ by a multiple of 15001.
+    """
+    return FIRST_PORT + (job * _STRIDE + step) % _PORTS
+
+
+def port_from_text(*ids: str) -> int:
+    """A port in 15000..30000 from ids that are not numbers. Local, pure."""
+    return FIRST_PORT + zlib.crc32("\0".join(ids).encode()) % _PORTS
+
+
+def check_layout(source: str, *, rank: int, local_rank: int, first: int) -> None:
+    """Warn unless the ranks of a node are consecutive. Local.
+
+    Args:
+        source: the launcher.
+        rank: the rank in the world.
+        local_rank: the rank on the node.
+        first: the rank with which this node should begin: node rank times ranks per node.
+    """
+    if rank != first + local_rank:
+        logging.getLogger(__name__).warning(
+            "%s placed rank %d as local rank %d on a node whose ranks should begin at %d: ranks "
+            "of a node are not consecutive, so groups of neighbouring ranks cross nodes; use a "
+            "block distribution",
+            source,
+            rank,
+            local_rank,
+            first,
+        )
+
+
+def as_timedelta(value: timedelta | float, name: str) -> timedelta:
+    """``value`` as a timedelta. Local, pure.
+
+    Raises:
+        InvalidOptionError: not a number of seconds above 0, or too long for a timedelta.
+    """
+    if isinstance(value, timedelta):
+        bound = value
+    elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise _no_time(name, value)
+    else:
+        try:
+            bound = timedelta(seconds=value)
+        except OverflowError as error:
+            raise _no_time(name, value) from error
+    # torch counts in milliseconds: less than one is 0 to it, which it reads as "no time at all".
+    if bound < timedelta(milliseconds=1):
+        raise _no_time(name, value)
+    return bound
+
+
+def _no_time(name: str, value: object) -> InvalidOptionError:
+    return InvalidOptionError(
+        f"{name}={value!r} is not a time of at least one millisecond. Nothing was started. Give a "
+        f"timedelta, or seconds."
+    )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import reloadpg
-from reloadpg.environment.agreement import Claim, find_differences
+from reloadpg.environment.store import Claim, find_differences
 from reloadpg.testing import run_ranks
 
 BOUND_S = 15.0

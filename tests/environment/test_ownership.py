@@ -224,12 +224,12 @@ def test_an_exception_on_one_rank_comes_out_as_it_is_and_ends_the_peers_within_t
 
 
 def fail_in_cleanup(rank: int, world_size: int) -> str:
-    from reloadpg.environment import ownership
+    from reloadpg.environment import teardown
 
     def broken() -> None:
         raise OSError("the abort failed too")
 
-    ownership.abort_groups = broken
+    teardown.abort_groups = broken
     error = ValueError("first")
     with pytest.raises(ValueError, match="first") as caught, reloadpg.process_group_scope():
         dist.init_process_group("gloo")

@@ -1,31 +1,30 @@
-"""Who made the group ends it: in order after success, by abort after an exception."""
+"""Teardown: who made the groups destroys them, in order after success, by abort after an error.
+
+Imports torch only where there is something to destroy.
+"""
 
 from __future__ import annotations
 
 import logging
-import sys
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal
 
-from reloadpg.environment.bounds import as_timedelta
-from reloadpg.errors import ReloadpgError
+from ..errors import ReloadpgError
+from .launchers import is_initialized
+from .variables import as_timedelta
 
-__all__ = ["ProcessGroupScope", "destroy_distributed", "process_group_scope"]
+__all__ = [
+    "ProcessGroupScope",
+    "abort_groups",
+    "destroy_distributed",
+    "destroy_owned",
+    "process_group_scope",
+]
 
 EXIT_TIMEOUT = timedelta(minutes=5)
 _TELL_S = 5.0
 _ABORT_S = 30.0
-
-
-def is_initialized() -> bool:
-    """Whether this process has a default group. Local; imports no torch."""
-    distributed = sys.modules.get("torch.distributed")
-    return (
-        distributed is not None
-        and bool(distributed.is_available())
-        and bool(distributed.is_initialized())
-    )
 
 
 def destroy_distributed() -> None:
@@ -42,7 +41,7 @@ def destroy_distributed() -> None:
 
 
 def process_group_scope(*, timeout: timedelta | float = EXIT_TIMEOUT) -> ProcessGroupScope:
-    """A context that ends the process groups made inside it, and only those.
+    """Destroy the process groups made inside a ``with`` block, and only those.
 
     On entry it notes whether the default group exists. On exit:
 
@@ -53,7 +52,7 @@ def process_group_scope(*, timeout: timedelta | float = EXIT_TIMEOUT) -> Process
       destroy would wait for peers that sit in a collective this rank never joins. The same
       exception goes on; errors of the clean-up are logged, never raised over it.
 
-    Collective over the job where it ends a group. Scopes nest: the outermost one that saw no
+    Collective over the job where it destroys a group. Scopes nest: the outermost one that saw no
     group owns it. It holds through offload and reload, also if left while offloaded.
 
     Args:
@@ -89,27 +88,27 @@ class ProcessGroupScope:
         trace: TracebackType | None,
     ) -> Literal[False]:
         if not self.existed:
-            end_owned(error, self._timeout)
+            destroy_owned(error, self._timeout)
         return False
 
 
-def end_owned(error: BaseException | None, timeout: timedelta) -> None:
-    """End the groups that the caller made; ``error`` is what ended the caller, if anything did.
+def destroy_owned(error: BaseException | None, timeout: timedelta) -> None:
+    """Destroy the groups that the caller made.
 
-    With an error this raises nothing. Without, it raises what kept the ranks from meeting, after
-    it has aborted the groups.
+    With an error, which ended the caller's block, this raises nothing. Without, it raises what kept
+    the ranks from the barrier, after it has aborted the groups.
     """
     if not is_initialized():
         return
     if error is not None:
         _abandon(error)
         return
-    from reloadpg.environment.meeting import part
+    from .store_barrier import leave_together
 
     try:
-        part(timeout)
+        leave_together(timeout)
     except BaseException as failure:
-        # Where the meeting itself failed its verdict stands, or the store is gone: no more to say.
+        # Where the barrier itself failed its outcome stands, or the store is gone: no more to say.
         _abandon(failure, tell=not isinstance(failure, ReloadpgError))
         raise
     destroy_distributed()
@@ -144,7 +143,7 @@ def _log_failure(what: str, failure: BaseException) -> None:
 
 
 def _tell_peers(error: BaseException) -> None:
-    from reloadpg.environment.meeting import job_round
+    from .store_barrier import job_round
 
     job_round("exit", ("arrive",), timedelta(seconds=_TELL_S)).fail(error)
 
@@ -157,8 +156,8 @@ def abort_groups() -> None:
     """
     if not is_initialized():
         return
-    from reloadpg import c10d
-    from reloadpg.rendezvous.worker_thread import Task
+    from .. import c10d
+    from ..rendezvous.worker_thread import Task
 
     task = Task(lambda: c10d.abort_all(), "abort")
     if not task.wait(_ABORT_S):
