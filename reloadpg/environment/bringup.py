@@ -149,8 +149,6 @@ def bring_up(
     timeout: timedelta | None,
     init_timeout: timedelta,
     sizes: Mapping[str, int] | None,
-    *,
-    knows_local_rank: bool = True,
 ) -> DeviceMesh | None:
     """Make the default group and the mesh. Collective, blocking, bounded; input is valid.
 
@@ -165,7 +163,7 @@ def bring_up(
             backend=placement.backend,
             mesh_dims="none" if sizes is None else " x ".join(f"{n}={s}" for n, s in sizes.items()),
             host=socket.gethostname(),
-            local_rank=environment.local_rank if knows_local_rank else None,
+            local_rank=environment.local_rank,
         )
         agree(store, claim, init_timeout)
     placement.use()
@@ -293,11 +291,11 @@ def _environment_of_group() -> DistributedEnvironment:
     return DistributedEnvironment(
         source="process_group",
         rank=rank,
-        local_rank=rank,
+        local_rank=None,
         world_size=world_size,
-        local_world_size=world_size,
-        node_rank=0,
-        num_nodes=1,
+        local_world_size=None,
+        node_rank=None,
+        num_nodes=None,
         master_port=0 if world_size == 1 else 1,
     )
 

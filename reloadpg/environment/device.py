@@ -65,7 +65,7 @@ def choose_placement(
     backend: str | None,
     device: torch.device | str | None,
     device_id: torch.device | int | None,
-    local_rank: int,
+    local_rank: int | None,
 ) -> Placement:
     """Choose device and backend of the process with this number on its node. Local.
 
@@ -106,7 +106,7 @@ def _accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator()
 
 
-def _visible(wanted: torch.device, local_rank: int) -> torch.device:
+def _visible(wanted: torch.device, local_rank: int | None) -> torch.device:
     try:
         count = int(torch.get_device_module(wanted.type).device_count())
     except (RuntimeError, AttributeError) as error:
@@ -115,10 +115,15 @@ def _visible(wanted: torch.device, local_rank: int) -> torch.device:
         if wanted.index >= count:
             raise _error(f"device={str(wanted)!r}, but {count} {wanted.type} devices are visible")
         return wanted
-    if local_rank < count:
+    if local_rank is not None and local_rank < count:
         return torch.device(wanted.type, local_rank)
     if count == 1:
         return torch.device(wanted.type, 0)  # a launcher that shows each task its own device
+    if local_rank is None:
+        raise _error(
+            f"LOCAL_RANK is not set, so this process's {wanted.type} device is not known: {count} "
+            f"are visible. Set LOCAL_RANK, or give device="
+        )
     raise _error(f"local_rank={local_rank} has no {wanted.type} device: {count} are visible")
 
 

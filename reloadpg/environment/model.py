@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from types import TracebackType
 
@@ -20,6 +20,7 @@ __all__ = [
     "DistributedEnvironmentError",
     "Export",
     "GroupNotInitializedError",
+    "Identity",
     "MeshDimensionError",
 ]
 
@@ -50,6 +51,54 @@ class GroupNotInitializedError(ReloadpgError):
 
 
 @dataclass(frozen=True)
+class Identity:
+    """Identity of a process in its job, before it is known where the ranks meet.
+
+    Attributes:
+        source, rank, local_rank, local_world_size, node_rank, num_nodes: as in
+            :class:`DistributedEnvironment`.
+        world_size: number of processes of the job; None where nobody says it.
+        address: says where the ranks meet, or raises :class:`DistributedEnvironmentError`: asked
+            only by those who are to meet.
+    """
+
+    source: str
+    rank: int
+    world_size: int | None
+    address: Callable[[], tuple[str, int]]
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    node_rank: int | None = None
+    num_nodes: int | None = None
+
+    def environment(self) -> DistributedEnvironment:
+        """Return the identity with its address. Local.
+
+        Raises:
+            DistributedEnvironmentError: a variable that says the world size or the address is
+                missing or wrong.
+        """
+        host, port = self.address()
+        if self.world_size is None:
+            raise DistributedEnvironmentError(
+                "WORLD_SIZE is not set. Nothing was opened or written. Set it.",
+                source=self.source,
+                variables=("WORLD_SIZE",),
+            )
+        return DistributedEnvironment(
+            source=self.source,
+            rank=self.rank,
+            local_rank=self.local_rank,
+            world_size=self.world_size,
+            local_world_size=self.local_world_size,
+            node_rank=self.node_rank,
+            num_nodes=self.num_nodes,
+            master_addr=host,
+            master_port=port,
+        )
+
+
+@dataclass(frozen=True)
 class DistributedEnvironment:
     """Identity of a process in its job. A value: it holds nothing open and writes nothing.
 
@@ -57,11 +106,11 @@ class DistributedEnvironment:
         source: where all fields come from: ``torchrun``, ``slurm``, ``lsf``, ``openmpi``, ``pmi``,
             ``single``, or ``process_group`` for a group made by other means.
         rank: number of this process, from 0 to ``world_size - 1``.
-        local_rank: number of this process on its node.
+        local_rank: number of this process on its node; None where nobody says it.
         world_size: number of processes of the job.
-        local_world_size: number of processes on this node.
-        node_rank: number of this node.
-        num_nodes: number of nodes.
+        local_world_size: number of processes on this node; None where nobody says it.
+        node_rank: number of this node; None where nobody says it.
+        num_nodes: number of nodes; None where nobody says it.
         master_addr: host where the rendezvous store is.
         master_port: its port. 0 in a world of 1: any free port, taken when it is needed.
 
@@ -71,11 +120,11 @@ class DistributedEnvironment:
 
     source: str
     rank: int
-    local_rank: int
+    local_rank: int | None
     world_size: int
-    local_world_size: int
-    node_rank: int
-    num_nodes: int
+    local_world_size: int | None
+    node_rank: int | None
+    num_nodes: int | None
     master_addr: str = LOOPBACK
     master_port: int = 0
 
@@ -86,14 +135,12 @@ class DistributedEnvironment:
             ("node_rank", "num_nodes"),
         ):
             value, bound = getattr(self, name), getattr(self, limit)
-            if not 0 <= value < bound:
+            if value is not None and not 0 <= value < (self.world_size if bound is None else bound):
                 raise self._error(f"{name}={value} is not in 0..{limit}-1 with {limit}={bound}")
-        if self.local_world_size > self.world_size:
-            raise self._error(
-                f"local_world_size={self.local_world_size} is above world_size={self.world_size}"
-            )
-        if self.num_nodes > self.world_size:
-            raise self._error(f"num_nodes={self.num_nodes} is above world_size={self.world_size}")
+        for name in ("local_world_size", "num_nodes"):
+            value = getattr(self, name)
+            if value is not None and value > self.world_size:
+                raise self._error(f"{name}={value} is above world_size={self.world_size}")
         if not 0 <= self.master_port <= 65535:
             raise self._error(f"master_port={self.master_port} is not in 0..65535")
         if self.master_port == 0 and self.world_size > 1:
@@ -111,7 +158,8 @@ class DistributedEnvironment:
     def variables(self) -> dict[str, str]:
         """Return the variables that torchrun sets for such a process. Local.
 
-        A world of 1 without a port gets one that is free now on the loopback interface.
+        What nobody says is left out. A world of 1 without a port gets one that is free now on the
+        loopback interface.
         """
         values = {
             "RANK": self.rank,
@@ -123,7 +171,7 @@ class DistributedEnvironment:
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": self.master_port or _free_port(),
         }
-        return {name: str(value) for name, value in values.items()}
+        return {name: str(value) for name, value in values.items() if value is not None}
 
     def export(
         self, overwrite: bool = False, *, environ: MutableMapping[str, str] | None = None
@@ -144,7 +192,7 @@ class DistributedEnvironment:
         target = os.environ if environ is None else environ
         return _export(self.variables(), target, overwrite=overwrite)
 
-    def as_dict(self) -> dict[str, str | int]:
+    def as_dict(self) -> dict[str, str | int | None]:
         """All fields by name. Local, pure."""
         return asdict(self)
 

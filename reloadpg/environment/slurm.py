@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from .model import LOOPBACK, DistributedEnvironment
+from .model import LOOPBACK, Identity
 from .variables import Variables, check_layout, port_from_ids
 
 __all__ = [
@@ -44,8 +44,8 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_.-]*", re.ASCII)
 
 
-def from_slurm(environ: Mapping[str, str]) -> DistributedEnvironment | None:
-    """The environment of a SLURM step's task, or None outside a step. Local, pure.
+def from_slurm(environ: Mapping[str, str]) -> Identity | None:
+    """Return the identity of a SLURM step's task, or None outside a step. Local, pure.
 
     Raises:
         DistributedEnvironmentError: the step's variables are incomplete or wrong.
@@ -70,7 +70,7 @@ def from_slurm(environ: Mapping[str, str]) -> DistributedEnvironment | None:
     node_rank = _node_rank(read, rank, counts)
     local_rank = read.below("SLURM_LOCALID", f"tasks on node {node_rank}", counts[node_rank])
     check_layout("slurm", rank=rank, local_rank=local_rank, first=sum(counts[:node_rank]))
-    return DistributedEnvironment(
+    return Identity(
         source="slurm",
         rank=rank,
         local_rank=local_rank,
@@ -78,8 +78,11 @@ def from_slurm(environ: Mapping[str, str]) -> DistributedEnvironment | None:
         local_world_size=counts[node_rank],
         node_rank=node_rank,
         num_nodes=len(counts),
-        master_addr=_from_node_list(read, first_host, LOOPBACK, world_size),
-        master_port=_master_port(read) if world_size > 1 else 0,
+        address=lambda: read.address(
+            world_size,
+            lambda: _from_node_list(read, first_host, LOOPBACK, world_size),
+            lambda: _master_port(read) if world_size > 1 else 0,
+        ),
     )
 
 

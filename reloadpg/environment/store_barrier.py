@@ -21,7 +21,7 @@ from .. import c10d
 from ..errors import InvalidOptionError, ReloadpgError, RendezvousTimeoutError, format_ranks
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.worker_thread import Wait
-from .launchers import detect_environment
+from .launchers import identify
 from .model import GroupNotInitializedError
 from .variables import as_timedelta
 
@@ -189,7 +189,7 @@ def rank_zero_first(timeout: timedelta | float = timedelta(minutes=30)) -> Itera
 
 def _group_or_world(group: ProcessGroup | None, what: str) -> ProcessGroup | None:
     chosen = c10d.world() if group is None else group
-    if chosen is None and detect_environment().world_size > 1:
+    if chosen is None and identify(os.environ).world_size != 1:
         raise _no_group(what)
     return chosen
 

@@ -11,7 +11,7 @@ import logging
 import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from ..errors import InvalidOptionError
@@ -60,16 +60,21 @@ class Variables:
         """
         wanted = tuple(names)
         missing = [n for n in wanted if not any(part in self for part in n.split("|"))]
-        if not missing:
-            return
-        present = [part for n in wanted for part in n.split("|") if part in self]
+        if missing:
+            raise self.missing(missing, (part for n in wanted for part in n.split("|")))
+
+    def missing(
+        self, missing: Sequence[str], others: Iterable[str] = ()
+    ) -> DistributedEnvironmentError:
+        """An error that lists what is missing, and the values of ``others`` that are set."""
+        present = [name for name in others if name in self]
         listed = ", ".join(name.replace("|", " or ") for name in missing)
         seen = ", ".join(f"{name}={self._environ[name]!r}" for name in present)
-        raise self.error(
+        return self.error(
             f"The {self.source} variables are only partly set: missing {listed}"
             + (f"; set are {seen}" if seen else ""),
             *missing,
-            call="Set all of them or none; variables of several launchers are never combined.",
+            call="Set what is missing, or unset all of them: half of an identity is none.",
         )
 
     def first(self, *names: str) -> str | None:
@@ -89,6 +94,24 @@ class Variables:
         if not _HOST.fullmatch(value) or (":" in value and not _is_address(value)):
             raise self.error(f"{name}={value!r} is not a host name or address", name)
         return value
+
+    def address(
+        self, world_size: int, host: Callable[[], str], port: Callable[[], int]
+    ) -> tuple[str, int]:
+        """The address that the user set; what of it is not set is derived.
+
+        Args:
+            world_size: a world of 1 may have port 0.
+            host: derives the host where ``MASTER_ADDR`` is not set.
+            port: derives the port where ``MASTER_PORT`` is not set.
+        """
+        lowest = min(1, world_size - 1)
+        return (
+            self.host("MASTER_ADDR") if "MASTER_ADDR" in self else host(),
+            self.integer("MASTER_PORT", minimum=lowest, maximum=65535)
+            if "MASTER_PORT" in self
+            else port(),
+        )
 
     def integer(self, name: str, *, minimum: int = 0, maximum: int | None = None) -> int:
         """A decimal number in ``minimum..maximum``: no sign ``+``, blanks or underscores."""

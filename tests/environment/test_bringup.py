@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import reloadpg
+from reloadpg.environment import DistributedEnvironmentError, GroupNotInitializedError
 from reloadpg.environment.store import Claim, find_differences
 from reloadpg.testing import run_ranks
 
@@ -128,6 +129,56 @@ def come_up_again(rank: int, world_size: int) -> list[float]:
 def test_a_process_can_be_brought_up_again_and_never_reads_the_keys_of_before(store: Any) -> None:
     """Three times in one process, on the agent's lasting store and on rank 0's."""
     assert run_ranks(come_up_again, 2, store=store) == [[1.0, 3.0, 5.0]] * 2
+
+
+NOTHING = dict.fromkeys(
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+)
+NO_ADDRESS = {"MASTER_ADDR": None, "MASTER_PORT": None, "TORCHELASTIC_USE_AGENT_STORE": None}
+ALONE = {
+    "WORLD_SIZE=1": {**NOTHING, **NO_ADDRESS, "WORLD_SIZE": "1"},
+    "LOCAL_RANK=0": {**NOTHING, **NO_ADDRESS, "LOCAL_RANK": "0"},
+    "RANK=0 WORLD_SIZE=1": {**NOTHING, **NO_ADDRESS, "RANK": "0", "WORLD_SIZE": "1"},
+}
+
+
+def come_up_partly(rank: int, world_size: int) -> tuple[Any, ...]:
+    helpers = reloadpg.get_rank(), reloadpg.is_rank_zero(), reloadpg.rank_zero_only(int)("3")
+    with reloadpg.init_distributed(init_timeout=60) as context:
+        value = torch.tensor([1.0])
+        dist.all_reduce(value)
+        return (*helpers, context.environment.world_size, value.item())
+
+
+@pytest.mark.parametrize("env", ALONE.values(), ids=ALONE)
+def test_a_world_of_1_that_is_partly_described_works(env: dict[str, str | None]) -> None:
+    """What is not set follows from the world of 1."""
+    assert run_ranks(come_up_partly, 1, env=env) == [(0, True, 3, 1, 1.0)]
+
+
+@pytest.mark.parametrize("local", [{"LOCAL_RANK": None}, {}], ids=["no LOCAL_RANK", "LOCAL_RANK"])
+def test_ranks_described_as_for_env_rendezvous_come_up(local: dict[str, str | None]) -> None:
+    """RANK, WORLD_SIZE and the address, as programs set them that spawn their own ranks."""
+    env = {**dict.fromkeys(("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")), **local}
+    assert run_ranks(come_up_partly, 2, env=env) == [
+        (0, True, 3, 2, 2.0),
+        (1, False, None, 2, 2.0),
+    ]
+
+
+def refuse_without_address(rank: int, world_size: int) -> tuple[Any, ...]:
+    known = reloadpg.get_rank(), reloadpg.is_rank_zero()
+    with pytest.raises(DistributedEnvironmentError, match="missing MASTER_ADDR, MASTER_PORT"):
+        reloadpg.init_distributed(init_timeout=60)
+    with pytest.raises(GroupNotInitializedError):
+        reloadpg.barrier(60, "no group")
+    return known
+
+
+def test_the_rank_is_known_without_an_address_and_bring_up_names_what_it_lacks() -> None:
+    """Only what is used is required."""
+    env = {**NO_ADDRESS, "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
+    assert run_ranks(refuse_without_address, 2, env=env) == [(0, True), (1, False)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -452,6 +503,44 @@ def test_an_evaluator_alone_or_without_addresses_gets_nothing(
     for name, value in env.items():
         if value is None and levels:
             assert name in texts[0]
+
+
+def work_alone(rank: int, world_size: int) -> tuple[Any, ...]:
+    made = reloadpg.ensure_process_group()
+    shard = reloadpg.get_rank()
+    reloadpg.destroy_distributed()
+    return made, shard
+
+
+@pytest.mark.parametrize(
+    ("env", "shard"),
+    [
+        ({**NO_ADDRESS, "RANK": "1", "WORLD_SIZE": "2"}, 1),
+        ({**NO_ADDRESS, "RANK": "1"}, 1),
+        ({**NO_ADDRESS, "LOCAL_RANK": "0"}, 0),
+        ({**NO_ADDRESS, "WORLD_SIZE": "1"}, 0),
+        (NO_ADDRESS, 0),
+    ],
+    ids=str,
+)
+def test_an_evaluator_without_a_group_still_knows_its_shard(
+    env: dict[str, str | None], shard: int
+) -> None:
+    """The example of ``reloadpg.environment`` where no group is made."""
+    assert run_ranks(work_alone, 1, env={**NOTHING, **env}) == [(False, shard)]
+
+
+def ensure_unknown(rank: int, world_size: int) -> str:
+    with pytest.raises(DistributedEnvironmentError) as caught:
+        reloadpg.ensure_process_group()
+    return str(caught.value)
+
+
+def test_an_evaluator_of_several_ranks_must_be_told_which_it_is() -> None:
+    """WORLD_SIZE=2 alone: two processes that both took shard 0 would give half a result twice."""
+    env = {**NOTHING, **NO_ADDRESS, "WORLD_SIZE": "2"}
+    [message] = run_ranks(ensure_unknown, 1, env=env)
+    assert "missing RANK" in message
 
 
 def ensure_within(rank: int, world_size: int) -> tuple[bool, int]:
