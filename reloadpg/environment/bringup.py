@@ -29,7 +29,7 @@ from .mesh import build_mesh, resolve_mesh_dims, seed_for, set_seed
 from .model import DistributedEnvironment, DistributedEnvironmentError
 from .store import Claim, agree, open_store
 from .store_barrier import job_round
-from .teardown import abort_groups, destroy_owned
+from .teardown import OwnGroups
 from .variables import as_timedelta
 
 if TYPE_CHECKING:
@@ -44,17 +44,19 @@ INIT_TIMEOUT = timedelta(minutes=5)
 
 @dataclass(eq=False)
 class DistributedContext:
-    """Result of bring-up. As a context manager it destroys what it owns.
+    """Result of bring-up. As a context manager it destroys the groups made since bring-up began.
 
-    Leaving it does what leaving ``process_group_scope`` does: nothing if not ``owned``, otherwise
-    a bounded barrier and an orderly destroy, or after an exception an abort. Without ``with``,
-    call ``destroy_distributed()``.
+    Leaving it does what leaving ``process_group_scope`` does: a bounded barrier and an orderly
+    destroy, or after an exception an abort, of the groups that bring-up or the block has made.
+    Without ``with``, call ``destroy_distributed()``.
 
     Attributes:
         environment: who this process is.
         device: the device it uses.
         mesh: the mesh, if ``mesh_dims`` was given.
         owned: whether this bring-up made the default group. Offload and reload do not change it.
+        exit_timeout: bound of the barrier when the context is left.
+        own: the groups made since bring-up began.
     """
 
     environment: DistributedEnvironment
@@ -62,6 +64,7 @@ class DistributedContext:
     mesh: DeviceMesh | None
     owned: bool
     exit_timeout: timedelta = field(default=INIT_TIMEOUT, repr=False)
+    own: OwnGroups = field(default_factory=OwnGroups, repr=False)
 
     def __enter__(self) -> DistributedContext:
         return self
@@ -72,8 +75,7 @@ class DistributedContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> Literal[False]:
-        if self.owned:
-            destroy_owned(error, self.exit_timeout)
+        self.own.destroy(error, self.exit_timeout)
         return False
 
 
@@ -123,18 +125,19 @@ def init_distributed(
     init_bound = as_timedelta(init_timeout, "init_timeout")
     if seed is not None:
         seed_for(seed, {}, {}, ())
+    own = OwnGroups()
     if dist.is_initialized():
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, dist.get_world_size())
         environment, used, mesh = _adopt_existing(
-            backend, bound, init_bound, device, sizes, expected=adopt
+            backend, bound, init_bound, device, sizes, own, expected=adopt
         )
-        context = DistributedContext(environment, used, mesh, False, init_bound)
+        context = DistributedContext(environment, used, mesh, False, init_bound, own)
     else:
         environment = detect_environment()
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, environment.world_size)
         placement = choose_placement(backend, device, device_id, environment.local_rank)
         mesh = bring_up(environment, placement, bound, init_bound, sizes)
-        context = DistributedContext(environment, placement.device, mesh, True, init_bound)
+        context = DistributedContext(environment, placement.device, mesh, True, init_bound, own)
     if seed is not None:
         set_seed(seed, context.mesh)
     return context
@@ -167,10 +170,11 @@ def bring_up(
         )
         agree(store, claim, init_timeout)
     placement.use()
+    own = OwnGroups()
     try:
-        mesh = _create(environment, placement, store, bound, init_timeout, sizes)
+        mesh = _create(environment, placement, store, bound, init_timeout, sizes, own)
     except BaseException:
-        abort_groups()
+        own.abort()
         raise
     store.set_timeout(bound)
     logging.getLogger(__name__).info(
@@ -192,6 +196,7 @@ def _create(
     timeout: timedelta,
     init_timeout: timedelta,
     sizes: Mapping[str, int] | None,
+    own: OwnGroups,
 ) -> DeviceMesh | None:
     made: list[DeviceMesh | None] = []
 
@@ -208,7 +213,7 @@ def _create(
         if sizes is not None and not attempt.abandoned:
             mesh = build_mesh(sizes, placement.device.type, timeout)
         if attempt.abandoned:  # the caller has raised; a group made since is nobody's
-            abort_groups()
+            own.abort()
         made.append(mesh)
 
     # A peer that dies between agreement and connection would hold this rank for the whole of
@@ -235,6 +240,7 @@ def _adopt_existing(
     init_timeout: timedelta,
     device: torch.device | str | None,
     sizes: Mapping[str, int] | None,
+    own: OwnGroups,
     *,
     expected: bool,
 ) -> tuple[DistributedEnvironment, torch.device, DeviceMesh | None]:
@@ -264,10 +270,11 @@ def _adopt_existing(
     bound = timeout or current or c10d.default_timeout(c10d.backend_of(world))
     try:
         mesh = build_mesh(sizes, used.type, bound)
+        round_.barrier("connected")
     except BaseException as error:
         round_.fail(error)
+        own.abort()
         raise
-    round_.barrier("connected")
     return environment, used, mesh
 
 

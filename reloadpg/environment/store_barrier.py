@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-__all__ = ["barrier", "job_round", "leave_together", "rank_zero_first"]
+__all__ = ["barrier", "exit_round", "job_round", "leave_together", "rank_zero_first"]
 
 
 class _Rendezvouses:
@@ -110,24 +110,27 @@ def job_round(purpose: str, phases: tuple[str, ...], bound: timedelta) -> Round:
     Raises:
         GroupNotInitializedError: there is no default group.
     """
-    return _job_rendezvous(purpose).open(purpose, phases, bound.total_seconds())
+    return _group_rendezvous(None, purpose).open(purpose, phases, bound.total_seconds())
 
 
-def leave_together(bound: timedelta, purpose: str = "exit") -> None:
-    """Reach a last barrier with all ranks of the job; rank 0, which holds the store, leaves last.
+def leave_together(
+    bound: timedelta, group: ProcessGroup | None = None, purpose: str = "exit"
+) -> None:
+    """Reach a last barrier with all ranks of a group, or of the job.
 
-    Collective, blocking, bounded. A rank 0 that ended its process right after a common barrier
-    took the store away from ranks that had not yet read that all had come.
+    Collective, blocking, bounded. Of the job, rank 0, which holds the store, leaves last: a rank 0
+    that ended its process right after a common barrier took the store away from ranks that had not
+    yet read that all had come.
 
     Raises:
         RendezvousTimeoutError: not all ranks came.
         PeerFailedError: a rank failed on its way here.
     """
-    rendezvous, seconds = _job_rendezvous(purpose), bound.total_seconds()
+    rendezvous, seconds = _group_rendezvous(group, purpose), bound.total_seconds()
     round_ = rendezvous.open(purpose, ("arrive",), seconds)
-    with _in_job_ranks(None, purpose):
+    with _in_job_ranks(group, purpose):
         round_.barrier("arrive")
-    if rendezvous.alone:
+    if rendezvous.alone or group not in (None, c10d.world()):
         return
     count, all_left = f"left/{round_.sequence}", f"all left/{round_.sequence}"
 
@@ -146,11 +149,16 @@ def leave_together(bound: timedelta, purpose: str = "exit") -> None:
         )
 
 
-def _job_rendezvous(purpose: str) -> Rendezvous:
-    world = c10d.world()
-    if world is None:
+def exit_round(bound: timedelta, group: ProcessGroup) -> Round:
+    """Open the round that :func:`leave_together` opens. Local."""
+    return _group_rendezvous(group, "exit").open("exit", ("arrive",), bound.total_seconds())
+
+
+def _group_rendezvous(group: ProcessGroup | None, purpose: str) -> Rendezvous:
+    chosen = c10d.world() if group is None else group
+    if chosen is None:
         raise _no_group(purpose)
-    return _rendezvouses.of(world, purpose)
+    return _rendezvouses.of(chosen, purpose)
 
 
 @contextmanager

@@ -6,19 +6,24 @@ Imports torch only where there is something to destroy.
 from __future__ import annotations
 
 import logging
+import time
+import weakref
 from datetime import timedelta
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import ReloadpgError
 from .launchers import is_initialized
 from .variables import as_timedelta
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup
+
 __all__ = [
+    "OwnGroups",
     "ProcessGroupScope",
-    "abort_groups",
     "destroy_distributed",
-    "destroy_owned",
     "process_group_scope",
 ]
 
@@ -43,17 +48,18 @@ def destroy_distributed() -> None:
 def process_group_scope(*, timeout: timedelta | float = EXIT_TIMEOUT) -> ProcessGroupScope:
     """Destroy the process groups made inside a ``with`` block, and only those.
 
-    On entry it notes whether the default group exists. On exit:
+    On entry it notes which groups exist; they are left as found. On exit, those made inside, the
+    default group or others over one that existed, are destroyed:
 
-    * it existed, or there is none now: everything is left as found;
-    * made inside, no exception: a bounded barrier on the store, then an orderly destroy;
-    * made inside, any exception (also KeyboardInterrupt and SystemExit): rank and traceback are
-      logged, peers that wait at their exit are told, and the groups are aborted. An orderly
-      destroy would wait for peers that sit in a collective this rank never joins. The same
-      exception goes on; errors of the clean-up are logged, never raised over it.
+    * no exception: a bounded barrier on the store, then an orderly destroy;
+    * any exception (also KeyboardInterrupt and SystemExit): rank and traceback are logged, peers
+      that wait at their exit are told, and the groups are aborted. An orderly destroy would wait
+      for peers that sit in a collective this rank never joins. The same exception goes on; errors
+      of the clean-up are logged, never raised over it.
 
-    Collective over the job where it destroys a group. Scopes nest: the outermost one that saw no
-    group owns it. It holds through offload and reload, also if left while offloaded.
+    Collective over the members of the groups that it destroys. Scopes nest: the innermost one
+    around its creation owns a group. It holds through offload and reload, also if left while
+    offloaded.
 
     Args:
         timeout: bound of the barrier before the orderly destroy; a timedelta, or seconds.
@@ -75,10 +81,12 @@ class ProcessGroupScope:
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
+        self._own = OwnGroups()
         self.existed = False
 
     def __enter__(self) -> ProcessGroupScope:
         self.existed = is_initialized()
+        self._own = OwnGroups()
         return self
 
     def __exit__(
@@ -87,34 +95,79 @@ class ProcessGroupScope:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> Literal[False]:
-        if not self.existed:
-            destroy_owned(error, self._timeout)
+        self._own.destroy(error, self._timeout)
         return False
 
 
-def destroy_owned(error: BaseException | None, timeout: timedelta) -> None:
-    """Destroy the groups that the caller made.
+class OwnGroups:
+    """The groups that this process has made since this object was.
 
-    With an error, which ended the caller's block, this raises nothing. Without, it raises what kept
-    the ranks from the barrier, after it has aborted the groups.
+    A group is known by its store: it stays the same where the library takes a group over, and
+    through reloads, and a later group of the same name has another.
     """
-    if not is_initialized():
-        return
-    if error is not None:
-        _abandon(error)
-        return
-    from .store_barrier import leave_together
 
-    try:
-        leave_together(timeout)
-    except BaseException as failure:
-        # Where the barrier itself failed its outcome stands, or the store is gone: no more to say.
-        _abandon(failure, tell=not isinstance(failure, ReloadpgError))
-        raise
-    destroy_distributed()
+    def __init__(self) -> None:
+        self._before: dict[int, weakref.ref[Store]] = {}
+        if is_initialized():
+            from .. import c10d
+
+            stores = [c10d.store_of(group) for group in c10d.known_groups()]
+            self._before = {id(store): weakref.ref(store) for store in stores}
+
+    def now(self) -> list[ProcessGroup]:
+        """Return those that there are now, in order of creation; with WORLD first, if it is one."""
+        if not is_initialized():
+            return []
+        from .. import c10d
+
+        return [group for group in c10d.known_groups() if self._is_new(c10d.store_of(group))]
+
+    def _is_new(self, store: Store) -> bool:
+        before = self._before.get(id(store))
+        return before is None or before() is not store
+
+    def destroy(self, error: BaseException | None, timeout: timedelta) -> None:
+        """Destroy them. Collective over their members; blocking, bounded.
+
+        With an error, which ended the caller's block, they are aborted, and this raises nothing.
+        Without, it raises what kept the ranks from the barrier, after it has aborted them.
+        """
+        groups = self.now()
+        if not groups:
+            return
+        if error is not None:
+            _abandon(error, groups)
+            return
+        import torch.distributed as dist
+
+        from .store_barrier import leave_together
+
+        owns_world = dist.group.WORLD in groups
+        try:
+            # The last barrier of WORLD is one of all groups; otherwise each has its own members.
+            for group in groups[:1] if owns_world else groups:
+                leave_together(timeout, group)
+        except BaseException as failure:
+            # Where the barrier itself failed its outcome stands, or the store is gone: no more to
+            # say.
+            _abandon(failure, groups, tell=not isinstance(failure, ReloadpgError))
+            raise
+        if owns_world:
+            destroy_distributed()
+            return
+        for group in groups:
+            dist.destroy_process_group(group)
+
+    def abort(self) -> None:
+        """Abort them, bounded. Local; does not wait for peers.
+
+        Raises:
+            TimeoutError: the abort did not end in 30 s; it goes on in a thread.
+        """
+        abort_groups(self.now())
 
 
-def _abandon(error: BaseException, *, tell: bool = True) -> None:
+def _abandon(error: BaseException, groups: list[ProcessGroup], *, tell: bool = True) -> None:
     import torch.distributed as dist
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -127,11 +180,11 @@ def _abandon(error: BaseException, *, tell: bool = True) -> None:
     )
     try:
         if tell:
-            _tell_peers(error)
+            _tell_peers(error, groups)
     except BaseException as failure:
         _log_failure("the other ranks could not be told", failure)
     try:
-        abort_groups()
+        abort_groups(groups)
     except BaseException as failure:
         _log_failure("the process groups could not be aborted", failure)
 
@@ -142,24 +195,36 @@ def _log_failure(what: str, failure: BaseException) -> None:
     )
 
 
-def _tell_peers(error: BaseException) -> None:
-    from .store_barrier import job_round
+def _tell_peers(error: BaseException, groups: list[ProcessGroup]) -> None:
+    """Let peers that wait at their exit raise too: at WORLD's barrier, or at each group's."""
+    import torch.distributed as dist
 
-    job_round("exit", ("arrive",), timedelta(seconds=_TELL_S)).fail(error)
+    from .store_barrier import exit_round
+
+    end = time.monotonic() + _TELL_S
+    for group in groups[:1] if dist.group.WORLD in groups else groups:
+        if time.monotonic() < end:
+            exit_round(timedelta(seconds=_TELL_S), group).fail(error)
 
 
-def abort_groups() -> None:
-    """Abort all groups of this process, bounded. Local, idempotent; does not wait for peers.
+def abort_groups(groups: list[ProcessGroup]) -> None:
+    """Abort groups of this process, bounded. Local; does not wait for peers.
+
+    Args:
+        groups: with WORLD among them, all groups are aborted.
 
     Raises:
         TimeoutError: the abort did not end in 30 s; it goes on in a thread.
     """
-    if not is_initialized():
+    if not groups or not is_initialized():
         return
     from .. import c10d
     from ..rendezvous.worker_thread import Task
 
-    task = Task(lambda: c10d.abort_all(), "abort")
+    if c10d.world() in groups:
+        task = Task(c10d.abort_all, "abort")
+    else:
+        task = Task(lambda: c10d.abort_groups(groups), "abort")
     if not task.wait(_ABORT_S):
         raise TimeoutError(
             f"The process groups were not aborted within {_ABORT_S:g} s; a thread goes on with "

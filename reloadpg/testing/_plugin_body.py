@@ -219,7 +219,7 @@ def _default_group(backend: str | None, timeout: float) -> Iterator[None]:
     dist.init_process_group(backend)
     # It returns on a fast rank before a slow one is connected (gloo), which then fails if the
     # fast one destroys the group: "Gloo connectFullMesh failed".
-    leave_together(timedelta(seconds=timeout), "connected")
+    leave_together(timedelta(seconds=timeout), purpose="connected")
     yield  # after an exception the other ranks may be anywhere: nothing collective then
     if dist.is_initialized():
         dist.destroy_process_group()
