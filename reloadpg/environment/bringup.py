@@ -94,8 +94,8 @@ def init_distributed(
 
     Collective over the job; blocking, bounded by ``init_timeout``; signals are handled while it
     waits. Everything is validated before a socket is opened; ``os.environ`` is never written. The
-    ranks agree through the store on world size, backend, mesh and (host, local rank) before the
-    first collective, so a difference raises on all of them.
+    ranks agree through the store on world size, backend, mesh and who uses which accelerator before
+    the first collective, so a difference raises on all of them.
 
     If the default group exists already, it is adopted untouched: ``owned`` is False, and
     requested settings that it does not have are logged as a warning. Without ``mesh_dims`` this
@@ -159,6 +159,7 @@ def bring_up(
     """
     bound = c10d.default_timeout(placement.backend) if timeout is None else timeout
     store = open_store(environment, init_timeout)
+    placement.use()
     if environment.world_size > 1:
         claim = Claim(
             rank=environment.rank,
@@ -167,9 +168,10 @@ def bring_up(
             mesh_dims="none" if sizes is None else " x ".join(f"{n}={s}" for n, s in sizes.items()),
             host=socket.gethostname(),
             local_rank=environment.local_rank,
+            device=str(placement.device),
+            exclusive=placement.exclusive(),
         )
         agree(store, claim, init_timeout)
-    placement.use()
     own = OwnGroups()
     try:
         mesh = _create(environment, placement, store, bound, init_timeout, sizes, own)

@@ -170,6 +170,8 @@ class Claim:
         mesh_dims: the resolved mesh, as text.
         host: name of its host.
         local_rank: its number on that host, or None where nobody said.
+        device: the device that it uses.
+        exclusive: what no other rank may use; empty if there is nothing.
     """
 
     rank: int
@@ -178,6 +180,8 @@ class Claim:
     mesh_dims: str
     host: str
     local_rank: int | None
+    device: str = "cpu"
+    exclusive: str = ""
 
 
 def find_differences(claims: Sequence[Claim]) -> list[str]:
@@ -199,16 +203,22 @@ def find_differences(claims: Sequence[Claim]) -> list[str]:
         for rank, hosts in takers.items()
         if len(hosts) > 1
     ]
-    places: dict[tuple[str, int], list[int]] = {}
+    users: dict[str, list[Claim]] = {}
     for claim in claims:
-        if claim.local_rank is not None:
-            places.setdefault((claim.host, claim.local_rank), []).append(claim.rank)
-    found += [
-        f"(host, local rank) is ({host}, {local_rank}) on rank {format_ranks(ranks)}"
-        for (host, local_rank), ranks in places.items()
-        if len(set(ranks)) > 1
-    ]
+        if claim.exclusive:
+            users.setdefault(claim.exclusive, []).append(claim)
+    found += [_shared(sharing) for sharing in users.values() if len({c.rank for c in sharing}) > 1]
     return found
+
+
+def _shared(claims: Sequence[Claim]) -> str:
+    first = claims[0]
+    locals_ = ", ".join("not set" if c.local_rank is None else str(c.local_rank) for c in claims)
+    return (
+        f"{first.device} on host {first.host} ({first.exclusive}) is the device of rank "
+        f"{format_ranks(claim.rank for claim in claims)}, whose local ranks are {locals_}: give "
+        f"each rank a device of its own, by LOCAL_RANK or by what its launcher makes visible"
+    )
 
 
 def _holders(claims: Sequence[Claim], field: str) -> dict[Any, list[int]]:

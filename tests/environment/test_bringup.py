@@ -266,10 +266,6 @@ DISAGREEMENTS = {
         [{}, {"options": {"backend": "cpu:gloo"}}],
         "backend is gloo on rank 0; cpu:gloo on rank 1",
     ),
-    "same place": (
-        [{}, {"env": {"LOCAL_RANK": "0"}}],
-        f"(host, local rank) is ({socket.gethostname()}, 0) on rank 0-1",
-    ),
     "same rank": (
         [{}, {}, {"env": {"RANK": "1"}}],
         "rank 1 was taken by 2 processes: on ",
@@ -301,6 +297,15 @@ def test_three_ranks_are_sorted_by_value_and_only_those_that_differ_apart() -> N
     claims[3] = Claim(2, 4, "gloo", "none", "n1", 1)
     assert find_differences(claims) == [
         "rank 2 was taken by 2 processes: on n1 (local rank 0), n1 (local rank 1)"
+    ]
+
+
+def test_two_ranks_of_one_host_may_both_have_local_rank_0() -> None:
+    """One visible device a task, and containers with equal host names: gloo shares nothing."""
+    env = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert [ok[:3] for ok in run_ranks(come_up_partly, 2, env=env)] == [
+        (0, True, 3),
+        (1, False, None),
     ]
 
 
