@@ -1,8 +1,8 @@
 """Bring-up, ownership and the mesh: the distributed environment around reloadable groups.
 
 Names are loaded when they are used: importing this package and detecting the environment import
-no torch. Do not assume that bring-up writes ``os.environ``: it does not;
-``detect_environment().export()`` does, for libraries that read it.
+no torch. Do not assume that bring-up writes ``RANK`` or ``MASTER_ADDR`` to ``os.environ``: it does
+not; ``detect_environment().export()`` does, for libraries that read them.
 
 An evaluator that may or may not run under a launcher::
 

@@ -27,6 +27,7 @@ from .device import Placement, choose_placement, parse_backend
 from .launchers import detect_environment
 from .mesh import build_mesh, resolve_mesh_dims, seed_for, set_seed
 from .model import DistributedEnvironment, DistributedEnvironmentError
+from .network import apply_network, restore_network, validate_network
 from .store import Claim, agree, open_store
 from .store_barrier import job_round
 from .teardown import OwnGroups
@@ -89,13 +90,15 @@ def init_distributed(
     mesh_dims: Mapping[str, int] | None = None,
     seed: int | None = None,
     adopt: bool = False,
+    network: Literal["auto", "off"] | Mapping[str, str] = "auto",
 ) -> DistributedContext:
     """Bring this process into its job: default group, device, mesh and seed.
 
     Collective over the job; blocking, bounded by ``init_timeout``; signals are handled while it
-    waits. Everything is validated before a socket is opened; ``os.environ`` is never written. The
-    ranks agree through the store on world size, backend, mesh and who uses which accelerator before
-    the first collective, so a difference raises on all of them.
+    waits. Everything is validated before a socket is opened. Of ``os.environ`` only what
+    ``network`` says is written, and undone when the groups are destroyed. The ranks agree through
+    the store on world size, backend, mesh and who uses which accelerator before the first
+    collective, so a difference raises on all of them.
 
     If the default group exists already, it is adopted untouched: ``owned`` is False, and
     requested settings that it does not have are logged as a warning. Without ``mesh_dims`` this
@@ -112,6 +115,10 @@ def init_distributed(
         mesh_dims: sizes for ``resolve_mesh_dims``; None makes no mesh.
         seed: given to ``set_seed`` with the mesh; None seeds nothing.
         adopt: an existing group is expected: do not warn about settings that differ.
+        network: ``auto`` does what ``configure_network_environment()`` does, before anything
+            connects; a mapping sets these variables; both change only what is unset, and say in
+            one log line what they set. ``off`` sets nothing, and nothing is set where a default
+            group exists or in a world of 1.
 
     Raises:
         DistributedEnvironmentError, InvalidOptionError, MeshDimensionError: bad input on this
@@ -123,6 +130,7 @@ def init_distributed(
     name_rank_in_records()
     bound = as_timedelta(timeout, "timeout") if timeout is not None else None
     init_bound = as_timedelta(init_timeout, "init_timeout")
+    settings = validate_network(network)
     if seed is not None:
         seed_for(seed, {}, {}, ())
     own = OwnGroups()
@@ -136,7 +144,13 @@ def init_distributed(
         environment = detect_environment()
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, environment.world_size)
         placement = choose_placement(backend, device, device_id, environment.local_rank)
-        mesh = bring_up(environment, placement, bound, init_bound, sizes)
+        if environment.world_size > 1:
+            apply_network(settings)
+        try:
+            mesh = bring_up(environment, placement, bound, init_bound, sizes)
+        except BaseException:
+            restore_network()
+            raise
         context = DistributedContext(environment, placement.device, mesh, True, init_bound, own)
     if seed is not None:
         set_seed(seed, context.mesh)

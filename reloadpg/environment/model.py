@@ -246,7 +246,8 @@ class Export:
     ) -> None:
         self()
 
-    def _write(self, name: str, value: str) -> None:
+    def write(self, name: str, value: str) -> None:
+        """Set a variable, and remember what was there."""
         before = self._environ.get(name)
         self._environ[name] = value
         self._changes.append((name, before, value))
@@ -282,7 +283,7 @@ def _export(
     try:
         for name, value in values.items():
             if environ.get(name) != value and (overwrite or name not in environ):
-                export._write(name, value)
+                export.write(name, value)
     except BaseException:
         export()
         raise

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..errors import ReloadpgError
 from .launchers import is_initialized
+from .network import restore_network
 from .variables import as_timedelta
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ _ABORT_S = 30.0
 def destroy_distributed() -> None:
     """Destroy the default group and all others, in order; nothing if there is none.
 
+    Also undo the variables that ``init_distributed(network=...)`` has set.
+
     Local for the groups of the CPU; with an accelerator's communicators the ranks must call it
     alike. Idempotent; works while groups are offloaded. It does not wait for the other ranks:
     :func:`process_group_scope` does.
@@ -43,6 +46,7 @@ def destroy_distributed() -> None:
         import torch.distributed as dist
 
         dist.destroy_process_group()
+    restore_network()
 
 
 def process_group_scope(*, timeout: timedelta | float = EXIT_TIMEOUT) -> ProcessGroupScope:
@@ -231,3 +235,5 @@ def abort_groups(groups: list[ProcessGroup]) -> None:
             f"it. End the process."
         )
     task.result()
+    if not is_initialized():
+        restore_network()

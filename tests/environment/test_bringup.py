@@ -421,6 +421,8 @@ BAD: dict[str, tuple[dict[str, str | None], dict[str, Any], str]] = {
     "mesh list": ({}, {"mesh_dims": [2]}, "mesh_dims=[2] is no mapping"),
     "address with port": ({"MASTER_ADDR": "h:29500"}, {}, "MASTER_ADDR='h:29500'"),
     "seed": ({}, {"seed": -1}, "seed=-1"),
+    "network": ({}, {"network": "ib0"}, "network='ib0'"),
+    "network values": ({}, {"network": {"NCCL_DEBUG": 1}}, "network={'NCCL_DEBUG': 1}"),
 }
 
 
