@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -18,23 +18,23 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from .. import c10d
-from ..errors import InvalidOptionError
+from ..errors import InvalidOptionError, ReloadpgError, format_ranks
+from ..lifecycle.connect import Connect, sum_ranks, validate
 from ..observability.logs import name_rank_in_records
 from ..rendezvous.plan import Plan
-from ..rendezvous.round import Rendezvous
+from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.worker_thread import Attempt
 from .device import Placement, choose_placement, parse_backend
 from .launchers import detect_environment
 from .mesh import build_mesh, resolve_mesh_dims, seed_for, set_seed
 from .model import DistributedEnvironment, DistributedEnvironmentError
-from .network import apply_network, restore_network, validate_network
+from .network import apply_network, interface_in_use, restore_network, validate_network
 from .store import Claim, agree, open_store
 from .store_barrier import job_round
 from .teardown import OwnGroups
 from .variables import as_timedelta
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -91,6 +91,7 @@ def init_distributed(
     seed: int | None = None,
     adopt: bool = False,
     network: Literal["auto", "off"] | Mapping[str, str] = "auto",
+    connect: Connect = "eager",
 ) -> DistributedContext:
     """Bring this process into its job: default group, device, mesh and seed.
 
@@ -119,6 +120,10 @@ def init_distributed(
             connects; a mapping sets these variables; both change only what is unset, and say in
             one log line what they set. ``off`` sets nothing, and nothing is set where a default
             group exists or in a world of 1.
+        connect: ``eager`` connects the new groups by a small all-reduce on each, within
+            ``init_timeout``, so that an interface which the others cannot reach is an error now and
+            not a hang in the first step; ``canary`` also checks the sums; ``none`` leaves it to the
+            first collective, for jobs that never use some of the groups.
 
     Raises:
         DistributedEnvironmentError, InvalidOptionError, MeshDimensionError: bad input on this
@@ -126,18 +131,19 @@ def init_distributed(
         DisagreementError: the ranks differ; names ranks and values. Raised on all ranks.
         RendezvousTimeoutError: not all ranks came in time; names the missing. A TimeoutError.
         PeerFailedError: another rank failed while making the groups.
+        ReloadpgError: this rank failed at it; names the group, its ranks and the interface.
     """
     name_rank_in_records()
     bound = as_timedelta(timeout, "timeout") if timeout is not None else None
     init_bound = as_timedelta(init_timeout, "init_timeout")
-    settings = validate_network(network)
+    settings, how = validate_network(network), validate(connect, "init_distributed")
     if seed is not None:
         seed_for(seed, {}, {}, ())
     own = OwnGroups()
     if dist.is_initialized():
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, dist.get_world_size())
         environment, used, mesh = _adopt_existing(
-            backend, bound, init_bound, device, sizes, own, expected=adopt
+            backend, bound, init_bound, device, sizes, how, own, expected=adopt
         )
         context = DistributedContext(environment, used, mesh, False, init_bound, own)
     else:
@@ -147,7 +153,7 @@ def init_distributed(
         if environment.world_size > 1:
             apply_network(settings)
         try:
-            mesh = bring_up(environment, placement, bound, init_bound, sizes)
+            mesh = bring_up(environment, placement, bound, init_bound, sizes, how)
         except BaseException:
             restore_network()
             raise
@@ -166,6 +172,7 @@ def bring_up(
     timeout: timedelta | None,
     init_timeout: timedelta,
     sizes: Mapping[str, int] | None,
+    connect: Connect = "none",
 ) -> DeviceMesh | None:
     """Make the default group and the mesh. Collective, blocking, bounded; input is valid.
 
@@ -186,12 +193,28 @@ def bring_up(
             exclusive=placement.exclusive(),
         )
         agree(store, claim, init_timeout)
+    # A peer that dies between agreement and connection would hold this rank for the whole of
+    # ``timeout``, which is hours by intention: so the groups are made within a round.
+    root = None if environment.world_size == 1 else PrefixStore("barriers", store)
+    rendezvous = Rendezvous(root, environment.rank, environment.world_size)
+    round_ = rendezvous.open("init_distributed", ("connected",), init_timeout.total_seconds())
     own = OwnGroups()
-    try:
-        mesh = _create(environment, placement, store, bound, init_timeout, sizes, own)
-    except BaseException:
-        own.abort()
-        raise
+
+    def create(attempt: Attempt, at: list[str]) -> DeviceMesh | None:
+        at[0] = f"creating the default group ({placement.backend})"
+        dist.init_process_group(
+            placement.backend,
+            store=store,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=bound,
+            device_id=placement.device_id,
+        )
+        if attempt.abandoned:
+            return None
+        return _create_mesh(sizes, placement.device, bound, connect, own, attempt, at)
+
+    mesh = _within_round(round_, create, own, environment.rank)
     store.set_timeout(bound)
     logging.getLogger(__name__).info(
         "rank %d of %d (%s): made the default group with %s on %s, timeout %g s",
@@ -205,46 +228,77 @@ def bring_up(
     return mesh
 
 
-def _create(
-    environment: DistributedEnvironment,
-    placement: Placement,
-    store: Store,
-    timeout: timedelta,
-    init_timeout: timedelta,
-    sizes: Mapping[str, int] | None,
+def _within_round(
+    round_: Round,
+    create: Callable[[Attempt, list[str]], DeviceMesh | None],
     own: OwnGroups,
+    rank: int,
 ) -> DeviceMesh | None:
+    """Create groups beside this thread, and wait for all ranks; if one fails, abort what was made.
+
+    Args:
+        round_: a round whose next barrier is ``connected``.
+        create: gets the attempt, and a list in which it says what it is at.
+        own: what is made.
+        rank: this rank.
+    """
     made: list[DeviceMesh | None] = []
+    at = ["creating groups"]
 
-    def create(attempt: Attempt, _: int) -> None:
-        dist.init_process_group(
-            placement.backend,
-            store=store,
-            rank=environment.rank,
-            world_size=environment.world_size,
-            timeout=timeout,
-            device_id=placement.device_id,
-        )
-        mesh = None
-        if sizes is not None and not attempt.abandoned:
-            mesh = build_mesh(sizes, placement.device.type, timeout)
-        if attempt.abandoned:  # the caller has raised; a group made since is nobody's
-            own.abort()
-        made.append(mesh)
+    def run(attempt: Attempt, _: int) -> None:
+        try:
+            made.append(create(attempt, at))
+        except ReloadpgError:
+            raise
+        except RuntimeError as error:
+            raise ReloadpgError(
+                f"init_distributed: rank {rank} failed at {at[0]} over {interface_in_use()}: "
+                f"{error}. No group was made. See whether this interface exists on each host and "
+                f"reaches the others; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name another."
+            ) from error
+        finally:
+            if attempt.abandoned:  # the caller has raised; a group made since is nobody's
+                own.abort()
 
-    # A peer that dies between agreement and connection would hold this rank for the whole of
-    # ``timeout``, which is hours by intention. So it is created beside this thread, and a barrier
-    # with the bound of bring-up waits for all ranks.
-    root = None if environment.world_size == 1 else PrefixStore("barriers", store)
-    rendezvous = Rendezvous(root, environment.rank, environment.world_size)
-    round_ = rendezvous.open("init_distributed", ("connected",), init_timeout.total_seconds())
     try:
-        round_.run("connected", create, lambda: "connecting the process groups")
+        round_.run("connected", run, lambda: f"{at[0]} over {interface_in_use()}")
+        round_.barrier("connected")
     except BaseException as error:
         round_.fail(error)
+        own.abort()
         raise
-    round_.barrier("connected")
     return made[0]
+
+
+def _create_mesh(
+    sizes: Mapping[str, int] | None,
+    device: torch.device,
+    timeout: timedelta,
+    connect: Connect,
+    own: OwnGroups,
+    attempt: Attempt,
+    at: list[str],
+) -> DeviceMesh | None:
+    """Create the mesh, if there is to be one, and connect the groups made since bring-up began."""
+    mesh = None
+    if sizes is not None:
+        at[0] = "creating the mesh"
+        mesh = build_mesh(sizes, device.type, timeout)
+    for group in own.now() if connect != "none" else ():
+        if attempt.abandoned or group.size() == 1:
+            continue
+        kinds = c10d.device_backends(group)
+        desc, ranks = group.group_desc or "group", format_ranks(c10d.ranks_of(group))
+        at[0] = f"connecting {desc!r} of rank {ranks} ({c10d.backend_of(group)})"
+        used = device if device.type in kinds else torch.device(next(iter(kinds)))
+        total, expected = sum_ranks(group, used)
+        if connect == "canary" and total != expected:
+            raise ReloadpgError(
+                f"init_distributed: {at[0]} over {interface_in_use()}: the ranks' sum is {total} "
+                f"and should be {expected}. No group was made. The communicator does not connect "
+                f"the right ranks, or corrupts data."
+            )
+    return mesh
 
 
 # -- a group that exists ----------------------------------------------------------------------
@@ -256,6 +310,7 @@ def _adopt_existing(
     init_timeout: timedelta,
     device: torch.device | str | None,
     sizes: Mapping[str, int] | None,
+    connect: Connect,
     own: OwnGroups,
     *,
     expected: bool,
@@ -284,14 +339,11 @@ def _adopt_existing(
     round_ = job_round("init_distributed", ("agree", "connected"), init_timeout)
     round_.agree("agree", Plan("init_distributed", settings))
     bound = timeout or current or c10d.default_timeout(c10d.backend_of(world))
-    try:
-        mesh = build_mesh(sizes, used.type, bound)
-        round_.barrier("connected")
-    except BaseException as error:
-        round_.fail(error)
-        own.abort()
-        raise
-    return environment, used, mesh
+
+    def create(attempt: Attempt, at: list[str]) -> DeviceMesh | None:
+        return _create_mesh(sizes, used, bound, connect, own, attempt, at)
+
+    return environment, used, _within_round(round_, create, own, environment.rank)
 
 
 def _environment_of_group() -> DistributedEnvironment:

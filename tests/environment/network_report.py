@@ -1,6 +1,7 @@
 """Run in a network namespace: comes up on two ranks, and prints what it saw of ``os.environ``.
 
-``python network_report.py '[NETWORK, [END, ...]]'``; an END is context, exception, destroy or failure.
+``python network_report.py '[NETWORK, [END, ...]]'``, with context, exception,
+destroy or failure as END.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import reloadpg
 from reloadpg.environment import DistributedEnvironmentError, GroupNotInitializedError
 from reloadpg.environment.store import Claim, find_differences
-from reloadpg.testing import run_ranks
+from reloadpg.testing import run_ranks, simulated
 
 BOUND_S = 15.0
 
@@ -401,6 +401,91 @@ def test_a_store_that_cannot_be_had_is_reported_within_the_bound_with_what_to_co
 
 
 # ---------------------------------------------------------------------------------------------
+# connection
+
+MESH = {"dp_shard": 2, "tp": 2}
+
+
+def connect_all(rank: int, world_size: int, options: dict[str, Any], adopts: bool) -> list[str]:
+    simulated.register()
+    if adopts:
+        dist.init_process_group("sim")
+    with reloadpg.init_distributed("sim", mesh_dims=MESH, init_timeout=60, **options):
+        return sorted(group.desc for group in simulated.groups() if group.collectives)
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+@pytest.mark.parametrize(
+    ("options", "connects"),
+    [({}, True), ({"connect": "canary"}, True), ({"connect": "none"}, False)],
+    ids=str,
+)
+def test_bring_up_connects_the_groups_that_it_makes_unless_told_not_to(
+    options: dict[str, Any], connects: bool, adopts: bool
+) -> None:
+    """WORLD and the mesh; over a WORLD that existed the mesh alone."""
+    expected = (
+        ["mesh_dp_shard", "mesh_tp"] if adopts else ["default_pg", "mesh_dp_shard", "mesh_tp"]
+    )
+    outcomes = run_ranks(connect_all, 4, args=(options, adopts))
+    assert outcomes == [expected if connects else []] * 4
+
+
+def connect_badly(
+    rank: int, world_size: int, fault: dict[str, Any], options: dict[str, Any]
+) -> tuple[str, str, bool]:
+    simulated.register()
+    with simulated.inject(simulated.Fault(**fault)):
+        try:
+            reloadpg.init_distributed("sim", mesh_dims=MESH, **options)
+        except reloadpg.ReloadpgError as error:
+            return type(error).__name__, str(error), dist.is_initialized()
+    return "", "", True
+
+
+def test_a_group_that_does_not_connect_is_an_error_with_group_ranks_and_interface() -> None:
+    """The failing rank says where; the others hear it at once; no group is left."""
+    fault = {"at": "connect", "group": "mesh_tp", "rank": 2, "message": "no route to host"}
+    options = {"network": {"NCCL_SOCKET_IFNAME": "ib7"}, "init_timeout": 60}
+    env = {"GLOO_SOCKET_IFNAME": "lo"}
+    outcomes = run_ranks(connect_badly, 4, args=(fault, options), env=env, timeout=150)
+    for rank, (kind, message, left) in enumerate(outcomes):
+        assert kind == ("ReloadpgError" if rank == 2 else "PeerFailedError")
+        assert "connecting 'mesh_tp' of rank 2-3 (sim) over ib7 and lo" in message
+        assert "no route to host" in message
+        assert not left
+
+
+def test_a_group_that_hangs_while_it_connects_is_named_within_the_bound() -> None:
+    """A peer that cannot be reached holds its group: the ranks in it are told from the others."""
+    fault = {"at": "connect", "action": "stall", "group": "mesh_tp", "rank": 2}
+    outcomes = run_ranks(connect_badly, 4, args=(fault, {"init_timeout": 5}), timeout=150)
+    for kind, message, left in outcomes:
+        assert kind == "RendezvousTimeoutError"
+        assert "Rank 2-3 did not finish its own part" in message
+        assert "connecting 'mesh_tp' of rank 2-3 (sim) over lo" in message
+        assert not left
+
+
+def bind_to_nothing(rank: int, world_size: int) -> tuple[str, str]:
+    if rank == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+    try:
+        reloadpg.init_distributed(init_timeout=60)
+    except reloadpg.ReloadpgError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_an_interface_that_does_not_exist_is_named_on_all_ranks() -> None:
+    """gloo's own failure, on real sockets."""
+    zero, one = run_ranks(bind_to_nothing, 2, timeout=150)
+    assert (zero[0], one[0]) == ("PeerFailedError", "ReloadpgError")
+    for _, message in (zero, one):
+        assert "rank 1 failed at creating the default group (gloo) over nosuch0" in message
+
+
+# ---------------------------------------------------------------------------------------------
 # bad input
 
 BAD: dict[str, tuple[dict[str, str | None], dict[str, Any], str]] = {
@@ -421,6 +506,7 @@ BAD: dict[str, tuple[dict[str, str | None], dict[str, Any], str]] = {
     "mesh list": ({}, {"mesh_dims": [2]}, "mesh_dims=[2] is no mapping"),
     "address with port": ({"MASTER_ADDR": "h:29500"}, {}, "MASTER_ADDR='h:29500'"),
     "seed": ({}, {"seed": -1}, "seed=-1"),
+    "connect": ({}, {"connect": "now"}, "init_distributed(connect='now')"),
     "network": ({}, {"network": "ib0"}, "network='ib0'"),
     "network values": ({}, {"network": {"NCCL_DEBUG": 1}}, "network={'NCCL_DEBUG': 1}"),
 }

@@ -67,7 +67,7 @@ def place(
 ) -> tuple[Any, ...]:
     accelerator = plug_in(uuids[rank])
     try:
-        with reloadpg.init_distributed(init_timeout=60, **options) as context:
+        with reloadpg.init_distributed(init_timeout=60, connect="none", **options) as context:
             return str(context.device), accelerator.used, dist.get_backend()
     except (reloadpg.InvalidOptionError, reloadpg.DisagreementError) as error:
         assert not dist.is_initialized()
@@ -119,7 +119,7 @@ def see(rank: int, world_size: int, visible: list[str], index: int) -> tuple[str
     os.environ["TOASTER_VISIBLE_DEVICES"] = visible[rank]
     try:
         device = f"{KIND}:{index if rank else 0}"
-        with reloadpg.init_distributed(init_timeout=60, device=device) as context:
+        with reloadpg.init_distributed(init_timeout=60, connect="none", device=device) as context:
             assert accelerator.used == [context.device.index]
             return str(context.device), ""
     except reloadpg.DisagreementError as error:
