@@ -101,10 +101,9 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(target) or ("environment" if name in _MORE.split() else None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if home not in ("environment", "errors"):
-        import_module(
-            "torch"
-        )  # before any module of ours: RELOADPG_AUTOINSTALL installs at its end
+    if home not in ("errors", "environment"):  # detection needs no torch
+        # Before any module of ours: RELOADPG_AUTOINSTALL installs at its end.
+        import_module("torch")
     value = globals()[name] = getattr(import_module(f".{home}", __name__), target)
     if name == "install":
         # The core knows nothing of what shows a job: it is told here to start with installations.

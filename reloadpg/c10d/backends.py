@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as _c10d
 
 __all__ = [
     "abort_all",
+    "abort_groups",
     "add_backends",
     "get_timeouts",
     "group_of_backends",
@@ -137,6 +138,12 @@ def add_backends(group: ProcessGroup, backends: Mapping[str, tuple[str, CppBacke
 
 def _backend_type(name: str) -> Any:
     return _c10d.Backend.backend_type_map.get(name, ProcessGroup.BackendType.CUSTOM)
+
+
+def abort_groups(groups: Sequence[ProcessGroup]) -> None:
+    """Abort some groups, not WORLD, in one order (``_abort_process_group``). Waits for no peer."""
+    for group in groups:
+        _c10d._abort_process_group(group)
 
 
 def abort_all() -> None:

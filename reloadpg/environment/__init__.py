@@ -1,8 +1,8 @@
 """Bring-up, ownership and the mesh: the distributed environment around reloadable groups.
 
 Names are loaded when they are used: importing this package and detecting the environment import
-no torch. Do not assume that bring-up writes ``os.environ``: it does not;
-``detect_environment().export()`` does, for libraries that read it.
+no torch. Do not assume that bring-up writes ``RANK`` or ``MASTER_ADDR`` to ``os.environ``: it does
+not; ``detect_environment().export()`` does, for libraries that read them.
 
 An evaluator that may or may not run under a launcher::
 
@@ -35,77 +35,49 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from reloadpg.environment.bringup import DistributedContext, init_distributed
-    from reloadpg.environment.detect import detect_environment
-    from reloadpg.environment.errors import (
-        DistributedEnvironmentError,
-        GroupNotInitializedError,
-        MeshDimensionError,
-    )
-    from reloadpg.environment.evaluator import ensure_process_group
-    from reloadpg.environment.meeting import barrier
-    from reloadpg.environment.mesh import resolve_mesh_dims
-    from reloadpg.environment.model import DistributedEnvironment
-    from reloadpg.environment.network import configure_network_environment, detect_ib_interface
-    from reloadpg.environment.ownership import destroy_distributed, process_group_scope
-    from reloadpg.environment.ranks import (
-        get_rank,
-        is_rank_zero,
-        rank_zero_first,
-        rank_zero_only,
-    )
-    from reloadpg.environment.seeds import set_seed
-
-__all__ = [
-    "DistributedContext",
-    "DistributedEnvironment",
-    "DistributedEnvironmentError",
-    "GroupNotInitializedError",
-    "MeshDimensionError",
-    "barrier",
-    "configure_network_environment",
-    "destroy_distributed",
-    "detect_environment",
-    "detect_ib_interface",
-    "ensure_process_group",
-    "get_rank",
-    "init_distributed",
-    "is_rank_zero",
-    "process_group_scope",
-    "rank_zero_first",
-    "rank_zero_only",
-    "resolve_mesh_dims",
-    "set_seed",
-]
+if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
+    from .bringup import DistributedContext as DistributedContext
+    from .bringup import init_distributed as init_distributed
+    from .evaluator import ensure_process_group as ensure_process_group
+    from .launchers import detect_environment as detect_environment
+    from .launchers import get_rank as get_rank
+    from .launchers import is_rank_zero as is_rank_zero
+    from .launchers import rank_zero_only as rank_zero_only
+    from .mesh import resolve_mesh_dims as resolve_mesh_dims
+    from .mesh import set_seed as set_seed
+    from .model import DistributedEnvironment as DistributedEnvironment
+    from .model import DistributedEnvironmentError as DistributedEnvironmentError
+    from .model import GroupNotInitializedError as GroupNotInitializedError
+    from .model import MeshDimensionError as MeshDimensionError
+    from .network import configure_network_environment as configure_network_environment
+    from .network import detect_ib_interface as detect_ib_interface
+    from .store_barrier import barrier as barrier
+    from .store_barrier import rank_zero_first as rank_zero_first
+    from .teardown import destroy_distributed as destroy_distributed
+    from .teardown import process_group_scope as process_group_scope
 
 # The module of each name. No public function may share its name with its own module: importing
 # the submodule would put the module where the function is expected.
-_MODULES = {
-    "DistributedContext": "bringup",
-    "DistributedEnvironment": "model",
-    "DistributedEnvironmentError": "errors",
-    "GroupNotInitializedError": "errors",
-    "MeshDimensionError": "errors",
-    "barrier": "meeting",
-    "configure_network_environment": "network",
-    "destroy_distributed": "ownership",
-    "detect_environment": "detect",
-    "detect_ib_interface": "network",
-    "ensure_process_group": "evaluator",
-    "get_rank": "ranks",
-    "init_distributed": "bringup",
-    "is_rank_zero": "ranks",
-    "process_group_scope": "ownership",
-    "rank_zero_first": "ranks",
-    "rank_zero_only": "ranks",
-    "resolve_mesh_dims": "mesh",
-    "set_seed": "seeds",
+_HOMES = {
+    "bringup": "DistributedContext init_distributed",
+    "evaluator": "ensure_process_group",
+    "launchers": "detect_environment get_rank is_rank_zero rank_zero_only",
+    "mesh": "resolve_mesh_dims set_seed",
+    "model": """
+        DistributedEnvironment DistributedEnvironmentError GroupNotInitializedError
+        MeshDimensionError
+    """,
+    "network": "configure_network_environment detect_ib_interface",
+    "store_barrier": "barrier rank_zero_first",
+    "teardown": "destroy_distributed process_group_scope",
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
-    module = _MODULES.get(name)
+    module = _HOME_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -1,10 +1,13 @@
-"""Bring-up: validate, meet, agree, and only then make groups."""
+"""Bring-up: validate, connect to the store, agree, and only then create groups.
+
+A default group that someone else made is described as it is, and left as it is.
+"""
 
 from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -14,24 +17,25 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from reloadpg import c10d
-from reloadpg.environment.adopted import adopt_existing
-from reloadpg.environment.agreement import Claim, agree
-from reloadpg.environment.bounds import as_timedelta
-from reloadpg.environment.detect import detect_environment
-from reloadpg.environment.device import Placement, choose_placement
-from reloadpg.environment.mesh import resolve_mesh_dims
-from reloadpg.environment.mesh_groups import build_mesh
-from reloadpg.environment.model import DistributedEnvironment
-from reloadpg.environment.ownership import abort_groups, end_owned
-from reloadpg.environment.seeds import seed_for, set_seed
-from reloadpg.environment.store import open_store
-from reloadpg.observability.logs import name_rank_in_records
-from reloadpg.rendezvous.round import Rendezvous
-from reloadpg.rendezvous.worker_thread import Attempt
+from .. import c10d
+from ..errors import InvalidOptionError, ReloadpgError, format_ranks
+from ..lifecycle.connect import Connect, sum_ranks, validate
+from ..observability.logs import name_rank_in_records
+from ..rendezvous.plan import Plan
+from ..rendezvous.round import Rendezvous, Round
+from ..rendezvous.worker_thread import Attempt
+from .device import Placement, choose_placement, parse_backend
+from .launchers import detect_environment
+from .mesh import build_mesh, resolve_mesh_dims, seed_for, set_seed
+from .model import DistributedEnvironment, DistributedEnvironmentError
+from .network import apply_network, interface_in_use, restore_network, validate_network
+from .store import Claim, agree, open_store
+from .store_barrier import job_round
+from .teardown import OwnGroups
+from .variables import as_timedelta
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["DistributedContext", "bring_up", "init_distributed"]
@@ -41,17 +45,19 @@ INIT_TIMEOUT = timedelta(minutes=5)
 
 @dataclass(eq=False)
 class DistributedContext:
-    """What bring-up found and made. As a context manager it ends what it owns.
+    """Result of bring-up. As a context manager it destroys the groups made since bring-up began.
 
-    Leaving it does what leaving ``process_group_scope`` does: nothing if not ``owned``, otherwise
-    a bounded barrier and an orderly destroy, or after an exception an abort. Without ``with``,
-    call ``destroy_distributed()``.
+    Leaving it does what leaving ``process_group_scope`` does: a bounded barrier and an orderly
+    destroy, or after an exception an abort, of the groups that bring-up or the block has made.
+    Without ``with``, call ``destroy_distributed()``.
 
     Attributes:
         environment: who this process is.
         device: the device it uses.
         mesh: the mesh, if ``mesh_dims`` was given.
         owned: whether this bring-up made the default group. Offload and reload do not change it.
+        exit_timeout: bound of the barrier when the context is left.
+        own: the groups made since bring-up began.
     """
 
     environment: DistributedEnvironment
@@ -59,6 +65,7 @@ class DistributedContext:
     mesh: DeviceMesh | None
     owned: bool
     exit_timeout: timedelta = field(default=INIT_TIMEOUT, repr=False)
+    own: OwnGroups = field(default_factory=OwnGroups, repr=False)
 
     def __enter__(self) -> DistributedContext:
         return self
@@ -69,8 +76,7 @@ class DistributedContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> Literal[False]:
-        if self.owned:
-            end_owned(error, self.exit_timeout)
+        self.own.destroy(error, self.exit_timeout)
         return False
 
 
@@ -84,13 +90,16 @@ def init_distributed(
     mesh_dims: Mapping[str, int] | None = None,
     seed: int | None = None,
     adopt: bool = False,
+    network: Literal["auto", "off"] | Mapping[str, str] = "auto",
+    connect: Connect = "eager",
 ) -> DistributedContext:
     """Bring this process into its job: default group, device, mesh and seed.
 
     Collective over the job; blocking, bounded by ``init_timeout``; signals are handled while it
-    waits. Everything is validated before a socket is opened; ``os.environ`` is never written. The
-    ranks agree through the store on world size, backend, mesh and (host, local rank) before the
-    first collective, so a difference raises on all of them.
+    waits. Everything is validated before a socket is opened. Of ``os.environ`` only what
+    ``network`` says is written, and undone when the groups are destroyed. The ranks agree through
+    the store on world size, backend, mesh and who uses which accelerator before the first
+    collective, so a difference raises on all of them.
 
     If the default group exists already, it is adopted untouched: ``owned`` is False, and
     requested settings that it does not have are logged as a warning. Without ``mesh_dims`` this
@@ -107,6 +116,14 @@ def init_distributed(
         mesh_dims: sizes for ``resolve_mesh_dims``; None makes no mesh.
         seed: given to ``set_seed`` with the mesh; None seeds nothing.
         adopt: an existing group is expected: do not warn about settings that differ.
+        network: ``auto`` does what ``configure_network_environment()`` does, before anything
+            connects; a mapping sets these variables; both change only what is unset, and say in
+            one log line what they set. ``off`` sets nothing, and nothing is set where a default
+            group exists or in a world of 1.
+        connect: ``eager`` connects the new groups by a small all-reduce on each, within
+            ``init_timeout``, so that an interface which the others cannot reach is an error now and
+            not a hang in the first step; ``canary`` also checks the sums; ``none`` leaves it to the
+            first collective, for jobs that never use some of the groups.
 
     Raises:
         DistributedEnvironmentError, InvalidOptionError, MeshDimensionError: bad input on this
@@ -114,27 +131,39 @@ def init_distributed(
         DisagreementError: the ranks differ; names ranks and values. Raised on all ranks.
         RendezvousTimeoutError: not all ranks came in time; names the missing. A TimeoutError.
         PeerFailedError: another rank failed while making the groups.
+        ReloadpgError: this rank failed at it; names the group, its ranks and the interface.
     """
     name_rank_in_records()
     bound = as_timedelta(timeout, "timeout") if timeout is not None else None
     init_bound = as_timedelta(init_timeout, "init_timeout")
+    settings, how = validate_network(network), validate(connect, "init_distributed")
     if seed is not None:
         seed_for(seed, {}, {}, ())
+    own = OwnGroups()
     if dist.is_initialized():
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, dist.get_world_size())
-        environment, used, mesh = adopt_existing(
-            backend, bound, init_bound, device, sizes, expected=adopt
+        environment, used, mesh = _adopt_existing(
+            backend, bound, init_bound, device, sizes, how, own, expected=adopt
         )
-        context = DistributedContext(environment, used, mesh, False, init_bound)
+        context = DistributedContext(environment, used, mesh, False, init_bound, own)
     else:
         environment = detect_environment()
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, environment.world_size)
         placement = choose_placement(backend, device, device_id, environment.local_rank)
-        mesh = bring_up(environment, placement, bound, init_bound, sizes)
-        context = DistributedContext(environment, placement.device, mesh, True, init_bound)
+        if environment.world_size > 1:
+            apply_network(settings)
+        try:
+            mesh = bring_up(environment, placement, bound, init_bound, sizes, how)
+        except BaseException:
+            restore_network()
+            raise
+        context = DistributedContext(environment, placement.device, mesh, True, init_bound, own)
     if seed is not None:
         set_seed(seed, context.mesh)
     return context
+
+
+# -- a group of our own -----------------------------------------------------------------------
 
 
 def bring_up(
@@ -143,8 +172,7 @@ def bring_up(
     timeout: timedelta | None,
     init_timeout: timedelta,
     sizes: Mapping[str, int] | None,
-    *,
-    knows_local_rank: bool = True,
+    connect: Connect = "none",
 ) -> DeviceMesh | None:
     """Make the default group and the mesh. Collective, blocking, bounded; input is valid.
 
@@ -152,6 +180,7 @@ def bring_up(
     """
     bound = c10d.default_timeout(placement.backend) if timeout is None else timeout
     store = open_store(environment, init_timeout)
+    placement.use()
     if environment.world_size > 1:
         claim = Claim(
             rank=environment.rank,
@@ -159,15 +188,33 @@ def bring_up(
             backend=placement.backend,
             mesh_dims="none" if sizes is None else " x ".join(f"{n}={s}" for n, s in sizes.items()),
             host=socket.gethostname(),
-            local_rank=environment.local_rank if knows_local_rank else None,
+            local_rank=environment.local_rank,
+            device=str(placement.device),
+            exclusive=placement.exclusive(),
         )
         agree(store, claim, init_timeout)
-    placement.use()
-    try:
-        mesh = _create(environment, placement, store, bound, init_timeout, sizes)
-    except BaseException:
-        abort_groups()
-        raise
+    # A peer that dies between agreement and connection would hold this rank for the whole of
+    # ``timeout``, which is hours by intention: so the groups are made within a round.
+    root = None if environment.world_size == 1 else PrefixStore("barriers", store)
+    rendezvous = Rendezvous(root, environment.rank, environment.world_size)
+    round_ = rendezvous.open("init_distributed", ("connected",), init_timeout.total_seconds())
+    own = OwnGroups()
+
+    def create(attempt: Attempt, at: list[str]) -> DeviceMesh | None:
+        at[0] = f"creating the default group ({placement.backend})"
+        dist.init_process_group(
+            placement.backend,
+            store=store,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=bound,
+            device_id=placement.device_id,
+        )
+        if attempt.abandoned:
+            return None
+        return _create_mesh(sizes, placement.device, bound, connect, own, attempt, at)
+
+    mesh = _within_round(round_, create, own, environment.rank)
     store.set_timeout(bound)
     logging.getLogger(__name__).info(
         "rank %d of %d (%s): made the default group with %s on %s, timeout %g s",
@@ -181,42 +228,198 @@ def bring_up(
     return mesh
 
 
-def _create(
-    environment: DistributedEnvironment,
-    placement: Placement,
-    store: Store,
-    timeout: timedelta,
-    init_timeout: timedelta,
-    sizes: Mapping[str, int] | None,
+def _within_round(
+    round_: Round,
+    create: Callable[[Attempt, list[str]], DeviceMesh | None],
+    own: OwnGroups,
+    rank: int,
 ) -> DeviceMesh | None:
+    """Create groups beside this thread, and wait for all ranks; if one fails, abort what was made.
+
+    Args:
+        round_: a round whose next barrier is ``connected``.
+        create: gets the attempt, and a list in which it says what it is at.
+        own: what is made.
+        rank: this rank.
+    """
     made: list[DeviceMesh | None] = []
+    at = ["creating groups"]
 
-    def create(attempt: Attempt, _: int) -> None:
-        dist.init_process_group(
-            placement.backend,
-            store=store,
-            rank=environment.rank,
-            world_size=environment.world_size,
-            timeout=timeout,
-            device_id=placement.device_id,
-        )
-        mesh = None
-        if sizes is not None and not attempt.abandoned:
-            mesh = build_mesh(sizes, placement.device.type, timeout)
-        if attempt.abandoned:  # the caller has raised; a group made since is nobody's
-            abort_groups()
-        made.append(mesh)
+    def run(attempt: Attempt, _: int) -> None:
+        try:
+            made.append(create(attempt, at))
+        except ReloadpgError:
+            raise
+        except RuntimeError as error:
+            raise ReloadpgError(
+                f"init_distributed: rank {rank} failed at {at[0]} over {interface_in_use()}: "
+                f"{error}. No group was made. See whether this interface exists on each host and "
+                f"reaches the others; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name another."
+            ) from error
+        finally:
+            if attempt.abandoned:  # the caller has raised; a group made since is nobody's
+                own.abort()
 
-    # A peer that dies between agreement and connection would hold this rank for the whole of
-    # ``timeout``, which is hours by intention. So it is created beside this thread, and a gate
-    # with the bound of bring-up waits for all ranks.
-    gates = None if environment.world_size == 1 else PrefixStore("gates", store)
-    meeting = Rendezvous(gates, environment.rank, environment.world_size)
-    round_ = meeting.open("init_distributed", ("connected",), init_timeout.total_seconds())
     try:
-        round_.run("connected", create, lambda: "connecting the process groups")
+        round_.run("connected", run, lambda: f"{at[0]} over {interface_in_use()}")
+        round_.barrier("connected")
     except BaseException as error:
         round_.fail(error)
+        own.abort()
         raise
-    round_.barrier("connected")
     return made[0]
+
+
+def _create_mesh(
+    sizes: Mapping[str, int] | None,
+    device: torch.device,
+    timeout: timedelta,
+    connect: Connect,
+    own: OwnGroups,
+    attempt: Attempt,
+    at: list[str],
+) -> DeviceMesh | None:
+    """Create the mesh, if there is to be one, and connect the groups made since bring-up began."""
+    mesh = None
+    if sizes is not None:
+        at[0] = "creating the mesh"
+        mesh = build_mesh(sizes, device.type, timeout)
+    for group in own.now() if connect != "none" else ():
+        if attempt.abandoned or group.size() == 1:
+            continue
+        kinds = c10d.device_backends(group)
+        desc, ranks = group.group_desc or "group", format_ranks(c10d.ranks_of(group))
+        at[0] = f"connecting {desc!r} of rank {ranks} ({c10d.backend_of(group)})"
+        used = device if device.type in kinds else torch.device(next(iter(kinds)))
+        total, expected = sum_ranks(group, used)
+        if connect == "canary" and total != expected:
+            raise ReloadpgError(
+                f"init_distributed: {at[0]} over {interface_in_use()}: the ranks' sum is {total} "
+                f"and should be {expected}. No group was made. The communicator does not connect "
+                f"the right ranks, or corrupts data."
+            )
+    return mesh
+
+
+# -- a group that exists ----------------------------------------------------------------------
+
+
+def _adopt_existing(
+    backend: str | None,
+    timeout: timedelta | None,
+    init_timeout: timedelta,
+    device: torch.device | str | None,
+    sizes: Mapping[str, int] | None,
+    connect: Connect,
+    own: OwnGroups,
+    *,
+    expected: bool,
+) -> tuple[DistributedEnvironment, torch.device, DeviceMesh | None]:
+    """Describe the existing group, and build a mesh over it if one is asked for.
+
+    Local without ``sizes``; with them collective, blocking and bounded. The group itself is not
+    touched. A mesh's groups get ``timeout``, or else the group's own.
+    """
+    world = c10d.world()
+    if world is None:
+        raise InvalidOptionError("There is no group to adopt. Call init_distributed() instead.")
+    current = _timeout_of(world)
+    if not expected:
+        _warn_of_differences(world, backend, timeout, current)
+    try:
+        used = torch.device(device) if device is not None else _device_of(world)
+    except RuntimeError as error:
+        raise InvalidOptionError(
+            f"device={device!r} is not a device. Nothing was made. Correct the argument."
+        ) from error
+    environment = _environment_of_group()
+    if sizes is None:
+        return environment, used, None
+    settings = {"mesh_dims": " x ".join(f"{name}={size}" for name, size in sizes.items())}
+    round_ = job_round("init_distributed", ("agree", "connected"), init_timeout)
+    round_.agree("agree", Plan("init_distributed", settings))
+    bound = timeout or current or c10d.default_timeout(c10d.backend_of(world))
+
+    def create(attempt: Attempt, at: list[str]) -> DeviceMesh | None:
+        return _create_mesh(sizes, used, bound, connect, own, attempt, at)
+
+    return environment, used, _within_round(round_, create, own, environment.rank)
+
+
+def _environment_of_group() -> DistributedEnvironment:
+    """The launcher's word where it fits the group, otherwise what the group itself knows."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    try:
+        detected = detect_environment()
+    except DistributedEnvironmentError as error:
+        reason = str(error)
+    else:
+        if (detected.rank, detected.world_size) == (rank, world_size):
+            return detected
+        reason = f"{detected.source} says rank {detected.rank} of {detected.world_size}"
+    logging.getLogger(__name__).debug(
+        "the adopted group is rank %d of %d, and its nodes are not known: %s",
+        rank,
+        world_size,
+        reason,
+    )
+    return DistributedEnvironment(
+        source="process_group",
+        rank=rank,
+        local_rank=None,
+        world_size=world_size,
+        local_world_size=None,
+        node_rank=None,
+        num_nodes=None,
+        master_port=0 if world_size == 1 else 1,
+    )
+
+
+def _device_of(world: ProcessGroup) -> torch.device:
+    for kind in c10d.device_backends(world):
+        if kind != "cpu" and _is_accelerator(kind):
+            return torch.device(kind, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
+def _is_accelerator(kind: str) -> bool:
+    if not torch.accelerator.is_available():
+        return False
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == kind
+
+
+def _timeout_of(world: ProcessGroup) -> timedelta | None:
+    """The longest current timeout of the group's backends; None while it is offloaded."""
+    return max(c10d.get_timeouts(world, tuple(c10d.device_backends(world))).values(), default=None)
+
+
+def _warn_of_differences(
+    world: ProcessGroup,
+    backend: str | None,
+    timeout: timedelta | None,
+    current: timedelta | None,
+) -> None:
+    differing = []
+    if backend is not None and not _is_same_backend(world, backend):
+        differing.append(f"backend {backend!r} (it has {c10d.backend_of(world)!r})")
+    # Read back from gloo, 60000 s is 60000.003 s on torch 2.15.
+    slack = timedelta(milliseconds=10)
+    if timeout is not None and current is not None and abs(timeout - current) > slack:
+        differing.append(
+            f"timeout {timeout.total_seconds():g} s (it has {current.total_seconds():g} s)"
+        )
+    if differing:
+        logging.getLogger(__name__).warning(
+            "the default group exists already and is adopted as it is; requested, but not "
+            "applied: %s",
+            ", ".join(differing),
+        )
+
+
+def _is_same_backend(world: ProcessGroup, backend: str) -> bool:
+    wanted = parse_backend(backend, built=False)
+    has = c10d.device_backends(world)
+    if "" in wanted:
+        return wanted[""] in (c10d.backend_of(world).lower(), *has.values())
+    return all(has.get(kind) == name for kind, name in wanted.items())

@@ -1,23 +1,32 @@
-"""Which device this process uses, and which backend serves it."""
+"""The device that a process uses, and the backend that serves it."""
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from reloadpg import c10d
-from reloadpg.errors import InvalidOptionError
+from .. import c10d
+from ..errors import InvalidOptionError
 
 __all__ = ["Placement", "choose_placement", "parse_backend"]
 
 _CPU_ONLY = frozenset({"gloo", "mpi", "fake"})
 
+_VISIBLE = {
+    "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
+    "xpu": ("ZE_AFFINITY_MASK",),
+}
+"""Variables that say which devices a process sees; for other types ``<TYPE>_VISIBLE_DEVICES``."""
+
 
 @dataclass(frozen=True)
 class Placement:
-    """What a rank runs on.
+    """Device and backend of a rank.
 
     Attributes:
         device: the device, with an index for accelerators.
@@ -33,6 +42,29 @@ class Placement:
         """Make the device current. Local, idempotent; a CPU makes no call to any accelerator."""
         if self.device.type != "cpu":
             torch.get_device_module(self.device.type).set_device(self.device.index)
+
+    def exclusive(self) -> str:
+        """Name what only this rank may use: its accelerator, the same to all that see it. Local.
+
+        Empty for a CPU, and where the backend does not mind: two ranks of gloo can share a device.
+        Asks the device, which must be current. Without an identifier of the hardware, the name is
+        that of the host with the place among the devices that the launcher makes visible.
+        """
+        named = parse_backend(self.backend, built=False)
+        if self.device.type == "cpu" or named.get(self.device.type, named.get("")) in _CPU_ONLY:
+            return ""
+        index = self.device.index
+        variables = _VISIBLE.get(self.device.type, (f"{self.device.type.upper()}_VISIBLE_DEVICES",))
+        visible = {name: os.environ[name] for name in variables if os.environ.get(name)}
+        entries = next(iter(visible.values()), "").split(",")
+        entry = entries[index].strip() if len(visible) == 1 and index < len(entries) else ""
+        if entry.startswith("MIG-"):  # a part of a device has its own name
+            return entry
+        uuid = _uuid(self.device)
+        if uuid:
+            return uuid
+        place = entry or " ".join([*visible.values(), str(index)])
+        return f"{socket.gethostname()}:{place}"
 
 
 def parse_backend(backend: str, *, built: bool = True) -> dict[str, str]:
@@ -65,9 +97,9 @@ def choose_placement(
     backend: str | None,
     device: torch.device | str | None,
     device_id: torch.device | int | None,
-    local_rank: int,
+    local_rank: int | None,
 ) -> Placement:
-    """Device and backend of the process with this number on its node. Local.
+    """Choose device and backend of the process with this number on its node. Local.
 
     Without a device: the accelerator, if there is one and the backend, where named, serves it;
     otherwise the CPU. Without a backend: the one that torch registered for the device's type.
@@ -81,8 +113,9 @@ def choose_placement(
     except (RuntimeError, TypeError) as error:
         raise _error(f"device={device!r} is not a device") from error
     if wanted is None:
-        wanted = _accelerator() if not named or not _is_cpu_only(named) else None
-        wanted = wanted or torch.device("cpu")
+        wanted = _accelerator()
+        if wanted is None or (named and (_is_cpu_only(named) or not _serves(named, wanted))):
+            wanted = torch.device("cpu")
     chosen = wanted if wanted.type == "cpu" else _visible(wanted, local_rank)
     if backend is None:
         served = dist.Backend.default_device_backend_map
@@ -92,11 +125,19 @@ def choose_placement(
         parse_backend(backend)
     elif "" not in named and chosen.type not in named:
         raise _error(f"backend={backend!r} names no backend for device {chosen}")
+    elif not _serves(named, chosen):
+        raise _error(f"backend={backend!r} does not serve device {chosen}")
     return Placement(chosen, backend.lower(), _bound(device_id, chosen))
 
 
 def _is_cpu_only(named: dict[str, str]) -> bool:
     return all(kind in ("", "cpu") and name in _CPU_ONLY for kind, name in named.items())
+
+
+def _serves(named: dict[str, str], device: torch.device) -> bool:
+    name = named.get(device.type) or named.get("")
+    capability = dist.Backend.backend_capability
+    return name is not None and device.type in capability.get(name, [device.type])
 
 
 def _accelerator() -> torch.device | None:
@@ -106,7 +147,7 @@ def _accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator()
 
 
-def _visible(wanted: torch.device, local_rank: int) -> torch.device:
+def _visible(wanted: torch.device, local_rank: int | None) -> torch.device:
     try:
         count = int(torch.get_device_module(wanted.type).device_count())
     except (RuntimeError, AttributeError) as error:
@@ -115,11 +156,24 @@ def _visible(wanted: torch.device, local_rank: int) -> torch.device:
         if wanted.index >= count:
             raise _error(f"device={str(wanted)!r}, but {count} {wanted.type} devices are visible")
         return wanted
-    if local_rank < count:
+    if local_rank is not None and local_rank < count:
         return torch.device(wanted.type, local_rank)
     if count == 1:
         return torch.device(wanted.type, 0)  # a launcher that shows each task its own device
+    if local_rank is None:
+        raise _error(
+            f"LOCAL_RANK is not set, so this process's {wanted.type} device is not known: {count} "
+            f"are visible. Set LOCAL_RANK, or give device="
+        )
     raise _error(f"local_rank={local_rank} has no {wanted.type} device: {count} are visible")
+
+
+def _uuid(device: torch.device) -> str:
+    try:
+        properties = torch.get_device_module(device.type).get_device_properties(device.index)
+    except (RuntimeError, AttributeError):
+        return ""
+    return str(getattr(properties, "uuid", "") or "")
 
 
 def _bound(device_id: torch.device | int | None, device: torch.device) -> torch.device | None:

@@ -1,4 +1,7 @@
-"""A group for programs that only want results gathered: made if the launcher started several."""
+"""A group for programs that only gather results: made where the launcher started several ranks.
+
+Imports torch.distributed only where it makes a group: an evaluator may run without it.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,20 @@ import logging
 import os
 from datetime import timedelta
 
-from reloadpg.environment.bounds import as_timedelta
-from reloadpg.environment.model import DistributedEnvironment
-from reloadpg.environment.ownership import is_initialized
-from reloadpg.environment.variables import Variables
-from reloadpg.observability.logs import name_rank_in_records
+from ..observability.logs import name_rank_in_records
+from .launchers import ADDRESS, identify, is_initialized
+from .variables import Variables, as_timedelta
 
 __all__ = ["ensure_process_group"]
 
-_TIMEOUT = timedelta(seconds=60000)
-_INIT_TIMEOUT = timedelta(minutes=5)
+TIMEOUT = timedelta(seconds=60000)
+INIT_TIMEOUT = timedelta(minutes=5)
 
 
 def ensure_process_group(
-    *, timeout: timedelta | float = _TIMEOUT, init_timeout: timedelta | float = _INIT_TIMEOUT
+    *,
+    timeout: timedelta | float = TIMEOUT,
+    init_timeout: timedelta | float = INIT_TIMEOUT,
 ) -> bool:
     """Make a gloo group if torch-style variables say that there are several ranks.
 
@@ -27,7 +30,7 @@ def ensure_process_group(
     ``MASTER_PORT``. Collective over the job where it makes the group; blocking, bounded by
     ``init_timeout``; idempotent. Logs one line if it makes one. Nothing is done, and nothing
     logged, in a world of 1, without ``WORLD_SIZE``, or if a group exists. If only addresses are
-    missing, it warns and does nothing: the ranks then work alone.
+    missing, it warns and does nothing: the ranks then work alone; ``get_rank()`` tells them apart.
 
     Args:
         timeout: of the group; by default the 60000 s that long evaluations need.
@@ -46,43 +49,23 @@ def ensure_process_group(
     if is_initialized() or "WORLD_SIZE" not in os.environ:
         return False
     read = Variables(os.environ, "torchrun")
-    world_size = read.integer("WORLD_SIZE", minimum=1)
-    if world_size == 1:
+    if read.integer("WORLD_SIZE", minimum=1) == 1:
         return False
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in read]
+    identity = identify(os.environ)  # the rank must be known, also where each works alone
+    missing = [name for name in ADDRESS if name not in read]
     if missing:
         logging.getLogger(__name__).warning(
-            "WORLD_SIZE=%d, but %s is not set: no process group is made, each rank works alone. "
+            "WORLD_SIZE=%s, but %s is not set: no process group is made, each rank works alone. "
             "Set it, or start the ranks with torchrun",
-            world_size,
+            os.environ["WORLD_SIZE"],
             " and ".join(missing),
         )
         return False
-    read.require(("RANK", "WORLD_SIZE"))
-    environment, knows_local_rank = _environment(read, world_size)
+    environment = identity.environment()
 
-    from reloadpg.environment.bringup import bring_up
-    from reloadpg.environment.device import choose_placement
+    from .bringup import bring_up
+    from .device import choose_placement
 
     placement = choose_placement("gloo", "cpu", None, environment.local_rank)
-    bring_up(environment, placement, bound, init_bound, None, knows_local_rank=knows_local_rank)
+    bring_up(environment, placement, bound, init_bound, None)
     return True
-
-
-def _environment(read: Variables, world_size: int) -> tuple[DistributedEnvironment, bool]:
-    """The ranks as far as env:// knows them: without a local rank, nodes are not known."""
-    rank = read.below("RANK", "WORLD_SIZE", world_size)
-    knows = "LOCAL_RANK" in read
-    local_rank = read.below("LOCAL_RANK", "WORLD_SIZE", world_size) if knows else rank
-    environment = DistributedEnvironment(
-        source="torchrun",
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=world_size,
-        node_rank=0,
-        num_nodes=1,
-        master_addr=read.host("MASTER_ADDR"),
-        master_port=read.integer("MASTER_PORT", minimum=1, maximum=65535),
-    )
-    return environment, knows

@@ -1,16 +1,214 @@
-"""The launchers that number their processes themselves: torchrun, LSF's jsrun, OpenMPI, PMI."""
+"""Launchers: detection of the job that started this process, and the rank before a group exists.
+
+torchrun, LSF's jsrun, OpenMPI and PMI number their processes themselves; SLURM has a module of its
+own. Imports no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+import ipaddress
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
 
-from reloadpg.environment.layout import check_layout, port_from_text
-from reloadpg.environment.model import LOOPBACK, DistributedEnvironment
-from reloadpg.environment.variables import Variables
+from .model import LOOPBACK, DistributedEnvironment, DistributedEnvironmentError, Identity
+from .slurm import from_slurm, is_daemon_step
+from .variables import Variables, check_layout, port_from_text
 
-TORCHRUN_IDENTITY = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-TORCHRUN = (*TORCHRUN_IDENTITY, "MASTER_ADDR", "MASTER_PORT")
+__all__ = [
+    "detect_environment",
+    "get_rank",
+    "identify",
+    "is_initialized",
+    "is_rank_zero",
+    "rank_zero_only",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+_ALONE = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+ENV = ("RANK", "WORLD_SIZE", *ADDRESS)
+"""What ``init_method="env://"`` of torch needs."""
+
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+SINGLE = Identity(
+    source="single",
+    rank=0,
+    local_rank=0,
+    world_size=1,
+    local_world_size=1,
+    node_rank=0,
+    num_nodes=1,
+    address=lambda: (LOOPBACK, 0),
+)
+
+
+def detect_environment(environ: Mapping[str, str] | None = None) -> DistributedEnvironment:
+    """Say who this process is in its job, from its launcher's variables.
+
+    Local, non-blocking, pure: it reads, writes nothing, opens no socket and imports no torch.
+    The first of these that is there is the source:
+
+    1. torch's variables: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun
+       and ``init_method="env://"`` have them;
+    2. a SLURM step (before PMI, which srun sets as well); the shell of an allocation is one
+       process;
+    3. LSF's jsrun; 4. OpenMPI's mpirun; 5. PMI (MPICH, Intel MPI, Cray);
+    6. a single process: rank 0 of 1.
+
+    ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK`` and ``GROUP_WORLD_SIZE`` are read if they
+    are set. Where they are not, they are inferred where that is certain: in a world of 1, where
+    the ranks meet on the loopback interface, and from another launcher that says the same rank and
+    world size. Otherwise these fields are None.
+
+    Some of torch's variables beside another launcher's (a script that exports ``RANK`` and
+    ``WORLD_SIZE`` from SLURM's) are fine if they say the same, and an error if they do not.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT``, each on its own, are used if they are set, whatever the
+    launcher. Otherwise, under SLURM, the ranks meet on the first host of the step's node list, at a
+    port derived from job and step id. LSF reads its host list. OpenMPI and PMI hand out no address:
+    on one host the ranks meet on the loopback interface; on more, ``MASTER_ADDR`` must be set. A
+    world of 1 has port 0: any free one.
+
+    Ranks of a node that are not consecutive are logged as a warning.
+
+    Args:
+        environ: the variables; ``os.environ`` if None.
+
+    Raises:
+        DistributedEnvironmentError: the variables are incomplete (the message lists what is
+            missing), contradict each other, are empty, not numbers, or out of range. Also an
+            OSError and a ValueError.
+    """
+    return identify(os.environ if environ is None else environ).environment()
+
+
+def identify(environ: Mapping[str, str]) -> Identity:
+    """Say who this process is, and not yet where the ranks meet. Local, pure.
+
+    Raises:
+        DistributedEnvironmentError: as :func:`detect_environment`.
+    """
+    read = Variables(environ, "torchrun")
+    if read.first(*TORCHRUN) is None:
+        return _from_launcher(environ) or SINGLE
+    own = _from_torch(read)
+    if own is not None and all(name in read for name in ADDRESS):
+        return _with_places(own, environ)
+    launcher = _from_launcher(environ)
+    if launcher is not None:
+        _check_agreement(read, launcher)
+        return launcher
+    if own is None:
+        raise read.missing([name for name in ENV if name not in read], (*TORCHRUN, *ADDRESS))
+    return own
+
+
+def _from_launcher(environ: Mapping[str, str]) -> Identity | None:
+    """The identity that a launcher other than torchrun hands out, or None."""
+    if is_daemon_step(environ):
+        mpi = from_openmpi(environ)
+        if mpi is not None and str(mpi.world_size) != environ["SLURM_STEP_NUM_TASKS"]:
+            return mpi
+    for source in (from_slurm, from_lsf, from_openmpi, from_pmi):
+        found = source(environ)
+        if found is not None:
+            return found
+    return None
+
+
+def _with_places(own: Identity, environ: Mapping[str, str]) -> Identity:
+    """Add the places that another launcher knows for the same rank of the same world."""
+    if own.local_rank is not None and own.local_world_size is not None:
+        return own
+    try:
+        launcher = _from_launcher(environ)
+    except DistributedEnvironmentError:
+        return own
+    if launcher is None or (launcher.rank, launcher.world_size) != (own.rank, own.world_size):
+        return own
+    return replace(
+        own,
+        local_rank=launcher.local_rank if own.local_rank is None else own.local_rank,
+        local_world_size=launcher.local_world_size,
+        node_rank=launcher.node_rank,
+        num_nodes=launcher.num_nodes,
+    )
+
+
+def _check_agreement(read: Variables, launcher: Identity) -> None:
+    said = {
+        "RANK": launcher.rank,
+        "LOCAL_RANK": launcher.local_rank,
+        "WORLD_SIZE": launcher.world_size,
+        "LOCAL_WORLD_SIZE": launcher.local_world_size,
+    }
+    differing = [name for name in said if name in read and read.integer(name) != said[name]]
+    if differing:
+        listed = ", ".join(f"{name}={read.text(name)!r}, not {said[name]}" for name in differing)
+        raise read.error(
+            f"The torchrun variables are only partly set: missing "
+            f"{', '.join(name for name in ENV if name not in read)}; and what is set contradicts "
+            f"{launcher.source}: {listed}",
+            *differing,
+            call=f"Set {', '.join(ENV)}, or unset {', '.join(differing)}.",
+        )
+
+
+# -- the rank ---------------------------------------------------------------------------------
+
+
+def is_initialized() -> bool:
+    """Whether this process has a default group. Local; imports no torch."""
+    distributed = sys.modules.get("torch.distributed")
+    return (
+        distributed is not None
+        and bool(distributed.is_available())
+        and bool(distributed.is_initialized())
+    )
+
+
+def get_rank() -> int:
+    """Return the rank of this process: the default group's, or before it exists the launcher's.
+
+    Local, non-blocking; imports no torch. Right under srun and mpirun too, where ``RANK`` is not
+    set and every process used to think that it was rank 0. Where the ranks meet need not be known.
+
+    Raises:
+        DistributedEnvironmentError: there is no group, and the variables do not say the rank, or
+            contradict each other.
+    """
+    if is_initialized():
+        return int(sys.modules["torch.distributed"].get_rank())
+    return identify(os.environ).rank
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is rank 0; see :func:`get_rank`. Local, non-blocking."""
+    return get_rank() == 0
+
+
+def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
+    """Make ``function`` do nothing, and return None, on every rank but 0.
+
+    The rank is looked up at each call, not at decoration: a module is often imported before the
+    group exists. Local: no rank waits for another.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return function(*args, **kwargs) if is_rank_zero() else None
+
+    return wrapper
+
+
+# -- one launcher each ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -60,33 +258,46 @@ _PMI = _Names(
 )
 
 
-def from_torchrun(environ: Mapping[str, str]) -> DistributedEnvironment | None:
-    """The environment as torchrun hands it out, or None. Local, pure.
+def _from_torch(read: Variables) -> Identity | None:
+    """The identity that torch's own variables say, or None if they do not say a rank.
 
-    An address alone (``MASTER_ADDR``, ``MASTER_PORT``) says nothing about who this process is.
-
-    Raises:
-        DistributedEnvironmentError: the variables are incomplete or wrong.
+    ``LOCAL_RANK=0`` alone is a process that was given its device: nothing says that there are more.
     """
-    read = Variables(environ, "torchrun")
-    if read.first(*TORCHRUN_IDENTITY) is None:
-        return None
-    read.require(TORCHRUN)
+    if "WORLD_SIZE" not in read:
+        if "RANK" in read:
+            return Identity(
+                source="torchrun",
+                rank=read.integer("RANK"),
+                world_size=None,
+                address=lambda: _incomplete(read),
+            )
+        alone = all(read.integer(name) == least for name, least in _ALONE.items() if name in read)
+        return SINGLE if alone else None
     world_size = read.integer("WORLD_SIZE", minimum=1)
-    rank = read.below("RANK", "WORLD_SIZE", world_size)
-    local_size = read.integer("LOCAL_WORLD_SIZE", minimum=1, maximum=world_size)
-    local_rank = read.below("LOCAL_RANK", "LOCAL_WORLD_SIZE", local_size)
+    if "RANK" not in read and world_size > 1:
+        return None
+    rank = read.below("RANK", "WORLD_SIZE", world_size) if "RANK" in read else 0
+    local_rank, local_size = _local(read, rank, world_size)
+    num_nodes = node_rank = None
     if "GROUP_WORLD_SIZE" in read:
         num_nodes = read.integer("GROUP_WORLD_SIZE", minimum=1, maximum=world_size)
-    else:
+    elif local_size is not None:
         num_nodes = -(-world_size // local_size)
-    if "GROUP_RANK" in read:
+    if "GROUP_RANK" in read and num_nodes is not None:
         node_rank = read.below("GROUP_RANK", "GROUP_WORLD_SIZE", num_nodes)
-    else:
+    elif local_size is not None and num_nodes is not None:
         node_rank = min(rank // local_size, num_nodes - 1)
-    if num_nodes * local_size == world_size:
-        check_layout("torchrun", rank=rank, local_rank=local_rank, first=node_rank * local_size)
-    return DistributedEnvironment(
+    full = num_nodes is not None and num_nodes * (local_size or 0) == world_size
+    if full and local_rank is not None and node_rank is not None:
+        first = node_rank * (local_size or 0)
+        check_layout("torchrun", rank=rank, local_rank=local_rank, first=first)
+
+    def address() -> tuple[str, int]:
+        if world_size > 1:
+            read.require(ENV)
+        return read.address(world_size, lambda: LOOPBACK, lambda: 0)
+
+    return Identity(
         source="torchrun",
         rank=rank,
         local_rank=local_rank,
@@ -94,13 +305,41 @@ def from_torchrun(environ: Mapping[str, str]) -> DistributedEnvironment | None:
         local_world_size=local_size,
         node_rank=node_rank,
         num_nodes=num_nodes,
-        master_addr=read.host("MASTER_ADDR"),
-        master_port=read.integer("MASTER_PORT", minimum=min(1, world_size - 1), maximum=65535),
+        address=address,
     )
 
 
-def from_lsf(environ: Mapping[str, str]) -> DistributedEnvironment | None:
-    """The environment of a task of LSF's ``jsrun``, or None. Local, pure.
+def _incomplete(read: Variables) -> tuple[str, int]:
+    raise read.missing([name for name in ENV if name not in read], (*TORCHRUN, *ADDRESS))
+
+
+def _local(read: Variables, rank: int, world_size: int) -> tuple[int | None, int | None]:
+    """Local rank and local world size; None for what is neither set nor certain."""
+    local_size = None
+    if "LOCAL_WORLD_SIZE" in read:
+        local_size = read.integer("LOCAL_WORLD_SIZE", minimum=1, maximum=world_size)
+    elif world_size == 1 or ("MASTER_ADDR" in read and _is_loopback(read.host("MASTER_ADDR"))):
+        local_size = world_size
+    if "LOCAL_RANK" in read:
+        if local_size is None:
+            return read.below("LOCAL_RANK", "WORLD_SIZE", world_size), None
+        return read.below("LOCAL_RANK", "LOCAL_WORLD_SIZE", local_size), local_size
+    if local_size == world_size:
+        return rank, local_size
+    return (0 if local_size == 1 else None), local_size
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def from_lsf(environ: Mapping[str, str]) -> Identity | None:
+    """Return the identity of a task of LSF's ``jsrun``, or None. Local, pure.
 
     The shell of an LSF job, which has ``LSB_JOBID`` but no task number, is not a task.
 
@@ -110,8 +349,8 @@ def from_lsf(environ: Mapping[str, str]) -> DistributedEnvironment | None:
     return _from_mpi(environ, _LSF)
 
 
-def from_openmpi(environ: Mapping[str, str]) -> DistributedEnvironment | None:
-    """The environment of a process of OpenMPI's ``mpirun``, or None. Local, pure.
+def from_openmpi(environ: Mapping[str, str]) -> Identity | None:
+    """Return the identity of a process of OpenMPI's ``mpirun``, or None. Local, pure.
 
     Raises:
         DistributedEnvironmentError: the variables are incomplete or wrong.
@@ -119,8 +358,8 @@ def from_openmpi(environ: Mapping[str, str]) -> DistributedEnvironment | None:
     return _from_mpi(environ, _OPENMPI)
 
 
-def from_pmi(environ: Mapping[str, str]) -> DistributedEnvironment | None:
-    """The environment of a process of a PMI launcher (MPICH, Intel MPI, Cray), or None.
+def from_pmi(environ: Mapping[str, str]) -> Identity | None:
+    """Return the identity of a process of a PMI launcher (MPICH, Intel MPI, Cray), or None.
 
     Local, pure.
 
@@ -130,7 +369,7 @@ def from_pmi(environ: Mapping[str, str]) -> DistributedEnvironment | None:
     return _from_mpi(environ, _PMI)
 
 
-def _from_mpi(environ: Mapping[str, str], names: _Names) -> DistributedEnvironment | None:
+def _from_mpi(environ: Mapping[str, str], names: _Names) -> Identity | None:
     read = Variables(environ, names.source)
     if read.first(*(part for name in names.numbers for part in name.split("|"))) is None:
         return None
@@ -146,8 +385,7 @@ def _from_mpi(environ: Mapping[str, str], names: _Names) -> DistributedEnvironme
     node_rank = rank // local_size
     if num_nodes * local_size == world_size:
         check_layout(names.source, rank=rank, local_rank=local_rank, first=node_rank * local_size)
-    address, port = _address(read, names, world_size=world_size, local_size=local_size)
-    return DistributedEnvironment(
+    return Identity(
         source=names.source,
         rank=rank,
         local_rank=local_rank,
@@ -155,38 +393,36 @@ def _from_mpi(environ: Mapping[str, str], names: _Names) -> DistributedEnvironme
         local_world_size=local_size,
         node_rank=node_rank,
         num_nodes=num_nodes,
-        master_addr=address,
-        master_port=port,
+        address=lambda: read.address(
+            world_size,
+            lambda: _derived_host(read, names, world_size=world_size, local_size=local_size),
+            lambda: _derived_port(read, names, world_size=world_size),
+        ),
     )
 
 
-def _address(
-    read: Variables, names: _Names, *, world_size: int, local_size: int
-) -> tuple[str, int]:
-    """Where the ranks meet.
+def _derived_host(read: Variables, names: _Names, *, world_size: int, local_size: int) -> str:
+    """The host where the ranks meet: these launchers hand out none.
 
-    These launchers hand out no address, so the one that the user set (``mpirun -x MASTER_ADDR``)
-    belongs to them; without it all ranks on one host meet there, and LSF's host list is read.
+    All ranks on one host meet there; LSF's host list is read.
     """
-    if read.first("MASTER_ADDR", "MASTER_PORT") is not None:
-        read.require((*names.numbers, "MASTER_ADDR", "MASTER_PORT"))
-        lowest = min(1, world_size - 1)
-        port = read.integer("MASTER_PORT", minimum=lowest, maximum=65535)
-        return read.host("MASTER_ADDR"), port
-    if world_size == 1:
-        return LOOPBACK, 0
     if local_size == world_size:
-        address = LOOPBACK
-    else:
-        address = _lsf_host(read) if names is _LSF else ""
-        if not address:
-            read.require((*names.numbers, "MASTER_ADDR", "MASTER_PORT"))
+        return LOOPBACK
+    host = _lsf_host(read) if names is _LSF else ""
+    if not host:
+        read.require((*names.numbers, "MASTER_ADDR"))
+    return host
+
+
+def _derived_port(read: Variables, names: _Names, *, world_size: int) -> int:
+    if world_size == 1:
+        return 0
     # jsrun's job id alone would be shared by two runs in one job; PMIx names the run.
     wanted = dict.fromkeys((*names.job, "PMIX_NAMESPACE"))
     ids = [read.text(name) for name in wanted if name in read]
     if not ids:
         read.require((*names.numbers, "|".join((*names.job, "MASTER_PORT"))))
-    return address, port_from_text(*ids)
+    return port_from_text(*ids)
 
 
 def _lsf_host(read: Variables) -> str:

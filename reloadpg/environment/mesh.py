@@ -1,16 +1,32 @@
-"""Mesh dimensions: from what the user names to what is built. No torch here: rules only."""
+"""The mesh: rules for its dimensions, its groups, and seeds that follow its coordinates.
+
+``init_device_mesh`` gives its groups torch's default timeout (30 minutes for gloo, 10 for NCCL)
+whatever WORLD was given, so the groups are made here and handed to ``DeviceMesh.from_group``.
+Torch is imported where groups or generators are touched; the rules need none.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import operator
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
-from reloadpg.environment.errors import MeshDimensionError
+from ..errors import InvalidOptionError
+from .model import MeshDimensionError
 
-__all__ = ["MESH_ORDER", "resolve_mesh_dims"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["MESH_ORDER", "build_mesh", "resolve_mesh_dims", "seed_for", "set_seed"]
 
 MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 """Mesh order, outermost first: neighbouring ranks share the innermost dimension."""
+
+_NUMPY_SEEDS = 1 << 32
+_TORCH_SEEDS = 1 << 64
 
 
 def resolve_mesh_dims(dims: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -37,20 +53,20 @@ def resolve_mesh_dims(dims: Mapping[str, int], world_size: int) -> dict[str, int
         )
     unknown = [name for name in dims if name not in MESH_ORDER]
     if unknown:
-        raise _error(f"Unknown mesh dimension {unknown[0]!r}; known are {MESH_ORDER}", dims)
+        raise _no_mesh(f"Unknown mesh dimension {unknown[0]!r}; known are {MESH_ORDER}", dims)
     for name, size in dims.items():
         if not _is_integer(size) or size == 0 or size < -1:
-            raise _error(f"{name}={size!r} is neither a positive number nor -1", dims)
+            raise _no_mesh(f"{name}={size!r} is neither a positive number nor -1", dims)
     if not _is_integer(world_size) or world_size < 1:
-        raise _error(f"world_size={world_size!r} is not a positive number", dims)
+        raise _no_mesh(f"world_size={world_size!r} is not a positive number", dims)
     inferred = [name for name, size in dims.items() if size == -1]
     if len(inferred) > 1:
-        raise _error(f"{' and '.join(inferred)} are -1; only one size can be inferred", dims)
+        raise _no_mesh(f"{' and '.join(inferred)} are -1; only one size can be inferred", dims)
     sizes = {name: dims.get(name, 1) for name in MESH_ORDER}
     known = math.prod(size for size in sizes.values() if size != -1)
     if inferred:
         if world_size % known:
-            raise _error(
+            raise _no_mesh(
                 f"{inferred[0]} cannot be inferred: world_size={world_size} is not divisible by "
                 f"{known}, the product of the other sizes",
                 dims,
@@ -59,7 +75,7 @@ def resolve_mesh_dims(dims: Mapping[str, int], world_size: int) -> dict[str, int
     elif known == 1:
         return {"dp_shard": world_size}
     elif known != world_size:
-        raise _error(f"The product of the sizes is {known}, but world_size={world_size}", dims)
+        raise _no_mesh(f"The product of the sizes is {known}, but world_size={world_size}", dims)
     keep_shard = sizes["tp"] > 1 or sizes["ep"] > 1
     resolved = {
         name: size
@@ -73,8 +89,143 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _error(what: str, dims: Mapping[str, int]) -> MeshDimensionError:
+def _no_mesh(what: str, dims: Mapping[str, int]) -> MeshDimensionError:
     return MeshDimensionError(
         f"{what} (asked for: {dict(dims)}). No group was made. Correct mesh_dims, or leave one "
         f"size at -1 to have it inferred."
     )
+
+
+def build_mesh(sizes: Mapping[str, int], device_type: str, timeout: timedelta) -> DeviceMesh:
+    """A mesh with these dimensions over all ranks. Collective over the job, blocking.
+
+    A dimension as large as the world is WORLD itself, as torch has it. The groups are made
+    through ``torch.distributed.new_group``, so they are reloadable where ``install`` says so.
+
+    Args:
+        sizes: size by name in mesh order, as ``resolve_mesh_dims`` returns it.
+        device_type: type of the devices that the mesh is of.
+        timeout: timeout of every group of the mesh.
+
+    Raises:
+        MeshDimensionError: the product of the sizes is not the world size.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shape = tuple(sizes.values())
+    if math.prod(shape) != world:
+        raise MeshDimensionError(
+            f"The mesh {dict(sizes)} has {math.prod(shape)} ranks, but world_size={world}. No "
+            f"group was made. Use resolve_mesh_dims()."
+        )
+    ranks = torch.arange(world, dtype=torch.int).reshape(shape)
+    groups = []
+    for axis, (name, size) in enumerate(sizes.items()):
+        if size == world:
+            groups.append(dist.distributed_c10d._get_default_group())
+            continue
+        # All ranks make all groups of all dimensions, in one order: torch counts them for names.
+        rows = ranks.movedim(axis, -1).reshape(-1, size).tolist()
+        made = [dist.new_group(row, timeout=timeout, group_desc=f"mesh_{name}") for row in rows]
+        groups.append(next(group for row, group in zip(rows, made, strict=True) if rank in row))
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(sizes))
+
+
+# -- seeds ------------------------------------------------------------------------------------
+
+
+def set_seed(
+    seed: int, mesh: DeviceMesh | None = None, distinct_dims: Sequence[str] = ("pp",)
+) -> int:
+    """Seed Python, NumPy's legacy generator (if installed), torch's CPU and all its devices.
+
+    Local, non-blocking, idempotent; not thread-safe, as the generators are the process's. Ranks
+    that differ only in other dimensions of the mesh get equal seeds (data-parallel replicas
+    initialise alike), ranks that differ in a distinct dimension get different ones. Devices that
+    torch has not initialised yet are seeded when they are.
+
+    Args:
+        seed: from 0 to 2**64 - 1, equal on all ranks. NumPy gets it modulo 2**32.
+        mesh: the mesh of the job, with named dimensions; None gives all ranks ``seed`` itself.
+        distinct_dims: names of the dimensions along which seeds differ. One that the mesh has
+            dropped, being of size 1, is fine; without a mesh, any name is.
+
+    Returns:
+        The seed of this rank.
+
+    Raises:
+        InvalidOptionError: the seed is out of range, a dimension is no name or unknown, or this
+            rank is not in the mesh; nothing was seeded. Also a ValueError.
+    """
+    distinct = _names(distinct_dims)
+    if mesh is None:  # its names, which need not be those of bring-up, are not known then
+        mine = seed_for(seed, {}, {}, ())
+    else:
+        names = mesh.mesh_dim_names
+        coordinate = mesh.get_coordinate()
+        if names is None or coordinate is None:
+            reason = "has no dimension names" if names is None else "does not contain this rank"
+            raise _no_seed(f"The mesh {reason}")
+        sizes = dict(zip(names, mesh.shape, strict=True))
+        mine = seed_for(seed, sizes, dict(zip(names, coordinate, strict=True)), distinct)
+    _seed_all(mine)
+    return mine
+
+
+def seed_for(
+    seed: int,
+    sizes: Mapping[str, int],
+    coordinate: Mapping[str, int],
+    distinct_dims: Sequence[str],
+) -> int:
+    """The seed of the rank at ``coordinate``. Local, pure.
+
+    The coordinates along the distinct dimensions are read as the digits of one number, which is
+    added to ``seed``: no two of them can collide, as ``seed + 100 * pp + tp`` did from tp=100 on.
+
+    Raises:
+        InvalidOptionError: the seed is out of range or a dimension is unknown.
+    """
+    try:
+        number = -1 if isinstance(seed, bool) else operator.index(seed)  # NumPy's integers too
+    except TypeError:
+        number = -1
+    if not 0 <= number < _TORCH_SEEDS:
+        raise _no_seed(f"seed={seed!r} is not a number in 0..2**64-1")
+    unknown = [name for name in distinct_dims if name not in sizes and name not in MESH_ORDER]
+    if unknown:
+        raise _no_seed(f"distinct_dims names {unknown[0]!r}; the mesh has {tuple(sizes)}")
+    offset = 0
+    for name in sizes:
+        if name in distinct_dims:
+            offset = offset * sizes[name] + coordinate[name]
+    return (number + offset) % _TORCH_SEEDS
+
+
+def _names(distinct_dims: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(distinct_dims, str):
+        raise _no_seed(f"distinct_dims={distinct_dims!r} is one name; give a sequence of names")
+    names = tuple(distinct_dims) if isinstance(distinct_dims, Iterable) else (None,)
+    if not all(isinstance(name, str) for name in names):
+        raise _no_seed(f"distinct_dims={distinct_dims!r} is not a sequence of names")
+    return names  # type: ignore[return-value]
+
+
+def _seed_all(seed: int) -> None:
+    import torch
+
+    random.seed(seed)
+    try:
+        import numpy
+    except ImportError:
+        pass
+    else:
+        numpy.random.seed(seed % _NUMPY_SEEDS)
+    torch.manual_seed(seed)
+
+
+def _no_seed(what: str) -> InvalidOptionError:
+    return InvalidOptionError(f"{what}. Nothing was seeded. Correct the argument.")

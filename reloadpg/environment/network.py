@@ -1,4 +1,4 @@
-"""Which network interface the communicators should use."""
+"""The network interface that communicators use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,27 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Literal
 
-__all__ = ["configure_network_environment", "detect_ib_interface"]
+from ..errors import InvalidOptionError
+from .model import Export
+
+__all__ = [
+    "Network",
+    "apply_network",
+    "configure_network_environment",
+    "detect_ib_interface",
+    "interface_in_use",
+    "restore_network",
+    "validate_network",
+]
+
+Network = Literal["auto", "off"] | dict[str, str]
+SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+_INFINIBAND = {"NCCL_IB_DISABLE": "0", "NCCL_NET_GDR_LEVEL": "2"}
+"""InfiniBand verbs, and direct access to devices as far as the same PCI bridge."""
 
 _TOOL_SECONDS = 10.0
 # Where iproute2 lies when PATH is a user's: without sbin the tool seems to be missing.
@@ -22,7 +39,7 @@ _INTERFACE = re.compile(r"[A-Za-z0-9_.@-]+", re.ASCII)
 
 
 def detect_ib_interface() -> str | None:
-    """The first InfiniBand interface (named ``ib*``) that is up and has a usable address.
+    """Return the first InfiniBand interface (named ``ib*``) that is up and has a usable address.
 
     Local, bounded (10 s); reads only, through ``ip -json address``. In the kernel's order. An
     address that is link-local, tentative or a failed duplicate is not usable; ``ib0.8001@ib0``
@@ -46,7 +63,9 @@ def configure_network_environment(
 ) -> dict[str, str]:
     """Point NCCL and gloo at InfiniBand where nothing else was asked for.
 
-    Local, idempotent; call it before groups are made. What is preset stays. A preset
+    Local, idempotent; call it before groups are made, or let ``init_distributed(network="auto")``
+    do it. What is preset stays. With a usable InfiniBand interface, both use it,
+    ``NCCL_IB_DISABLE`` is 0 and ``NCCL_NET_GDR_LEVEL`` 2; without, nothing is set. A preset
     ``NCCL_SOCKET_IFNAME`` is copied to ``GLOO_SOCKET_IFNAME`` if it is one concrete name: NCCL
     also reads ``^docker`` (all but), ``=eth0`` (exactly), lists and prefixes, which gloo would
     look up as the name of an interface. ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is left to torch:
@@ -59,23 +78,88 @@ def configure_network_environment(
         The changes made: value by variable.
     """
     variables = os.environ if environ is None else environ
+    changes = _changes("auto", variables)
+    variables.update(changes)
+    return changes
+
+
+def validate_network(network: Any) -> Network:
+    """Return the value as ``init_distributed`` takes it. Local, pure.
+
+    Raises:
+        InvalidOptionError: neither "auto" nor "off" nor values by variable.
+    """
+    if network in ("auto", "off"):
+        return network  # type: ignore[no-any-return]
+    if isinstance(network, Mapping) and all(
+        isinstance(part, str) and part for item in network.items() for part in item
+    ):
+        return dict(network)
+    raise InvalidOptionError(
+        f"network={network!r} is neither 'auto' nor 'off' nor a mapping of variables to values. "
+        f"Nothing was started. Give for example {{'NCCL_SOCKET_IFNAME': 'eth0'}}."
+    )
+
+
+class _Applied:
+    """What bring-up has set in ``os.environ``, until it is undone."""
+
+    def __init__(self) -> None:
+        self._exports: list[Export] = []
+
+    def apply(self, network: Network) -> None:
+        export = Export(os.environ)
+        for name, value in _changes(network, os.environ).items():
+            export.write(name, value)
+        if export.changed:
+            self._exports.append(export)
+            logging.getLogger(__name__).info(
+                "network: set %s",
+                ", ".join(f"{name}={os.environ[name]}" for name in export.changed),
+            )
+
+    def undo(self) -> None:
+        while self._exports:
+            self._exports.pop()()
+
+
+_applied = _Applied()
+
+
+def apply_network(network: Network) -> None:
+    """Set what is unset in ``os.environ``, and say so in one log line. Local."""
+    if network != "off":
+        _applied.apply(network)
+
+
+def restore_network() -> None:
+    """Undo what :func:`apply_network` has set. Local, idempotent; see :class:`~.model.Export`."""
+    _applied.undo()
+
+
+def interface_in_use() -> str:
+    """Name the interface that communicators are told to use, for messages. Local."""
+    named = {os.environ.get(name) for name in SOCKET_VARIABLES} - {None, ""}
+    return " and ".join(sorted(map(str, named))) or "the default interface"
+
+
+def _changes(network: Network, variables: Mapping[str, str]) -> dict[str, str]:
     if variables.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
         logging.getLogger(__name__).warning(
             "TORCH_NCCL_ASYNC_ERROR_HANDLING=0: a collective whose peer died will wait for ever. "
             "It is kept; unset it to leave the choice to torch"
         )
-    preset = variables.get("NCCL_SOCKET_IFNAME")
     wanted: dict[str, str] = {}
-    if preset is not None:
-        if _is_concrete(preset):
-            wanted["GLOO_SOCKET_IFNAME"] = preset
-    else:
+    if not isinstance(network, str):
+        wanted.update(network)
+    elif "NCCL_SOCKET_IFNAME" not in variables:
         found = detect_ib_interface()
         if found is not None:
-            wanted = {"NCCL_SOCKET_IFNAME": found, "GLOO_SOCKET_IFNAME": found}
-    changes = {name: value for name, value in wanted.items() if name not in variables}
-    variables.update(changes)
-    return changes
+            wanted = {"NCCL_SOCKET_IFNAME": found, "GLOO_SOCKET_IFNAME": found, **_INFINIBAND}
+    preset = variables.get("NCCL_SOCKET_IFNAME", wanted.get("NCCL_SOCKET_IFNAME"))
+    if preset is not None and _is_concrete(preset):
+        wanted.setdefault("GLOO_SOCKET_IFNAME", preset)
+    return {name: value for name, value in wanted.items() if name not in variables}
 
 
 def _is_concrete(name: str) -> bool:

@@ -1,23 +1,41 @@
-"""The store on which ranks meet before any group exists."""
+"""The store on which ranks meet before any group exists, and what they agree on there.
+
+Rank 0 reads the claims in the order in which they arrive and writes one outcome that all ranks
+read. It cannot be a barrier of :mod:`reloadpg.rendezvous`: that counts to a world size which all
+ranks know alike, and names its keys by ranks that are taken once. Here both are in question: with
+WORLD_SIZE 2 on one rank and 3 on the other, stock torch succeeds on one and times out much later
+on the other.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from reloadpg.environment.model import DistributedEnvironment
-from reloadpg.errors import RendezvousTimeoutError
-from reloadpg.rendezvous.worker_thread import Task
+from ..errors import DisagreementError, ReloadpgError, RendezvousTimeoutError, format_ranks
+from ..rendezvous.store_client import StoreClient, StoreLost, StoreSilent
+from ..rendezvous.worker_thread import Task, Wait
+from .model import DistributedEnvironment
 
-__all__ = ["open_store"]
+__all__ = ["Claim", "agree", "find_differences", "open_store"]
 
 _RESOLVE_S = 1.0
 """After the bound: how long to look whether the address can be resolved, so as to say so."""
+
+_SETTLE_S = 2.0
+"""After the first difference: how long to wait for further claims, so as to name all ranks."""
+
+_EXIT_S = 5.0
+"""How long rank 0, whose process holds the store, waits for the others to read a bad outcome."""
 
 
 class _Stores:
@@ -63,7 +81,7 @@ def open_store(environment: DistributedEnvironment, timeout: timedelta) -> Store
 
 def _attempt(environ: Mapping[str, str]) -> str:
     # torchrun's agent keeps its store when it restarts the ranks: without the attempt in the
-    # prefix the restarted ranks would read the verdict of those that died.
+    # prefix the restarted ranks would read the outcome of those that died.
     return environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -136,3 +154,210 @@ def _unresolvable(address: str, port: int) -> bool:
     except (OSError, UnicodeError):  # the latter for what cannot be a host name, such as "a..b"
         return True
     return False
+
+
+# -- agreement --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one rank believes.
+
+    Attributes:
+        rank: its rank.
+        world_size: the number of ranks.
+        backend: the backend string.
+        mesh_dims: the resolved mesh, as text.
+        host: name of its host.
+        local_rank: its number on that host, or None where nobody said.
+        device: the device that it uses.
+        exclusive: what no other rank may use; empty if there is nothing.
+    """
+
+    rank: int
+    world_size: int
+    backend: str
+    mesh_dims: str
+    host: str
+    local_rank: int | None
+    device: str = "cpu"
+    exclusive: str = ""
+
+
+def find_differences(claims: Sequence[Claim]) -> list[str]:
+    """What the claims do not agree on, each with the values and the ranks that hold them. Pure."""
+    found = []
+    claims = sorted(claims, key=lambda claim: claim.rank)
+    for field in ("world_size", "backend", "mesh_dims"):
+        holders = _holders(claims, field)
+        if len(holders) > 1:
+            listed = "; ".join(
+                f"{value} on rank {format_ranks(ranks)}" for value, ranks in holders.items()
+            )
+            found.append(f"{field} is {listed}")
+    takers: dict[int, list[str]] = {}
+    for claim in claims:
+        takers.setdefault(claim.rank, []).append(f"{claim.host} (local rank {claim.local_rank})")
+    found += [
+        f"rank {rank} was taken by {len(hosts)} processes: on {', '.join(hosts)}"
+        for rank, hosts in takers.items()
+        if len(hosts) > 1
+    ]
+    users: dict[str, list[Claim]] = {}
+    for claim in claims:
+        if claim.exclusive:
+            users.setdefault(claim.exclusive, []).append(claim)
+    found += [_shared(sharing) for sharing in users.values() if len({c.rank for c in sharing}) > 1]
+    return found
+
+
+def _shared(claims: Sequence[Claim]) -> str:
+    first = claims[0]
+    locals_ = ", ".join("not set" if c.local_rank is None else str(c.local_rank) for c in claims)
+    return (
+        f"{first.device} on host {first.host} ({first.exclusive}) is the device of rank "
+        f"{format_ranks(claim.rank for claim in claims)}, whose local ranks are {locals_}: give "
+        f"each rank a device of its own, by LOCAL_RANK or by what its launcher makes visible"
+    )
+
+
+def _holders(claims: Sequence[Claim], field: str) -> dict[Any, list[int]]:
+    holders: dict[Any, list[int]] = {}
+    for claim in claims:
+        holders.setdefault(getattr(claim, field), []).append(claim.rank)
+    return holders
+
+
+def agree(store: Store, mine: Claim, timeout: timedelta) -> None:
+    """Return once all ranks are known to agree. Collective over the job, blocking, bounded.
+
+    Raises:
+        DisagreementError: on all ranks that came; names what differs, with ranks and values.
+        RendezvousTimeoutError: not all ranks came in time; names the missing ones.
+        ReloadpgError: the store was lost meanwhile.
+    """
+    seconds = timeout.total_seconds()
+    wait = Wait("init_distributed, agree", seconds + _SETTLE_S + _EXIT_S)
+    try:
+        outcome, slot = StoreClient(store).ask(_Exchange(mine, seconds).outcome, wait)
+    except StoreSilent:
+        raise _silent(mine, seconds) from None
+    except StoreLost as error:
+        raise ReloadpgError(
+            f"init_distributed: rank {mine.rank} lost the store before the ranks had agreed: "
+            f"{error}. No group was made. Rank 0, or the launcher's agent, has ended: see what it "
+            f"reports, then start the job again."
+        ) from error
+    if outcome["kind"] == "silent":
+        raise _silent(mine, seconds)
+    _conclude(outcome, slot, mine, seconds)
+
+
+class _Exchange:
+    """The questions of one rank to the store. They raise nothing but what the store raises."""
+
+    def __init__(self, mine: Claim, seconds: float) -> None:
+        self._mine = mine
+        self._end = time.monotonic() + seconds
+
+    def outcome(self, store: Store) -> tuple[dict[str, Any], int]:
+        """Return the outcome, and the place of this rank in the order of arrival."""
+        slot = store.add("arrivals", 1)
+        store.set(f"claim/{slot}", json.dumps(asdict(self._mine)))
+        if self._mine.rank == 0 and store.add("judges", 1) == 1:
+            return self._judge(store, slot), slot
+        if not _wait(store, "outcome", self._end + _SETTLE_S):
+            return {"kind": "silent"}, slot
+        outcome = dict(json.loads(store.get("outcome")))
+        store.set(f"read/{slot}", "1")
+        return outcome, slot
+
+    def _judge(self, store: Store, mine: int) -> dict[str, Any]:
+        claims: list[Claim] = []
+        here: set[int] = set()
+        end = self._end
+        while len(here) < self._mine.world_size:
+            if not _wait(store, f"claim/{len(claims) + 1}", end):
+                break
+            claims.append(_claim(store, len(claims) + 1))
+            taken = claims[-1].rank in here
+            here.add(claims[-1].rank)
+            if end == self._end and (taken or _conflicts(claims[-1], self._mine)):
+                end = min(self._end, time.monotonic() + _SETTLE_S)
+        # Those that have come beside the expected ones: a rank with a larger world, or twice one.
+        while store.check([f"claim/{len(claims) + 1}"]):
+            claims.append(_claim(store, len(claims) + 1))
+        differences = find_differences(claims)
+        here.update(claim.rank for claim in claims)
+        missing = [rank for rank in range(self._mine.world_size) if rank not in here]
+        if differences:
+            outcome: dict[str, Any] = {"kind": "differ", "text": ". ".join(differences)}
+        elif missing:
+            outcome = {"kind": "missing", "ranks": missing, "arrived": len(here)}
+        else:
+            outcome = {"kind": "agreed", "arrived": len(claims)}
+        store.set("outcome", json.dumps(outcome))
+        if outcome["kind"] != "agreed":
+            exit_end = time.monotonic() + _EXIT_S
+            for slot in range(1, len(claims) + 1):
+                if slot != mine:
+                    _wait(store, f"read/{slot}", exit_end)
+        return outcome
+
+
+def _claim(store: Store, slot: int) -> Claim:
+    return Claim(**json.loads(store.get(f"claim/{slot}")))
+
+
+def _wait(store: Store, key: str, end: float) -> bool:
+    left = max(0.01, end - time.monotonic())
+    try:
+        store.wait([key], timedelta(seconds=left))
+    except RuntimeError:
+        if not store.check([key]):  # raises if the store itself is gone
+            return False
+    return True
+
+
+def _conflicts(newest: Claim, mine: Claim) -> bool:
+    return any(
+        getattr(newest, field) != getattr(mine, field)
+        for field in ("world_size", "backend", "mesh_dims")
+    )
+
+
+def _conclude(outcome: Mapping[str, Any], slot: int, mine: Claim, seconds: float) -> None:
+    if outcome["kind"] == "differ":
+        raise DisagreementError(
+            f"init_distributed: the ranks do not agree: {outcome['text']}. No group was made on "
+            f"any rank. Start all ranks with the same launcher and arguments."
+        )
+    if outcome["kind"] == "missing":
+        missing = list(outcome["ranks"])
+        raise RendezvousTimeoutError(
+            f"init_distributed: {outcome['arrived']} of {mine.world_size} ranks came within "
+            f"{seconds:g} s; missing: rank {format_ranks(missing)}. No group was made. See what "
+            f"those ranks report; raise init_timeout if they are only slow.",
+            phase="agree",
+            seconds=seconds,
+            arrived=int(outcome["arrived"]),
+            missing=missing,
+        )
+    if slot > int(outcome["arrived"]):
+        raise DisagreementError(
+            f"init_distributed: {outcome['arrived']} ranks have agreed without this process, "
+            f"which calls itself rank {mine.rank} of {mine.world_size} (host {mine.host}, local "
+            f"rank {mine.local_rank}). No group was made here. A rank was started twice, or "
+            f"another job uses this store: give each job its own MASTER_PORT."
+        )
+
+
+def _silent(mine: Claim, seconds: float) -> RendezvousTimeoutError:
+    return RendezvousTimeoutError(
+        f"init_distributed: rank {mine.rank} of {mine.world_size} waited {seconds:g} s, but rank 0 "
+        f"said nothing; missing: rank 0. No group was made. See what rank 0 reports; raise "
+        f"init_timeout if it is only slow.",
+        phase="agree",
+        seconds=seconds,
+        missing=(0,),
+    )

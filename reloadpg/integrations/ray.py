@@ -29,7 +29,7 @@ from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..environment.bounds import as_timedelta
+from ..environment.variables import as_timedelta
 from ..errors import (
     InvalidOptionError,
     PeerFailedError,

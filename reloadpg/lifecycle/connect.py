@@ -15,17 +15,25 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch._C._distributed_c10d import Backend as CppBackend
+from torch.distributed import ProcessGroup
 
 from ..c10d import devices
 from ..errors import InvalidOptionError, RebuildError
 from ..groups.proxy import ReloadableProcessGroup
 
-__all__ = ["Connect", "check_group", "connect_group", "connects_alone", "validate"]
+__all__ = [
+    "Connect",
+    "check_group",
+    "connect_group",
+    "connects_alone",
+    "sum_ranks",
+    "validate",
+]
 
 Connect = Literal["none", "eager", "canary"]
 
 
-def validate(connect: str) -> Connect:
+def validate(connect: str, caller: str = "reload") -> Connect:
     """Return the value as one of the three.
 
     Raises:
@@ -35,8 +43,8 @@ def validate(connect: str) -> Connect:
         if connect == known:
             return known  # type: ignore[no-any-return]
     raise InvalidOptionError(
-        f"reload(connect={connect!r}): unknown; nothing was changed. Use 'none', 'eager' (connect "
-        "every rebuilt communicator now) or 'canary' (and check a small all-reduce by value)."
+        f"{caller}(connect={connect!r}): unknown; nothing was changed. Use 'none', 'eager' "
+        "(connect every new communicator now) or 'canary' (and check a small all-reduce by value)."
     )
 
 
@@ -66,17 +74,24 @@ def check_group(group: ReloadableProcessGroup, how: Connect) -> None:
     Raises:
         RebuildError: the canary's sum is wrong: the communicator is not what it should be.
     """
-    device = _device(group)
+    total, expected = sum_ranks(group, _device(group))
+    if how == "canary" and total != expected:
+        raise RebuildError(
+            f"canary on {group!r}: the ranks' sum is {total} and should be {expected}. "
+            "The rebuilt communicator does not connect the right ranks, or corrupts data."
+        )
+
+
+def sum_ranks(group: ProcessGroup, device: torch.device) -> tuple[list[int], list[int]]:
+    """Add up two numbers of each rank; return the sums, and what they should be.
+
+    Collective over the group, blocking until the device has done it.
+    """
     rank, size = group.rank(), group.size()
     tensor = torch.tensor([1, rank + 1], dtype=torch.int64, device=device)
     group.allreduce([tensor]).wait()
     devices.synchronize()
-    expected = [size, size * (size + 1) // 2]
-    if how == "canary" and tensor.tolist() != expected:
-        raise RebuildError(
-            f"canary on {group!r}: the ranks' sum is {tensor.tolist()} and should be {expected}. "
-            "The rebuilt communicator does not connect the right ranks, or corrupts data."
-        )
+    return tensor.tolist(), [size, size * (size + 1) // 2]
 
 
 def _device(group: ReloadableProcessGroup) -> torch.device:

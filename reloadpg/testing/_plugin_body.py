@@ -214,12 +214,12 @@ def _default_group(backend: str | None, timeout: float) -> Iterator[None]:
         return
     import torch.distributed as dist
 
-    from ..environment.meeting import part
+    from ..environment.store_barrier import leave_together
 
     dist.init_process_group(backend)
     # It returns on a fast rank before a slow one is connected (gloo), which then fails if the
     # fast one destroys the group: "Gloo connectFullMesh failed".
-    part(timedelta(seconds=timeout), "connected")
+    leave_together(timedelta(seconds=timeout), purpose="connected")
     yield  # after an exception the other ranks may be anywhere: nothing collective then
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 import reloadpg
-from reloadpg.environment.agreement import Claim, find_differences
-from reloadpg.testing import run_ranks
+from reloadpg.environment import DistributedEnvironmentError, GroupNotInitializedError
+from reloadpg.environment.store import Claim, find_differences
+from reloadpg.testing import run_ranks, simulated
 
 BOUND_S = 15.0
 
@@ -130,6 +131,56 @@ def test_a_process_can_be_brought_up_again_and_never_reads_the_keys_of_before(st
     assert run_ranks(come_up_again, 2, store=store) == [[1.0, 3.0, 5.0]] * 2
 
 
+NOTHING = dict.fromkeys(
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+)
+NO_ADDRESS = {"MASTER_ADDR": None, "MASTER_PORT": None, "TORCHELASTIC_USE_AGENT_STORE": None}
+ALONE = {
+    "WORLD_SIZE=1": {**NOTHING, **NO_ADDRESS, "WORLD_SIZE": "1"},
+    "LOCAL_RANK=0": {**NOTHING, **NO_ADDRESS, "LOCAL_RANK": "0"},
+    "RANK=0 WORLD_SIZE=1": {**NOTHING, **NO_ADDRESS, "RANK": "0", "WORLD_SIZE": "1"},
+}
+
+
+def come_up_partly(rank: int, world_size: int) -> tuple[Any, ...]:
+    helpers = reloadpg.get_rank(), reloadpg.is_rank_zero(), reloadpg.rank_zero_only(int)("3")
+    with reloadpg.init_distributed(init_timeout=60) as context:
+        value = torch.tensor([1.0])
+        dist.all_reduce(value)
+        return (*helpers, context.environment.world_size, value.item())
+
+
+@pytest.mark.parametrize("env", ALONE.values(), ids=ALONE)
+def test_a_world_of_1_that_is_partly_described_works(env: dict[str, str | None]) -> None:
+    """What is not set follows from the world of 1."""
+    assert run_ranks(come_up_partly, 1, env=env) == [(0, True, 3, 1, 1.0)]
+
+
+@pytest.mark.parametrize("local", [{"LOCAL_RANK": None}, {}], ids=["no LOCAL_RANK", "LOCAL_RANK"])
+def test_ranks_described_as_for_env_rendezvous_come_up(local: dict[str, str | None]) -> None:
+    """RANK, WORLD_SIZE and the address, as programs set them that spawn their own ranks."""
+    env = {**dict.fromkeys(("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")), **local}
+    assert run_ranks(come_up_partly, 2, env=env) == [
+        (0, True, 3, 2, 2.0),
+        (1, False, None, 2, 2.0),
+    ]
+
+
+def refuse_without_address(rank: int, world_size: int) -> tuple[Any, ...]:
+    known = reloadpg.get_rank(), reloadpg.is_rank_zero()
+    with pytest.raises(DistributedEnvironmentError, match="missing MASTER_ADDR, MASTER_PORT"):
+        reloadpg.init_distributed(init_timeout=60)
+    with pytest.raises(GroupNotInitializedError):
+        reloadpg.barrier(60, "no group")
+    return known
+
+
+def test_the_rank_is_known_without_an_address_and_bring_up_names_what_it_lacks() -> None:
+    """Only what is used is required."""
+    env = {**NO_ADDRESS, "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
+    assert run_ranks(refuse_without_address, 2, env=env) == [(0, True), (1, False)]
+
+
 # ---------------------------------------------------------------------------------------------
 # adoption
 
@@ -215,10 +266,6 @@ DISAGREEMENTS = {
         [{}, {"options": {"backend": "cpu:gloo"}}],
         "backend is gloo on rank 0; cpu:gloo on rank 1",
     ),
-    "same place": (
-        [{}, {"env": {"LOCAL_RANK": "0"}}],
-        f"(host, local rank) is ({socket.gethostname()}, 0) on rank 0-1",
-    ),
     "same rank": (
         [{}, {}, {"env": {"RANK": "1"}}],
         "rank 1 was taken by 2 processes: on ",
@@ -250,6 +297,15 @@ def test_three_ranks_are_sorted_by_value_and_only_those_that_differ_apart() -> N
     claims[3] = Claim(2, 4, "gloo", "none", "n1", 1)
     assert find_differences(claims) == [
         "rank 2 was taken by 2 processes: on n1 (local rank 0), n1 (local rank 1)"
+    ]
+
+
+def test_two_ranks_of_one_host_may_both_have_local_rank_0() -> None:
+    """One visible device a task, and containers with equal host names: gloo shares nothing."""
+    env = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert [ok[:3] for ok in run_ranks(come_up_partly, 2, env=env)] == [
+        (0, True, 3),
+        (1, False, None),
     ]
 
 
@@ -345,6 +401,91 @@ def test_a_store_that_cannot_be_had_is_reported_within_the_bound_with_what_to_co
 
 
 # ---------------------------------------------------------------------------------------------
+# connection
+
+MESH = {"dp_shard": 2, "tp": 2}
+
+
+def connect_all(rank: int, world_size: int, options: dict[str, Any], adopts: bool) -> list[str]:
+    simulated.register()
+    if adopts:
+        dist.init_process_group("sim")
+    with reloadpg.init_distributed("sim", mesh_dims=MESH, init_timeout=60, **options):
+        return sorted(group.desc for group in simulated.groups() if group.collectives)
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+@pytest.mark.parametrize(
+    ("options", "connects"),
+    [({}, True), ({"connect": "canary"}, True), ({"connect": "none"}, False)],
+    ids=str,
+)
+def test_bring_up_connects_the_groups_that_it_makes_unless_told_not_to(
+    options: dict[str, Any], connects: bool, adopts: bool
+) -> None:
+    """WORLD and the mesh; over a WORLD that existed the mesh alone."""
+    expected = (
+        ["mesh_dp_shard", "mesh_tp"] if adopts else ["default_pg", "mesh_dp_shard", "mesh_tp"]
+    )
+    outcomes = run_ranks(connect_all, 4, args=(options, adopts))
+    assert outcomes == [expected if connects else []] * 4
+
+
+def connect_badly(
+    rank: int, world_size: int, fault: dict[str, Any], options: dict[str, Any]
+) -> tuple[str, str, bool]:
+    simulated.register()
+    with simulated.inject(simulated.Fault(**fault)):
+        try:
+            reloadpg.init_distributed("sim", mesh_dims=MESH, **options)
+        except reloadpg.ReloadpgError as error:
+            return type(error).__name__, str(error), dist.is_initialized()
+    return "", "", True
+
+
+def test_a_group_that_does_not_connect_is_an_error_with_group_ranks_and_interface() -> None:
+    """The failing rank says where; the others hear it at once; no group is left."""
+    fault = {"at": "connect", "group": "mesh_tp", "rank": 2, "message": "no route to host"}
+    options = {"network": {"NCCL_SOCKET_IFNAME": "ib7"}, "init_timeout": 60}
+    env = {"GLOO_SOCKET_IFNAME": "lo"}
+    outcomes = run_ranks(connect_badly, 4, args=(fault, options), env=env, timeout=150)
+    for rank, (kind, message, left) in enumerate(outcomes):
+        assert kind == ("ReloadpgError" if rank == 2 else "PeerFailedError")
+        assert "connecting 'mesh_tp' of rank 2-3 (sim) over ib7 and lo" in message
+        assert "no route to host" in message
+        assert not left
+
+
+def test_a_group_that_hangs_while_it_connects_is_named_within_the_bound() -> None:
+    """A peer that cannot be reached holds its group: the ranks in it are told from the others."""
+    fault = {"at": "connect", "action": "stall", "group": "mesh_tp", "rank": 2}
+    outcomes = run_ranks(connect_badly, 4, args=(fault, {"init_timeout": 5}), timeout=150)
+    for kind, message, left in outcomes:
+        assert kind == "RendezvousTimeoutError"
+        assert "Rank 2-3 did not finish its own part" in message
+        assert "connecting 'mesh_tp' of rank 2-3 (sim) over lo" in message
+        assert not left
+
+
+def bind_to_nothing(rank: int, world_size: int) -> tuple[str, str]:
+    if rank == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+    try:
+        reloadpg.init_distributed(init_timeout=60)
+    except reloadpg.ReloadpgError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_an_interface_that_does_not_exist_is_named_on_all_ranks() -> None:
+    """gloo's own failure, on real sockets."""
+    zero, one = run_ranks(bind_to_nothing, 2, timeout=150)
+    assert (zero[0], one[0]) == ("PeerFailedError", "ReloadpgError")
+    for _, message in (zero, one):
+        assert "rank 1 failed at creating the default group (gloo) over nosuch0" in message
+
+
+# ---------------------------------------------------------------------------------------------
 # bad input
 
 BAD: dict[str, tuple[dict[str, str | None], dict[str, Any], str]] = {
@@ -365,6 +506,9 @@ BAD: dict[str, tuple[dict[str, str | None], dict[str, Any], str]] = {
     "mesh list": ({}, {"mesh_dims": [2]}, "mesh_dims=[2] is no mapping"),
     "address with port": ({"MASTER_ADDR": "h:29500"}, {}, "MASTER_ADDR='h:29500'"),
     "seed": ({}, {"seed": -1}, "seed=-1"),
+    "connect": ({}, {"connect": "now"}, "init_distributed(connect='now')"),
+    "network": ({}, {"network": "ib0"}, "network='ib0'"),
+    "network values": ({}, {"network": {"NCCL_DEBUG": 1}}, "network={'NCCL_DEBUG': 1}"),
 }
 
 
@@ -452,6 +596,44 @@ def test_an_evaluator_alone_or_without_addresses_gets_nothing(
     for name, value in env.items():
         if value is None and levels:
             assert name in texts[0]
+
+
+def work_alone(rank: int, world_size: int) -> tuple[Any, ...]:
+    made = reloadpg.ensure_process_group()
+    shard = reloadpg.get_rank()
+    reloadpg.destroy_distributed()
+    return made, shard
+
+
+@pytest.mark.parametrize(
+    ("env", "shard"),
+    [
+        ({**NO_ADDRESS, "RANK": "1", "WORLD_SIZE": "2"}, 1),
+        ({**NO_ADDRESS, "RANK": "1"}, 1),
+        ({**NO_ADDRESS, "LOCAL_RANK": "0"}, 0),
+        ({**NO_ADDRESS, "WORLD_SIZE": "1"}, 0),
+        (NO_ADDRESS, 0),
+    ],
+    ids=str,
+)
+def test_an_evaluator_without_a_group_still_knows_its_shard(
+    env: dict[str, str | None], shard: int
+) -> None:
+    """The example of ``reloadpg.environment`` where no group is made."""
+    assert run_ranks(work_alone, 1, env={**NOTHING, **env}) == [(False, shard)]
+
+
+def ensure_unknown(rank: int, world_size: int) -> str:
+    with pytest.raises(DistributedEnvironmentError) as caught:
+        reloadpg.ensure_process_group()
+    return str(caught.value)
+
+
+def test_an_evaluator_of_several_ranks_must_be_told_which_it_is() -> None:
+    """WORLD_SIZE=2 alone: two processes that both took shard 0 would give half a result twice."""
+    env = {**NOTHING, **NO_ADDRESS, "WORLD_SIZE": "2"}
+    [message] = run_ranks(ensure_unknown, 1, env=env)
+    assert "missing RANK" in message
 
 
 def ensure_within(rank: int, world_size: int) -> tuple[bool, int]:

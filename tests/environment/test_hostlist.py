@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reloadpg.environment.hostlist import (
+from reloadpg.environment.slurm import (
     count_hosts,
     expand_counts,
     expand_hostlist,

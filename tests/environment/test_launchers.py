@@ -128,9 +128,12 @@ slurm = pytest.mark.skipif(bool(SLURM), reason=SLURM)
 STEPS = """
 set -e
 PYTHON="{python}"; REPORT="{report}"
-mkdir step shell batch steps pmi
+mkdir step shell batch steps pmi exports port
 srun -n 2 "$PYTHON" "$REPORT" "$PWD/step"
 srun -n 2 --mpi=pmi2 "$PYTHON" "$REPORT" "$PWD/pmi"
+srun -n 2 sh -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS \\
+    exec "$0" "$1" "$2"' "$PYTHON" "$REPORT" "$PWD/exports"
+MASTER_PORT=29533 srun -n 2 "$PYTHON" "$REPORT" "$PWD/port"
 salloc -Q -n 8 sh -c '"'$PYTHON'" "'$REPORT'" shell; {two_steps}'
 sbatch -Q --wait -n 8 -o batch.out --wrap '"'$PYTHON'" "'$REPORT'" batch'
 """
@@ -161,6 +164,20 @@ def test_srun_starts_a_job_of_its_step(cluster: Path, kind: str) -> None:
     assert {report["master_addr"] for report in found} == {"localhost"}
     assert len({report["master_port"] for report in found}) == 1
     assert 15000 <= found[0]["master_port"] <= 30000
+
+
+@slurm
+def test_a_script_that_exports_slurms_numbers_itself_is_the_same_task(cluster: Path) -> None:
+    """RANK, LOCAL_RANK and WORLD_SIZE without an address say what SLURM says."""
+    check(reports(cluster / "exports"), "slurm", 2)
+
+
+@slurm
+def test_the_users_port_wins_under_srun(cluster: Path) -> None:
+    """MASTER_PORT alone: that port, on the host that SLURM names."""
+    found = reports(cluster / "port")
+    check(found, "slurm", 2)
+    assert {(r["master_addr"], r["master_port"]) for r in found} == {("localhost", 29533)}
 
 
 @slurm

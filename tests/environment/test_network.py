@@ -8,10 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from reloadpg.environment import configure_network_environment, detect_ib_interface, network
+
+REPORT = str(Path(__file__).parent / "network_report.py")
 
 # A pair of virtual interfaces: the other end must be up too, or there is no carrier. ``ip`` shows
 # such a one as ``ib0@other``.
@@ -20,6 +23,7 @@ ADDRESS = "ip address add {1} dev {0}; "
 UP = ADD + "ip link set {0} up; " + ADDRESS
 ADDRESS_4 = "10.9.0.1/24"
 
+INFINIBAND = {"NCCL_IB_DISABLE": "0", "NCCL_NET_GDR_LEVEL": "2"}
 INTERFACES = {
     "none": ("true", None),
     "up": (UP.format("ib0", ADDRESS_4), "ib0"),
@@ -83,7 +87,7 @@ def test_the_first_usable_infiniband_interface_is_found_and_used(
     environ = {
         name: value
         for name, value in os.environ.items()
-        if not name.endswith("_SOCKET_IFNAME") and not name.startswith("TORCH_NCCL")
+        if not name.endswith("_SOCKET_IFNAME") and not name.startswith(("TORCH_NCCL", "NCCL_"))
     }
     done = subprocess.run(
         ["unshare", "-n", "sh", "-ec", f'{setup}\nexec "$0" -c "$1"', sys.executable, SCRIPT],
@@ -96,7 +100,8 @@ def test_the_first_usable_infiniband_interface_is_found_and_used(
     assert done.returncode == 0, done.stderr
     found, changes, added = json.loads(done.stdout)
     assert found == expected
-    wanted = {"NCCL_SOCKET_IFNAME": expected, "GLOO_SOCKET_IFNAME": expected} if expected else {}
+    wanted = {"NCCL_SOCKET_IFNAME": expected, "GLOO_SOCKET_IFNAME": expected, **INFINIBAND}
+    wanted = wanted if expected else {}
     assert changes == added == wanted
 
 
@@ -149,7 +154,7 @@ def test_a_preset_gloo_interface_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert configure_network_environment(environ) == {}
     monkeypatch.setattr(network, "detect_ib_interface", lambda: "ib2")
     environ = {"GLOO_SOCKET_IFNAME": "eth0"}
-    assert configure_network_environment(environ) == {"NCCL_SOCKET_IFNAME": "ib2"}
+    assert configure_network_environment(environ) == {"NCCL_SOCKET_IFNAME": "ib2", **INFINIBAND}
     assert environ["GLOO_SOCKET_IFNAME"] == "eth0"
     assert configure_network_environment(environ) == {}
 
@@ -169,3 +174,58 @@ def test_nccl_error_handling_is_left_to_torch_and_0_is_warned_about(
         assert configure_network_environment(environ) == {}
     assert environ == before
     assert ("TORCH_NCCL_ASYNC_ERROR_HANDLING=0" in caplog.text) == warns
+
+
+# ---------------------------------------------------------------------------------------------
+# as a part of bring-up
+
+FOUND = {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "ib0", **INFINIBAND}
+
+BRING_UPS: dict[str, tuple[str, object, dict[str, str], dict[str, str]]] = {
+    "auto": ("ib0", "auto", {}, FOUND),
+    "auto, in part preset": (
+        "ib0",
+        "auto",
+        {"NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_NET_GDR_LEVEL": "2"},
+    ),
+    "auto, nothing there": ("eth7", "auto", {}, {}),
+    "off": ("ib0", "off", {}, {}),
+    "mapping": (
+        "ib0",
+        {"NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN"},
+        {"NCCL_DEBUG": "INFO"},
+        {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"},
+    ),
+}
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize(
+    ("name", "network", "preset", "expected"), BRING_UPS.values(), ids=BRING_UPS
+)
+def test_bring_up_sets_the_network_before_it_connects_and_undoes_it_at_the_end(
+    name: str, network: object, preset: dict[str, str], expected: dict[str, str]
+) -> None:
+    """Only what is unset, in one log line, on each of two ranks; undone however it ends."""
+    ends = ["context"]
+    if expected == FOUND:
+        ends += ["exception", "destroy", "failure", "context"]
+    prefixes = ("NCCL_", "GLOO_", "TORCH_NCCL")
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
+    setup = "ip link set lo up; " + UP.format(name, ADDRESS_4)
+    done = subprocess.run(
+        [
+            *("unshare", "-n", "sh", "-ec", f'{setup}\nexec "$0" "$@"'),
+            *(sys.executable, REPORT, json.dumps([network, ends])),
+        ],
+        env={**environ, **preset, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = [f"network: set {', '.join(f'{k}={v}' for k, v in expected.items())}"]
+    for seen in json.loads(done.stdout.splitlines()[-1]):
+        assert seen == [[expected, {}, told if expected else []]] * len(ends)

@@ -224,12 +224,12 @@ def test_an_exception_on_one_rank_comes_out_as_it_is_and_ends_the_peers_within_t
 
 
 def fail_in_cleanup(rank: int, world_size: int) -> str:
-    from reloadpg.environment import ownership
+    from reloadpg.environment import teardown
 
-    def broken() -> None:
+    def broken(groups: object) -> None:
         raise OSError("the abort failed too")
 
-    ownership.abort_groups = broken
+    teardown.abort_groups = broken
     error = ValueError("first")
     with pytest.raises(ValueError, match="first") as caught, reloadpg.process_group_scope():
         dist.init_process_group("gloo")
@@ -343,3 +343,128 @@ def destroy_offloaded(rank: int, world_size: int) -> tuple[bool, float, bool]:
 def test_destroying_while_offloaded_works_and_the_job_can_come_up_again() -> None:
     """No group is left, and the next bring-up is reloadable like the first."""
     assert run_ranks(destroy_offloaded, 2) == [(False, 2.0, True)] * 2
+
+
+# ---------------------------------------------------------------------------------------------
+# groups over a default group that existed
+
+
+def sizes() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def make_inside(rank: int, world_size: int, how: str, ends: str) -> tuple[Any, ...]:
+    if how == "installed":
+        reloadpg.install(backends={"gloo"})
+    dist.init_process_group("gloo")
+    before = dist.new_group([0, 1])
+    world = dist.group.WORLD
+    counted = sizes()
+    seen: list[BaseException] = []
+    try:
+        with reloadpg.process_group_scope(timeout=BOUND_S):
+            if how == "taken over":
+                reloadpg.install(backends={"gloo"})
+            inside = dist.new_group([0, 1])
+            dist.new_group([1])  # not every rank is a member
+            with reloadpg.process_group_scope(timeout=BOUND_S):
+                dist.new_group([1, 0])
+            within = sizes() - counted
+            if how != "plain":
+                reloadpg.offload()
+                if ends == "offloaded":
+                    raise StopIteration
+                reloadpg.reload()
+            dist.all_reduce(torch.ones(1), group=inside)
+            if ends == "exception":
+                seen.append(ValueError("inside"))
+                raise seen[0]
+    except ValueError as error:
+        assert error is seen[0]
+    except StopIteration:
+        reloadpg.reload()
+    left = sizes() - counted
+    same = how == "taken over" or dist.group.WORLD is world
+    total_before = torch.ones(1)
+    dist.all_reduce(total_before, group=before)
+    return within, left, same, total(), total_before.item()
+
+
+@pytest.mark.parametrize(
+    ("how", "ends"),
+    [
+        ("plain", "success"),
+        ("plain", "exception"),
+        ("installed", "success"),
+        ("installed", "exception"),
+        ("installed", "offloaded"),
+        ("taken over", "success"),
+        ("taken over", "exception"),
+    ],
+)
+def test_groups_made_inside_a_scope_are_destroyed_and_those_of_before_are_not(
+    how: str, ends: str
+) -> None:
+    """Over a WORLD that existed: it and its groups work on; also where install takes it over."""
+    outcomes = run_ranks(make_inside, 2, args=(how, ends))
+    assert outcomes == [(rank + 1, 0, True, 2.0, 2.0) for rank in range(2)]
+
+
+def fail_inside(rank: int, world_size: int) -> str:
+    dist.init_process_group("gloo")
+    try:
+        with reloadpg.process_group_scope(timeout=60):
+            dist.new_group([0, 1, 2])
+            if rank == 1:
+                raise ValueError("inside")
+    except (ValueError, reloadpg.PeerFailedError) as error:
+        reloadpg.barrier(60, "all are out")
+        return f"{type(error).__name__} {sizes()}"
+    return ""
+
+
+def test_peers_that_wait_at_the_exit_of_a_group_are_told_of_a_failure() -> None:
+    """They raise at once and abort the group; WORLD works on for all."""
+    outcomes = run_ranks(fail_inside, 3)
+    assert outcomes == ["PeerFailedError 1", "ValueError 1", "PeerFailedError 1"]
+
+
+def remake_world(rank: int, world_size: int) -> bool:
+    dist.init_process_group("gloo")
+    with reloadpg.process_group_scope(timeout=BOUND_S):
+        dist.destroy_process_group()
+        reloadpg.init_distributed(init_timeout=BOUND_S)
+        total()
+    return dist.is_initialized()
+
+
+def test_a_default_group_that_was_made_anew_inside_is_destroyed() -> None:
+    """The one that existed is gone; this one was made inside."""
+    assert run_ranks(remake_world, 2, store="parent") == [False] * 2
+
+
+def mesh_again(rank: int, world_size: int, fails: bool) -> list[int]:
+    dist.init_process_group("gloo")
+    counts = []
+    for _ in range(3):
+        with (
+            contextlib.suppress(ValueError),
+            reloadpg.init_distributed(
+                mesh_dims={"pp": 2, "tp": 2}, adopt=True, init_timeout=60
+            ) as context,
+        ):
+            assert context.mesh is not None
+            value = torch.ones(1)
+            dist.all_reduce(value, group=context.mesh.get_group("tp"))
+            counts.append(sizes())
+            if fails:
+                raise ValueError("on all ranks")
+        counts.append(sizes())
+    assert total() == world_size
+    return counts
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_groups_of_a_mesh_over_an_existing_world_end_with_their_context(fails: bool) -> None:
+    """Three meshes one after the other leave nothing, and WORLD as it was."""
+    assert run_ranks(mesh_again, 4, args=(fails,)) == [[4, 1] * 3] * 4

@@ -14,8 +14,7 @@ import torch
 
 from reloadpg import InvalidOptionError
 from reloadpg.environment import set_seed
-from reloadpg.environment.mesh import MESH_ORDER
-from reloadpg.environment.seeds import seed_for
+from reloadpg.environment.mesh import MESH_ORDER, seed_for
 
 
 @dataclass

@@ -17,32 +17,27 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from reloadpg import c10d
-from reloadpg.environment.bounds import as_timedelta
-from reloadpg.environment.detect import detect_environment
-from reloadpg.environment.errors import GroupNotInitializedError
-from reloadpg.errors import (
-    InvalidOptionError,
-    ReloadpgError,
-    RendezvousTimeoutError,
-    format_ranks,
-)
-from reloadpg.rendezvous.round import Rendezvous, Round
-from reloadpg.rendezvous.worker_thread import Wait
+from .. import c10d
+from ..errors import InvalidOptionError, ReloadpgError, RendezvousTimeoutError, format_ranks
+from ..rendezvous.round import Rendezvous, Round
+from ..rendezvous.worker_thread import Wait
+from .launchers import identify
+from .model import GroupNotInitializedError
+from .variables import as_timedelta
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-__all__ = ["barrier", "job_round", "part", "wait_for_rank_zero"]
+__all__ = ["barrier", "exit_round", "job_round", "leave_together", "rank_zero_first"]
 
 
-class _Meetings:
-    """The meeting place of each group and purpose, made at the first use of it."""
+class _Rendezvouses:
+    """The rendezvous of each group and purpose, made at the first use of it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._places: weakref.WeakKeyDictionary[ProcessGroup, dict[str, Rendezvous]] = (
+        self._known: weakref.WeakKeyDictionary[ProcessGroup, dict[str, Rendezvous]] = (
             weakref.WeakKeyDictionary()
         )
         self._pid = 0
@@ -52,17 +47,17 @@ class _Meetings:
             if self._pid != os.getpid():
                 # After a fork the child would share the parent's connection and its count.
                 self._pid = os.getpid()
-                self._places = weakref.WeakKeyDictionary()
-            places = self._places.setdefault(group, {})
-            if purpose not in places:
-                places[purpose] = _meeting_place(group, purpose)
-            return places[purpose]
+                self._known = weakref.WeakKeyDictionary()
+            known = self._known.setdefault(group, {})
+            if purpose not in known:
+                known[purpose] = _rendezvous_of(group, purpose)
+            return known[purpose]
 
 
-_meetings = _Meetings()
+_rendezvouses = _Rendezvouses()
 
 
-def _meeting_place(group: ProcessGroup, purpose: str) -> Rendezvous:
+def _rendezvous_of(group: ProcessGroup, purpose: str) -> Rendezvous:
     world = c10d.world()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1 or world is None or not c10d.has_peers():
@@ -104,61 +99,84 @@ def barrier(timeout: timedelta | float, reason: str, group: ProcessGroup | None 
     if chosen is None:
         return
     seconds = bound.total_seconds()
-    round_ = _meetings.of(chosen, "barrier").open(f"barrier {reason!r}", ("arrive",), seconds)
-    with _told_in_ranks(chosen, f"barrier {reason!r}"):
+    round_ = _rendezvouses.of(chosen, "barrier").open(f"barrier {reason!r}", ("arrive",), seconds)
+    with _in_job_ranks(chosen, f"barrier {reason!r}"):
         round_.barrier("arrive")
 
 
-def job_round(purpose: str, gates: tuple[str, ...], bound: timedelta) -> Round:
+def job_round(purpose: str, phases: tuple[str, ...], bound: timedelta) -> Round:
     """Open a round of all ranks of the job for one purpose. Local; equal order on all ranks.
 
     Raises:
         GroupNotInitializedError: there is no default group.
     """
-    return _job_place(purpose).open(purpose, gates, bound.total_seconds())
+    return _group_rendezvous(None, purpose).open(purpose, phases, bound.total_seconds())
 
 
-def part(bound: timedelta, purpose: str = "exit") -> None:
-    """Pass a last gate with all ranks of the job; rank 0, who holds the store, leaves last.
+def leave_together(
+    bound: timedelta, group: ProcessGroup | None = None, purpose: str = "exit"
+) -> None:
+    """Reach a last barrier with all ranks of a group, or of the job.
 
-    Collective, blocking, bounded. A rank 0 that ended its process right after a common barrier
-    took the store away from ranks that had not yet read that all had come.
+    Collective, blocking, bounded. Of the job, rank 0, which holds the store, leaves last: a rank 0
+    that ended its process right after a common barrier took the store away from ranks that had not
+    yet read that all had come.
 
     Raises:
         RendezvousTimeoutError: not all ranks came.
         PeerFailedError: a rank failed on its way here.
     """
-    place, seconds = _job_place(purpose), bound.total_seconds()
-    round_ = place.open(purpose, ("arrive",), seconds)
-    with _told_in_ranks(None, purpose):
+    rendezvous, seconds = _group_rendezvous(group, purpose), bound.total_seconds()
+    round_ = rendezvous.open(purpose, ("arrive",), seconds)
+    with _in_job_ranks(group, purpose):
         round_.barrier("arrive")
-    if place.alone:
+    if rendezvous.alone or group not in (None, c10d.world()):
         return
     count, all_left = f"left/{round_.sequence}", f"all left/{round_.sequence}"
 
     def leave(store: Store) -> None:
-        if place.rank == 0:
+        if rendezvous.rank == 0:
             store.wait([all_left], bound)
-        elif store.add(count, 1) == place.size - 1:
+        elif store.add(count, 1) == rendezvous.size - 1:
             store.set(all_left, "1")
 
     try:
-        place.ask(leave, Wait(purpose, seconds))
+        rendezvous.ask(leave, Wait(purpose, seconds))
     except (ReloadpgError, RuntimeError, TimeoutError) as error:
-        # All ranks have met; that one of them died since changes nothing for this one.
-        logging.getLogger(__name__).warning("%s: not all ranks said goodbye: %s", purpose, error)
+        # All ranks were here; that one of them died since changes nothing for this one.
+        logging.getLogger(__name__).warning(
+            "%s: not all ranks confirmed their exit: %s", purpose, error
+        )
 
 
-def _job_place(purpose: str) -> Rendezvous:
-    world = c10d.world()
-    if world is None:
+def exit_round(bound: timedelta, group: ProcessGroup) -> Round:
+    """Open the round that :func:`leave_together` opens. Local."""
+    return _group_rendezvous(group, "exit").open("exit", ("arrive",), bound.total_seconds())
+
+
+def _group_rendezvous(group: ProcessGroup | None, purpose: str) -> Rendezvous:
+    chosen = c10d.world() if group is None else group
+    if chosen is None:
         raise _no_group(purpose)
-    return _meetings.of(world, purpose)
+    return _rendezvouses.of(chosen, purpose)
 
 
 @contextmanager
-def wait_for_rank_zero(timeout: timedelta | float) -> Iterator[None]:
-    """The body of ``rank_zero_first``."""
+def rank_zero_first(timeout: timedelta | float = timedelta(minutes=30)) -> Iterator[None]:
+    """Run the body on rank 0, and when that is done on the other ranks.
+
+    Collective over all ranks of the job; blocking. The ranks wait on the rendezvous store, so it
+    works while groups are offloaded and never starts an accelerator's communicator. In a world of
+    1 the body just runs.
+
+    Args:
+        timeout: how long the others wait for rank 0; a timedelta, or seconds.
+
+    Raises:
+        RendezvousTimeoutError: rank 0 did not finish in time. Also a TimeoutError.
+        PeerFailedError: the body raised on rank 0; it is not run on the other ranks.
+        GroupNotInitializedError: several ranks, but no group yet.
+    """
     bound = as_timedelta(timeout, "timeout")
     world = _group_or_world(None, "rank_zero_first()")
     if world is None:
@@ -179,7 +197,7 @@ def wait_for_rank_zero(timeout: timedelta | float) -> Iterator[None]:
 
 def _group_or_world(group: ProcessGroup | None, what: str) -> ProcessGroup | None:
     chosen = c10d.world() if group is None else group
-    if chosen is None and detect_environment().world_size > 1:
+    if chosen is None and identify(os.environ).world_size != 1:
         raise _no_group(what)
     return chosen
 
@@ -192,8 +210,8 @@ def _no_group(what: str) -> GroupNotInitializedError:
 
 
 @contextmanager
-def _told_in_ranks(group: ProcessGroup | None, what: str) -> Iterator[None]:
-    """Retell a time-out of group ranks with the ranks of the job."""
+def _in_job_ranks(group: ProcessGroup | None, what: str) -> Iterator[None]:
+    """Raise a time-out of group ranks with the ranks of the job."""
     try:
         yield
     except RendezvousTimeoutError as error:
