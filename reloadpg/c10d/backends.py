@@ -25,6 +25,7 @@ __all__ = [
     "live_backends",
     "memory_stats",
     "options_of",
+    "release_cautions",
     "set_timeouts",
     "suspend_obstacle",
 ]
@@ -95,6 +96,29 @@ def _cumem_obstacle() -> str:
     if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
         return "NCCL_CUMEM_ENABLE=0 makes a suspend give nothing back"
     return ""
+
+
+def release_cautions(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Say which settings make the release of an NCCL communicator unsafe, and what to do. Pure.
+
+    By ``ProcessGroupNCCL.cpp`` of torch 2.8 to 2.15: with the allocator's hook, each new segment of
+    memory is registered with every communicator in a table that ``shutdown()`` does not clear, and
+    the dumps that a pipe or a time-out asks for are made by the first default group of the process.
+    """
+    found = []
+    if environ.get("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "0") not in ("", "0"):
+        found.append(
+            "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK is set: torch keeps registering memory "
+            "with communicators that were released, and freeing memory can then raise an error; "
+            "unset it, or deregister memory pools in on_offload() and register them in on_reload()"
+        )
+    if environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE"):
+        found.append(
+            "TORCH_NCCL_DEBUG_INFO_PIPE_FILE is set: the flight recorder's pipe is served by the "
+            "first default group and is silent after a reload; call "
+            "torch._C._distributed_c10d._dump_nccl_trace() instead"
+        )
+    return found
 
 
 def memory_stats(backend: CppBackend) -> dict[str, int] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, cast
 
@@ -14,6 +14,10 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ProcessGroup
 
 from .tables import store_of
+
+_RANKS_PER_ROOT = 128
+_PAIRS_UP_TO = 16
+"""In larger groups, such as data-parallel ones, pairs leave their keys: nobody sends there."""
 
 __all__ = ["clone_store", "is_store_host", "rendezvous_keys", "root_store"]
 
@@ -62,19 +66,30 @@ def _listening(port: int) -> list[str]:
     return found
 
 
-def rendezvous_keys(name: str, devices: Sequence[str], rank: int) -> list[str]:
+def rendezvous_keys(name: str, backends: Mapping[str, str], rank: int, size: int) -> list[str]:
     """List the keys that one member of a group has written to connect it, in the root store.
 
     A group leaves them there for ever; with names that change from generation to generation the
     store would grow. Torch puts the default group's keys under its name, and all others under the
     default group's. Seen: gloo writes ``0/<rank>`` in the device's prefix on torch 2.8 to 2.15,
-    and a split of it without that prefix (2.15); NCCL's unique id is written by group rank 0.
+    and a split of it without that prefix (2.15). NCCL, by ``ProcessGroupNCCL.cpp`` of torch 2.8 and
+    later, not seen on a GPU: group rank 0 writes the unique id, one for each 128 ranks in a large
+    group; a pair that sends before any collective has an id of its own, ``<lower>:<higher>``.
 
     Args:
         name: the name of the generation; for a group that is not WORLD, under WORLD's.
-        devices: device types whose backend was created.
+        backends: those that were created, by device type.
         rank: rank in the group.
+        size: number of members.
     """
-    places = [f"{name}//{device}//" for device in devices] + [f"{name}//"]
+    places = [f"{name}//{device}//" for device in backends] + [f"{name}//"]
     keys = [f"0/{rank}"] + ["0"] * (rank == 0)
-    return [f"{place}{key}" for place in places for key in keys]
+    found = [f"{place}{key}" for place in places for key in keys]
+    for device, backend in backends.items():
+        if backend.startswith("nccl"):
+            roots = -(-size // _RANKS_PER_ROOT) if rank == 0 and size > _RANKS_PER_ROOT else 0
+            peers = range(rank + 1, size) if size <= _PAIRS_UP_TO else ()
+            more = [f"UniqueNCCLID:{root}" for root in range(roots)]
+            more += [f"{rank}:{peer}" for peer in peers]
+            found += [f"{name}//{device}//{key}" for key in more]
+    return found

@@ -273,6 +273,8 @@ def check_suspend(environ: Mapping[str, str]) -> Findings:
 
 def check_nccl_settings(environ: Mapping[str, str]) -> Findings:
     """Check the settings of NCCL, and of torch's use of it, that matter to offload and reload."""
+    from ..c10d import release_cautions
+
     cumem = _cumem(environ)
     if cumem is not None:
         yield Finding(
@@ -281,13 +283,9 @@ def check_nccl_settings(environ: Mapping[str, str]) -> Findings:
             f"{cumem}: NCCL then says that a suspend worked and gives no memory back",
             'unset it to use strategy="suspend" or "auto"; strategy="recreate" is not affected',
         )
-    if environ.get("TORCH_DIST_INIT_BARRIER") == "1":
-        yield Finding(
-            "nccl settings",
-            "warning",
-            "TORCH_DIST_INIT_BARRIER=1: all ranks take part in the rebuild of every group",
-            "unset it; a reload then costs what a rank's own groups cost",
-        )
+    for caution in release_cautions(environ):
+        setting, _, remedy = caution.partition("; ")
+        yield Finding("nccl settings", "warning", setting, remedy)
     if environ.get("NCCL_RUNTIME_CONNECT") == "1":
         yield Finding(
             "nccl settings",

@@ -206,6 +206,11 @@ class Construction:
         return tuple(device for device in self.devices if device not in self.selected)
 
     @property
+    def released(self) -> dict[str, str]:
+        """The backends that are released and rebuilt, by device type."""
+        return {device: self.devices[device] for device in self.selected}
+
+    @property
     def is_mixed(self) -> bool:
         """Whether some of the group's backends stay alive while it is offloaded."""
         return bool(self.kept)

@@ -7,7 +7,7 @@ import sys
 import time
 from functools import partial
 
-from ..c10d import devices
+from ..c10d import devices, release_cautions
 from ..groups.proxy import GroupState
 from ..groups.registry import registry
 from .operation import Operation
@@ -69,6 +69,10 @@ def offload(*, collect: bool = False) -> Report:
         # From here on groups are touched: the operation completes, or leaves them all failed.
         recreated = [group for group in live if group.history.strategy == "recreate"]
         kept = [group for group in live if group.history.strategy != "recreate"]
+        if any(
+            one.startswith("nccl") for g in recreated for one in g.construction.released.values()
+        ):
+            op.warnings += release_cautions()
         if op.may_suspend and op.each_or_fall_back("suspended", kept, suspend):
             begun = time.perf_counter()
             op.await_aborts("released", abort(kept, GroupState.OFFLOADED))

@@ -144,7 +144,7 @@ def spent_keys(group: ReloadableProcessGroup, world: ProcessGroup) -> list[str]:
     return [
         under + key
         for name in names
-        for key in c10d.rendezvous_keys(name, made.selected, made.rank)
+        for key in c10d.rendezvous_keys(name, made.released, made.rank, len(made.ranks))
     ]
 
 

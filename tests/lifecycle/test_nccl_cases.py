@@ -1,0 +1,69 @@
+"""What is told of NCCL where it cannot be run: settings, keys, causes of a hang."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+import worlds
+
+import reloadpg
+from reloadpg import c10d
+from reloadpg.testing import run_ranks
+
+HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+
+
+def _like_nccl(store, rank, size, timeout):
+    return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+
+def _warnings(rank: int, world_size: int, backend: str) -> list[tuple[str, ...]]:
+    os.environ |= {HOOK: "1", PIPE: "/tmp/pipe"}
+    dist.Backend.register_backend("ncclx", _like_nccl, devices=["cpu"])
+    reloadpg.install(backends={backend}, timeout=timedelta(seconds=30))
+    worlds.init(backend)
+    told = [reloadpg.offload().warnings]
+    reloadpg.reload()
+    del os.environ[HOOK]
+    told.append(reloadpg.offload().warnings)
+    reloadpg.reload()
+    return told
+
+
+def test_a_report_names_settings_that_make_a_release_unsafe() -> None:
+    """Memory that is registered with released communicators, and dumps that stop."""
+    for both, one in run_ranks(_warnings, 2, args=("ncclx",)):
+        assert [text.partition(" is set: ")[0] for text in both] == [HOOK, PIPE]
+        assert "on_offload" in both[0]
+        assert "_dump_nccl_trace" in both[1]
+        assert one == both[1:]
+
+
+def test_other_backends_are_not_concerned() -> None:
+    """These settings are NCCL's."""
+    assert run_ranks(_warnings, 2, args=("gloo",)) == [[(), ()]] * 2
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "more"),
+    [
+        (0, 4, ["0:1", "0:2", "0:3"]),
+        (2, 4, ["2:3"]),
+        (3, 4, []),
+        (1, 17, []),
+        (0, 300, ["UniqueNCCLID:0", "UniqueNCCLID:1", "UniqueNCCLID:2"]),
+        (1, 300, []),
+    ],
+)
+def test_keys_of_nccl(rank: int, size: int, more: list[str]) -> None:
+    """Unique ids of large groups, and of pairs, are deleted by the member that writes them."""
+    keys = c10d.rendezvous_keys("7@1.1.2", {"cpu": "gloo", "cuda": "nccl"}, rank, size)
+    assert [key for key in keys if key.rpartition("//")[2] in more] == [
+        f"7@1.1.2//cuda//{key}" for key in more
+    ]
+    plain = c10d.rendezvous_keys("7@1.1.2", {"cpu": "gloo", "cuda": "gloo"}, rank, size)
+    assert len(keys) - len(plain) == len(more)
