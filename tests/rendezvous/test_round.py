@@ -25,7 +25,7 @@ from reloadpg.rendezvous.outcome import Outcome
 from reloadpg.rendezvous.plan import Plan, Proposal
 from reloadpg.rendezvous.round import Rendezvous
 from reloadpg.rendezvous.store_client import GRACE_S
-from reloadpg.rendezvous.worker_thread import Attempt, Wait
+from reloadpg.rendezvous.worker_thread import Wait
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(60)]
 
@@ -618,7 +618,7 @@ def test_an_interrupt_while_the_thread_starts_abandons_the_work(
     round_ = Rendezvous(None, 0, 1).open("offload", ("released",), 60)
     over, ended, wanted = threading.Event(), threading.Event(), []
 
-    def work(attempt: Attempt, index: int) -> None:
+    def work(attempt: Any, index: int) -> None:
         over.wait(60)
         with attempt as still:
             wanted.append(still)
