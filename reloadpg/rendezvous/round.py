@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -283,12 +284,12 @@ class Round:
             RendezvousTimeoutError: neither the work nor any other rank made progress for the bound.
         """
         attempt = Attempt()
-        tasks = [
-            Task(lambda index=index: work(attempt, index), self.operation)  # type: ignore[misc]
-            for index in range(threads)
-        ]
+        tasks: list[Task[object]] = []
         done = False
-        try:
+        try:  # from before the first thread runs: an interrupt can end the start of a thread
+            for index in range(threads):
+                call = partial(work, attempt, index)
+                tasks.append(Task(call, self.operation))
             outcome = self._attend(phase, tasks, doing)
             done = outcome is None
         finally:

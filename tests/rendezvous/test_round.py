@@ -616,3 +616,30 @@ def test_a_job_is_counted_without_a_question(monkeypatch: pytest.MonkeyPatch) ->
         while not job.instance and time.monotonic() < end:
             time.sleep(0.01)
         assert job.instance == number
+
+
+def test_an_interrupt_while_the_thread_starts_abandons_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The work runs already, and must not commit anything once the operation is over."""
+    round_ = Rendezvous(None, 0, 1).open("offload", ("released",), 60)
+    over, ended, wanted = threading.Event(), threading.Event(), []
+
+    def work(attempt: Any, index: int) -> None:
+        over.wait(60)
+        with attempt as still:
+            wanted.append(still)
+        ended.set()
+
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        round_.run("released", work, lambda: "work")
+    over.set()
+    assert ended.wait(60)
+    assert wanted == [False]
