@@ -169,11 +169,13 @@ def _weight_update(rank, world_size, side, handed_over):
         reloadpg.reload()
         return sums, [one for one in warnings if "not reloadable" in one]
     group = reloadpg.manage(group, rebuild=make)
+    dist.new_group([0, 1], timeout=TIMEOUT)
     sums, states = [summed(group, rank)], []
     for _ in range(2):
-        report = reloadpg.offload()
-        states.append((str(group.state), "weights" in [one.name for one in report.groups]))
-        reloadpg.reload()
+        released = [one.name for one in reloadpg.offload().groups]
+        state = str(group.state)
+        rebuilt = [one.name for one in reloadpg.reload().groups]
+        states.append((state, released[0], rebuilt[-1]))
         sums.append(summed(group, rank))
     known = c10d._resolve_process_group("weights") is group
     return sums, states, known, group.generation
@@ -191,12 +193,12 @@ def test_a_weight_update_group_is_named(free_port):
 
 
 def test_a_weight_update_group_can_be_handed_over(free_port):
-    """It goes and comes back with the others behind one object, under one name."""
+    """It goes before the others and comes back after them, behind one object, under one name."""
     results = run_ranks(_weight_update, 3, args=(free_port, True))
     assert results[2] == [6.0] * 3
     for sums, states, known, generation in results[:2]:
         assert sums == [6.0] * 3
-        assert states == [("offloaded", True)] * 2
+        assert states == [("offloaded", "weights", "weights")] * 2
         assert known
         assert generation == 2
 

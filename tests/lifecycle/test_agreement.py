@@ -111,7 +111,7 @@ class TestDisagreement:
             "subset destroyed on one member": [
                 "of ranks [0, 2] exists on rank 2 and not on rank 0"
             ],
-            "other options on one rank": ["timeout_s is 10.0 on rank 0 and 300.0 on rank 1"],
+            "other options on one rank": ["timeout_s is 10.0 on rank 0 and 100.0 on rank 1"],
             "other creations on one rank": ["different backends or order", "rank 0 against rank 1"],
         }[case]
         assert all(part in text for part in expected), text

@@ -88,8 +88,7 @@ def faults_in_every_group(
                 "sums": job.sums(),
                 "live": job.states(),
                 "generations": job.generations(),
-                "keys": base_store().num_keys()
-                - 2 * count,  # two of each meeting of the test's own
+                "keys": base_store().num_keys() - 2 * count,  # two of each meeting here
             }
         )
         meet(f"{operation}{k}", size)

@@ -19,16 +19,19 @@ from reloadpg.testing import run_ranks
 def _program(rank, world_size):
     reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=20))
     worlds.init("gloo")
+    pair = dist.new_group([0, 1], group_desc="pair")
+    dist.new_group([0, 1], group_desc="another")
     log = []
     release, rebuild = strategies.Releases.release, strategies.Rebuilds.rebuild
-    empty = devices.empty_cache
+    empty, synchronize = devices.empty_cache, devices.synchronize
     strategies.Releases.release = lambda *a, **k: (log.append("release"), release(*a, **k))[1]
     strategies.Rebuilds.rebuild = lambda *a, **k: (log.append("rebuild"), rebuild(*a, **k))[1]
     devices.empty_cache = lambda: (log.append("empty cache"), empty())[1]
+    devices.synchronize = lambda: (log.append("synchronize"), synchronize())[1]
     reloadpg.on_offload(lambda: log.append("on_offload"))
     reloadpg.on_reload(lambda: log.append("on_reload"))
-    reloadpg.offload()
-    reloadpg.reload()
+    reports = reloadpg.offload(), reloadpg.reload()
+    groups = [[group.desc for group in report.groups] for report in reports]
     called = []
 
     def profile(frame, event, _):
@@ -39,7 +42,7 @@ def _program(rank, world_size):
     sys.setprofile(profile)
     dist.all_reduce(tensor)
     sys.setprofile(None)
-    return log, called, tensor.item()
+    return log, called, tensor.item(), groups, pair.generation
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +52,33 @@ def results():
 
 def test_other_libraries_buffers_go_before_the_communicators(results):
     """on_offload runs before the first release, on_reload after the last rebuild (failure 18)."""
-    for log, _, _ in results:
+    for log, *_ in results:
         assert log.index("on_offload") < log.index("release")
         assert log.index("on_reload") > log.index("rebuild")
 
 
 def test_the_caching_allocator_gives_back_before_the_rebuild(results):
     """Else communicators find no room beside memory that it holds free (failure 29)."""
-    for log, _, _ in results:
+    for log, *_ in results:
         assert log.index("release") < log.index("empty cache") < log.index("rebuild")
+
+
+def test_the_device_has_finished_before_the_first_release(results):
+    """After the callbacks, which may still queue work."""
+    for log, *_ in results:
+        assert log.index("on_offload") < log.index("synchronize") < log.index("release")
+
+
+def test_groups_are_released_in_the_opposite_order_of_their_rebuild(results):
+    """WORLD goes last and comes first."""
+    for *_, (released, rebuilt), generation in results:
+        assert rebuilt == ["default_pg", "pair", "another"]
+        assert released == rebuilt[::-1]
+        assert generation == 1
 
 
 def test_nothing_but_the_forwarding_runs_in_a_collective(results):
     """One Python call of ours; no memory probe, no check of state (failure 30)."""
-    for _, called, total in results:
+    for _, called, total, *_ in results:
         assert called == ["allreduce"]
         assert total == 2

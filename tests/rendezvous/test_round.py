@@ -117,6 +117,21 @@ def test_keys_are_retired() -> None:
     assert counts[2:] == [counts[2]] * 4
 
 
+def test_a_second_job_on_a_store_reads_no_key_of_the_first() -> None:
+    """The outcome of the first one's last barrier is still there, under the same name."""
+    job = tcp_job(3)
+
+    def one_barrier(rdv: Rendezvous) -> str:
+        rdv.open("offload", ("released",), 0.5).barrier("released")
+        return "passed"
+
+    assert [result for result, _ in job.run(one_barrier)] == ["passed"] * 3
+    second = Job([job.store, *(job.store.clone() for _ in range(2))])
+    for error, _ in second.run(one_barrier, ranks=[0, 1]):
+        assert isinstance(error, RendezvousTimeoutError)
+        assert error.missing == (2,)
+
+
 def test_keys_of_proposals_are_retired() -> None:
     """Whoever made them; none of a barrier is left when all ranks are at the second after it."""
     job = tcp_job(3)
@@ -561,6 +576,8 @@ def test_a_silent_store_is_told_at_the_bound() -> None:
 
     results = job.run(body)
     hold.set()
+    # The clients that do not answer are given up: the next question has one of its own.
+    assert [result for result, _ in job.run(three_barriers)] == ["passed"] * 3
     for rank, (error, seconds) in enumerate(results):
         assert isinstance(error, RendezvousTimeoutError), error
         assert error.unknown == tuple(other for other in range(3) if other != rank)

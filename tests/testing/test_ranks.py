@@ -17,20 +17,21 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sampling import sampled
 
 import reloadpg
 from reloadpg.testing import RankOutcome, RanksFailedError, run_ranks
 
 distributed: Any = torch.distributed  # whose stores are not exported as types
 ROOT = str(Path(reloadpg.__file__).parents[1])
-START_METHODS: Any = ["forkserver", "spawn"]
+slow = partial(pytest.param, marks=pytest.mark.slow)
+START_METHODS: Any = ["forkserver", slow("spawn")]
 LIMIT = 120.0
 """Seconds within which anything in this file must have happened."""
 
@@ -129,7 +130,7 @@ def parsed(variables: str) -> dict[str, str | None]:
     return dict(variable.split("=") for variable in variables.split())
 
 
-@pytest.fixture(scope="module", params=sampled(START_METHODS, "forkserver"))
+@pytest.fixture(scope="module", params=START_METHODS)
 def seen(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
     variables = "ADDED=1 LOCAL_RANK=9 OMP_NUM_THREADS=2 PYTHONHASHSEED=0"
     install = "RELOADPG_AUTOINSTALL=1 RELOADPG_BACKENDS=gloo"
@@ -317,7 +318,7 @@ def end_in_all_ways(rank: int, world_size: int, ways: list[str]) -> Any:
     ("method", "ways"),
     [
         ("forkserver", [*WAYS_TO_END]),
-        pytest.param("spawn", ["returns", "raises", "sys.exit(0)"], marks=pytest.mark.slow),
+        slow("spawn", ["returns", "raises", "sys.exit(0)"]),
     ],
 )
 def test_every_way_to_end(method: Any, ways: list[str], capfd: Any) -> None:
@@ -352,13 +353,14 @@ def fail_in_turn(rank: int, world_size: int) -> None:
     store = distributed.distributed_c10d._get_default_store()
     if rank == 1:
         store.set("pid", str(os.getpid()))
-        store.wait(["watched"])
+        store.wait(["watched", "waiting"])
         raise ValueError("the cause\nand more")
     if rank == 0:
         fd = os.pidfd_open(int(store.get("pid")))
         store.set("watched", "")
         select.select([fd], [], [])
         raise OSError("the consequence")
+    store.set("waiting", "")
     store.wait(["never"])
 
 
@@ -419,7 +421,7 @@ def test_ranks_that_hang_show_their_python_stacks() -> None:
         assert not exists(outcome.pid or 0)
 
 
-@pytest.mark.parametrize("method", sampled(START_METHODS, "forkserver"))
+@pytest.mark.parametrize("method", START_METHODS)
 def test_time_limit_before_the_ranks_are_up(method: Any) -> None:
     """Ranks that are still starting at the time limit count as hung, without stacks."""
     outcomes = run_ranks(hang, 2, start_method=method, timeout=1e-6, check=False)
@@ -570,7 +572,7 @@ def start_script(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
         )
 
 
-@pytest.mark.parametrize("number", sampled([signal.SIGKILL, signal.SIGINT], signal.SIGKILL))
+@pytest.mark.parametrize("number", [signal.SIGKILL, slow(signal.SIGINT)])
 def test_death_of_the_caller_ends_everything(folder: Path, number: int) -> None:
     """Ranks, their children, supervisor and files of the run end with a caller that is killed or
     interrupted, though a process that it forked meanwhile holds copies of its descriptors; the
@@ -704,7 +706,7 @@ def test_it():
 """
 
 
-@pytest.mark.parametrize("mode", sampled(["prepend", "importlib"], "importlib"))
+@pytest.mark.parametrize("mode", [slow("prepend"), "importlib"])
 def test_test_modules_are_found_in_every_import_mode(tmp_path: Path, mode: str) -> None:
     """Ranks find functions of test modules without `__init__.py`, under the caller's name."""
     names = ("one", "two") if mode == "importlib" else ("one",)
