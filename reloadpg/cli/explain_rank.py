@@ -36,6 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import reloadpg
 
 from .. import c10d, environment
+from ..environment.teardown import OwnGroups
 from .console import progress
 
 __all__ = ["run_script"]
@@ -214,16 +215,16 @@ class FakeRank:
     def _init_distributed(self, wrapped: Any, given: dict[str, Any]) -> Any:
         dims, device = given.get("mesh_dims"), given.get("device")
         kind = self.options.device if device is None else torch.device(device).type
-        owned = not dist.is_initialized()
+        owned, own = not dist.is_initialized(), OwnGroups()
         if owned:
             default = Backend.default_device_backend_map[kind]
             dist.init_process_group(given.get("backend") or default)
         context = wrapped(device="cpu", seed=given.get("seed"), adopt=True)
         if dims is None:
-            return dataclasses.replace(context, owned=owned)
+            return dataclasses.replace(context, owned=owned, own=own)
         sizes = reloadpg.resolve_mesh_dims(dims, dist.get_world_size())
         mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        return dataclasses.replace(context, owned=owned, mesh=mesh)
+        return dataclasses.replace(context, owned=owned, own=own, mesh=mesh)
 
     def _ensure_process_group(self, wrapped: Any, given: dict[str, Any]) -> bool:
         creates = not dist.is_initialized() and self.options.world_size > 1

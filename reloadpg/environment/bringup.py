@@ -6,6 +6,7 @@ A default group that someone else made is described as it is, and left as it is.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from .. import c10d
 from ..errors import InvalidOptionError, ReloadpgError, format_ranks
@@ -25,7 +26,7 @@ from ..rendezvous.plan import Plan
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.worker_thread import Attempt
 from .device import Placement, choose_placement, parse_backend
-from .launchers import detect_environment
+from .launchers import detect_environment, identify
 from .mesh import build_mesh, resolve_mesh_dims, seed_for, set_seed
 from .model import DistributedEnvironment, DistributedEnvironmentError
 from .network import apply_network, interface_in_use, restore_network, validate_network
@@ -92,6 +93,9 @@ def init_distributed(
     adopt: bool = False,
     network: Literal["auto", "off"] | Mapping[str, str] = "auto",
     connect: Connect = "eager",
+    store: Store | None = None,
+    external_gpu_device_mapping: bool = False,
+    stream: bool = False,
 ) -> DistributedContext:
     """Bring this process into its job: default group, device, mesh and seed.
 
@@ -124,6 +128,12 @@ def init_distributed(
             ``init_timeout``, so that an interface which the others cannot reach is an error now and
             not a hang in the first step; ``canary`` also checks the sums; ``none`` leaves it to the
             first collective, for jobs that never use some of the groups.
+        store: the ranks meet on this store, which all of them have, and need no address. It must
+            live as long as the job.
+        external_gpu_device_mapping: the launcher has put this rank's device first among those that
+            it shows it: use index 0 instead of the local rank.
+        stream: make a new stream of the device current, which capturing CUDA graphs needs; nothing
+            on a CPU.
 
     Raises:
         DistributedEnvironmentError, InvalidOptionError, MeshDimensionError: bad input on this
@@ -139,6 +149,10 @@ def init_distributed(
     settings, how = validate_network(network), validate(connect, "init_distributed")
     if seed is not None:
         seed_for(seed, {}, {}, ())
+    if store is not None and not isinstance(store, Store):
+        raise InvalidOptionError(
+            f"store={store!r} is not a store. Nothing was started. Give one of torch.distributed."
+        )
     own = OwnGroups()
     if dist.is_initialized():
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, dist.get_world_size())
@@ -147,13 +161,23 @@ def init_distributed(
         )
         context = DistributedContext(environment, used, mesh, False, init_bound, own)
     else:
-        environment = detect_environment()
+        environment = identify(os.environ).environment(has_store=store is not None)
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, environment.world_size)
-        placement = choose_placement(backend, device, device_id, environment.local_rank)
+        local_rank = 0 if external_gpu_device_mapping else environment.local_rank
+        placement = choose_placement(backend, device, device_id, local_rank)
         if environment.world_size > 1:
             apply_network(settings)
         try:
-            mesh = bring_up(environment, placement, bound, init_bound, sizes, how)
+            mesh = bring_up(
+                environment,
+                placement,
+                bound,
+                init_bound,
+                sizes,
+                connect=how,
+                given=store,
+                stream=stream,
+            )
         except BaseException:
             restore_network()
             raise
@@ -172,25 +196,29 @@ def bring_up(
     timeout: timedelta | None,
     init_timeout: timedelta,
     sizes: Mapping[str, int] | None,
+    *,
     connect: Connect = "none",
+    given: Store | None = None,
+    stream: bool = False,
 ) -> DeviceMesh | None:
     """Make the default group and the mesh. Collective, blocking, bounded; input is valid.
 
     If it raises, this process has no group.
     """
     bound = c10d.default_timeout(placement.backend) if timeout is None else timeout
-    store = open_store(environment, init_timeout)
-    placement.use()
+    store = open_store(environment, init_timeout, given)
+    placement.use(stream=stream)
     if environment.world_size > 1:
         claim = Claim(
             rank=environment.rank,
             world_size=environment.world_size,
             backend=placement.backend,
-            mesh_dims="none" if sizes is None else " x ".join(f"{n}={s}" for n, s in sizes.items()),
+            mesh_dims="none" if sizes is None else _shown(sizes),
             host=socket.gethostname(),
             local_rank=environment.local_rank,
             device=str(placement.device),
             exclusive=placement.exclusive(),
+            connect=connect,
         )
         agree(store, claim, init_timeout)
     # A peer that dies between agreement and connection would hold this rank for the whole of
@@ -284,6 +312,13 @@ def _create_mesh(
     if sizes is not None:
         at[0] = "creating the mesh"
         mesh = build_mesh(sizes, device.type, timeout)
+        logging.getLogger(__name__).info(
+            "mesh %s over %d ranks: rank %d is at %s",
+            _shown(sizes),
+            dist.get_world_size(),
+            dist.get_rank(),
+            _shown(dict(zip(sizes, mesh.get_coordinate() or (), strict=True))),
+        )
     for group in own.now() if connect != "none" else ():
         if attempt.abandoned or group.size() == 1:
             continue
@@ -299,6 +334,10 @@ def _create_mesh(
                 f"the right ranks, or corrupts data."
             )
     return mesh
+
+
+def _shown(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 # -- a group that exists ----------------------------------------------------------------------
@@ -335,7 +374,7 @@ def _adopt_existing(
     environment = _environment_of_group()
     if sizes is None:
         return environment, used, None
-    settings = {"mesh_dims": " x ".join(f"{name}={size}" for name, size in sizes.items())}
+    settings = {"mesh_dims": _shown(sizes), "connect": connect}
     round_ = job_round("init_distributed", ("agree", "connected"), init_timeout)
     round_.agree("agree", Plan("init_distributed", settings))
     bound = timeout or current or c10d.default_timeout(c10d.backend_of(world))
@@ -371,7 +410,7 @@ def _environment_of_group() -> DistributedEnvironment:
         local_world_size=None,
         node_rank=None,
         num_nodes=None,
-        master_port=0 if world_size == 1 else 1,
+        master_port=None,
     )
 
 

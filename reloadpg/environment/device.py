@@ -38,10 +38,16 @@ class Placement:
     backend: str
     device_id: torch.device | None
 
-    def use(self) -> None:
-        """Make the device current. Local, idempotent; a CPU makes no call to any accelerator."""
+    def use(self, *, stream: bool = False) -> None:
+        """Make the device current, and a new stream of it if asked for.
+
+        Local; a CPU makes no call to any accelerator.
+        """
         if self.device.type != "cpu":
-            torch.get_device_module(self.device.type).set_device(self.device.index)
+            module = torch.get_device_module(self.device.type)
+            module.set_device(self.device.index)
+            if stream:
+                module.set_stream(module.Stream())
 
     def exclusive(self) -> str:
         """Name what only this rank may use: its accelerator, the same to all that see it. Local.

@@ -29,7 +29,8 @@ def ensure_process_group(
     Needs what ``init_method="env://"`` needs: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
     ``MASTER_PORT``. Collective over the job where it makes the group; blocking, bounded by
     ``init_timeout``; idempotent. Logs one line if it makes one. Nothing is done, and nothing
-    logged, in a world of 1, without ``WORLD_SIZE``, or if a group exists. If only addresses are
+    logged, in a world of 1, without ``WORLD_SIZE``, if a group exists, or on a torch without
+    ``torch.distributed``. If only addresses are
     missing, it warns and does nothing: the ranks then work alone; ``get_rank()`` tells them apart.
 
     Args:
@@ -62,6 +63,10 @@ def ensure_process_group(
         )
         return False
     environment = identity.environment()
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return False
 
     from .bringup import bring_up
     from .device import choose_placement

@@ -71,14 +71,17 @@ class Identity:
     node_rank: int | None = None
     num_nodes: int | None = None
 
-    def environment(self) -> DistributedEnvironment:
+    def environment(self, *, has_store: bool = False) -> DistributedEnvironment:
         """Return the identity with its address. Local.
+
+        Args:
+            has_store: the ranks meet on a store that they were given; no address is needed.
 
         Raises:
             DistributedEnvironmentError: a variable that says the world size or the address is
                 missing or wrong.
         """
-        host, port = self.address()
+        host, port = (LOOPBACK, None) if has_store else self.address()
         if self.world_size is None:
             raise DistributedEnvironmentError(
                 "WORLD_SIZE is not set. Nothing was opened or written. Set it.",
@@ -112,7 +115,8 @@ class DistributedEnvironment:
         node_rank: number of this node; None where nobody says it.
         num_nodes: number of nodes; None where nobody says it.
         master_addr: host where the rendezvous store is.
-        master_port: its port. 0 in a world of 1: any free port, taken when it is needed.
+        master_port: its port. 0 in a world of 1: any free port, taken when it is needed. None where
+            the ranks met otherwise, on a store that they were given.
 
     Raises:
         DistributedEnvironmentError: a field is out of range.
@@ -126,7 +130,7 @@ class DistributedEnvironment:
     node_rank: int | None
     num_nodes: int | None
     master_addr: str = LOOPBACK
-    master_port: int = 0
+    master_port: int | None = 0
 
     def __post_init__(self) -> None:
         for name, limit in (
@@ -141,7 +145,7 @@ class DistributedEnvironment:
             value = getattr(self, name)
             if value is not None and value > self.world_size:
                 raise self._error(f"{name}={value} is above world_size={self.world_size}")
-        if not 0 <= self.master_port <= 65535:
+        if self.master_port is not None and not 0 <= self.master_port <= 65535:
             raise self._error(f"master_port={self.master_port} is not in 0..65535")
         if self.master_port == 0 and self.world_size > 1:
             raise self._error(
@@ -161,6 +165,7 @@ class DistributedEnvironment:
         What nobody says is left out. A world of 1 without a port gets one that is free now on the
         loopback interface.
         """
+        port = _free_port() if self.master_port == 0 else self.master_port
         values = {
             "RANK": self.rank,
             "LOCAL_RANK": self.local_rank,
@@ -168,8 +173,8 @@ class DistributedEnvironment:
             "LOCAL_WORLD_SIZE": self.local_world_size,
             "GROUP_RANK": self.node_rank,
             "GROUP_WORLD_SIZE": self.num_nodes,
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": self.master_port or _free_port(),
+            "MASTER_ADDR": None if port is None else self.master_addr,
+            "MASTER_PORT": port,
         }
         return {name: str(value) for name, value in values.items() if value is not None}
 

@@ -28,6 +28,9 @@ from .model import DistributedEnvironment
 
 __all__ = ["Claim", "agree", "find_differences", "open_store"]
 
+AGREED = ("world_size", "backend", "mesh_dims", "connect")
+"""What all claims must have alike."""
+
 _RESOLVE_S = 1.0
 """After the bound: how long to look whether the address can be resolved, so as to say so."""
 
@@ -50,7 +53,7 @@ class _Stores:
         self._open: dict[tuple[int, str, int], tuple[TCPStore, int]] = {}
 
     def take(self, environment: DistributedEnvironment, timeout: timedelta) -> tuple[Store, int]:
-        key = (os.getpid(), environment.master_addr, environment.master_port)
+        key = (os.getpid(), environment.master_addr, environment.master_port or 0)
         with self._lock:
             store, uses = self._open.get(key, (None, 0))
             if store is None:
@@ -63,16 +66,23 @@ class _Stores:
 _stores = _Stores()
 
 
-def open_store(environment: DistributedEnvironment, timeout: timedelta) -> Store:
-    """A store that all ranks of the job share, with no keys of an earlier bring-up in sight.
+def open_store(
+    environment: DistributedEnvironment, timeout: timedelta, given: Store | None = None
+) -> Store:
+    """Return a store that all ranks of the job share, with no keys of an earlier bring-up in sight.
 
     Blocking until rank 0's server (or the launcher's) answers, bounded by ``timeout``; it does
-    not wait for the other ranks. A world of 1 opens no socket.
+    not wait for the other ranks. A world of 1 opens no socket. A store that was given is used as
+    it is, with keys that each bring-up on it has for itself.
 
     Raises:
         RendezvousTimeoutError: no server answered in time. Also a TimeoutError.
         ReloadpgError: the server could not be started.
     """
+    if given is not None:
+        given.set_timeout(timeout)
+        use = given.add(f"reloadpg/bringup/uses/{environment.rank}", 1)
+        return PrefixStore(f"reloadpg/bringup/given/{use}", given)
     if environment.world_size == 1:
         return HashStore()
     store, use = _stores.take(environment, timeout)
@@ -86,7 +96,7 @@ def _attempt(environ: Mapping[str, str]) -> str:
 
 
 def _connect(environment: DistributedEnvironment, timeout: timedelta) -> TCPStore:
-    address, port = environment.master_addr, environment.master_port
+    address, port = environment.master_addr, environment.master_port or 0
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = environment.rank == 0 and not by_agent
     seconds = timeout.total_seconds()
@@ -172,6 +182,7 @@ class Claim:
         local_rank: its number on that host, or None where nobody said.
         device: the device that it uses.
         exclusive: what no other rank may use; empty if there is nothing.
+        connect: whether it connects the groups that are made.
     """
 
     rank: int
@@ -182,13 +193,14 @@ class Claim:
     local_rank: int | None
     device: str = "cpu"
     exclusive: str = ""
+    connect: str = "none"
 
 
 def find_differences(claims: Sequence[Claim]) -> list[str]:
     """What the claims do not agree on, each with the values and the ranks that hold them. Pure."""
     found = []
     claims = sorted(claims, key=lambda claim: claim.rank)
-    for field in ("world_size", "backend", "mesh_dims"):
+    for field in AGREED:
         holders = _holders(claims, field)
         if len(holders) > 1:
             listed = "; ".join(
@@ -320,10 +332,7 @@ def _wait(store: Store, key: str, end: float) -> bool:
 
 
 def _conflicts(newest: Claim, mine: Claim) -> bool:
-    return any(
-        getattr(newest, field) != getattr(mine, field)
-        for field in ("world_size", "backend", "mesh_dims")
-    )
+    return any(getattr(newest, field) != getattr(mine, field) for field in AGREED)
 
 
 def _conclude(outcome: Mapping[str, Any], slot: int, mine: Claim, seconds: float) -> None:

@@ -181,6 +181,37 @@ def test_the_rank_is_known_without_an_address_and_bring_up_names_what_it_lacks()
     assert run_ranks(refuse_without_address, 2, env=env) == [(0, True), (1, False)]
 
 
+def come_up_on(rank: int, world_size: int, path: str) -> list[Any]:
+    seen = []
+    for turn in range(2):
+        store = dist.FileStore(path, world_size)
+        with reloadpg.init_distributed(store=store, init_timeout=60) as context:
+            value = torch.tensor([float(rank + turn)])
+            dist.all_reduce(value)
+            seen.append((value.item(), context.environment.rank, context.environment.master_port))
+    return seen
+
+
+def test_bring_up_takes_a_store_and_needs_no_address(tmp_path: Any) -> None:
+    """Twice on the same one, as after a restart within the process."""
+    env = {**NO_ADDRESS, "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
+    outcomes = run_ranks(come_up_on, 2, args=(str(tmp_path / "store"),), env=env, timeout=150)
+    assert outcomes == [[(1.0, rank, None), (3.0, rank, None)] for rank in range(2)]
+
+
+def tell_of_mesh(rank: int, world_size: int) -> list[str]:
+    records = Records()
+    with reloadpg.init_distributed(mesh_dims={"tp": 2, "pp": 2}, init_timeout=60):
+        return [text for text in records.texts() if "mesh" in text]
+
+
+def test_the_mesh_is_told_in_one_log_line() -> None:
+    """Its sizes, and the place of this rank."""
+    for rank, lines in enumerate(run_ranks(tell_of_mesh, 4)):
+        place = f"pp={rank // 2} x dp_shard=0 x tp={rank % 2}"
+        assert lines == [f"mesh pp=2 x dp_shard=1 x tp=2 over 4 ranks: rank {rank} is at {place}"]
+
+
 # ---------------------------------------------------------------------------------------------
 # adoption
 
@@ -265,6 +296,10 @@ DISAGREEMENTS = {
     "backend": (
         [{}, {"options": {"backend": "cpu:gloo"}}],
         "backend is gloo on rank 0; cpu:gloo on rank 1",
+    ),
+    "connection": (
+        [{}, {"options": {"connect": "none"}}],
+        "connect is eager on rank 0; none on rank 1",
     ),
     "same rank": (
         [{}, {}, {"env": {"RANK": "1"}}],
@@ -506,6 +541,7 @@ BAD: dict[str, tuple[dict[str, str | None], dict[str, Any], str]] = {
     "mesh list": ({}, {"mesh_dims": [2]}, "mesh_dims=[2] is no mapping"),
     "address with port": ({"MASTER_ADDR": "h:29500"}, {}, "MASTER_ADDR='h:29500'"),
     "seed": ({}, {"seed": -1}, "seed=-1"),
+    "store": ({}, {"store": "tcp://n0"}, "store='tcp://n0' is not a store"),
     "connect": ({}, {"connect": "now"}, "init_distributed(connect='now')"),
     "network": ({}, {"network": "ib0"}, "network='ib0'"),
     "network values": ({}, {"network": {"NCCL_DEBUG": 1}}, "network={'NCCL_DEBUG': 1}"),
@@ -621,6 +657,17 @@ def test_an_evaluator_without_a_group_still_knows_its_shard(
 ) -> None:
     """The example of ``reloadpg.environment`` where no group is made."""
     assert run_ranks(work_alone, 1, env={**NOTHING, **env}) == [(False, shard)]
+
+
+def ensure_without_torch_distributed(rank: int, world_size: int) -> tuple[Any, ...]:
+    records = Records()
+    dist.is_available = lambda: False  # a build of torch for one process
+    return reloadpg.ensure_process_group(), records.texts()
+
+
+def test_an_evaluator_on_a_torch_without_distributed_works_alone() -> None:
+    """Nothing is made, nothing is logged, nothing fails."""
+    assert run_ranks(ensure_without_torch_distributed, 2) == [(False, [])] * 2
 
 
 def ensure_unknown(rank: int, world_size: int) -> str:

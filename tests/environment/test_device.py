@@ -28,6 +28,8 @@ class Accelerator(types.ModuleType):
         super().__init__(f"torch.{KIND}")
         self.uuids = uuids
         self.used: list[int] = []
+        self.streams: list[object] = []
+        self.Stream = object
 
     def is_available(self) -> bool:
         return bool(self.uuids)
@@ -40,6 +42,9 @@ class Accelerator(types.ModuleType):
 
     def set_device(self, index: int) -> None:
         self.used.append(index)
+
+    def set_stream(self, stream: object) -> None:
+        self.streams.append(stream)
 
     def get_device_properties(self, index: int) -> Any:
         return types.SimpleNamespace(uuid=self.uuids[index])
@@ -94,6 +99,31 @@ def test_each_rank_uses_the_accelerator_of_its_local_rank_or_the_only_one_that_i
     """The device is made current, once, and its registered backend is the default."""
     expected = [(f"{KIND}:{index}", [index], BACKEND) for index in indices]
     assert run_ranks(place, 2, args=(uuids, {}), env=env, timeout=150) == expected
+
+
+def test_a_launcher_that_maps_the_devices_itself_has_put_the_ranks_own_first() -> None:
+    """Index 0 whatever the local rank, on devices that differ."""
+    uuids, options = [["a", "b"], ["c", "d"]], {"external_gpu_device_mapping": True}
+    expected = [(f"{KIND}:0", [0], BACKEND)] * 2
+    assert run_ranks(place, 2, args=(uuids, options)) == expected
+
+
+def stream(rank: int, world_size: int, options: dict[str, Any]) -> int:
+    accelerator = plug_in(["a"])
+    with reloadpg.init_distributed(connect="none", **options):
+        return len(accelerator.streams)
+
+
+@pytest.mark.parametrize(
+    ("options", "streams"),
+    [({"stream": True}, 1), ({}, 0), ({"stream": True, "device": "cpu"}, 0)],
+    ids=str,
+)
+def test_a_stream_for_graphs_is_made_current_if_it_is_asked_for(
+    options: dict[str, Any], streams: int
+) -> None:
+    """A new one, on an accelerator."""
+    assert run_ranks(stream, 1, args=(options,)) == [streams]
 
 
 @pytest.mark.parametrize(
