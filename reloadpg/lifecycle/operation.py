@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from .. import c10d
 from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError
+from ..groups.creation import HANDED_OVER
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Job, Options, Unfinished, registry
 from ..rendezvous.outcome import Outcome
@@ -203,7 +204,7 @@ class Operation:
         With a parallelism of N, each of N threads takes the next group when it has finished one:
         the rank works at its first N unfinished groups. All ranks share one order, so the first
         unfinished group of the job is being worked at by all of its members, and no topology can
-        deadlock. Groups that users rebuild themselves go one after the other.
+        deadlock. The default group goes alone, and groups that users rebuild one after the other.
 
         Args:
             phase: the barrier after it.
@@ -220,9 +221,9 @@ class Operation:
         """
         took: list[Took] = []
         most = parallelism or self.options.parallelism
-        for handed_over, part in groupby(groups, lambda one: one.construction.is_handed_over):
+        for order, part in groupby(groups, lambda one: one.construction.order[0]):
             together = list(part)
-            threads = 1 if handed_over else min(most, len(together))
+            threads = 1 if order == HANDED_OVER[0] else min(most, len(together))
             work = partial(self._work, iter(together), threading.Lock(), action, took)
             with self.timed("groups", measure=False):
                 outcome = self.round.run(phase, work, lambda: self.doing, threads)

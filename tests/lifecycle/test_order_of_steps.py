@@ -69,12 +69,28 @@ def test_the_device_has_finished_before_the_first_release(results):
         assert log.index("on_offload") < log.index("synchronize") < log.index("release")
 
 
-def test_groups_are_released_in_the_opposite_order_of_their_rebuild(results):
-    """WORLD goes last and comes first."""
+def test_world_is_released_last_and_rebuilt_first(results):
+    """Alone, while the others go side by side."""
     for *_, (released, rebuilt), generation in results:
         assert rebuilt == ["default_pg", "pair", "another"]
-        assert released == rebuilt[::-1]
+        assert released[-1] == "default_pg"
+        assert sorted(released) == sorted(rebuilt)
         assert generation == 1
+
+
+def _one_by_one(rank, world_size):
+    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=20), parallelism=1)
+    worlds.init("gloo")
+    for index in range(6):
+        dist.new_group([0, 1], group_desc=f"{index}")
+    return [[group.desc for group in step().groups] for step in (reloadpg.offload, reloadpg.reload)]
+
+
+def test_one_by_one_groups_are_released_in_the_opposite_order_of_their_rebuild():
+    """An order that all ranks share."""
+    for released, rebuilt in run_ranks(_one_by_one, 2):
+        assert rebuilt == ["default_pg", "0", "1", "2", "3", "4", "5"]
+        assert released == rebuilt[::-1]
 
 
 def test_nothing_but_the_forwarding_runs_in_a_collective(results):
