@@ -164,7 +164,7 @@ def _bad_options(rank, world_size):
         "bool size": {"min_size": True},
         "float size": {"min_size": 2.5},
         "timeout": {"timeout": timedelta(0)},
-        "timeout type": {"timeout": 300},
+        "timeout type": {"timeout": "300"},
     }
     for name, options in cases.items():
         try:

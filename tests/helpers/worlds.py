@@ -78,8 +78,9 @@ def start(world: str, *, file: str = "", **options: Any) -> None:
     if file:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         where = {"store": dist.FileStore(file, size), "rank": rank, "world_size": size}
-    backend = "gloo" if world == "unbound" else "cpu:gloo,cuda:gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT, **where)
+    # Not "cpu:gloo,cuda:gloo": where a plugin is registered, torch gives such a group no default
+    # backend, and cannot split it. The one gloo serves both devices.
+    dist.init_process_group("gloo", timeout=TIMEOUT, **where)
     if world != "unbound":
         dist.group.WORLD.bound_device_id = DEVICE
     if world == "bound":

@@ -59,12 +59,12 @@ def disagreements(rank: int, size: int) -> dict[str, Any]:
     )
     if rank == 0:
         reloadpg.uninstall()
-        reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=10))
+        reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=10), parallelism=1)
 
     def agree_on_options() -> None:
         if rank == 0:
             reloadpg.uninstall()
-            reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=FAR))
+            reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=FAR), parallelism=1)
 
     differ("other options on one rank", reloadpg.offload, agree_on_options)
 
