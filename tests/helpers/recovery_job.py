@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import re
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -212,14 +211,10 @@ def interfere(point: str, action: Callable[[], object], *, times: int = 1) -> No
 def _interfere_with_group(operation: str, index: int, now: Callable[[], object]) -> None:
     owner, name = (Releases, "release") if operation == "offload" else (Rebuilds, "rebuild")
     original = getattr(owner, name)
-    counts: dict[int, int] = {}
 
     def method(self: Any, group: Any, *args: Any) -> Any:
-        # One thread does one attempt's groups.
-        thread = threading.get_ident()
-        count = counts.get(thread, 0)
-        counts[thread] = count + 1
-        if count == index:
+        self.seen = getattr(self, "seen", -1) + 1  # one object does one operation's groups
+        if self.seen == index:
             now()
         return original(self, group, *args)
 
