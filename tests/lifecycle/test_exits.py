@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch.distributed as dist
-from sampling import sampled
 
 PRELUDE = """
 import os, signal, sys, time
@@ -148,7 +147,8 @@ def test_a_stuck_worker_that_comes_back_during_the_end() -> None:
     assert_quiet(ended, [0, 0])
 
 
-@pytest.mark.parametrize("operation", sampled(["offload", "reload"], "reload"))
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", ["offload", "reload"])
 def test_an_exception_in_the_middle_of_a_step(operation: str) -> None:
     """Uncaught, it ends the interpreter with code 1 and its own traceback, on all ranks."""
     ended = run_interpreters(
