@@ -99,6 +99,31 @@ def test_a_group_can_be_made_where_only_some_ranks_have_a_new_world() -> None:
         assert (seen["after"], seen["sums"]) == ({""}, {2.0})
 
 
+def created_too_late(rank: int, size: int) -> tuple[str, list[str], set[float]]:
+    simulated.register()
+    reloadpg.install(timeout=timedelta(seconds=3))
+    dist.init_process_group("sim")
+    pair = dist.new_group([0, 1], group_desc="pair")
+    names = sorted(dist.distributed_c10d._world.pg_names.values())
+    reloadpg.offload()
+    if rank == 1:
+        simulated.inject(simulated.Fault("create", "stall"))
+    failed = kind_of(reloadpg.reload)
+    simulated.clear_faults()
+    end = time.monotonic() + BOUND_S
+    while reloadpg.status().unfinished and time.monotonic() < end:
+        time.sleep(0.01)
+    left = sorted(set(dist.distributed_c10d._world.pg_names.values()) - set(names))
+    reloadpg.reload()
+    return failed, left, {summed(pair), summed(None)}
+
+
+def test_a_group_whose_creation_ends_after_it_was_given_up_is_discarded() -> None:
+    """Nothing of it stays in c10d's tables, and the next reload builds another one."""
+    expected = ("RendezvousTimeoutError", [], {2.0})
+    assert run_ranks(created_too_late, 2, timeout=200) == [expected] * 2
+
+
 def interrupted_twice(rank: int, size: int, at: str) -> dict[str, Any]:
     reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=BOUND_S))
     worlds.init("gloo")

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch.distributed as dist
-from sampling import sampled
 
 PRELUDE = """
 import os, signal, sys, time
@@ -123,7 +122,8 @@ def test_exit_with_a_worker_that_is_stuck() -> None:
     assert [end.said for end in ended] == ["gave up"] * 2
 
 
-@pytest.mark.parametrize("operation", sampled(["offload", "reload"], "reload"))
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", ["offload", "reload"])
 def test_an_exception_in_the_middle_of_a_step(operation: str) -> None:
     """Uncaught, it ends the interpreter with code 1 and its own traceback, on all ranks."""
     ended = run_interpreters(
