@@ -42,7 +42,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import reloadpg
 from reloadpg.cli.bench import measure
 from reloadpg.errors import table
-from reloadpg.lifecycle.report import Report
 from reloadpg.testing import run_ranks
 
 GROUPS = (1, 10, 25, 50, 100)
