@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -12,6 +14,7 @@ from torch.distributed import distributed_c10d as _c10d
 
 __all__ = [
     "is_coalescing",
+    "on_collective_error",
     "register_debug_handler",
     "registered",
     "skip_in_compiled_code",
@@ -70,6 +73,30 @@ def register_debug_handler(name: str, answer: Callable[[], str]) -> bool:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
     register(name, handle)
     return True
+
+
+def on_collective_error(call: Callable[[BaseException], object]) -> None:
+    """Call this with each error that leaves one of torch's collective functions. Local.
+
+    Torch wraps them all to log such an error (``c10d_logger``, level DEBUG) before it raises it
+    again; a filter on that logger sees the error, and costs nothing where none is raised. It sees
+    no error of a method that is called on a group itself, nor while DEBUG records are disabled.
+    Each function is called once, however often it is given. Seen on 2.8, 2.13 and 2.15.
+    """
+    from torch.distributed import c10d_logger
+
+    logger = c10d_logger._c10d_logger
+    if any(getattr(one, "call", None) is call for one in logger.filters):
+        return
+
+    def look(record: logging.LogRecord) -> bool:
+        error = sys.exc_info()[1]
+        if error is not None and isinstance(record.msg, dict) and "error" in record.msg:
+            call(error)
+        return True
+
+    look.call = call  # type: ignore[attr-defined]
+    logger.addFilter(look)
 
 
 def skip_in_compiled_code(functions: Iterable[Any]) -> None:

@@ -26,7 +26,7 @@ from ..rendezvous.plan import Plan
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.worker_thread import Attempt
 from .device import Placement, choose_placement, parse_backend
-from .launchers import detect_environment, identify
+from .launchers import identify
 from .mesh import build_mesh, resolve_mesh_dims, seed_for, set_seed
 from .model import DistributedEnvironment, DistributedEnvironmentError
 from .network import apply_network, interface_in_use, restore_network, validate_network
@@ -386,16 +386,19 @@ def _adopt_existing(
 
 
 def _environment_of_group() -> DistributedEnvironment:
-    """The launcher's word where it fits the group, otherwise what the group itself knows."""
+    """What the launcher says where it fits the group, otherwise what the group itself knows."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     try:
-        detected = detect_environment()
+        identity = identify(os.environ)
     except DistributedEnvironmentError as error:
         reason = str(error)
     else:
-        if (detected.rank, detected.world_size) == (rank, world_size):
-            return detected
-        reason = f"{detected.source} says rank {detected.rank} of {detected.world_size}"
+        if (identity.rank, identity.world_size) == (rank, world_size):
+            try:
+                return identity.environment()
+            except DistributedEnvironmentError:  # its ranks met otherwise than by an address
+                return identity.environment(has_store=True)
+        reason = f"{identity.source} says rank {identity.rank} of {identity.world_size}"
     logging.getLogger(__name__).debug(
         "the adopted group is rank %d of %d, and its nodes are not known: %s",
         rank,

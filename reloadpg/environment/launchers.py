@@ -99,7 +99,7 @@ def identify(environ: Mapping[str, str]) -> Identity:
     if read.first(*TORCHRUN) is None:
         return _from_launcher(environ) or SINGLE
     own = _from_torch(read)
-    if own is not None and all(name in read for name in ADDRESS):
+    if own is not None and all(name in read for name in ENV):
         return _with_places(own, environ)
     launcher = _from_launcher(environ)
     if launcher is not None:

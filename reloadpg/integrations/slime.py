@@ -19,6 +19,12 @@ registers it). What differs from their own module:
 * The default group and the gloo groups stay the same objects: no temporary gloo WORLD takes their
   place, and nothing has to be looked up again after a wake-up.
 * Groups on one rank and gloo groups are left alone, also when the default group is registered.
+* While asleep a collective on the default group raises, where theirs runs on the temporary one.
+* Memory is not looked at before a collective; an error in one gets the note about it all the same.
+
+Code that reads their tables finds ``torch.distributed.old_new_group``, ``old_new_group_dict``,
+``ReloadableProcessGroup.GROUPS``, and ``group_info`` of a group. miles' patch of megatron-core's
+checkpoint loading, ``monkey_patch_dist_checkpointing_merge``, is here too.
 
 slime maps the backend name ``nccl`` to ``mccl`` on MUSA devices inside its own patch; here the
 backend that is asked for is the one that is used.
@@ -26,18 +32,24 @@ backend that is asked for is the one that is used.
 
 from __future__ import annotations
 
+import inspect
+import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+import wrapt
 
 from .. import c10d
-from ..errors import NotInstalledError, ReloadpgError
+from ..errors import ReloadpgError
+from ..groups.creation import verbatim
 from ..groups.proxy import ReloadableProcessGroup as _Group
 from ..groups.registry import registry
 from ..groups.wrappers import manage_world
+from ..lifecycle import memory
 from ..lifecycle.connect import Connect
 from ..lifecycle.install import install, is_installed
 from ..lifecycle.offload import offload
@@ -47,17 +59,31 @@ from ..lifecycle.report import Report
 __all__ = [
     "ReloadableProcessGroup",
     "destroy_process_groups",
+    "monkey_patch_dist_checkpointing_merge",
     "monkey_patch_torch_dist",
+    "old_new_group_dict",
     "register_default_process_group",
     "reload_process_groups",
 ]
+
+
+logger = logging.getLogger("reloadpg")
+
+old_new_group_dict: dict[int, Callable[..., Any]] = {}
+"""``torch.distributed.new_group`` as it is without the patch, by process id."""
+
+_registered: dict[int, timedelta] = {}
+"""Timeouts given to ``register_default_process_group`` before the patch, by process id."""
+
+_NOTE = "memory after the error"
 
 
 def monkey_patch_torch_dist(**options: Any) -> None:
     """Make groups created from now on reloadable; the default group only once it is registered.
 
     Local; call it before the groups are created. Idempotent: where reloadpg is installed already,
-    by whomever, that installation is used as it is.
+    by whomever, that installation is used as it is. From then on each error in a collective, ours
+    apart, gets a note of the memory in use and free (Python 3.11 and later).
 
     Args:
         options: passed on to :func:`reloadpg.install`, for example ``backends={"gloo"}`` to test
@@ -65,21 +91,27 @@ def monkey_patch_torch_dist(**options: Any) -> None:
     """
     if not is_installed():
         install(**{"world": False, **options})
-    _give_group_attribute()
+    for name, read in _ATTRIBUTES.items():
+        _give_group_attribute(name, read)
+    dist.old_new_group = old_new_group_dict[os.getpid()] = _old_new_group  # type: ignore[attr-defined]
+    c10d.on_collective_error(_note_memory)
+    timeout = _registered.pop(os.getpid(), None)
+    if timeout is not None and dist.is_initialized():
+        register_default_process_group(timeout)
 
 
 def register_default_process_group(timeout: timedelta) -> None:
     """Let the default group be released and rebuilt with the others from now on.
 
-    Local; call it alike on every rank, after ``init_process_group``; idempotent. A gloo default
-    group holds nothing to release and stays as it is.
+    Local; call it alike on every rank, after ``init_process_group``; idempotent. Before
+    ``monkey_patch_torch_dist`` it is noted, and done by that. A gloo default group holds nothing to
+    release and stays as it is.
 
     Args:
         timeout: timeout of the default group, now and after each reload.
 
     Raises:
         ReloadpgError: there is no default group yet; nothing was changed.
-        NotInstalledError: ``monkey_patch_torch_dist`` was not called; nothing was changed.
     """
     if not dist.is_initialized():
         raise ReloadpgError(
@@ -89,10 +121,8 @@ def register_default_process_group(timeout: timedelta) -> None:
     with registry.lock:
         options = registry.options
         if options is None:
-            raise NotInstalledError(
-                "register_default_process_group: nothing is installed; nothing was changed. Call "
-                "monkey_patch_torch_dist() first, before the groups are created."
-            )
+            _registered[os.getpid()] = timeout
+            return
         registry.options = replace(options, selection=replace(options.selection, world=True))
         manage_world(None)
     world = c10d.world()
@@ -106,7 +136,7 @@ def destroy_process_groups() -> Report | None:
     Collective over all ranks; blocking, bounded; idempotent. Before ``monkey_patch_torch_dist``
     it does nothing and returns None, for actors that never train.
     """
-    return offload() if is_installed() else None
+    return ReloadableProcessGroup.destroy_process_groups()
 
 
 def reload_process_groups(*, connect: Connect = "none") -> Report | None:
@@ -119,15 +149,57 @@ def reload_process_groups(*, connect: Connect = "none") -> Report | None:
         connect: as for :func:`reloadpg.reload`. ``eager`` connects each communicator on all its
             ranks, so that no barrier is needed before a first exchange between some of them.
     """
-    return reload(connect=connect) if is_installed() else None
+    return ReloadableProcessGroup.reload_process_groups(connect=connect)
 
 
-def _invalidate_process_groups() -> None:
-    """Nothing: no handle to a group goes stale here. Local."""
+def monkey_patch_dist_checkpointing_merge() -> None:
+    """Let megatron-core load optimizer states that were saved under another parallel layout.
+
+    Local, idempotent; call it before a checkpoint is loaded. Under a layout with other tensor
+    parallelism the lists of ``param_state`` of a ``dp_reshardable`` optimizer differ in length by
+    the padding at their ends, which megatron-core's ``merge`` refuses (0.16.1) or cuts off on one
+    side only. The longer list is cut to the shorter, whichever it is, and a warning says so: that
+    what is cut off is padding is miles' finding, and is not checked. Lists elsewhere are refused as
+    before.
+    """
+    from megatron.core.dist_checkpointing import (
+        dict_utils,
+        serialization,
+        tensor_aware_state_dict,
+    )
+
+    if isinstance(dict_utils.merge, wrapt.FunctionWrapper):
+        return
+    merge = wrapt.FunctionWrapper(dict_utils.merge, _merge_to_the_shorter)
+    # Two modules have imported the function by its name; its recursion finds it in its own.
+    for module in (dict_utils, serialization, tensor_aware_state_dict):
+        module.merge = merge
+
+
+def _merge_to_the_shorter(wrapped: Any, _: object, args: Any, kwargs: Any) -> Any:
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    x1, x2, key = given["x1"], given["x2"], given.get("key", ())
+    if isinstance(x1, list) and isinstance(x2, list) and "param_state" in key:
+        shorter, longer = sorted((x1, x2), key=len)
+        if len(shorter) < len(longer):
+            logger.warning(
+                "checkpoint: %s has %d entries here and %d in the checkpoint: the longer list is "
+                "cut to the shorter, supposing that the rest is padding",
+                "/".join(map(str, key)),
+                len(x1),
+                len(x2),
+            )
+            del longer[len(shorter) :]
+    return wrapped(*args, **kwargs)
 
 
 class _AnyReloadableGroup(type):
     """``isinstance`` with the class below is true for every reloadable group."""
+
+    @property
+    def GROUPS(cls) -> dict[int, list[_Group]]:  # noqa: N802 - slime's name
+        """The reloadable groups of this process beside the default group, by process id."""
+        return {os.getpid(): [group for group in registry.managed() if group is not c10d.world()]}
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _Group)
@@ -143,9 +215,19 @@ class ReloadableProcessGroup(metaclass=_AnyReloadableGroup):
     ``torch.distributed`` functions alone.
     """
 
-    destroy_process_groups = staticmethod(destroy_process_groups)
-    reload_process_groups = staticmethod(reload_process_groups)
-    invalidate_process_groups = staticmethod(_invalidate_process_groups)
+    @staticmethod
+    def destroy_process_groups() -> Report | None:
+        """Release the communicators of all groups; see the function of that name."""
+        return offload() if is_installed() else None
+
+    @staticmethod
+    def reload_process_groups(*, connect: Connect = "none") -> Report | None:
+        """Make all groups work again; see the function of that name."""
+        return reload(connect=connect) if is_installed() else None
+
+    @staticmethod
+    def invalidate_process_groups() -> None:
+        """Do nothing: no handle to a group goes stale here. Local."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         raise TypeError(
@@ -154,15 +236,52 @@ class ReloadableProcessGroup(metaclass=_AnyReloadableGroup):
         )
 
 
+def _old_new_group(*args: Any, **kwargs: Any) -> Any:
+    """Create a group as torch alone would. Arguments are those of ``torch.distributed.new_group``.
+
+    Torch's own function is not enough: it calls another one that is patched too.
+    """
+    with verbatim():
+        return c10d.original("new_group")(*args, **kwargs)
+
+
 def _group_itself(group: _Group) -> _Group | None:
     return group if group.is_live else None
 
 
-def _give_group_attribute(name: str = "group", of: Callable[..., Any] = _group_itself) -> None:
-    """Give reloadable groups the attribute ``group`` that slime's wrappers have. Idempotent.
+def _group_info(group: _Group) -> dict[str, Any]:
+    made = group.construction
+    return {
+        "ranks": list(made.ranks),
+        "args": made.call.args,
+        "kwargs": dict(made.call.kwargs),
+        "backend": made.backend,
+    }
 
-    Theirs holds the real group, which torch knows and the wrapper is not; miles' bridge shim swaps
-    it in around object collectives (miles#1221). Ours is known to torch itself.
+
+_ATTRIBUTES = {"group": _group_itself, "group_info": _group_info}
+
+
+def _give_group_attribute(name: str, read: Callable[[_Group], Any]) -> None:
+    """Give reloadable groups an attribute that slime's wrappers have. Idempotent.
+
+    Their ``group`` holds the real group, which torch knows and the wrapper is not; miles' bridge
+    shim swaps it in around object collectives (miles#1221). Ours is known to torch itself.
     """
     if name not in vars(_Group):
-        setattr(_Group, name, property(of))
+        setattr(_Group, name, property(read))
+
+
+def _note_memory(error: BaseException) -> None:
+    """Add to an error in a collective how much memory is in use, as each source knows it."""
+    notes = getattr(error, "__notes__", ())
+    if isinstance(error, ReloadpgError) or any(note.startswith(_NOTE) for note in notes):
+        return
+    used = [f"{name} {held / 2**30:.2f}" for name, held in memory.in_use().items()]
+    try:
+        free = memory.free_bytes()
+    except Exception:  # a device in an error state has nothing to say
+        free = None
+    said = [] if free is None else [f"free by {free[1]} {free[0] / 2**30:.2f}"]
+    if hasattr(error, "add_note"):
+        error.add_note(f"{_NOTE} (GiB in use): {', '.join([*used, *said])}")

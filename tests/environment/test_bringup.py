@@ -258,6 +258,31 @@ def test_an_existing_group_is_adopted_untouched_and_differences_are_warned_about
         assert timeout == timedelta(seconds=77)
 
 
+def describe(rank: int, world_size: int, path: str) -> tuple[Any, ...]:
+    store = dist.FileStore(path, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    found = reloadpg.init_distributed(adopt=True).environment
+    reloadpg.barrier(60, "both have looked")
+    dist.destroy_process_group()
+    return found.source, found.rank, found.local_rank, found.local_world_size, found.master_port
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"LOCAL_WORLD_SIZE": None}, [("torchrun", rank, rank, None, None) for rank in range(2)]),
+        ({"RANK": "0"}, [("torchrun", 0, 0, None, None), ("process_group", 1, None, None, None)]),
+    ],
+    ids=["launcher fits", "launcher does not fit"],
+)
+def test_an_adopted_group_is_described_by_what_is_known_and_by_no_more(
+    env: dict[str, str | None], expected: list[tuple[Any, ...]], tmp_path: Any
+) -> None:
+    """Ranks that met on a store of their own: what neither launcher nor group says is None."""
+    env = {**NO_ADDRESS, "LOCAL_WORLD_SIZE": None, **env}
+    assert run_ranks(describe, 2, args=(str(tmp_path / "store"),), env=env) == expected
+
+
 # ---------------------------------------------------------------------------------------------
 # disagreement
 

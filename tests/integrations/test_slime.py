@@ -7,6 +7,9 @@ The actors here make the calls of the two frameworks' Megatron actors (``init``,
 from __future__ import annotations
 
 import inspect
+import os
+import sys
+import types
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -21,7 +24,9 @@ import reloadpg
 from reloadpg.integrations.slime import (
     ReloadableProcessGroup,
     destroy_process_groups,
+    monkey_patch_dist_checkpointing_merge,
     monkey_patch_torch_dist,
+    old_new_group_dict,
     register_default_process_group,
     reload_process_groups,
 )
@@ -30,6 +35,7 @@ from reloadpg.testing import run_ranks, simulated
 pytestmark = pytest.mark.matrix
 
 CYCLES = 3
+NON_GROUP_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 GIVEN, REGISTERED = timedelta(minutes=30), timedelta(minutes=7)
 
 GROUPS = {
@@ -281,9 +287,9 @@ def test_before_the_patch(actors: list[dict[str, list[Any]]]) -> None:
 
 
 def no_patch_job(rank: int, size: int) -> list[Any]:
-    """One rank, no patch; then an installation of the user's own; then gloo alone."""
+    """One rank and an installation of the user's own."""
     worlds.init("gloo")
-    seen: list[Any] = [attempt(lambda: register_default_process_group(GIVEN))]
+    seen: list[Any] = []
     with reloadpg.install(backends={"gloo"}, min_size=1):
         monkey_patch_torch_dist()
         seen.append(isinstance(dist.new_group([0]), ReloadableProcessGroup))
@@ -294,11 +300,9 @@ def no_patch_job(rank: int, size: int) -> list[Any]:
 
 
 def test_installations_of_others() -> None:
-    """Registering without a patch names the call that is missing; where reloadpg is installed
-    already, the patch uses that; the class makes no instances by hand."""
-    failed, own, by_hand, subclass = run_ranks(no_patch_job, 1, timeout=60)[0]
-    assert failed[0] == "NotInstalledError"
-    assert "Call monkey_patch_torch_dist() first" in failed[1]
+    """Where reloadpg is installed already, the patch uses that; the class makes no instances by
+    hand."""
+    own, by_hand, subclass = run_ranks(no_patch_job, 1, timeout=60)[0]
     assert own is True
     assert by_hand[0] == "TypeError"
     assert "new_group() returns them" in by_hand[1]
@@ -344,6 +348,192 @@ def test_a_timeout_registered_while_asleep_is_kept() -> None:
     """The rebuilt default group has it, and the status says so before."""
     seconds = REGISTERED.total_seconds()
     assert run_ranks(registered_while_asleep, 2, timeout=60) == [[seconds, seconds]] * 2
+
+
+def registered_before(rank: int, size: int) -> list[Any]:
+    dist.init_process_group("gloo", timeout=GIVEN)
+    register_default_process_group(timeout=GIVEN)
+    register_default_process_group(timeout=REGISTERED)
+    before = type(dist.group.WORLD) is dist.ProcessGroup
+    monkey_patch_torch_dist(backends={"gloo"})
+    destroy_process_groups()
+    reload_process_groups()
+    return [before, reloadpg.status().groups[0].timeout_s, sums_right(None)]
+
+
+def test_registering_before_the_patch_is_done_by_the_patch() -> None:
+    """The default group goes and comes with the timeout that was given last."""
+    expected = [True, REGISTERED.total_seconds(), True]
+    assert run_ranks(registered_before, 2, timeout=120) == [expected] * 2
+
+
+def tables_job(rank: int, size: int) -> dict[str, Any]:
+    simulated.register()
+    for _ in range(2):
+        monkey_patch_torch_dist()
+    dist.init_process_group("sim")
+    register_default_process_group(timeout=REGISTERED)
+    made = [dist.new_group([0, 1], timeout=GIVEN), dist.new_group(ranks=[1, 0], backend="sim")]
+    plain = dist.old_new_group([0, 1])
+    sizes = []
+    for _ in range(2):
+        destroy_process_groups()
+        sizes.append([group.group is None for group in ReloadableProcessGroup.GROUPS[os.getpid()]])
+        reload_process_groups()
+    return {
+        "original": dist.old_new_group is old_new_group_dict[os.getpid()],
+        "plain": isinstance(plain, ReloadableProcessGroup),
+        "groups": [
+            [group is one for group, one in zip(groups, made, strict=True)]
+            for pid, groups in ReloadableProcessGroup.GROUPS.items()
+            if pid == os.getpid()
+        ],
+        "info": [group.group_info for group in made],
+        "asleep": sizes,
+    }
+
+
+def test_tables_of_theirs_that_other_code_reads() -> None:
+    """The unpatched function, the groups of the process, and how each was created."""
+    for seen in run_ranks(tables_job, 2, timeout=120):
+        assert seen["original"]
+        assert not seen["plain"]
+        assert seen["groups"] == [[True, True]]
+        assert seen["asleep"] == [[True, True]] * 2
+        first, second = seen["info"]
+        assert (first["ranks"], first["args"], first["backend"]) == ([0, 1], ([0, 1],), "sim")
+        assert first["kwargs"] == {"timeout": GIVEN}
+        assert second["kwargs"] == {"ranks": [1, 0], "backend": "sim"}
+        assert (second["args"], second["backend"]) == ((), "sim")
+
+
+def stages_job(rank: int, size: int) -> list[Any]:
+    """slime's own check of a pipeline's groups, singletons among them, on gloo."""
+    monkey_patch_torch_dist(backends={"gloo"}, min_size=1)
+    dist.init_process_group("gloo", timeout=GIVEN)
+    register_default_process_group(timeout=GIVEN)
+    made = {kind: [dist.new_group(r) for r in lists] for kind, lists in GROUPS.items()}
+    mine = [one for some in made.values() for one in some if one is not NON_GROUP_MEMBER]
+    stages = made["PP"][0]
+    seen = []
+    for _ in range(2):
+        destroy_process_groups()
+        seen.append([one.group is None for one in mine])
+        reload_process_groups()
+        seen.append([one.group is not None for one in mine])
+        dist.barrier(group=stages)
+        seen.append([dist.get_world_size(stages)])
+    dist.destroy_process_group()
+    return [len(mine), seen]
+
+
+def test_a_pipelines_groups_survive_repeated_reloads_of_world_and_subgroups() -> None:
+    """Every group, of one rank too, is gone while asleep and back afterwards; PP works."""
+    for rank, (count, seen) in enumerate(run_ranks(stages_job, 4, timeout=150)):
+        assert count == (6 if rank == 0 else 5 if rank == 3 else 4)
+        assert seen == [[True] * count, [True] * count, [4]] * 2
+
+
+def without_registration(rank: int, size: int) -> list[bool]:
+    simulated.register()
+    monkey_patch_torch_dist()
+    dist.init_process_group("sim")
+    world, group = dist.group.WORLD, dist.new_group([0, 1])
+    destroy_process_groups()
+    asleep = [group.group is None, dist.group.WORLD is world, sums_right(None)]
+    reload_process_groups()
+    return [*asleep, sums_right(None, group)]
+
+
+def test_a_default_group_that_is_not_registered_is_left_alone() -> None:
+    """Only the subgroups go: WORLD works throughout."""
+    assert run_ranks(without_registration, 2, timeout=120) == [[True] * 4] * 2
+
+
+def failing_job(rank: int, size: int) -> dict[str, Any]:
+    simulated.register()
+    before = dist.all_reduce, vars(reloadpg.ReloadableProcessGroup).get("allreduce")
+    for _ in range(2):
+        monkey_patch_torch_dist()
+    dist.init_process_group("sim")
+    register_default_process_group(timeout=REGISTERED)
+    group, plain = dist.new_group([0, 1]), dist.new_group([0, 1], backend="gloo")
+    seen: dict[str, Any] = {
+        "unwrapped": before == (dist.all_reduce, vars(type(group)).get("allreduce"))
+    }
+
+    def notes(function: Any, *args: Any, **kwargs: Any) -> list[str]:
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            return getattr(error, "__notes__", [])
+        raise AssertionError("no error")
+
+    tensor = torch.ones(1)
+    with simulated.inject(simulated.Fault("collective", message="out of memory")):
+        seen["all_reduce"] = notes(dist.all_reduce, tensor, group=group)
+    with simulated.inject(simulated.Fault("collective", message="out of memory")):
+        seen["nested"] = notes(dist.broadcast_object_list, [1], src=0, group=group)
+    seen["plain"] = notes(dist.broadcast, tensor, src=7, group=plain)
+    destroy_process_groups()
+    seen["asleep"] = notes(dist.all_reduce, tensor, group=group)
+    return seen
+
+
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="exceptions have no notes before Python 3.11"
+)
+def test_an_error_in_a_collective_notes_the_memory_and_nothing_is_wrapped_for_it() -> None:
+    """Once, also where one collective calls another; an error of ours says what to do by itself."""
+    for seen in run_ranks(failing_job, 2, timeout=120):
+        assert seen["unwrapped"]
+        for kind in ("all_reduce", "nested", "plain"):
+            [note] = seen[kind]
+            assert note.startswith("memory after the error (GiB in use): simulated 0.0")
+            assert ", rss " in note
+        assert seen["asleep"] == []
+
+
+def merge_job(rank: int, size: int) -> dict[str, Any]:
+    pytest.importorskip("megatron.core")
+    from megatron.core.dist_checkpointing import dict_utils, serialization, tensor_aware_state_dict
+
+    def merged(mine: list[Any], loaded: list[Any], *path: str) -> Any:
+        x1: Any = {path[-1]: [{"here": one} for one in mine]}
+        x2: Any = {path[-1]: [{"disk": one} for one in loaded]}
+        for name in reversed(path[:-1]):
+            x1, x2 = {name: x1}, {name: x2}
+        found = serialization.merge(x1, x2)
+        for name in path:
+            found = found[name]
+        return found
+
+    optimizer = ("optimizer", "param_state", "float32")
+    both = attempt(lambda: merged([1], [2, 3], *optimizer))
+    for _ in range(2):
+        monkey_patch_dist_checkpointing_merge()
+    return {
+        "before": both[0],
+        "names": serialization.merge is dict_utils.merge is tensor_aware_state_dict.merge,
+        "depth": isinstance(dict_utils.merge.__wrapped__, types.FunctionType),
+        "longer": merged([1], [2, 3], *optimizer),
+        "shorter": merged([1, 2], [3], *optimizer),
+        "equal": merged([1], [2], *optimizer),
+        "elsewhere": attempt(lambda: merged([1], [2, 3], "args", "list"))[0],
+    }
+
+
+def test_optimizer_states_of_another_parallel_layout_are_merged() -> None:
+    """miles' patch: the padding at the end of a longer list is cut off, on either side."""
+    pytest.importorskip("megatron.core")
+    [seen] = run_ranks(merge_job, 1, timeout=150)
+    assert seen["before"] == "ValueError"  # with a later megatron-core too, which cuts one side
+    assert seen["names"]
+    assert seen["depth"]
+    assert seen["longer"] == [{"here": 1, "disk": 2}]
+    assert seen["shorter"] == [{"here": 1, "disk": 3}]
+    assert seen["equal"] == [{"here": 1, "disk": 2}]
+    assert seen["elsewhere"] == "ValueError"
 
 
 def test_signatures() -> None:
