@@ -90,10 +90,10 @@ def _many_cycles(rank, world_size, cycles):
         assert [summed(group, rank) for group in groups] == [3] * len(groups)
         if cycle in (WARM, cycles):
             # Both ranks must be here: a rank that is ahead has keys of its own in the store.
-            dist.barrier()
+            worlds.barrier()
             old = inner_names if cycle > 1 else []
             measured[cycle] = _measure(names, old)
-            dist.barrier()
+            worlds.barrier()
     return (
         measured,
         [group.generation for group in groups],

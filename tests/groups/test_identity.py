@@ -284,7 +284,7 @@ def _copies(rank, world_size):
     if rank == 0:
         store.set("test/pair", pickle.dumps(pair))
         store.set("test/world", pickle.dumps({"model": _Holder(world)}))
-    dist.barrier()
+    worlds.barrier()
     facts = {}
     for state in ("live", "offloaded", "reloaded"):
         if state != "live":
@@ -307,7 +307,7 @@ def _copies(rank, world_size):
     data = pickle.dumps(world)
     find, (name, ranks) = world.__reduce__()
     facts["other ranks"] = _error_of(find, name, ranks[:-1])
-    dist.barrier()
+    worlds.barrier()
     dist.destroy_process_group()
     facts["after destroy"] = _error_of(pickle.loads, data)
     return facts

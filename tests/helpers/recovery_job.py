@@ -103,7 +103,7 @@ class Job:
             group = dist.new_group(list(ranks))
             if rank in ranks and len(ranks) > 1:  # a group of one bypasses
                 job.groups.append(group)
-        dist.barrier()
+        worlds.barrier()
         return job
 
     @property

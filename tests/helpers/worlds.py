@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
@@ -38,13 +39,18 @@ def init(backend: str, **kwargs: Any) -> None:
     dist.init_process_group(backend, **kwargs)
     if BOUND:
         world: Any = dist.group.WORLD
-        served = [one for one in ("cuda", "privateuseone") if serves(world, one)]
-        world.bound_device_id = torch.device(served[0], 0)
+        served = {device.type for device in world._device_types}
+        world.bound_device_id = torch.device("cuda" if "cuda" in served else "privateuseone", 0)
 
 
-def serves(group: Any, device: str) -> bool:
-    """Whether a group has a backend for this kind of device."""
-    return torch.device(device) in group._device_types
+needs_device = pytest.mark.skipif(
+    BOUND, reason="torch's barrier and collectives of objects use the bound device: none is here"
+)
+
+
+def barrier() -> None:
+    """Wait for all ranks, without the device that the default group may be bound to."""
+    dist.all_reduce(torch.zeros(1))
 
 
 @contextmanager
