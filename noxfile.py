@@ -33,6 +33,15 @@ def slow(session: nox.Session) -> None:
 
 
 @nox.session
+def bound(session: nox.Session) -> None:
+    """The multi-rank tests in a world that is bound to a device."""
+    install(session, "test")
+    rooms = ("groups", "lifecycle", "consumers", "rendezvous", "integrations")
+    folders = [f"tests/{room}" for room in rooms]
+    session.run("python", "-m", "pytest", *folders, *session.posargs, env={"TEST_WORLD": "bound"})
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """ruff: check and format."""
     session.install("ruff>=0.12")

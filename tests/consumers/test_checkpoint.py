@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import worlds
 from consumer_run import Run, scratch
 from consumer_tests import Consumer, ConsumerTests
 from torch import nn
@@ -55,6 +56,7 @@ def checkpoint_program(run: Run) -> dict[str, Any]:
     return {"results": results}
 
 
+@worlds.unbound_only
 class TestCheckpoint(ConsumerTests):
     consumer = Consumer(checkpoint_program, 2, groups=2)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import worlds
 from consumer_run import SIM_PLAIN, SIM_RELOADED, Run, scratch
 from consumer_tests import Consumer, ConsumerTests
 from test_ddp import ddp_program
@@ -103,6 +104,7 @@ def whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+@worlds.unbound_only
 class TestCheckpointWhileOffloaded(SimulatedTests):
     """Sharded state is saved, loaded and saved asynchronously while offloaded."""
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import reloadpg
 from reloadpg.testing import run_ranks
 
-pytestmark = pytest.mark.matrix
+pytestmark = [worlds.unbound_only, pytest.mark.matrix]
 
 
 def _error(function, *args, **kwargs):

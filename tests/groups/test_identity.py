@@ -672,6 +672,7 @@ def _bypass(rank, world_size):
     return facts
 
 
+@worlds.unbound_only
 @pytest.mark.matrix
 def test_gloo_groups_bypass_beside_an_accelerators():
     """By default only accelerators' groups are reloadable; gloo groups outlive WORLD's release.

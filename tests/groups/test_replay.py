@@ -145,6 +145,7 @@ def received():
     return run_ranks(_received, 2)
 
 
+@worlds.unbound_only
 @pytest.mark.matrix
 @pytest.mark.parametrize("label", CALLS)
 def test_creating_function_receives_what_the_caller_gave(received, label):
@@ -161,6 +162,7 @@ def test_creating_function_receives_what_the_caller_gave(received, label):
             assert inner == first_inner
 
 
+@worlds.unbound_only
 @pytest.mark.matrix
 def test_replay_is_not_made_of_defaults(received):
     """What was compared holds the values that were lost elsewhere (failures 9, 10)."""
@@ -179,6 +181,7 @@ def test_replay_is_not_made_of_defaults(received):
         assert facts["desc"]["keyword"] == "second"
 
 
+@worlds.unbound_only
 @pytest.mark.matrix
 def test_world_is_created_with_what_init_process_group_resolved(received):
     """The helper of torch gets the same timeout, options, backend and ranks each time."""

@@ -43,8 +43,10 @@ def init(backend: str, **kwargs: Any) -> None:
         world.bound_device_id = torch.device("cuda" if "cuda" in served else "privateuseone", 0)
 
 
-needs_device = pytest.mark.skipif(
-    BOUND, reason="torch's barrier and collectives of objects use the bound device: none is here"
+unbound_only = pytest.mark.skipif(
+    BOUND,
+    reason="torch looks for the bound device in barriers, in collectives of objects and in every "
+    "new group, and this one is not here",
 )
 
 

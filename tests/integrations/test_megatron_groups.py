@@ -22,6 +22,8 @@ import reloadpg
 from reloadpg.integrations import megatron
 from reloadpg.testing import run_ranks, simulated
 
+pytestmark = worlds.unbound_only
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
     "tp2 ep2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},

@@ -32,7 +32,7 @@ from reloadpg.integrations.slime import (
 )
 from reloadpg.testing import run_ranks, simulated
 
-pytestmark = pytest.mark.matrix
+pytestmark = [pytest.mark.matrix, worlds.unbound_only]
 
 CYCLES = 3
 NON_GROUP_MEMBER = dist.GroupMember.NON_GROUP_MEMBER

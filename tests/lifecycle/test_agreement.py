@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import worlds
 from recovery_job import ALLOWANCE, FAR, Job, attempt, meet
 
 import reloadpg
@@ -88,6 +89,7 @@ def disagreed() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CALLS)
+@worlds.unbound_only
 class TestDisagreement:
     """Failure 12: ranks that were about to do different things hung."""
 
