@@ -279,7 +279,29 @@ class Status:
         slowest = max(self.groups, key=_last_ms, default=None)
         return slowest.name if slowest is not None and _last_ms(slowest) else ""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, float | int | str | bool]:
+        """Scalars under flat names (``status/generation``), as loggers of metrics take them.
+
+        Everything is in :meth:`details`.
+        """
+        states = [group.state for group in self.groups]
+        values: dict[str, float | int | str | bool | None] = {
+            "installed": self.installed,
+            "initialized": self.initialized,
+            "state": self.state,
+            "generation": self.generation,
+            "cycles": self.cycles,
+            "groups": len(self.groups),
+            **{f"groups_{state}": states.count(state) for state in dict.fromkeys(states)},
+            "bypassed": self.bypassed,
+            "unmanaged": len(self.unmanaged),
+            "unfinished": len(self.unfinished),
+            "memory_bytes": self.memory_bytes,
+            "failed": bool(self.last_error),
+        }
+        return {f"status/{k}": v for k, v in values.items() if v is not None}
+
+    def details(self) -> dict[str, Any]:
         """All values, nested, with plain types only."""
         return {
             **asdict(self),
@@ -290,10 +312,9 @@ class Status:
             "slowest_group": self.slowest_group,
         }
 
-    details = to_dict
-
     def to_json(self) -> str:
-        return json.dumps(self.to_dict())
+        """:meth:`details` as JSON."""
+        return json.dumps(self.details())
 
     def __str__(self) -> str:
         head = (

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import types
+from dataclasses import replace
 
 import pytest
 
 from reloadpg.c10d import devices
 from reloadpg.lifecycle import memory
-from reloadpg.lifecycle.report import GroupReport, Report, Span
+from reloadpg.lifecycle.report import GroupReport, GroupStatus, Report, Span, Status
 
 GIB = 1 << 30
 
@@ -175,3 +176,32 @@ def test_what_a_report_says():
     assert str(failed) == "reload: failed after 1.0 ms: RebuildError: x"
     assert failed.to_dict()["reload/failed"] is True
     assert failed.restored_bytes is None
+
+
+def test_a_status_has_the_same_two_forms():
+    """``to_dict`` is flat and scalar, ``details`` is everything, as of a report."""
+    group = GroupStatus("0", "pair", (0, 1), "gloo", "live", 2, 30.0, memory_bytes=70)
+    status = Status(
+        installed=True,
+        initialized=True,
+        rank=0,
+        world_size=2,
+        state="live",
+        generation=2,
+        cycles=2,
+        options={"min_size": 2},
+        groups=(group, replace(group, name="1", state="failed", memory_bytes=None)),
+        bypassed=1,
+        unmanaged={"3": "created before install"},
+        last_error="RebuildError: x",
+    )
+    flat = status.to_dict()
+    assert flat["status/generation"] == 2
+    assert flat["status/groups_live"] == flat["status/groups_failed"] == 1
+    assert flat["status/memory_bytes"] == 70
+    assert (flat["status/unmanaged"], flat["status/failed"]) == (1, True)
+    assert all(isinstance(value, (int, float, str)) for value in flat.values())
+    details = json.loads(status.to_json())
+    assert details == json.loads(json.dumps(status.details()))
+    assert details["groups"][0]["ranks"] == [0, 1]
+    assert details["unmanaged"] == {"3": "created before install"}
