@@ -23,7 +23,7 @@ logger = logging.getLogger("reloadpg")
 
 T = TypeVar("T")
 
-_EXIT_S = 2.0
+_EXIT_S = 5.0
 """Seconds that the exit of the interpreter waits for threads that are still in a call."""
 
 

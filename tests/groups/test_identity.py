@@ -136,15 +136,15 @@ def _everywhere(rank, world_size, installed):
     proxies = {g for g in made.values() if isinstance(g, ReloadableProcessGroup)}
     facts["inner"] = []
     for _ in range(3):
-        old = {proxy.group_name: weakref.ref(proxy._inner) for proxy in proxies}
+        old = {proxy.group_name: weakref.ref(proxy.communicator) for proxy in proxies}
         facts["inner"].append(
             {
-                "in tables": sorted({p for proxy in proxies for p in mentions(proxy._inner)}),
-                "held by": sorted({h for proxy in proxies for h in holders(proxy._inner)}),
+                "in tables": sorted({p for proxy in proxies for p in mentions(proxy.communicator)}),
+                "held by": sorted({h for proxy in proxies for h in holders(proxy.communicator)}),
                 "by own name": [
-                    proxy._inner.group_name
+                    proxy.communicator.group_name
                     for proxy in proxies
-                    if resolves_to(proxy._inner.group_name) is proxy._inner
+                    if resolves_to(proxy.communicator.group_name) is proxy.communicator
                 ],
             }
         )
@@ -366,7 +366,7 @@ def _destroying(rank, world_size):
         group, other = dist.new_group([0, 1]), dist.new_group([0, 1])
         name = group.group_name
         dist.all_reduce(torch.ones(1), group=group)
-        inner = weakref.ref(group._inner)
+        inner = weakref.ref(group.communicator)
         if state == "offloaded":
             reloadpg.offload()
         dist.destroy_process_group(group)
@@ -473,7 +473,7 @@ def _again(rank, world_size, state, folder):
             "later": [summed(None, rank), summed(pair, rank)],
             "generations": (world.generation, pair.generation),
         }
-        inner = weakref.ref(pair._inner)
+        inner = weakref.ref(pair.communicator)
         if state == "offloaded":
             reloadpg.offload()
         meet_at_rank_0(rank, f"life {life}")
@@ -589,9 +589,9 @@ def _made_while_offloaded(rank, world_size):
         "WORLD": _use(None),
         "absent": absent is dist.GroupMember.NON_GROUP_MEMBER,
     }
-    inner = made._inner if rank < 2 else None
+    inner = made.communicator if rank < 2 else None
     reloadpg.reload()
-    facts["kept"] = rank == 2 or (made._inner is inner and made.generation == 0)
+    facts["kept"] = rank == 2 or (made.communicator is inner and made.generation == 0)
     del inner
     facts["sums"] = [summed(None, rank), summed(before, rank)]
     facts["sums"] += [summed(made, rank)] if rank < 2 else []

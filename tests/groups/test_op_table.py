@@ -62,7 +62,7 @@ def _job(rank, world_size, reloadable):
     results, facts = {}, []
     for cycle in range(4):
         if cycle and reloadable:
-            inner = [weakref.ref(group._inner) for group in held]
+            inner = [weakref.ref(group.communicator) for group in held]
             reloadpg.offload()
             assert [ref() for ref in inner] == [None] * len(held)
             reloadpg.reload()

@@ -263,7 +263,7 @@ def _changed(rank, world_size):
         facts["descriptions"].append(pair.group_desc)
         reloadpg.reload()
         facts["reloaded"].append([_timeouts(g) for g in (dist.group.WORLD, pair, kept)])
-        facts["descriptions"].append(pair._inner.group_desc)
+        facts["descriptions"].append(pair.communicator.group_desc)
     return facts
 
 

@@ -154,7 +154,7 @@ def _async_work(rank, world_size):
     tensor = torch.tensor([2**rank])
     work = dist.all_reduce(tensor, async_op=True)
     work.wait()
-    inner = weakref.ref(dist.group.WORLD._inner)
+    inner = weakref.ref(dist.group.WORLD.communicator)
     reloadpg.offload()
     untouched = torch.tensor([5.0, 6.0])
     with pytest.raises(GroupOffloadedError):
@@ -317,9 +317,9 @@ def _twice(rank, world_size):
     facts = {"before init": [reloadpg.offload(), reloadpg.reload()]}
     worlds.init("gloo", timeout=TIMEOUT)
     pair = dist.new_group([0, 1])
-    inner = pair._inner
+    inner = pair.communicator
     facts["reload before offload"] = [reloadpg.reload(), reloadpg.reload()]
-    facts["untouched"] = pair._inner is inner, pair.generation
+    facts["untouched"] = pair.communicator is inner, pair.generation
     del inner
     facts["offload twice"] = [reloadpg.offload(), reloadpg.offload(), reloadpg.offload()]
     facts["state"] = reloadpg.status().state, str(pair.state), reloadpg.status().cycles

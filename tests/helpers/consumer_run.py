@@ -137,7 +137,7 @@ class Run:
             return meanwhile() if meanwhile is not None else None
         groups = managed()
         seen = set(map(id, tables().pg_map))
-        inner = {group.group_name: weakref.ref(group._inner) for group in groups}
+        inner = {group.group_name: weakref.ref(group.communicator) for group in groups}
         released = reloadpg.offload()
         gone = {name: ref() is None for name, ref in inner.items()}
         sockets_offloaded = sockets()
@@ -159,7 +159,7 @@ class Run:
                         *refused[group.group_name],
                         str(group.state),
                         group.generation,
-                        group in tables().pg_map and group._inner not in tables().pg_map,
+                        group in tables().pg_map and group.communicator not in tables().pg_map,
                         resolve(group.group_name) is group,
                     )
                     for group in groups

@@ -186,7 +186,7 @@ class Interpreter:
 
     def _offload(self, _: int, fault: list[Any] | None) -> list[Any]:
         inner = [
-            weakref.ref(group._inner)
+            weakref.ref(group.communicator)
             for group in self._groups.values()
             if isinstance(group, reloadpg.ReloadableProcessGroup) and group.is_live
         ]

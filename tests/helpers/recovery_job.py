@@ -127,7 +127,7 @@ class Job:
         return {
             "states": [str(group.state) for group in self.everything],
             "generations": [group.generation for group in self.everything],
-            "inner": [id(group._inner) for group in self.everything],
+            "inner": [id(group.communicator) for group in self.everything],
             "job": reloadpg.status().generation,
         }
 
@@ -148,7 +148,7 @@ class Job:
         return True
 
     def inner(self) -> list[weakref.ref[Any]]:
-        return [weakref.ref(group._inner) for group in self.everything]
+        return [weakref.ref(group.communicator) for group in self.everything]
 
     def cycle(self) -> bool:
         """One offload and reload: new generations, old groups gone, right sums."""

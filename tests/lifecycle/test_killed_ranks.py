@@ -129,7 +129,7 @@ def one_is_late(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_a_rank_that_comes_after_the_bound() -> None:
-    """It gets the others' verdict as soon as it comes, and a second reload completes."""
+    """It gets the others' outcome as soon as it comes, and a second reload completes."""
     results = run_ranks(one_is_late, 4, timeout=120)
     for rank, result in enumerate(results):
         seen = result["seen"]

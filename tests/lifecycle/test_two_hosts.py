@@ -72,7 +72,7 @@ def cut_here():
 
 
 seen = {"before": sums(), "group_rank": os.environ["GROUP_RANK"]}
-inner = [id(group._inner) for group in groups]
+inner = [id(group.communicator) for group in groups]
 if cut == "enter":
     Round = __import__("reloadpg.rendezvous.round").rendezvous.round.Round
     agree = Round.agree
