@@ -36,7 +36,7 @@ def slow(session: nox.Session) -> None:
 def bound(session: nox.Session) -> None:
     """The multi-rank tests in a world that is bound to a device."""
     install(session, "test")
-    rooms = ("groups", "lifecycle", "consumers", "rendezvous", "integrations")
+    rooms = ("groups", "lifecycle", "consumers", "rendezvous", "integrations", "observability")
     folders = [f"tests/{room}" for room in rooms]
     session.run("python", "-m", "pytest", *folders, *session.posargs, env={"TEST_WORLD": "bound"})
 

@@ -81,6 +81,7 @@ class Interpreter:
             rank=self._rank,
             world_size=program.size,
             timeout=timedelta(seconds=WORLD_TIMEOUT_S),
+            bound=program.bound,
         )
         self._groups[WORLD] = dist.group.WORLD
         try:

@@ -30,11 +30,12 @@ class Program:
     """What all ranks are to do. Its repr is what a failure prints."""
 
     size: int
+    bound: bool  # whether the default group is bound to a device
     instructions: list[Instruction]
 
     def __repr__(self) -> str:
         lines = "".join(f"\n    {line}," for line in self.instructions)
-        return f"Program(size={self.size}, instructions=[{lines}\n])"
+        return f"Program(size={self.size}, bound={self.bound}, instructions=[{lines}\n])"
 
 
 @dataclass
@@ -209,7 +210,7 @@ def contribution(rank: int, number: int) -> float:
 @st.composite
 def programs(draw: Any) -> Program:
     """Legal programs: each instruction is one that a caller may give in the state it meets."""
-    size = draw(st.sampled_from([4, 3, 2]))
+    size, bound = draw(st.sampled_from([4, 3, 2])), draw(st.booleans())
     model = Model(size)
     instructions: list[Instruction] = []
     for number in range(draw(st.integers(6, 16))):
@@ -218,7 +219,7 @@ def programs(draw: Any) -> Program:
         instruction = [kind, *draw(_ARGUMENTS[kind](model))]
         model.step(number, instruction)
         instructions.append(instruction)
-    return Program(size, instructions)
+    return Program(size, bound, instructions)
 
 
 def _permitted(model: Model) -> list[str]:
