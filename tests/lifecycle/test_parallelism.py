@@ -74,42 +74,28 @@ def _most_at_once(rank: int, world_size: int, parallelism: int) -> tuple[int, in
     simulated.register()
     reloadpg.install(timeout=BOUND, parallelism=parallelism)
     worlds.init("sim")
-    for _ in range(2 * parallelism):
-        summed(dist.new_group([0, 1]), rank)
+    for index in range(2 * parallelism):
+        summed(dist.new_group([0, 1], group_desc=f"g{index}"), rank)
     lock, now, most = threading.Lock(), {"connect": 0, "release": 0}, {"connect": 0, "release": 0}
-    # The first ones wait for each other; what comes after them must not wait for a full house.
-    together = {at: threading.Barrier(parallelism) for at in now}
+    full = {at: threading.Event() for at in now}
 
     def step(at: str) -> Any:
         def begin(_: Any) -> None:
             with lock:
                 now[at] += 1
                 most[at] = max(most[at], now[at])
-                first = most[at] <= parallelism and not together[at].broken
-            if first:
-                try:
-                    together[at].wait(30)
-                finally:
-                    together[at].abort()
+                if most[at] >= parallelism:
+                    full[at].set()
+            if parallelism > 1 and not (worlds.BOUND and at == "connect"):
+                full[at].wait(60)  # until so many are at it, which then go on together
             with lock:
                 now[at] -= 1
 
         return begin
 
-    def begin(at: str) -> Any:
-        call = step(at)
-
-        def safely(group: Any) -> None:
-            try:
-                call(group)
-            except threading.BrokenBarrierError:
-                with lock:
-                    now[at] -= 1
-
-        return safely
-
-    for at in now:
-        simulated.inject(simulated.Fault(at, "call", times=None, call=begin(at)))  # type: ignore[arg-type]
+    for at in now:  # not the default group, which goes alone
+        fault = simulated.Fault(at, "call", group="g*", times=None, call=step(at))  # type: ignore[arg-type]
+        simulated.inject(fault)
     reloadpg.offload()
     reloadpg.reload(connect="eager")
     return most["release"], most["connect"]
