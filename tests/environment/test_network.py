@@ -202,7 +202,11 @@ BRING_UPS: dict[str, tuple[str, object, dict[str, str], dict[str, str]]] = {
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 @pytest.mark.parametrize(
-    ("name", "network", "preset", "expected"), BRING_UPS.values(), ids=BRING_UPS
+    ("name", "network", "preset", "expected"),
+    [
+        pytest.param(*case, id=name, marks=[] if name == "auto" else [pytest.mark.slow])
+        for name, case in BRING_UPS.items()
+    ],
 )
 def test_bring_up_sets_the_network_before_it_connects_and_undoes_it_at_the_end(
     name: str, network: object, preset: dict[str, str], expected: dict[str, str]

@@ -183,6 +183,7 @@ def test_reloads_come_before_each_phase(suite: Suite, name: str, ranks: int, cyc
         assert found == expected | {f"{name}-{r}": "not installed" for r in range(ranks)}
 
 
+@pytest.mark.slow
 def test_ranks_are_installed_as_their_test_says(tmp_path: Path) -> None:
     """Whatever the shell has set, with both start methods; the mark's own ``env`` counts."""
     ran = run_suite(tmp_path, "autoinstall", RELOADPG_AUTOINSTALL="1")

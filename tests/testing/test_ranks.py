@@ -501,6 +501,7 @@ def server_and_variable(rank: int, world_size: int) -> tuple[int, str | None]:
     return parent_of(os.getppid()), os.environ.get("OF_THE_SERVER")
 
 
+@pytest.mark.slow
 def test_killed_supervisors_and_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A supervisor that is killed takes its ranks and their children along, and the run fails; a
     server that is killed is replaced. Ranks have the caller's environment, not the server's."""
@@ -706,7 +707,8 @@ def test_it():
 """
 
 
-@pytest.mark.parametrize("mode", [slow("prepend"), "importlib"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["prepend", "importlib"])
 def test_test_modules_are_found_in_every_import_mode(tmp_path: Path, mode: str) -> None:
     """Ranks find functions of test modules without `__init__.py`, under the caller's name."""
     names = ("one", "two") if mode == "importlib" else ("one",)
