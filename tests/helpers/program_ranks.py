@@ -72,7 +72,9 @@ class Interpreter:
         self._groups: dict[int, Any] = {}
 
     def run(self, number: int, program: Program) -> list[Any]:
-        store = _connect()
+        # Splits need a FileStore, see worlds.start().
+        file = str(Path(os.environ["TMPDIR"], f"{number}.store"))  # of all ranks of the run
+        store = dist.FileStore(file, program.size) if program.bound else _connect()
         self._barrier = dist.PrefixStore(f"barrier/{number}", self._barriers)
         self._size = program.size
         worlds.init(
@@ -133,6 +135,15 @@ class Interpreter:
             return "none"  # 2.15 has the other answer for this case
         if made is dist.GroupMember.NON_GROUP_MEMBER:
             return "no member"
+        self._groups[slot] = made
+        reloadable = isinstance(made, reloadpg.ReloadableProcessGroup)
+        return "reloadable" if reloadable else "as torch made it"
+
+    def _split(self, number: int, slot: int, ranks: list[int], desc: str, timeout: int) -> str:
+        self._meet(number)
+        made = worlds.split([ranks], timeout=timedelta(seconds=timeout), group_desc=desc)
+        if made is None or made is dist.GroupMember.NON_GROUP_MEMBER:
+            return "none"
         self._groups[slot] = made
         reloadable = isinstance(made, reloadpg.ReloadableProcessGroup)
         return "reloadable" if reloadable else "as torch made it"

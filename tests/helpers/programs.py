@@ -7,11 +7,13 @@ A program is plain data: a world size and a list of instructions, which every ra
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch.torch_version import TorchVersion
+from worlds import CAN_SPLIT
 
 ADVANCES_COUNTER = TorchVersion(torch.__version__) >= "2.15"
 """Whether a creation with local synchronization counts for the names of later groups."""
@@ -30,7 +32,7 @@ class Program:
     """What all ranks are to do. Its repr is what a failure prints."""
 
     size: int
-    bound: bool  # whether the default group is bound to a device
+    bound: bool  # whether the default group is bound to a device, and may be split
     instructions: list[Instruction]
 
     def __repr__(self) -> str:
@@ -64,8 +66,9 @@ class Group:
 class Model:
     """The job, and what every rank sees after every instruction."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, splits: bool = False) -> None:
         self.size = size
+        self.splits = splits
         self.groups = {WORLD: Group(tuple(range(size)), "default_pg", WORLD_TIMEOUT_S)}
         self.released = False
         self.generation = 0
@@ -130,6 +133,11 @@ class Model:
         kind = "reloadable" if group.managed else "as torch made it"
         outside = "none" if local else "no member"
         return [kind if rank in members else outside for rank in range(self.size)]
+
+    def _split(
+        self, number: int, slot: int, ranks: list[int], desc: str, timeout: int
+    ) -> list[Any]:
+        return self._create(number, slot, ranks, "split", True, desc, timeout)
 
     def _destroy(self, _: int, slot: int, only: int | None) -> list[Any]:
         group = self.groups[slot]
@@ -211,7 +219,7 @@ def contribution(rank: int, number: int) -> float:
 def programs(draw: Any) -> Program:
     """Legal programs: each instruction is one that a caller may give in the state it meets."""
     size, bound = draw(st.sampled_from([4, 3, 2])), draw(st.booleans())
-    model = Model(size)
+    model = Model(size, splits=bound and CAN_SPLIT)
     instructions: list[Instruction] = []
     for number in range(draw(st.integers(6, 16))):
         kinds = _permitted(model) if number > 1 else ["create"]
@@ -229,11 +237,21 @@ def _permitted(model: Model) -> list[str]:
     kinds += ["offload"] * (1 if model.released else 4)
     if not model.store_blocked:
         kinds += ["create"] * 3
+    if model.splits and not model.released and _parts(model):
+        kinds += ["split"] * 2
     if model.subgroups:
         kinds.append("destroy")
     if _live(model):
         kinds.append("retime")
     return kinds
+
+
+def _parts(model: Model) -> list[tuple[int, ...]]:
+    """The ranks that can be split from the default group now: their name is one and unused."""
+    everyone = range(model.size)
+    sizes = [model.size] if ADVANCES_COUNTER else range(2, model.size + 1)
+    parts = [part for size in sizes for part in combinations(everyone, size)]
+    return [part for part in parts if model.local_name(part) is not None]
 
 
 def _live(model: Model) -> list[int]:
@@ -263,6 +281,12 @@ def _create(draw: Any, model: Model) -> tuple[Any, ...]:
 
 
 @st.composite
+def _split(draw: Any, model: Model) -> tuple[Any, ...]:
+    ranks = list(draw(st.sampled_from(_parts(model))))
+    return len(model.groups) - 1, ranks, "a part", draw(st.sampled_from([20, 30]))
+
+
+@st.composite
 def _destroy(draw: Any, model: Model) -> tuple[Any, ...]:
     slot = draw(st.sampled_from(sorted(model.subgroups)))
     group = model.subgroups[slot]
@@ -272,6 +296,7 @@ def _destroy(draw: Any, model: Model) -> tuple[Any, ...]:
 
 _ARGUMENTS: dict[str, Any] = {
     "create": _create,
+    "split": _split,
     "destroy": _destroy,
     "retime": lambda model: st.tuples(st.sampled_from(_live(model)), st.sampled_from([25, 50])),
     "collective": lambda model: st.tuples(

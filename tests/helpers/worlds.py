@@ -115,7 +115,10 @@ def split(ranks: list[list[int]], parent: Any = None, **kwargs: Any) -> Any:
     kwargs = {"timeout": TIMEOUT, **kwargs}
     if TorchVersion(torch.__version__) >= "2.15":
         return dist.split_group(parent, ranks, **kwargs)
-    kwargs["pg_options"] = (parent or dist.group.WORLD)._get_backend(torch.device("cpu")).options
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]  # type: ignore[attr-defined]
+    options._timeout = kwargs["timeout"]
+    kwargs["pg_options"] = options
     with accelerator_claimed():
         return dist.split_group(parent, ranks, backend="cpu:gloo", **kwargs)
 
