@@ -76,7 +76,7 @@ def measure(process: int, processes: int, port: int, size: int, barriers: int) -
 
     def rank_main(rank: int) -> None:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        rendezvous = Rendezvous(store, rank, size)
+        rendezvous = Rendezvous(lambda: store, rank, size)
         if rank == mine[-1]:
             counters.append(_count(rendezvous))
         rendezvous.open("warm-up", ("enter",), BOUND_S).barrier("enter")

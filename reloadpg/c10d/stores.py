@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
@@ -13,19 +14,36 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ProcessGroup
 
-from .tables import store_of
+from .tables import is_known, store_of
 
 _RANKS_PER_ROOT = 128
 _PAIRS_UP_TO = 16
 """In larger groups, such as data-parallel ones, pairs leave their keys: nobody sends there."""
 
-__all__ = ["clone_store", "is_store_host", "rendezvous_keys", "root_store"]
+__all__ = ["clone_store", "is_store_host", "rendezvous_keys", "root_store", "root_store_of_job"]
 
 
 def root_store(group: ProcessGroup) -> Store:
     """Return the store beneath the group's own name prefix, which all groups share."""
     store = store_of(group)
     return store.underlying_store if isinstance(store, PrefixStore) else store
+
+
+def root_store_of_job(world: ProcessGroup) -> Callable[[], Store]:
+    """Return a function that finds the root store of the job for as long as the job lasts.
+
+    Rank 0's client of a TCPStore holds the server, which ends with the default group, so what
+    outlives the group must hold neither. Called later, the function raises a RuntimeError.
+    """
+    reference = weakref.ref(world)
+
+    def find() -> Store:
+        group = reference()
+        if group is None or not is_known(group):
+            raise RuntimeError("the default group that the store belongs to was destroyed")
+        return root_store(group)
+
+    return find
 
 
 def clone_store(store: Store) -> Store:

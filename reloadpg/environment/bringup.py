@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
@@ -223,7 +224,7 @@ def bring_up(
         agree(store, claim, init_timeout)
     # A peer that dies between agreement and connection would hold this rank for the whole of
     # ``timeout``, which is hours by intention: so the groups are made within a round.
-    root = None if environment.world_size == 1 else PrefixStore("barriers", store)
+    root = None if environment.world_size == 1 else partial(PrefixStore, "barriers", store)
     rendezvous = Rendezvous(root, environment.rank, environment.world_size)
     round_ = rendezvous.open("init_distributed", ("connected",), init_timeout.total_seconds())
     own = OwnGroups()

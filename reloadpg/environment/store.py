@@ -251,7 +251,7 @@ def agree(store: Store, mine: Claim, timeout: timedelta) -> None:
     seconds = timeout.total_seconds()
     wait = Wait("init_distributed, agree", seconds + _SETTLE_S + _EXIT_S)
     try:
-        outcome, slot = StoreClient(store).ask(_Exchange(mine, seconds).outcome, wait)
+        outcome, slot = StoreClient(lambda: store).ask(_Exchange(mine, seconds).outcome, wait)
     except StoreSilent:
         raise _silent(mine, seconds) from None
     except StoreLost as error:

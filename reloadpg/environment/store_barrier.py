@@ -63,7 +63,8 @@ def _rendezvous_of(group: ProcessGroup, purpose: str) -> Rendezvous:
     if size == 1 or world is None or not c10d.has_peers():
         return Rendezvous(None, rank, size)
     prefix = f"reloadpg/{purpose}/{c10d.name_of(group)}"
-    return Rendezvous(PrefixStore(prefix, c10d.root_store(world)), rank, size)
+    find = c10d.root_store_of_job(world)
+    return Rendezvous(lambda: PrefixStore(prefix, find()), rank, size)
 
 
 def barrier(timeout: timedelta | float, reason: str, group: ProcessGroup | None = None) -> None:

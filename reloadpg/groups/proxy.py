@@ -99,6 +99,8 @@ class ReloadableProcessGroup(Dispatch):
         self._settings = _Settings(desc=str(inner.group_desc))
         self.names_in_store = [construction.name]
         """Names of the generations that have keys in the job's store."""
+        self.before_end: Callable[[], object] | None = None
+        """Called before the group is destroyed for good."""
         device = inner.bound_device_id
         if device is not None:
             # The C++ getter is not virtual: the proxy's own C++ object must hold the device.
@@ -231,6 +233,8 @@ class ReloadableProcessGroup(Dispatch):
         self._destroy(lambda inner: inner.abort())
 
     def _destroy(self, how: Callable[[Any], None]) -> None:
+        if self.before_end is not None:
+            self.before_end()
         placeholder = self._inner if isinstance(self._inner, Offloaded) else None
         inner = self._inner if placeholder is None else placeholder.kept
         self.state = GroupState.DESTROYED

@@ -25,11 +25,15 @@ from .. import c10d
 from ..errors import ReloadpgError
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.store_client import StorePool
-from ..rendezvous.worker_thread import Task
+from ..rendezvous.worker_thread import Task, Wait
 from .proxy import GroupState, ReloadableProcessGroup
 from .selection import Selection, StrategyPolicy
 
 __all__ = ["Callbacks", "Job", "Options", "Registry", "Unfinished", "registry"]
+
+
+_CONNECT_S = 6.0
+"""Seconds in which a connection to the store is made though the name service is silent."""
 
 
 class Patched(Protocol):
@@ -82,6 +86,7 @@ class Job:
         released: whether the last operation left the groups without communicators.
         unfinished: what failed operations have left running.
         creation_stores: store clients for creating groups; None without peers.
+        connecting: connections to the store that were begun in the background.
         suspend_obstacle: why this job has learnt not to suspend; empty if it has not.
         last_error: the error that the last operation raised on this rank; empty if none.
         round: the round that is going on, or the last one.
@@ -95,6 +100,7 @@ class Job:
     released: bool = False
     unfinished: list[Unfinished] = field(default_factory=list)
     creation_stores: StorePool | None = None
+    connecting: list[Task[Any]] = field(default_factory=list)
     suspend_obstacle: str = ""
     last_error: str = ""
     round: Round | None = None
@@ -106,6 +112,16 @@ class Job:
         if world is None:
             raise ReloadpgError("the default group of this job was destroyed; this is a bug")
         return world
+
+    def await_connections(self) -> None:
+        """Wait for connections that are being made: they hold rank 0's store. Bounded.
+
+        One that the server leaves without an answer is not waited for to its end.
+        """
+        wait = Wait("the end of the job", _CONNECT_S)
+        for task in self.connecting:
+            if not task.is_current:  # it may have held the last reference to the group
+                task.wait(wait.left)
 
 
 @dataclass
@@ -196,16 +212,27 @@ class Registry:
             if self._job is None or self._job.of() is not world:
                 # A job ends with its default group: rank 0's store, and the server in it, must
                 # not outlive it, or the next job would find the keys of this one.
-                ended = weakref.ref(world, self._forget)
-                self._job = Job(ended, Rendezvous.of_world(world))
+                job = Job(weakref.ref(world, self._forget), Rendezvous.of_world(world))
+                job.connecting += job.rendezvous.connect_ahead()
                 if c10d.has_peers():
-                    self._job.creation_stores = StorePool(c10d.root_store(world))
-                    self._job.creation_stores.connect_ahead()
+                    job.creation_stores = StorePool(c10d.root_store_of_job(world))
+                    job.connecting.append(job.creation_stores.connect_ahead())
+                if isinstance(world, ReloadableProcessGroup):
+                    world.before_end = job.await_connections
+                self._job = job
             return self._job
 
+    def begin_job(self) -> None:
+        """Note the job of a default group that was created just now, on all ranks alike."""
+        job = self.job("init_process_group")
+        if job is not None and not job.rendezvous.alone:
+            job.rendezvous.count_job(c10d.root_store(job.world))
+
     def _forget(self, ended: weakref.ref[ProcessGroup]) -> None:
-        if self._job is not None and self._job.of is ended:
+        job = self._job
+        if job is not None and job.of is ended:
             self._job = None
+            job.await_connections()
 
     def managed(self) -> list[ReloadableProcessGroup]:
         """List the proxies in c10d's tables, in the order that all ranks share: WORLD first."""

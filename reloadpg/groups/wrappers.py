@@ -74,6 +74,7 @@ def _init_process_group(
     with verbatim():
         result = wrapped(*call.args, **call.kwargs)
     manage_world(call)
+    registry.begin_job()
     return result
 
 
@@ -187,7 +188,7 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
     )
     c10d.complete_ranks(world, tuple(devices))
     proxy = _install_proxy(world, construction)
-    registry.job("init_process_group")  # its connection to the store is made meanwhile
+    registry.job("install")  # its connection to the store is made meanwhile
     return proxy
 
 

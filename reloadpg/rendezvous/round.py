@@ -46,7 +46,7 @@ from ..errors import PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from .barrier import Barrier, Keys
 from .outcome import Outcome, store_lost, store_silent
 from .plan import Plan, Proposal
-from .store_client import GRACE_S, StoreClient, StoreLost, StoreSilent
+from .store_client import GRACE_S, Root, StoreClient, StoreLost, StoreSilent
 from .worker_thread import Attempt, Task, Wait, logger
 
 __all__ = ["Rendezvous", "Round"]
@@ -64,12 +64,12 @@ class Rendezvous:
     """The place on the store where the ranks of a job, or of a group, find each other.
 
     Args:
-        root: the store; None for a rank that has no peers.
+        root: finds the store; None for a rank that has no peers.
         rank: this rank.
         size: number of ranks.
     """
 
-    def __init__(self, root: Store | None, rank: int, size: int) -> None:
+    def __init__(self, root: Root | None, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self._keys = Keys()
@@ -82,12 +82,25 @@ class Rendezvous:
     @classmethod
     def of_world(cls, world: ProcessGroup) -> Rendezvous:
         """Return the rendezvous of the job that ``world`` is the default group of. Local."""
-        root = c10d.root_store(world) if c10d.has_peers() else None
-        rendezvous = cls(root, world.rank(), world.size())
-        if rendezvous._client is not None:
-            # Counted by all ranks alike: the first operation may be one that only some call.
-            rendezvous._client.connect_ahead(rendezvous._own_keys)
-        return rendezvous
+        root = c10d.root_store_of_job(world) if c10d.has_peers() else None
+        return cls(root, world.rank(), world.size())
+
+    def count_job(self, root: Store) -> None:
+        """Count this job on its store, which must be the same on all ranks. One store operation.
+
+        Called by all ranks when the job begins: the first operation may be one that only some
+        call, and at a later time the port of the store may be another job's.
+        """
+        with suppress(RuntimeError):  # lost already: the first operation says it
+            self._own_keys(root)
+
+    def connect_ahead(self) -> list[Task[Store]]:
+        """Connect to the store in the background, and count this job if it is not counted. Local.
+
+        Returns:
+            The tasks that connect.
+        """
+        return [] if self._client is None else [self._client.connect_ahead(self._own_keys)]
 
     @property
     def instance(self) -> int:
@@ -101,7 +114,12 @@ class Rendezvous:
 
     def is_host(self) -> bool:
         """Whether the store's server is in this process. Local."""
-        return self._root is not None and c10d.is_store_host(self._root, self.rank)
+        if self._root is None:
+            return False
+        try:
+            return c10d.is_store_host(self._root(), self.rank)
+        except RuntimeError:
+            return False  # the job has ended
 
     def open(self, operation: str, phases: Sequence[str], seconds: float) -> Round:
         """Begin a round. Local; all ranks must open their rounds in the same order.

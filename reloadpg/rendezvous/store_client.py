@@ -16,9 +16,12 @@ from torch._C._distributed_c10d import Store
 from .. import c10d
 from .worker_thread import Task, Wait
 
-__all__ = ["GRACE_S", "StoreClient", "StoreLost", "StorePool", "StoreSilent"]
+__all__ = ["GRACE_S", "Root", "StoreClient", "StoreLost", "StorePool", "StoreSilent"]
 
 T = TypeVar("T")
+
+Root = Callable[[], Store]
+"""Finds the store that clients are cloned from: nothing here keeps the store of a job alive."""
 
 GRACE_S = 1.5
 """Seconds past a bound that a rank, or the store, may take to answer."""
@@ -36,21 +39,21 @@ class StoreClient:
     """A connection of its own to the store that another client is connected to.
 
     Args:
-        root: a client of the store; it is cloned and never asked anything.
+        root: finds a client of the store, which is cloned and never asked anything.
     """
 
-    def __init__(self, root: Store) -> None:
+    def __init__(self, root: Root) -> None:
         self._root = root
         self._connection = _Connection(root)
 
-    def connect_ahead(self, first: Callable[[Store], object]) -> None:
+    def connect_ahead(self, first: Callable[[Store], T]) -> Task[T]:
         """Connect in the background, and ask a first question then; its error is dropped. Local.
 
         Connecting costs the server a look-up of the client's host name: with a name service that
         does not answer, 5 s in which it serves nobody (seen on torch 2.13 and 2.15).
         """
         connection = self._connection
-        Task(lambda: first(connection.store()), "connect")
+        return Task(lambda: first(connection.store()), "connect")
 
     def ask(self, question: Callable[[Store], T], wait: Wait) -> T:
         """Ask the store something, in a thread. Blocking, bounded; handles signals meanwhile.
@@ -87,10 +90,10 @@ class StorePool:
     creations on one client would wait for each other.
 
     Args:
-        root: a client of the store; it is cloned and never asked anything.
+        root: finds a client of the store, which is cloned and never asked anything.
     """
 
-    def __init__(self, root: Store) -> None:
+    def __init__(self, root: Root) -> None:
         self._root = root
         self._connections: dict[int, _Connection] = {}
 
@@ -98,9 +101,9 @@ class StorePool:
         """Return the client of a thread. Blocking until it is connected, possibly for ever."""
         return self._connections.setdefault(index, _Connection(self._root)).store()
 
-    def connect_ahead(self) -> None:
+    def connect_ahead(self) -> Task[Store]:
         """Connect the first client in the background. Local, at once."""
-        Task(lambda: self.get(0), "connect")
+        return Task(lambda: self.get(0), "connect")
 
     def replaced(self) -> StorePool:
         """Return a pool with clients of its own: those of this one may be held for ever. Local."""
@@ -110,7 +113,7 @@ class StorePool:
 class _Connection:
     """One client of the store, connected when it is first needed."""
 
-    def __init__(self, root: Store) -> None:
+    def __init__(self, root: Root) -> None:
         self._root = root
         self._lock = threading.Lock()
         self._store: Store | None = None
@@ -119,5 +122,5 @@ class _Connection:
         """Return the client. Blocking until it is connected, possibly for ever."""
         with self._lock:
             if self._store is None:
-                self._store = c10d.clone_store(self._root)
+                self._store = c10d.clone_store(self._root())
             return self._store

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from ..c10d import devices
 
@@ -149,26 +149,31 @@ class Task(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self._device = devices.current_index()
-        # The function is given to the thread alone: a task that has ended holds nothing.
-        self._thread = threading.Thread(
-            target=self._run, args=(function,), name=f"reloadpg-{name}", daemon=True
-        )
+        self._function: Callable[[], T] | None = function
+        self._thread = threading.Thread(target=self._run, name=f"reloadpg-{name}", daemon=True)
         _running.add(self._thread)
         self._thread.start()
 
-    def _run(self, function: Callable[[], T]) -> None:
+    def _run(self) -> None:
+        function, self._function = self._function, None
         try:
             devices.use_index(self._device)
-            self._result = function()
+            self._result = cast("Callable[[], T]", function)()
         except BaseException as error:  # raised for the caller by result()
             self._error = error
         finally:
+            del function  # the caller may rely on it: a task that has ended holds nothing
             self._ended.set()
             _running.discard(self._thread)
 
     @property
     def ended(self) -> bool:
         return self._ended.is_set()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the thread that runs the call."""
+        return self._thread is threading.current_thread()
 
     def wait(self, seconds: float) -> bool:
         """Wait up to so many seconds; whether the call has ended."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
+import socket
+import time
 import weakref
 from datetime import timedelta
 
@@ -35,6 +38,7 @@ from reloadpg import (
     GroupPickleError,
     ReloadableProcessGroup,
 )
+from reloadpg.rendezvous import store_client
 from reloadpg.testing import run_ranks, simulated
 
 SPLITS = TorchVersion(torch.__version__) >= "2.15"
@@ -512,6 +516,36 @@ def test_nothing_of_ours_outlives_the_default_group(world, tmp_path):
     """Rank 0's store ends with it, as without us: the next job finds no old keys (failure 5)."""
     results = run_ranks(_installed_only, 2, args=(world, tmp_path), store="rank0")
     assert results == [[3] * 6] * 2
+
+
+def _held(rank, world_size, world, delay):
+    connect = store_client.c10d.clone_store
+
+    def connect_late(store):
+        time.sleep(delay)
+        return connect(store)
+
+    store_client.c10d.clone_store = connect_late
+    reloadpg.install(backends={"gloo"}, world=world, timeout=TIMEOUT)
+    worlds.init("gloo", timeout=TIMEOUT)
+    held = dist.group.WORLD if world else None  # a plain group itself keeps its store
+    port = int(os.environ["MASTER_PORT"])
+    if not delay:
+        _cycle()
+    meet_at_rank_0(rank, "end")
+    dist.destroy_process_group()
+    with socket.socket() as client:
+        refused = client.connect_ex(("127.0.0.1", port)) != 0
+    return refused or rank != 0, str(getattr(held, "state", "destroyed"))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("delay", [0, 0.5])
+@pytest.mark.parametrize("world", [True, False])
+def test_store_server_ends_with_the_default_group(world, delay):
+    """It is gone when destroy_process_group returns, though WORLD is still held, and though our
+    own connections were still being made (failure 5)."""
+    assert run_ranks(_held, 2, args=(world, delay), store="rank0") == [(True, "destroyed")] * 2
 
 
 @pytest.mark.matrix
