@@ -8,6 +8,7 @@ group.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -228,6 +229,10 @@ class Registry:
         if job is not None and not job.rendezvous.alone:
             job.rendezvous.count_job(c10d.root_store(job.world))
 
+    def end_with_interpreter(self) -> None:
+        """Forget the job: what the callback below needs is taken down before the groups are."""
+        self._job = None
+
     def _forget(self, ended: weakref.ref[ProcessGroup]) -> None:
         job = self._job
         if job is not None and job.of is ended:
@@ -320,3 +325,4 @@ _RAW = (
 
 registry = Registry()
 os.register_at_fork(after_in_child=registry.after_fork)
+atexit.register(registry.end_with_interpreter)

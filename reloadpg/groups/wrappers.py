@@ -73,8 +73,8 @@ def _init_process_group(
     call = Call.capture(wrapped, args, kwargs)
     with verbatim():
         result = wrapped(*call.args, **call.kwargs)
-    manage_world(call)
-    registry.begin_job()
+    if manage_world(call) is not None:
+        registry.begin_job()
     return result
 
 

@@ -53,15 +53,15 @@ def _batch(group):
 def _program(rank, world_size):
     early = dist.batch_isend_irecv
     namespace = SimpleNamespace()
-    reloadpg.install(backends={"fake"})
+    dist.Backend.register_backend(
+        "coalescing", lambda *_: _Coalescing(0, 2), extended_api=True, devices=["cpu"]
+    )
+    reloadpg.install(backends={"coalescing"})
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    group = dist.new_group([0, 1])
-    inner = _Coalescing(0, 2)
-    live, group._inner = group._inner, inner
+    group = dist.new_group([0, 1], backend="coalescing")
     for work in dist.batch_isend_irecv(_batch(group)):
         work.wait()
-    namespace.calls = inner.calls
-    group._inner = live
+    namespace.calls = list(group.communicator.calls)
     errors = []
     for wrong in ([], "ops", [1]):
         found = []

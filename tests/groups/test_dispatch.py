@@ -80,10 +80,12 @@ for _name in dispatch.COLLECTIVES & NAMES:
 
 def _none_to_cpp(rank, world_size):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    reloadpg.install(backends={"fake"})
-    group = dist.new_group([0, 1])
-    silent = _Silent(0, 2)
-    group._inner = silent
+    dist.Backend.register_backend(
+        "silent", lambda *_: _Silent(0, 2), extended_api=True, devices=["cpu"]
+    )
+    reloadpg.install(backends={"silent"})
+    group = dist.new_group([0, 1], backend="silent")
+    silent = group.communicator
     tensor = torch.ones(4)
     ops = torch.ops._c10d_functional
     ops.wait_tensor(ops.all_reduce(tensor, "sum", group.group_name))

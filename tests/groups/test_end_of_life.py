@@ -9,14 +9,23 @@ import reloadpg
 from reloadpg.testing import run_ranks
 
 
-class _Stuck:
-    """Stands for a live NCCL group with a completion hook, which needs a GPU."""
+class _Stuck(dist.ProcessGroup):
+    """A live group with a completion hook, which of torch's own backends only NCCL's has."""
 
     def __init__(self):
+        super().__init__(0, 1)
         self.log = []
 
-    def _has_hooks(self):
-        return True
+    def getGroupName(self):
+        return "stuck"
+
+    group_name = property(getGroupName)
+
+    def getBackendName(self):
+        return "stuck"
+
+    def _register_on_completion_hook(self, hook):
+        pass
 
     def _wait_for_pending_works(self):
         self.log.append("wait")
@@ -29,13 +38,13 @@ class _Stuck:
 
 
 def _ends(rank, world_size, how):
-    reloadpg.install(backends={"gloo"}, min_size=1)
+    dist.Backend.register_backend("stuck", lambda *_: _Stuck(), extended_api=True, devices=["cpu"])
+    reloadpg.install(backends={"stuck"}, min_size=1)
     worlds.init("gloo")
-    group, stuck = dist.new_group([0]), _Stuck()
-    group._settings.calls.append(("_register_on_completion_hook", (), {}))
-    group._inner, inner = stuck, group._inner
+    group = dist.new_group([0], backend="stuck")
+    stuck = group.communicator
+    group._register_on_completion_hook(lambda _: None)
     getattr(group, how)()
-    inner.shutdown()
     return stuck.log, str(group.state)
 
 

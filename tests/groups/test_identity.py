@@ -594,7 +594,7 @@ def _twice(rank, world_size):
     for _ in range(3):
         _install()
         _cycle()
-        inner = {type(pair._inner).__name__, type(dist.group.WORLD._inner).__name__}
+        inner = {type(one.communicator).__name__ for one in (pair, dist.group.WORLD)}
         counts.append((len(c10d._world.pg_map), inner, pair.generation))
     return layers, counts
 
