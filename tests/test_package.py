@@ -10,7 +10,7 @@ import reloadpg
 
 def _python(code):
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False
     )
 
 

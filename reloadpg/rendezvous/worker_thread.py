@@ -96,7 +96,8 @@ class Wait:
         if self.waited >= self._next_log:
             self._next_log *= 2
             self.detail = detail()
-            logger.warning("%s: waiting for %.0f s; %s", self.what, self.waited, self.detail)
+            more = f"; {self.detail}" if self.detail else ""
+            logger.warning("%s: waiting for %.0f s%s", self.what, self.waited, more)
 
     def log_end(self) -> None:
         """Log the length of a wait that was logged."""

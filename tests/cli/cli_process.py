@@ -8,7 +8,7 @@ from pathlib import Path
 
 import reloadpg
 
-LIMIT = 120  # seconds; a command takes some seconds, most of them to import torch
+LIMIT = 280  # seconds; a command takes some seconds, most of them to import torch
 
 
 def environment(**variables):

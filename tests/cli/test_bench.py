@@ -7,8 +7,6 @@ from cli_process import command, decoded
 
 from reloadpg.cli import bench, main
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def test_both_operations_are_measured(monkeypatch, capsys):
     """Times and memory, as JSON alone on stdout."""

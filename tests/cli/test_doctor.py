@@ -15,8 +15,6 @@ import reloadpg
 from reloadpg.cli import doctor, doctor_patches, main
 from reloadpg.cli.doctor import Diagnosis, Finding, diagnose
 
-pytestmark = pytest.mark.timeout(180)
-
 FOREIGN = """
 import functools
 import torch.distributed as dist

@@ -14,8 +14,6 @@ from reloadpg.cli import main
 from reloadpg.cli.explain import explain
 from reloadpg.testing import run_ranks
 
-pytestmark = pytest.mark.timeout(240)
-
 # Every way to create a group that gloo has, so that a real job can run the same script.
 SCRIPT = """
 import os, sys

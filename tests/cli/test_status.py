@@ -23,8 +23,6 @@ from reloadpg.cli.status import SILENT_S, JobView
 from reloadpg.observability.publish import publish_status
 from reloadpg.testing import run_ranks
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def view(*ranks, **values):
     """A job whose ranks said these records, now."""

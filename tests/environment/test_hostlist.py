@@ -56,7 +56,7 @@ def test_the_hosts_are_those_of_scontrol(text: str, tmp_path: Path) -> None:
         env={**os.environ, "SLURM_CONF": str(config)},
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=280,
         check=True,
     )
     if "Invalid hostlist" in done.stderr:

@@ -69,7 +69,7 @@ def namespaces_missing() -> str:
         ["unshare", "-n", "ip", "link", "add", "ib0", "type", "veth"],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=280,
         check=False,
     )
     return f"no network namespaces here: {done.stderr.strip()}" if done.returncode else ""
@@ -94,7 +94,7 @@ def test_the_first_usable_infiniband_interface_is_found_and_used(
         env=environ,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -226,7 +226,7 @@ def test_bring_up_sets_the_network_before_it_connects_and_undoes_it_at_the_end(
         env={**environ, **preset, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -132,7 +132,7 @@ def test_the_block_does_what_it_shows(block: Block, tmp_path: Path) -> None:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=280,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return

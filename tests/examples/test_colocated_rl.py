@@ -11,7 +11,6 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
-import pytest
 from documents import ROOT
 
 import reloadpg
@@ -29,7 +28,6 @@ def as_a_script(rank: int, world_size: int, path: str, *options: str) -> tuple[s
     return output.getvalue(), reloadpg.is_installed()
 
 
-@pytest.mark.timeout(180)
 def test_a_copy_runs_alone_with_and_without_reloadpg(tmp_path: Path) -> None:
     """With the groups of a DeviceMesh; it prints the same numbers both times."""
     copy = str(shutil.copy(EXAMPLE, tmp_path / "mine.py"))

@@ -21,7 +21,7 @@ def gate_commands() -> dict[str, str]:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=280,
             check=True,
         )
         found[variable] = done.stdout.strip()

@@ -60,7 +60,7 @@ def test_three_cycles_leave_training_as_it_was(tmp_path: Path) -> None:
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     # Two ranks on one pipe: their lines may run into each other.

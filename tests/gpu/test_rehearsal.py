@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("strategy", ["recreate", "suspend"])
 def test_cycles(strategy: str) -> None:
     """Memory, bits and the strategy are seen as they are."""
-    (seen,) = run_ranks(gpu_job.cycles, 1, args=("sim", 3, strategy), timeout=60)
+    (seen,) = run_ranks(gpu_job.cycles, 1, args=("sim", 3, strategy), timeout=280)
     assert (seen["source"], seen["equal"], seen["groups"]) == ("simulated", True, 4)
     for row in seen["rows"]:
         stays = row["before"] // 8 if strategy == "suspend" else 0
@@ -28,7 +28,7 @@ def test_cycles(strategy: str) -> None:
 
 def test_options() -> None:
     """The timeout and the options object of the rebuilt backend."""
-    (seen,) = run_ranks(gpu_job.options, 1, args=("sim",), timeout=60)
+    (seen,) = run_ranks(gpu_job.options, 1, args=("sim",), timeout=280)
     assert seen["first"] == {"timeout": timedelta(seconds=77), "high": True}
     assert seen["later"] == [seen["first"]] * 2
 
@@ -38,7 +38,7 @@ def test_options() -> None:
 def test_training(how: str) -> None:
     """Losses with and without cycles are the same bits, and fall."""
     with_cycles, without = (
-        run_ranks(gpu_job.train, 2, args=("sim", how, offloads), timeout=60)
+        run_ranks(gpu_job.train, 2, args=("sim", how, offloads), timeout=280)
         for offloads in (True, False)
     )
     assert with_cycles == without
@@ -55,7 +55,7 @@ def test_the_benchmark_ends_cleanly_without_a_gpu() -> None:
         [sys.executable, str(ROOT / "benchmarks" / "gpu.py")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, "")

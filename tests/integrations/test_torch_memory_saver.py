@@ -203,7 +203,7 @@ def saver_job(rank: int, size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(saver_job, 2, timeout=120)
+    return run_ranks(saver_job, 2, timeout=280)
 
 
 class TestFailure28WrongOrder:
@@ -399,4 +399,4 @@ else:
 import reloadpg.integrations.slime, reloadpg.integrations.megatron
 assert "megatron" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=280)

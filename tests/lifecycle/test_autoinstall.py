@@ -58,7 +58,7 @@ def python(folder: Path, code: str, *, first: Path | None = None, **variables: s
         [sys.executable, str(script)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
         cwd=folder,
         env=environ,

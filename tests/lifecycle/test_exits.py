@@ -68,7 +68,7 @@ def run_interpreters(body: str, bound: float = 120.0) -> list[Ended]:
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=200) for process in ranks]
+        outputs = [process.communicate(timeout=280) for process in ranks]
     finally:
         for process in ranks:
             process.kill()

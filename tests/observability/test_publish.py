@@ -191,7 +191,7 @@ def test_the_last_record_is_written_at_the_end_of_the_process(tmp_path: Path) ->
     )
     env = {**os.environ, "RELOADPG_STATUS_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
     record = read(tmp_path / "rank-0.json")
@@ -278,7 +278,7 @@ def test_what_is_optional_may_be_missing(module: str, call: str) -> None:
     code = f"import sys; sys.modules[{module!r}] = None; import reloadpg.observability; {call}"
     env = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=280
     )
     if module == "prometheus_client":
         assert "pip install 'reloadpg[prometheus]'" in done.stderr
