@@ -57,13 +57,18 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .lifecycle.offload import offload as offload
     from .lifecycle.reload import reload as reload
     from .lifecycle.reload import reload as reload_process_groups
+    from .lifecycle.report import BypassedGroup as BypassedGroup
     from .lifecycle.report import GroupReport as GroupReport
     from .lifecycle.report import GroupStatus as GroupStatus
     from .lifecycle.report import Report as Report
+    from .lifecycle.report import Reports as Reports
     from .lifecycle.report import Status as Status
     from .lifecycle.status import status as status
 
 __version__ = "0.1.0"
+
+_TESTED_TORCH = ((2, 8), (2, 15))
+"""The oldest and the newest torch that this version was tested with."""
 
 _HOMES = {
     "environment": """
@@ -83,7 +88,7 @@ _HOMES = {
     "lifecycle.install": "Installation install is_installed uninstall",
     "lifecycle.offload": "offload",
     "lifecycle.reload": "reload",
-    "lifecycle.report": "GroupReport GroupStatus Report Status",
+    "lifecycle.report": "BypassedGroup GroupReport GroupStatus Report Reports Status",
     "lifecycle.status": "status",
 }
 _ALIASES = {"destroy_process_groups": "offload", "reload_process_groups": "reload"}

@@ -2,12 +2,13 @@
 
 Every message says what happened, the state now, and what to call. This module imports neither
 torch nor any other module of the package, so that it can be used before torch is loaded; so the
-functions are here, too, that show ranks and tables as text.
+functions are here, too, that show values as text, and the check of the environment's variables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "DisagreementError",
@@ -23,8 +24,15 @@ __all__ = [
     "ReleaseError",
     "ReloadpgError",
     "RendezvousTimeoutError",
+    "VARIABLES",
+    "counted",
+    "described",
+    "did_you_mean",
     "format_ranks",
+    "mebibytes",
+    "refuse_unknown_variables",
     "table",
+    "unknown_variables",
 ]
 
 
@@ -144,6 +152,25 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
 
 
+def described(desc: str, ranks: Iterable[int]) -> str:
+    """The description of a group; its ranks, where torch gave it none. Local, pure."""
+    if desc not in ("", "undefined"):
+        return desc
+    shown = format_ranks(ranks)
+    noun = "rank" if shown.isdecimal() else "ranks"
+    return f"{noun} {shown if len(shown) <= 24 else f'{shown[:21]}...'}"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``. Local, pure."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def mebibytes(size: float) -> str:
+    """``1.5 MiB``; never ``-0.0``. Local, pure."""
+    return f"{round(size / (1 << 20), 1) + 0.0:.1f} MiB"
+
+
 def table(header: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
     """Lay out columns of text, numbers to the right, as wide as they need. Local, pure."""
 
@@ -167,3 +194,52 @@ def table(header: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+VARIABLES = frozenset(
+    {
+        "RELOADPG_AUTOINSTALL",
+        "RELOADPG_BACKENDS",
+        "RELOADPG_EXCLUDE",
+        "RELOADPG_LOG_LEVEL",
+        "RELOADPG_RANK_LOADING",
+        "RELOADPG_SIM_BYTES",
+        "RELOADPG_STATUS_DIR",
+        "RELOADPG_STRATEGY",
+        "RELOADPG_TIMEOUT_S",
+    }
+)
+"""The variables of the environment that this library reads."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean NAME?)`` for the known name that is nearest; empty if none is. Pure."""
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """List the variables that are set, begin with ``RELOADPG_``, and mean nothing. Local, pure."""
+    return sorted(
+        f"{name}{did_you_mean(name, VARIABLES)}"
+        for name, value in environ.items()
+        if name.startswith("RELOADPG_") and name not in VARIABLES and value.strip()
+    )
+
+
+def refuse_unknown_variables(environ: Mapping[str, str], what: str) -> None:
+    """Refuse an environment with variables that this library would silently not read. Local.
+
+    Args:
+        environ: the variables.
+        what: what is refused, for the message.
+
+    Raises:
+        InvalidOptionError: a variable begins with ``RELOADPG_`` and is unknown.
+    """
+    unknown = unknown_variables(environ)
+    if unknown:
+        raise InvalidOptionError(
+            f"{what}: the environment has {', '.join(unknown)}, which reloadpg does not know; "
+            "nothing was changed. Correct the name or unset it."
+        )

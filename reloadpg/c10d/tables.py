@@ -14,11 +14,14 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 
+from ..errors import described
+
 __all__ = [
     "NameFreed",
     "backend_of",
     "close_coalescing",
     "default_timeout",
+    "desc_of",
     "device_backends",
     "drop_generation",
     "evict",
@@ -28,6 +31,7 @@ __all__ = [
     "is_non_member",
     "known_backends",
     "known_groups",
+    "label_of",
     "name_of",
     "ranks_of",
     "store_of",
@@ -59,6 +63,16 @@ def is_known(group: ProcessGroup) -> bool:
 def name_of(group: ProcessGroup) -> str:
     """The name under which c10d registered the group."""
     return str(_c10d._world.pg_names[group])
+
+
+def desc_of(group: ProcessGroup) -> str:
+    """The description that the group was given; ``undefined`` or empty without one."""
+    return str(getattr(group, "group_desc", ""))
+
+
+def label_of(group: ProcessGroup) -> str:
+    """The group in words, for lists in messages: its name, and its description or ranks."""
+    return f"{name_of(group)!r} ({described(desc_of(group), ranks_of(group))})"
 
 
 def ranks_of(group: ProcessGroup) -> tuple[int, ...]:

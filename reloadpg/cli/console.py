@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..errors import counted, mebibytes
 from ..errors import table as plain_table
 
 __all__ = [
@@ -225,15 +226,6 @@ def follow_lines(tell: Callable[[str], object]) -> Iterator[Path]:
         finally:
             over.set()
             watcher.join()
-
-
-def counted(number: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def mebibytes(size: int) -> str:
-    return f"{size / (1 << 20):.1f} MiB"
 
 
 def _plain_progress(what: str, total: int | None) -> Callable[[int], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.distributed import ProcessGroup
 
@@ -49,6 +49,11 @@ NEXT_CALL = {
     GroupState.DESTROYED: "It was destroyed and is not rebuilt; create a new group.",
 }
 
+IN_BLOCK = (
+    "An offloaded() block is open, which reloads at its end. Until then call reloadpg.barrier() to "
+    "wait for other ranks, and use a gloo group for a collective on the CPU."
+)
+
 
 class Offloaded:
     """The placeholder that a group without a live communicator dispatches to.
@@ -59,6 +64,9 @@ class Offloaded:
         reason: why the group failed, for messages.
         suspended: the group that torch made, if its communicator is suspended.
     """
+
+    block_is_open: ClassVar[Callable[[], bool]] = staticmethod(lambda: False)
+    """Whether the job is in an ``offloaded()`` block; the registry, which knows, sets it."""
 
     def __init__(
         self,
@@ -80,7 +88,10 @@ class Offloaded:
         text = f"{operation} on {owner!r}: the group is {state} and {lacks}."
         if self.reason:
             text += f" {self.reason}"
-        text = f"{text} {NEXT_CALL[state]}"
+        if state is GroupState.OFFLOADED and Offloaded.block_is_open():
+            text = f"{text} {IN_BLOCK}"
+        else:
+            text = f"{text} {NEXT_CALL[state]}"
         if owner is None or state is GroupState.DESTROYED:
             return GroupDestroyedError(text)
         return GroupOffloadedError(text, group=owner.group_name, operation=operation)

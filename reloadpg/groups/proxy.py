@@ -215,8 +215,11 @@ class ReloadableProcessGroup(Dispatch):
     def __repr__(self) -> str:
         ranks = self.construction.ranks
         shown = str(list(ranks)) if len(ranks) <= 8 else f"{len(ranks)} ranks"
+        desc = self.group_desc
+        if desc not in ("", "undefined"):  # torch's word for a group without one
+            shown = f"({desc}) {shown}"
         return (
-            f"<ReloadableProcessGroup {self._name!r} ({self.group_desc}) {shown} "
+            f"<ReloadableProcessGroup {self._name!r} {shown} "
             f"{self.construction.backend} {self.state} generation {self.generation}>"
         )
 

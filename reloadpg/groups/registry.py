@@ -8,12 +8,11 @@ group.
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
@@ -27,10 +26,11 @@ from ..errors import ReloadpgError
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Task, Wait
+from .offloaded import Offloaded
 from .proxy import GroupState, ReloadableProcessGroup
-from .selection import Selection, StrategyPolicy
+from .selection import Bypass, Selection, StrategyPolicy
 
-__all__ = ["Callbacks", "Job", "Options", "Registry", "Unfinished", "registry"]
+__all__ = ["Callbacks", "Job", "Options", "Registry", "Unfinished", "bypass_of", "registry"]
 
 
 _CONNECT_S = 6.0
@@ -130,7 +130,7 @@ class Callbacks:
     """The callbacks that users registered.
 
     They are called before groups are released, before and after they are rebuilt, with the report
-    of each operation, and with each call of ``install``.
+    of each operation, with each call of ``install``, and once by the next ``uninstall``.
     """
 
     offload: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
@@ -138,6 +138,7 @@ class Callbacks:
     reload: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
     report: list[Callable[[Any], object]] = field(default_factory=list)
     install: list[Callable[[], object]] = field(default_factory=list)
+    uninstall: list[Callable[[], object]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,8 @@ class Registry:
         self.pid = os.getpid()
         self.options: Options | None = None
         self.patches: Patched | None = None
+        self.by_environment = False
+        """Whether the installation is that of ``RELOADPG_AUTOINSTALL``."""
         self.callbacks = Callbacks()
         self.warned: set[str] = set()
         self.left_alone: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
@@ -186,9 +189,11 @@ class Registry:
         The child inherits the parent's groups and their sockets. Using them would corrupt the
         parent's conversation, so they are refused until the child starts a job of its own.
         """
-        options, patches, install = self.options, self.patches, self.callbacks.install
+        options, patches, callbacks = self.options, self.patches, self.callbacks
+        by_environment = self.by_environment
         self._clear()
-        self.options, self.patches, self.callbacks.install = options, patches, install
+        self.options, self.patches, self.by_environment = options, patches, by_environment
+        self.callbacks.install, self.callbacks.uninstall = callbacks.install, callbacks.uninstall
         self._inherited = c10d.world()
 
     # -- the job ----------------------------------------------------------------------------
@@ -229,11 +234,13 @@ class Registry:
         if job is not None and not job.rendezvous.alone:
             job.rendezvous.count_job(c10d.root_store(job.world))
 
-    def end_with_interpreter(self) -> None:
-        """Forget the job: what the callback below needs is taken down before the groups are."""
-        self._job = None
-
-    def _forget(self, ended: weakref.ref[ProcessGroup]) -> None:
+    def _forget(
+        self,
+        ended: weakref.ref[ProcessGroup],
+        finalizing: Callable[[], bool] = sys.is_finalizing,  # the module's names are gone by then
+    ) -> None:
+        if finalizing():
+            return
         job = self._job
         if job is not None and job.of is ended:
             self._job = None
@@ -251,18 +258,24 @@ class Registry:
 
         They keep their communicators while the others are offloaded. Local.
         """
+        return [
+            (group, self.left_alone.get(group, _RAW))
+            for group, bypass in self._others()
+            if bypass is None
+        ]
+
+    def bypassed(self) -> list[tuple[ProcessGroup, Bypass]]:
+        """List the groups that the selection leaves alone, with the reason. Local."""
+        return [(group, bypass) for group, bypass in self._others() if bypass is not None]
+
+    def _others(self) -> Iterator[tuple[ProcessGroup, Bypass | None]]:
+        """The groups that are not managed, with the reason if that is the selection."""
         options = self.options
         if options is None or c10d.world() is self._inherited is not None:
-            return []
-        found = []
+            return
         for group in c10d.known_groups():
-            if isinstance(group, ReloadableProcessGroup):
-                continue
-            is_world = group is c10d.world()
-            devices, size = c10d.device_backends(group), len(c10d.ranks_of(group))
-            if not options.selection.bypass_reason(devices, size, is_world=is_world):
-                found.append((group, self.left_alone.get(group, _RAW)))
-        return found
+            if not isinstance(group, ReloadableProcessGroup):
+                yield group, bypass_of(group, options.selection)
 
     def offloaded(self) -> list[ReloadableProcessGroup]:
         """List the managed groups that own no communicator now."""
@@ -318,11 +331,22 @@ class Registry:
         return self._lock
 
 
+def bypass_of(group: ProcessGroup, selection: Selection) -> Bypass | None:
+    """Say why the selection leaves a group alone that torch has made; None if it takes it."""
+    return selection.bypass(
+        c10d.device_backends(group),
+        len(c10d.ranks_of(group)),
+        name=c10d.name_of(group),
+        desc=c10d.desc_of(group),
+        is_world=group is c10d.world(),
+    )
+
+
 _RAW = (
     "it was created before reloadpg.install(), or by a function that reloadpg does not patch; "
     "install earlier, or hand it over with reloadpg.manage()"
 )
 
 registry = Registry()
+Offloaded.block_is_open = staticmethod(lambda: bool(registry.blocks))
 os.register_at_fork(after_in_child=registry.after_fork)
-atexit.register(registry.end_with_interpreter)

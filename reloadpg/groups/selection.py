@@ -6,16 +6,29 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from numbers import Real
+from typing import NamedTuple
 
 from .. import c10d
-from ..errors import InvalidOptionError
+from ..errors import InvalidOptionError, did_you_mean
 
-__all__ = ["BYPASS", "STRATEGY_NAMES", "Selection", "StrategyPolicy"]
+__all__ = ["BYPASS", "STRATEGY_NAMES", "Bypass", "Selection", "StrategyPolicy"]
 
 BYPASS = frozenset({"gloo", "mpi", "fake", "undefined"})
 """Backends that hold no device memory worth releasing: never reloadable unless named."""
 
 STRATEGY_NAMES = ("auto", "recreate", "suspend")
+
+
+class Bypass(NamedTuple):
+    """Why a group is left alone.
+
+    Attributes:
+        reason: in words.
+        remedy: the argument of ``install`` with which the group would be reloadable.
+    """
+
+    reason: str
+    remedy: str
 
 
 @dataclass(frozen=True)
@@ -27,19 +40,36 @@ class Selection:
             accelerator.
         min_size: smallest number of members; smaller groups are returned as torch made them.
         world: whether the default group is made reloadable too.
+        exclude: patterns (``fnmatch``) of the description or name of groups to leave alone.
     """
 
     backends: frozenset[str] | None = None
     min_size: int = 2
     world: bool = True
+    exclude: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, backends: Iterable[str] | str | None, min_size: int, world: bool) -> Selection:
+    def of(
+        cls,
+        backends: Iterable[str] | str | None,
+        min_size: int,
+        world: bool,
+        exclude: Iterable[str] | str = (),
+        *,
+        registered_later: bool = False,
+    ) -> Selection:
         """Validate the options of ``install``.
 
+        Args:
+            backends: see ``install``, as for the others.
+            min_size: likewise.
+            world: likewise.
+            exclude: likewise.
+            registered_later: whether ``backends`` may have names that torch does not know yet.
+
         Raises:
-            InvalidOptionError: an unknown backend, an empty set, ``min_size`` below 1, or a
-                ``world`` that is neither True nor False.
+            InvalidOptionError: an unknown backend, an empty set, ``min_size`` below 1, a
+                ``world`` that is neither True nor False, or an ``exclude`` that is no pattern.
         """
         if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
             raise InvalidOptionError(
@@ -51,23 +81,42 @@ class Selection:
                 f"install(world={world!r}): must be True or False; nothing was installed. Pass "
                 "False to leave the default group as torch makes it."
             )
+        patterns = tuple([exclude] if isinstance(exclude, str) else exclude)
+        if not all(isinstance(pattern, str) and pattern for pattern in patterns):
+            raise InvalidOptionError(
+                f"install(exclude={exclude!r}): not a pattern, nor several; nothing was installed. "
+                'Pass for example exclude="*_SERVICE", which is matched against the description '
+                "and the name of each group."
+            )
         if backends is None:
-            return cls(None, min_size, world)
+            return cls(None, min_size, world, patterns)
         names = frozenset([backends] if isinstance(backends, str) else backends)
         if not names:
             raise InvalidOptionError(
                 "install(backends=()) would make no group reloadable; nothing was installed. "
                 "Pass None for every accelerator backend, or name at least one."
             )
-        known = c10d.known_backends()
-        unknown = sorted(str(name) for name in names if str(name) not in known)
-        if unknown:
+        selection = cls(frozenset(str(name) for name in names), min_size, world, patterns)
+        unknown = selection.unknown_backends()
+        if unknown and not registered_later:
+            known = ", ".join(sorted(c10d.known_backends()))
             raise InvalidOptionError(
                 f"install(backends=...): unknown backend {', '.join(unknown)}; nothing was "
-                f"installed. Torch knows {', '.join(sorted(known))} here; register another with "
+                f"installed. Torch knows {known} here; register another with "
                 "torch.distributed.Backend.register_backend first."
             )
-        return cls(frozenset(str(name) for name in names), min_size, world)
+        return selection
+
+    def unknown_backends(self) -> list[str]:
+        """List the names that torch does not know now, each with the known one that is nearest."""
+        known = c10d.known_backends()
+        unknown = sorted((self.backends or frozenset()) - known)
+        return [f"{name}{did_you_mean(name, known - {'undefined'})}" for name in unknown]
+
+    def __str__(self) -> str:
+        backends = "None" if self.backends is None else sorted(self.backends)
+        exclude = f", exclude={list(self.exclude)}" if self.exclude else ""
+        return f"backends={backends}, min_size={self.min_size}, world={self.world}{exclude}"
 
     def selected(self, devices: Mapping[str, str], size: int) -> tuple[str, ...]:
         """Return the device types whose backend is released; empty for a group to leave alone.
@@ -87,18 +136,40 @@ class Selection:
             )
         return tuple(device for device, backend in devices.items() if backend in names)
 
-    def bypass_reason(self, devices: Mapping[str, str], size: int, *, is_world: bool) -> str:
-        """Say why a group is left alone; empty if it is selected."""
+    def bypass(
+        self,
+        devices: Mapping[str, str],
+        size: int,
+        *,
+        name: str = "",
+        desc: str = "",
+        is_world: bool = False,
+    ) -> Bypass | None:
+        """Say why a group is left alone; None if it is selected.
+
+        Args:
+            devices: backend by device type.
+            size: number of members.
+            name: the group's name.
+            desc: its description.
+            is_world: whether it is the default group.
+        """
         if is_world and not self.world:
-            return "install(world=False)"
+            return Bypass("install(world=False)", "world=True")
+        for pattern in self.exclude:
+            if fnmatchcase(desc, pattern) or fnmatchcase(name, pattern):
+                return Bypass(f"matches exclude {pattern!r}", f"exclude without {pattern!r}")
         if size < self.min_size:
-            return f"{size} rank{'s' * (size != 1)}, fewer than min_size={self.min_size}"
+            few = f"{size} rank{'s' * (size != 1)}, fewer than min_size={self.min_size}"
+            return Bypass(few, f"min_size={size}")
         if self.selected(devices, size):
-            return ""
-        backends = ", ".join(dict.fromkeys(devices.values()))
+            return None
+        names = list(dict.fromkeys(devices.values()))
+        backends = ", ".join(names) or "none"
+        remedy = f"backends={{{', '.join(map(repr, sorted(names)))}}}"
         if self.backends is None:
-            return f"backend {backends} serves no accelerator"
-        return f"backend {backends} is not in backends={sorted(self.backends)}"
+            return Bypass(f"backend {backends} serves no accelerator", remedy)
+        return Bypass(f"backend {backends} is not in backends={sorted(self.backends)}", remedy)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from torch.distributed import ProcessGroup
 from .. import c10d
 from .creation import WORLD_ORDER, Call, Construction, group_order, thread, verbatim
 from .proxy import ReloadableProcessGroup
-from .registry import registry
+from .registry import bypass_of, registry
 
 __all__ = ["manage_world", "wrappers"]
 
@@ -75,7 +76,20 @@ def _init_process_group(
         result = wrapped(*call.args, **call.kwargs)
     if manage_world(call) is not None:
         registry.begin_job()
+    _warn_of_unknown_backends()
     return result
+
+
+def _warn_of_unknown_backends() -> None:
+    """Warn, once a process, of backends that the environment names and nobody has registered."""
+    unknown = registry.options.selection.unknown_backends() if registry.options else []
+    if unknown and "unknown backends" not in registry.warned:
+        registry.warned.add("unknown backends")
+        warnings.warn(
+            f"RELOADPG_BACKENDS names {', '.join(unknown)}, which torch does not know as a backend "
+            "now that the default group exists; no group is reloadable by that name",
+            stacklevel=3,
+        )
 
 
 def _create(create: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,9 +110,9 @@ def _manage(call: Call, made: Any) -> Any:
         return made
     group = cast(ProcessGroup, made)
     devices, ranks = c10d.device_backends(group), c10d.ranks_of(group)
-    selected = options.selection.selected(devices, len(ranks))
-    if not selected:
+    if bypass_of(group, options.selection) is not None:
         return group
+    selected = options.selection.selected(devices, len(ranks))
     obstacle = _obstacle(group, len(ranks))
     if obstacle:
         registry.left_alone[group] = obstacle
@@ -159,7 +173,7 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
     if options is None or world is None or isinstance(world, ReloadableProcessGroup):
         return None
     devices, ranks = c10d.device_backends(world), c10d.ranks_of(world)
-    if options.selection.bypass_reason(devices, len(ranks), is_world=True):
+    if bypass_of(world, options.selection) is not None:
         return None
     obstacle = _obstacle(world, len(ranks))
     if obstacle:

@@ -40,7 +40,7 @@ from ..errors import (
 
 if TYPE_CHECKING:
     from ..lifecycle.connect import Connect
-    from ..lifecycle.report import Report
+    from ..lifecycle.report import Report, Reports
 
 __all__ = ["ActorFailedError", "ActorTimeoutError", "offload_all", "reload_all", "setup_actors"]
 
@@ -107,7 +107,7 @@ def setup_actors(actors: Sequence[Any], *, timeout: timedelta | float = 60.0) ->
 
 def offload_all(
     actors: Sequence[Any], *, timeout: timedelta | float = 600.0, collect: bool = False
-) -> list[Report]:
+) -> Reports:
     """Call ``reloadpg.offload`` in all actors of a job, and wait for all.
 
     Blocking; called in the driver; idempotent. When it returns, the memory is free on all ranks.
@@ -120,7 +120,7 @@ def offload_all(
         collect: as for ``offload``.
 
     Returns:
-        The reports, in rank order.
+        The reports, in rank order; printed, a table of one row a rank.
 
     Raises:
         ActorFailedError: an actor is dead or its ``offload`` raised; it names the actor.
@@ -128,14 +128,16 @@ def offload_all(
         InvalidOptionError: there are no actors, one is listed twice, or another argument is
             wrong; nothing was sent to any actor.
     """
+    from ..lifecycle.report import Reports
+
     call = _Call("offload_all", actors, timeout)
     call.on_all(_answer, UNTOUCHED)
-    return call.on_all(_offload, TOUCHED, [collect] * len(actors))
+    return Reports(call.on_all(_offload, TOUCHED, [collect] * len(actors)))
 
 
 def reload_all(
     actors: Sequence[Any], *, timeout: timedelta | float = 600.0, connect: Connect = "none"
-) -> list[Report]:
+) -> Reports:
     """Call ``reloadpg.reload`` in all actors of a job, and wait for all.
 
     Blocking; called in the driver; idempotent; may be called again after a failure.
@@ -146,7 +148,7 @@ def reload_all(
         connect: as for ``reload``.
 
     Returns:
-        The reports, in rank order.
+        The reports, in rank order; printed, a table of one row a rank.
 
     Raises:
         ActorFailedError: an actor is dead or its ``reload`` raised; it names the actor.
@@ -155,11 +157,12 @@ def reload_all(
             wrong; nothing was sent to any actor.
     """
     from ..lifecycle.connect import validate
+    from ..lifecycle.report import Reports
 
     call = _Call("reload_all", actors, timeout)
     validate(connect)
     call.on_all(_answer, UNTOUCHED)
-    return call.on_all(_reload, TOUCHED, [connect] * len(actors))
+    return Reports(call.on_all(_reload, TOUCHED, [connect] * len(actors)))
 
 
 def job_variables(nodes: Sequence[str], address: str, port: int) -> list[dict[str, str]]:

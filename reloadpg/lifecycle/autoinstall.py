@@ -9,14 +9,18 @@ by it. Ask ``reloadpg.is_installed()``.
 ==========================  ======================================================================
 ``RELOADPG_AUTOINSTALL``    ``1``, ``true``, ``yes`` or ``on``: install; unset, empty, ``0``,
                             ``false``, ``no`` or ``off``: do nothing
-``RELOADPG_BACKENDS``       names with commas between; unset: every accelerator backend
+``RELOADPG_BACKENDS``       names with commas between; unset: every accelerator backend. They may
+                            be registered with torch later, before the default group is created
+``RELOADPG_EXCLUDE``        ``exclude`` of ``install``: patterns with commas between
 ``RELOADPG_STRATEGY``       ``strategy`` of ``install``
 ``RELOADPG_TIMEOUT_S``      ``timeout`` of ``install``, in seconds
 ``RELOADPG_LOG_LEVEL``      level of the logger ``reloadpg``: a name or a number
 ==========================  ======================================================================
 
-A variable that is set and empty counts as unset. Children inherit the variables, so a process
-that is spawned installs for itself; one that is forked has the parent's patches.
+A variable that is set and empty counts as unset; one that begins with ``RELOADPG_`` and is unknown
+is refused. A bare ``reloadpg.install()`` in the program is the same installation. Children inherit
+the variables, so a process that is spawned installs for itself; one that is forked has the parent's
+patches.
 """
 
 from __future__ import annotations
@@ -27,10 +31,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from ..errors import refuse_unknown_variables
+
 __all__ = ["SWITCH", "activate"]
 
 SWITCH = "RELOADPG_AUTOINSTALL"
 BACKENDS = "RELOADPG_BACKENDS"
+EXCLUDE = "RELOADPG_EXCLUDE"
 STRATEGY = "RELOADPG_STRATEGY"
 TIMEOUT = "RELOADPG_TIMEOUT_S"
 LOG_LEVEL = "RELOADPG_LOG_LEVEL"
@@ -50,6 +57,7 @@ def activate() -> None:
 
 
 def _activate() -> None:
+    refuse_unknown_variables(os.environ, "autoinstall")
     value = _read(os.environ, SWITCH)
     if value.lower() in _NO:
         return
@@ -67,7 +75,7 @@ def _guarded(step: Callable[[], None]) -> None:
     except BaseException as error:  # some libraries end the process when they are imported
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         text = " ".join(f"{kind}{error}".split())
-        names = (SWITCH, BACKENDS, STRATEGY, TIMEOUT, LOG_LEVEL)
+        names = (SWITCH, BACKENDS, EXCLUDE, STRATEGY, TIMEOUT, LOG_LEVEL)
         given = " ".join(f"{name}={os.environ[name]!r}" for name in names if name in os.environ)
         with suppress(Exception):  # there may be no stderr
             sys.stderr.write(
@@ -81,7 +89,10 @@ def _install() -> None:
     _set_log_level(_read(os.environ, LOG_LEVEL))
     import reloadpg
 
-    reloadpg.install(**options)
+    reloadpg.install  # noqa: B018 - prepares what starts with installations
+    from .install import install_by_environment
+
+    install_by_environment(**options)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -101,10 +112,11 @@ def _options(environ: Mapping[str, str]) -> dict[str, Any]:
     from datetime import timedelta
 
     options: dict[str, Any] = {}
-    if text := _read(environ, BACKENDS):
-        options["backends"] = frozenset(name.strip() for name in text.split(","))
-        if "" in options["backends"]:
-            raise ValueError(f"{BACKENDS}={text!r} has an empty name.")
+    for argument, variable in (("backends", BACKENDS), ("exclude", EXCLUDE)):
+        if text := _read(environ, variable):
+            options[argument] = tuple(name.strip() for name in text.split(","))
+            if "" in options[argument]:
+                raise ValueError(f"{variable}={text!r} has an empty name.")
     if text := _read(environ, STRATEGY):
         options["strategy"] = text
     if text := _read(environ, TIMEOUT):

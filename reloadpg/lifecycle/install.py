@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import re
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
-from ..errors import InvalidOptionError, PatchConflictError
+import torch
+
+from .. import _TESTED_TORCH, c10d
+from ..errors import (
+    InvalidOptionError,
+    PatchConflictError,
+    counted,
+    refuse_unknown_variables,
+)
 from ..groups.patches import Patches
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection, StrategyPolicy
 from ..groups.wrappers import manage_world
+from .operation import settings_of
 
-__all__ = ["Installation", "install", "is_installed", "uninstall"]
+__all__ = ["Installation", "install", "install_by_environment", "is_installed", "uninstall"]
+
+logger = logging.getLogger("reloadpg")
 
 MAX_TIMEOUT = timedelta(days=365)
 """Longer ones overflow somewhere between Python, C++ and the store."""
@@ -57,11 +72,13 @@ def install(
     strategy: str | StrategyPolicy = "recreate",
     timeout: timedelta | float = timedelta(minutes=5),
     parallelism: int = Options.parallelism,
+    exclude: Iterable[str] | str = (),
 ) -> Installation:
     """Make process groups reloadable from now on.
 
     Local; call it alike on every rank, before the groups are created. Groups that exist already
-    stay as they are, except the default group, which is taken over. Idempotent for equal options.
+    stay as they are, except the default group, which is taken over. Idempotent for equal options;
+    without options also where the environment installed first (``RELOADPG_AUTOINSTALL``).
 
     Args:
         backends: names of the backends whose groups become reloadable; None means all that serve
@@ -75,42 +92,94 @@ def install(
             communicator, while no rank makes progress; at most a year. A number is in seconds.
         parallelism: how many groups a rank releases, or connects after a reload, side by side; 1
             for one after the other. Equal on all ranks.
+        exclude: a pattern (``fnmatch``), or several, of the description or name of groups that
+            are left as torch makes them, for example ``"*_SERVICE"``. The name and description
+            at their creation count. Equal on all ranks.
 
     Returns:
         A handle; as a context manager it uninstalls at the end of the block.
 
     Raises:
-        InvalidOptionError: an option cannot be used.
+        InvalidOptionError: an option cannot be used, or the environment has a variable that
+            begins with ``RELOADPG_`` and is unknown.
         PatchConflictError: installed already with other options.
     """
+    selection = Selection.of(backends, min_size, world, exclude)
+    return _install(_options(selection, strategy, timeout, parallelism), by_environment=False)
+
+
+def install_by_environment(
+    *, backends: Iterable[str] | None = None, exclude: Iterable[str] = (), **options: Any
+) -> Installation:
+    """Install with what the environment says: :func:`install` at the end of ``import torch``.
+
+    Local; idempotent. ``backends`` may have names that are registered with torch later; one that
+    still is not when the default group is created is warned of.
+
+    Raises:
+        InvalidOptionError, PatchConflictError: as for :func:`install`.
+    """
+    selection = Selection.of(backends, 2, True, exclude, registered_later=True)
+    return _install(_options(selection, **options), by_environment=True)
+
+
+def _options(
+    selection: Selection,
+    strategy: str | StrategyPolicy = "recreate",
+    timeout: timedelta | float = timedelta(minutes=5),
+    parallelism: int = Options.parallelism,
+) -> Options:
     if isinstance(parallelism, bool) or not isinstance(parallelism, int) or parallelism < 1:
         raise InvalidOptionError(
             f"install(parallelism={parallelism!r}): not a positive number; nothing was installed. "
             "Pass 1 to release groups one after the other."
         )
-    selection, chosen = Selection.of(backends, min_size, world), StrategyPolicy.of(strategy)
-    options = Options(selection, chosen, _bound(timeout), parallelism)
+    return Options(selection, StrategyPolicy.of(strategy), _bound(timeout), parallelism)
+
+
+def _install(options: Options, *, by_environment: bool) -> Installation:
+    refuse_unknown_variables(os.environ, "install")
     with registry.lock:
-        if registry.patches is not None:
-            if registry.options == options:
+        in_place = registry.options
+        if registry.patches is not None and in_place is not None:
+            plain = registry.by_environment and options == _options(Selection())
+            if options == in_place or plain:
+                if options != in_place:
+                    logger.info("install() without options: %s", _BY_ENVIRONMENT)
                 _tell_of_installation()
-                return Installation(options, owner=False)
+                return Installation(in_place, owner=False)
             raise PatchConflictError(
-                f"install was called again with other options ({options}); in place: "
-                f"{registry.options}. Nothing was changed. Call reloadpg.uninstall() first, or "
-                "install once with the options that all of the program needs."
+                f"install was called again with other options: {_differences(options, in_place)}. "
+                f"{f'In place: {_BY_ENVIRONMENT}. ' if registry.by_environment else ''}Nothing was "
+                "changed. Call reloadpg.uninstall() first, or install once with the options that "
+                "all of the program needs."
             )
         patches = Patches.apply()
         registry.options, registry.patches = options, patches
+        registry.by_environment = by_environment
         try:
             manage_world(None)
         except BaseException:
             patches.undo()
             registry.options = registry.patches = None
             raise
+        _warn_of_torch()
         _warn_of_unmanaged()
         _tell_of_installation()
         return Installation(options, owner=True)
+
+
+_BY_ENVIRONMENT = "RELOADPG_AUTOINSTALL installed at import torch, with the environment's options"
+
+
+def _differences(given: Options, in_place: Options) -> str:
+    """The options that differ: what is given, and what is in place."""
+    before = settings_of(in_place)
+    return ", ".join(
+        f"{name}={value!r} (in place: {before[name]!r})"
+        for name, value in settings_of(given).items()
+        if value != before[name]
+    )
 
 
 def _bound(timeout: timedelta | float) -> timedelta:
@@ -149,11 +218,14 @@ def uninstall() -> None:
         offloaded = registry.offloaded()
         if offloaded:
             raise PatchConflictError(
-                f"uninstall: {len(offloaded)} groups own no communicator now, first "
+                f"uninstall: {counted(len(offloaded), 'group')} without a communicator now, first "
                 f"{offloaded[0]!r}. Nothing was changed. Call reloadpg.reload() on all ranks first."
             )
         patches.undo()
         registry.options = registry.patches = None
+        registry.by_environment = False
+        while registry.callbacks.uninstall:
+            registry.callbacks.uninstall.pop()()
 
 
 def is_installed() -> bool:
@@ -166,11 +238,36 @@ def _tell_of_installation() -> None:
         callback()
 
 
-def _warn_of_unmanaged() -> None:
-    unmanaged = registry.unmanaged()
-    if unmanaged:
+def _warn_of_torch() -> None:
+    """Warn, once a process, of a torch that this version was not tested with."""
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    oldest, newest = _TESTED_TORCH
+    if found is None or oldest <= (int(found[1]), int(found[2])) <= newest:
+        return
+    if "torch version" not in registry.warned:
+        registry.warned.add("torch version")
+        tested = f"{'.'.join(map(str, oldest))} to {'.'.join(map(str, newest))}"
         warnings.warn(
-            f"{len(unmanaged)} process groups were created before reloadpg.install() and will keep "
-            "their communicators while the others are offloaded. Install before creating groups.",
-            stacklevel=3,
+            f"torch {torch.__version__} is not supported: reloadpg was tested with {tested}. It "
+            "was installed all the same; run an offload and a reload of your own job before you "
+            "rely on it.",
+            stacklevel=4,
         )
+
+
+def _warn_of_unmanaged() -> None:
+    """Warn of groups that were created before this installation, by name."""
+    unmanaged = [group for group, _ in registry.unmanaged()]
+    if unmanaged:
+        names = ", ".join(c10d.label_of(group) for group in unmanaged[:_NAMED])
+        more = f" and {len(unmanaged) - _NAMED} more" if len(unmanaged) > _NAMED else ""
+        warnings.warn(
+            f"created before reloadpg.install(): {counted(len(unmanaged), 'process group')} "
+            f"({names}{more}), which will keep communicators while others are offloaded. Install "
+            "before creating groups.",
+            stacklevel=4,
+        )
+
+
+_NAMED = 8
+"""Groups that a message names."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import sys
 import time
+import warnings
 from functools import partial
 
 from ..c10d import devices, release_cautions
 from ..groups.proxy import GroupState
 from ..groups.registry import registry
-from .operation import Operation
+from .operation import Operation, why_nothing
 from .recovery import await_unfinished, end_early
 from .recreate import abort
 from .report import Report
@@ -29,7 +30,8 @@ def offload(*, collect: bool = False) -> Report:
     answer, collectives raise ``GroupOffloadedError`` until :func:`reload`. Gloo groups that
     bypass, and the CPU side of mixed groups, go on working.
 
-    Before ``init_process_group`` and after ``destroy_process_group`` it does nothing.
+    Before ``init_process_group`` and after ``destroy_process_group`` it does nothing. Where no
+    group is reloadable it releases nothing, and warns of that once a process, with the reason.
 
     If it fails before the first group is touched, everything stays as it was; if it fails later,
     every group of the job is without a communicator and in state ``failed``, on all ranks alike,
@@ -92,4 +94,8 @@ def offload(*, collect: bool = False) -> Report:
         raise
     finally:
         op.close()
+    if not op.groups and "nothing to release" not in registry.warned:
+        registry.warned.add("nothing to release")
+        for text in why_nothing(op.options):
+            warnings.warn(f"reloadpg.offload(): {text}", stacklevel=2)
     return op.report

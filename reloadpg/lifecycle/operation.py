@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
@@ -14,9 +14,10 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup
 
 from .. import c10d
-from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError
+from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError, counted
 from ..groups.creation import HANDED_OVER
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Job, Options, Unfinished, registry
@@ -28,7 +29,7 @@ from .recreate import Releases, spent_keys
 from .report import GroupReport, Report, Span
 from .strategy import Strategy
 
-__all__ = ["Operation", "settings_of"]
+__all__ = ["Operation", "settings_of", "why_nothing"]
 
 logger = logging.getLogger("reloadpg")
 
@@ -279,9 +280,9 @@ class Operation:
             self.measure(phase)
             return ""
         logger.warning(
-            "%s: %d groups are recreated instead of suspended: %s",
+            "%s: %s recreated instead of suspended: %s",
             self.name,
-            len(groups),
+            counted(len(groups), "group"),
             outcome.text,
         )
         self.strategy.fall_back(groups, phase, outcome.text)
@@ -398,14 +399,12 @@ class Operation:
                 "reloadable group; use what torch.distributed returns after reloadpg.install()"
             )
         if self.name == "offload":
-            by_reason: dict[str, list[str]] = {}
-            for raw, reason in registry.unmanaged():
-                name = f"{c10d.name_of(raw)!r} ({getattr(raw, 'group_desc', '')})"
-                by_reason.setdefault(reason, []).append(name)
             found += [
-                f"not reloadable, keeps its communicator: group {', '.join(names)}: {reason}"
-                for reason, names in by_reason.items()
+                f"not reloadable, keeps its communicator: {text}"
+                for text in _by_reason(registry.unmanaged())
             ]
+            if not self.groups:
+                found += why_nothing(self.options)
         return found + [
             f"{one}: what it holds is not free" for one in job.unfinished if not one.task.ended
         ]
@@ -452,7 +451,37 @@ def settings_of(options: Options) -> dict[str, Any]:
         "strategy": str(options.strategy),
         "timeout_s": options.timeout.total_seconds(),
         "parallelism": options.parallelism,
+        "exclude": list(selection.exclude),
     }
+
+
+def _by_reason(groups: Iterable[tuple[ProcessGroup, str]]) -> list[str]:
+    """Name groups that have one reason together, with the reason. Local."""
+    names: dict[str, list[str]] = {}
+    for group, reason in groups:
+        names.setdefault(reason, []).append(c10d.label_of(group))
+    return [
+        f"group {', '.join(named[:_NAMED])}"
+        f"{f' and {len(named) - _NAMED} more' if len(named) > _NAMED else ''}: {reason}"
+        for reason, named in names.items()
+    ]
+
+
+_NAMED = 8
+"""Groups that a message names."""
+
+
+def why_nothing(options: Options) -> list[str]:
+    """Say why an offload of a job without a reloadable group releases nothing. Local."""
+    bypassed = registry.bypassed()
+    if not bypassed:
+        return []
+    why = "; ".join(_by_reason((group, bypass.reason) for group, bypass in bypassed))
+    remedies = " or ".join(dict.fromkeys(f"install({one.remedy})" for _, one in bypassed))
+    return [
+        f"nothing was released, since no group is reloadable: {why}. Installed with "
+        f"{options.selection}; call {remedies} to make them reloadable."
+    ]
 
 
 def _publish(report: Report) -> None:

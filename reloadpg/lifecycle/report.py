@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..errors import table
+from ..errors import counted, described, mebibytes, table
 
-__all__ = ["GroupReport", "GroupStatus", "Report", "Span", "Status"]
+__all__ = ["BypassedGroup", "GroupReport", "GroupStatus", "Report", "Reports", "Span", "Status"]
 
 _NOT_OURS = frozenset({"callbacks", "collect", "device", "groups", "store"})
 """Phases of what communicators, devices, the network or the caller's code take."""
@@ -186,11 +186,38 @@ class Report:
         memory = ""
         if moved is not None:
             verb = "released" if self.operation == "offload" else "restored"
-            memory = f", {moved / 2**20:.1f} MiB {verb} ({self.memory_source})"
+            memory = f", {mebibytes(moved)} {verb} ({self.memory_source})"
         return (
-            f"{self.operation}: {len(self.groups)} groups in {self.total_ms:.1f} ms{memory}, "
-            f"generation {self.generation}"
+            f"{self.operation}: {counted(len(self.groups), 'group')} in {self.total_ms:.1f} ms"
+            f"{memory}, generation {self.generation}"
         )
+
+
+class Reports(list[Report]):
+    """The reports of many ranks, in rank order; printed as a table, one row a rank."""
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                one.rank,
+                one.operation,
+                len(one.groups),
+                one.total_ms,
+                sum(ms for name, ms in one.phases_ms.items() if name.startswith("wait.")),
+                _moved(one),
+                one.generation,
+                one.error.partition("\n")[0] or ("" if one.changed else one.note or "already so"),
+            )
+            for one in self
+        ]
+        header = ("rank", "operation", "groups", "ms", "waiting ms", "MiB", "generation", "note")
+        return table(header, rows)
+
+
+def _moved(report: Report) -> float | None:
+    """MiB that came back, or that were taken, on this rank."""
+    moved = report.released_bytes if report.operation == "offload" else report.restored_bytes
+    return None if moved is None else round(moved / 2**20, 2) + 0.0
 
 
 @dataclass(frozen=True)
@@ -229,6 +256,25 @@ class GroupStatus:
 
 
 @dataclass(frozen=True)
+class BypassedGroup:
+    """A group that the options of ``install`` leave as torch made it.
+
+    Attributes:
+        name: its ``group_name``.
+        desc: its ``group_desc``.
+        ranks: global ranks of its members.
+        backend: the backend string that it was created with.
+        reason: why, in words.
+    """
+
+    name: str
+    desc: str
+    ranks: tuple[int, ...]
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Status:
     """The state of this process; see :func:`reloadpg.status`.
 
@@ -249,6 +295,8 @@ class Status:
         unmanaged: by name, the groups that the options of ``install`` select and that are not
             reloadable, with the reason: they keep their communicators.
         unfinished: as in :class:`Report`.
+        bypassed_groups: the groups that the options of ``install`` leave alone, each with the
+            reason; empty while nothing is installed.
     """
 
     installed: bool
@@ -266,6 +314,7 @@ class Status:
     last_error: str = ""
     unmanaged: Mapping[str, str] = field(default_factory=dict)
     unfinished: tuple[str, ...] = ()
+    bypassed_groups: tuple[BypassedGroup, ...] = ()
 
     @property
     def memory_bytes(self) -> int | None:
@@ -320,18 +369,24 @@ class Status:
         head = (
             f"reloadpg: {'installed' if self.installed else 'not installed'}, "
             f"{'rank ' + str(self.rank) if self.initialized else 'not initialized'}, "
-            f"{self.state}, generation {self.generation}, {len(self.groups)} reloadable groups, "
-            f"{self.bypassed} bypassed"
+            f"{self.state}, generation {self.generation}, "
+            f"{counted(len(self.groups), 'reloadable group')}, {self.bypassed} bypassed"
         )
         lines = [head]
         if self.last_error:
             lines.append(f"last error: {self.last_error}")
         lines += self.unfinished
         lines += [f"not reloadable: group {n!r}: {reason}" for n, reason in self.unmanaged.items()]
-        rows = [
-            (g.name, g.desc, len(g.ranks), g.backend, g.state, g.generation, g.timeout_s)
-            for g in self.groups
-        ]
+        bypassed: dict[str, list[str]] = {}
+        for one in self.bypassed_groups:
+            shown = f"{one.name!r} ({described(one.desc, one.ranks)})"
+            bypassed.setdefault(one.reason, []).append(shown)
+        lines += [f"bypassed: group {', '.join(n)}: {reason}" for reason, n in bypassed.items()]
+        rows = []
+        for g in self.groups:
+            desc = described(g.desc, g.ranks)
+            row = (g.name, desc, len(g.ranks), g.backend, g.state, g.generation, g.timeout_s)
+            rows.append(row)
         header = ("name", "desc", "size", "backend", "state", "generation", "timeout s")
         return "\n".join([*lines, table(header, rows)] if rows else lines)
 

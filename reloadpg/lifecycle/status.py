@@ -7,7 +7,7 @@ from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import registry
 from . import memory
 from .operation import settings_of
-from .report import GroupStatus, Status
+from .report import BypassedGroup, GroupStatus, Status
 
 __all__ = ["status"]
 
@@ -44,6 +44,16 @@ def status() -> Status:
         last_error=job.last_error if job else "",
         unmanaged={c10d.name_of(group): reason for group, reason in registry.unmanaged()},
         unfinished=tuple(str(one) for one in unfinished if not one.task.ended),
+        bypassed_groups=tuple(
+            BypassedGroup(
+                c10d.name_of(group),
+                c10d.desc_of(group),
+                c10d.ranks_of(group),
+                c10d.backend_of(group),
+                bypass.reason,
+            )
+            for group, bypass in registry.bypassed()
+        ),
     )
 
 

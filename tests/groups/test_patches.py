@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import types
 import warnings
@@ -14,11 +15,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 import wrapt
 from torch.distributed import device_mesh, distributed_c10d
 
 import reloadpg
+from reloadpg.groups.registry import registry
 from reloadpg.testing import run_ranks
 
 CREATORS = ("new_group", "split_group", "init_process_group")
@@ -143,10 +146,9 @@ def _conflict(rank, world_size):
 
 
 def test_install_with_other_options_is_an_error_that_changes_nothing():
-    """The message has both sets of options and says what to call."""
+    """The message has the options that differ, with both values, and says what to call."""
     text, same, min_size = run_ranks(_conflict, 1)[0]
-    assert "min_size=4" in text
-    assert "min_size=2" in text
+    assert "other options: min_size=4 (in place: 2). Nothing was changed." in text
     assert "uninstall()" in text
     assert same
     assert min_size == 2
@@ -165,6 +167,8 @@ def _bad_options(rank, world_size):
         "float size": {"min_size": 2.5},
         "timeout": {"timeout": timedelta(0)},
         "timeout type": {"timeout": "300"},
+        "exclude": {"exclude": ["TP", ""]},
+        "exclude type": {"exclude": [re.compile("TP")]},
     }
     for name, options in cases.items():
         try:
@@ -181,6 +185,8 @@ def test_bad_options_are_named_and_nothing_is_installed():
         "backend",
         "bool size",
         "empty",
+        "exclude",
+        "exclude type",
         "float size",
         "size",
         "strategy",
@@ -312,7 +318,38 @@ def test_install_after_init_takes_world_over_and_warns_of_older_groups():
         assert result["sub"]
         assert result["same"]
         assert len(result["warned"]) == 1
-        assert "1 process groups" in result["warned"][0]
+        assert "1 process group ('1' (ranks 0-1))" in result["warned"][0]
+
+
+def test_a_torch_that_was_not_tested_is_warned_of_once(monkeypatch):
+    """By install(), which works all the same; a tested one is not."""
+    monkeypatch.setattr(registry, "warned", set())
+    for version, warned in (("2.15.9", 0), ("2.16.0.dev20990101+cpu", 1), ("2.7.1", 0)):
+        monkeypatch.setattr(torch, "__version__", version)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with reloadpg.install():
+                assert reloadpg.is_installed()
+        said = [str(w.message) for w in caught if "is not supported" in str(w.message)]
+        assert len(said) == warned
+        assert all("tested with 2.8 to 2.15" in text and version in text for text in said)
+        if said:
+            assert caught[0].filename == __file__
+
+
+def test_an_unknown_variable_is_refused_by_install(monkeypatch):
+    """With the name that it may be meant to be; nothing is installed. An empty one is unset."""
+    monkeypatch.setenv("RELOADPG_STATUSDIR", "/tmp")
+    monkeypatch.setenv("RELOADPG_FUTURE", "")
+    with pytest.raises(
+        reloadpg.InvalidOptionError,
+        match=r"^install: the environment has RELOADPG_STATUSDIR \(did you mean "
+        r"RELOADPG_STATUS_DIR\?\), which reloadpg does not know; nothing was changed",
+    ):
+        reloadpg.install()
+    assert not reloadpg.is_installed()
+    monkeypatch.delenv("RELOADPG_STATUSDIR")
+    reloadpg.install().uninstall()
 
 
 def _uninstall_while_offloaded(rank, world_size):

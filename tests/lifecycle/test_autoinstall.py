@@ -26,6 +26,7 @@ ENTRY_POINT = ("torch.backends", "reloadpg", "_reloadpg_activation:activate")
 VARIABLES = (
     "RELOADPG_AUTOINSTALL",
     "RELOADPG_BACKENDS",
+    "RELOADPG_EXCLUDE",
     "RELOADPG_STRATEGY",
     "RELOADPG_TIMEOUT_S",
     "RELOADPG_LOG_LEVEL",
@@ -201,7 +202,7 @@ def test_torch_can_be_imported_whatever_is_broken(tmp_path, kind):
 def test_torch_can_be_imported_where_nothing_can_be_said(tmp_path):
     """A process without stderr and a bad value: no line, no exception."""
     code = "import sys; sys.stderr = None\n" + SEEN
-    done = python(tmp_path, code, RELOADPG_AUTOINSTALL="1", RELOADPG_BACKENDS="carrier-pigeon")
+    done = python(tmp_path, code, RELOADPG_AUTOINSTALL="1", RELOADPG_STRATEGY="hope")
     assert (done.stdout, done.stderr) == ("2.0 False\n", "")
 
 
@@ -219,7 +220,7 @@ def environment(monkeypatch):
     [
         ("RELOADPG_AUTOINSTALL", "ture", "is neither 1, true, yes, on nor 0, false, no, off"),
         ("RELOADPG_BACKENDS", "gloo,,nccl", "has an empty name"),
-        ("RELOADPG_BACKENDS", "carrier-pigeon", "unknown backend carrier-pigeon"),
+        ("RELOADPG_EXCLUDE", "SERVICE,,", "has an empty name"),
         ("RELOADPG_STRATEGY", "hope", "hope"),
         ("RELOADPG_TIMEOUT_S", "5 minutes", "is not a positive number of seconds"),
         ("RELOADPG_TIMEOUT_S", "0", "is not a positive number of seconds"),
@@ -240,6 +241,101 @@ def test_a_bad_value_is_one_line_and_no_installation(environment, capfd, name, v
     assert said in line
     assert line.endswith("or unset RELOADPG_AUTOINSTALL.")
     assert not reloadpg.is_installed()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("RELOADPG_BACKEND", "RELOADPG_BACKENDS"),
+        ("RELOADPG_TIMEOUT", "RELOADPG_TIMEOUT_S"),
+    ],
+)
+def test_an_unknown_variable_is_one_line_and_no_installation(environment, capfd, name, meant):
+    """The line has the variable that it may be meant to be."""
+    environment.setenv("RELOADPG_AUTOINSTALL", "1")
+    environment.setenv(name, "5")
+    autoinstall.activate()
+    [line] = capfd.readouterr().err.splitlines()
+    assert f"{name} (did you mean {meant}?), which reloadpg does not know" in line
+    assert not reloadpg.is_installed()
+
+
+@pytest.mark.matrix
+def test_a_misspelt_switch_is_not_silent(tmp_path):
+    """With any other name nothing of ours would be imported, and nothing said."""
+    done = python(tmp_path, SEEN, RELOADPG_AUTO_INSTALL="1")
+    assert done.stdout == "2.0 False\n"
+    [line] = done.stderr.splitlines()
+    assert "RELOADPG_AUTO_INSTALL (did you mean RELOADPG_AUTOINSTALL?)" in line
+
+
+BARE = """
+import reloadpg
+handle = reloadpg.install()
+print(handle.options.strategy.name, handle.options.selection.exclude)
+handle.uninstall()
+print(reloadpg.is_installed())
+try:
+    reloadpg.install(min_size=3)
+except reloadpg.PatchConflictError as error:
+    print(error)
+reloadpg.uninstall()
+print(reloadpg.install().options.strategy.name)
+try:
+    reloadpg.install(strategy="auto")
+except reloadpg.PatchConflictError as error:
+    print(error)
+"""
+
+
+def test_a_bare_install_is_the_installation_of_the_environment(tmp_path):
+    """With the environment's options, which the program need not repeat. Other options are refused,
+    and the message says who was first."""
+    done = python(
+        tmp_path,
+        BARE,
+        RELOADPG_AUTOINSTALL="1",
+        RELOADPG_STRATEGY="auto",
+        RELOADPG_EXCLUDE="SERVICE, *_GLOO",
+    )
+    first, installed, conflict, after, last = done.stdout.splitlines()
+    assert first == "auto ('SERVICE', '*_GLOO')"
+    assert installed == "True"  # the handle of the second install owns nothing
+    assert "In place: RELOADPG_AUTOINSTALL installed at import torch" in conflict
+    assert "min_size=3 (in place: 2)" in conflict
+    assert after == "recreate"
+    assert "strategy='auto' (in place: 'recreate')" in last
+    assert "RELOADPG_AUTOINSTALL" not in last
+
+
+LATER = """
+import warnings
+import torch.distributed as dist
+import reloadpg
+from reloadpg.testing import simulated
+print(reloadpg.status().options["backends"])
+if {known}:
+    simulated.register()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        dist.init_process_group({backend!r}, store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+print([str(one.message) for one in caught])
+"""
+
+
+def test_a_backend_that_is_registered_later_may_be_named(tmp_path):
+    """It counts from then on; one still unknown when there are groups is warned of, once."""
+    code = LATER.format(known=True, backend="sim")
+    done = python(tmp_path, code, RELOADPG_AUTOINSTALL="1", RELOADPG_BACKENDS="sim")
+    assert (done.stdout, done.stderr) == ("['sim']\n[]\n", "")
+    (tmp_path / "unknown").mkdir()
+    code = LATER.format(known=False, backend="gloo")
+    done = python(tmp_path / "unknown", code, RELOADPG_AUTOINSTALL="1", RELOADPG_BACKENDS="glo")
+    options, said = done.stdout.splitlines()
+    assert options == "['glo']"
+    assert said.count("RELOADPG_BACKENDS names glo (did you mean gloo?), which torch") == 1
 
 
 @pytest.mark.parametrize("value", [None, "", " ", "0", "false", "No", "OFF"])

@@ -85,6 +85,24 @@ def test_exit_while_offloaded() -> None:
     assert_quiet(run_interpreters("reloadpg.offload()"), [0, 0])
 
 
+def test_exit_with_a_default_group_that_was_never_destroyed() -> None:
+    """Also one that is not reloadable: it lives until the interpreter takes its modules apart."""
+    body = """
+    import torch.distributed as dist, reloadpg
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    reloadpg.install()
+    reloadpg.reload()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(body)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.slow
 def test_destroy_while_offloaded() -> None:
     """destroy_process_group() accepts offloaded groups; the proxies are destroyed for good."""

@@ -1,7 +1,7 @@
 """Random topologies and random programs on real ranks, against a model.
 
 The default run has 10 programs, the whole run 50 more, the same in every run; 500 new ones with
-``HYPOTHESIS_PROFILE=nightly``, and as many as ``RELOADPG_PROPERTY_EXAMPLES`` says.
+``HYPOTHESIS_PROFILE=nightly``, and as many as ``PROPERTY_EXAMPLES`` says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from program_ranks import Pool
 from programs import Model, Program, programs
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-EXAMPLES = int(os.environ.get("RELOADPG_PROPERTY_EXAMPLES") or (500 if NIGHTLY else 50))
+EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES") or (500 if NIGHTLY else 50))
 LIMIT_S = max(280.0, 5.0 * EXAMPLES)
 SETTINGS = settings(
     max_examples=EXAMPLES,

@@ -11,14 +11,18 @@ import os
 import sys
 from contextlib import suppress
 
+_SWITCH = "RELOADPG_AUTOINSTALL"
+
 
 def activate() -> None:
     """Install reloadpg if ``RELOADPG_AUTOINSTALL`` asks for it; see ``lifecycle.autoinstall``.
 
-    Local; idempotent; raises nothing but ``KeyboardInterrupt``.
+    A name that is nearly that one is looked at there, too. Local; idempotent; raises nothing but
+    ``KeyboardInterrupt``.
     """
-    value = os.environ.get("RELOADPG_AUTOINSTALL", "")
-    if not value.strip():
+    value = os.environ.get(_SWITCH, "")
+    nearly = any(n.startswith("RELOADPG_") and "INSTAL" in n for n in os.environ if n != _SWITCH)
+    if not value.strip() and not nearly:
         return
     try:
         from reloadpg.lifecycle.autoinstall import activate as activate_reloadpg

@@ -1,0 +1,128 @@
+"""What is not released is not silent: bypassed groups are named, each with the reason."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import worlds
+
+import reloadpg
+from reloadpg.testing import run_ranks
+
+
+def _job(rank: int, size: int) -> dict[str, Any]:
+    facts: dict[str, Any] = {"uninstalled": reloadpg.status().bypassed_groups}
+    worlds.init("gloo")
+    reloadpg.install()
+    dist.new_group([0, 1], group_desc="TP")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        facts["report"] = reloadpg.offload().warnings
+        reloadpg.reload()
+        reloadpg.offload()
+        reloadpg.reload()
+    facts["warned"] = [(str(one.message), one.filename == __file__) for one in caught]
+    facts["status"] = str(reloadpg.status())
+    reloadpg.uninstall()
+
+    reloadpg.install(backends="gloo", exclude=["*_SERVICE", "TP"])
+    service = dist.new_group([0, 1], group_desc="WEIGHT_SERVICE")
+    plain = dist.new_group([0, 1])
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    facts["kinds"] = [type(one).__name__ for one in (service, plain, alone)]
+    facts["reasons"] = {
+        (one.desc, one.ranks, one.backend): one.reason for one in reloadpg.status().bypassed_groups
+    }
+    facts["repr"] = repr(plain)
+    with reloadpg.offloaded():
+        facts["inside"] = _refused(plain)
+        dist.all_reduce(torch.ones(1), group=service)
+    facts["excluded"] = _summed(service)
+    reloadpg.offload()
+    facts["outside"] = _refused(plain)
+    reloadpg.reload()
+    facts["table"] = str(reloadpg.status())
+    return facts
+
+
+def _summed(group: Any) -> float:
+    value = torch.ones(1)
+    dist.all_reduce(value, group=group)
+    return float(value)
+
+
+def _refused(group: Any) -> str:
+    try:
+        group.allreduce(torch.ones(1)).wait()
+    except reloadpg.GroupOffloadedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(_job, 2, timeout=120)
+
+
+@pytest.mark.matrix
+def test_an_offload_that_releases_nothing_warns_once_and_says_why(ranks: Any) -> None:
+    """Which groups and backends, what is installed, and what to pass; in the first report too."""
+    for facts in ranks:
+        ((text, here),) = facts["warned"]
+        assert here  # the line of the user's own call
+        assert "no group is reloadable: group '0' (default_pg), '1' (TP): backend gloo" in text
+        assert "Installed with backends=None, min_size=2, world=True" in text
+        assert "call install(backends={'gloo'})" in text
+        assert [text] == [f"reloadpg.offload(): {warning}" for warning in facts["report"]]
+
+
+def test_the_status_names_bypassed_groups_with_the_reason(ranks: Any) -> None:
+    """By the policy that leaves them alone; nothing while nothing is installed."""
+    for rank, facts in enumerate(ranks):
+        assert facts["uninstalled"] == ()
+        assert "bypassed: group '0' (default_pg), '1' (TP): backend gloo serves" in facts["status"]
+        assert facts["reasons"] == {
+            ("TP", (0, 1), "gloo"): "matches exclude 'TP'",
+            ("WEIGHT_SERVICE", (0, 1), "gloo"): "matches exclude '*_SERVICE'",
+            ("undefined", (rank,), "gloo"): "1 rank, fewer than min_size=2",
+        }
+
+
+def test_excluded_groups_are_torchs_own_and_work_while_others_are_offloaded(ranks: Any) -> None:
+    """By description, or by name."""
+    for facts in ranks:
+        assert facts["kinds"] == ["ProcessGroup", "ReloadableProcessGroup", "ProcessGroup"]
+        assert facts["excluded"] == 2
+
+
+def test_a_group_without_a_description_shows_its_ranks(ranks: Any) -> None:
+    """Torch's word for one without is in no text."""
+    for rank, facts in enumerate(ranks):
+        assert "undefined" not in facts["repr"] + facts["table"] + facts["inside"]
+        assert "[0, 1] gloo live" in facts["repr"]
+        assert "ranks 0-1" in facts["table"]
+        assert f"(rank {rank}): 1 rank, fewer than" in facts["table"]
+
+
+def test_a_collective_inside_the_block_is_not_told_to_reload(ranks: Any) -> None:
+    """The end of the block does that; outside of a block reload() is the next call."""
+    for facts in ranks:
+        assert "reload()" not in facts["inside"]
+        assert "reloadpg.barrier()" in facts["inside"]
+        assert "gloo group" in facts["inside"]
+        assert "Call reloadpg.reload() on all ranks" in facts["outside"]
+
+
+def test_patterns_are_compared_with_the_name_too() -> None:
+    """And a pattern that is one string is one pattern."""
+    with reloadpg.install(exclude="default*") as installed:
+        selection = installed.options.selection
+    found = selection.bypass({"cuda": "nccl"}, 2, name="default_pg", desc="TP")
+    assert found is not None
+    assert found.reason == "matches exclude 'default*'"
+    assert selection.bypass({"cuda": "nccl"}, 2, name="1", desc="default") is not None
+    assert selection.bypass({"cuda": "nccl"}, 2, name="1", desc="TP") is None
