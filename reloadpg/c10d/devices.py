@@ -10,7 +10,9 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["current_index", "empty_cache", "runtime", "synchronize", "use_index"]
+from ..errors import counted
+
+__all__ = ["current_index", "empty_cache", "name_devices", "runtime", "synchronize", "use_index"]
 
 
 def runtime() -> ModuleType | None:
@@ -21,6 +23,16 @@ def runtime() -> ModuleType | None:
     module: ModuleType = torch.get_device_module(accelerator)
     started = getattr(module, "is_initialized", torch.accelerator.is_available)
     return module if started() else None
+
+
+def name_devices() -> str:
+    """The accelerators of this machine, in words; empty without one. Asks the driver.
+
+    Starts none: counting devices creates no context (``torch.cuda.device_count`` goes to NVML).
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    count = torch.accelerator.device_count() if accelerator is not None else 0
+    return f"{counted(count, f'{accelerator.type} device')}" if accelerator and count else ""
 
 
 def current_index() -> int | None:

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 
 from .. import __version__
+from ..errors import unknown_variables
 from .bench import add as add_bench
 from .console import say
 from .demo import add as add_demo
@@ -28,7 +29,9 @@ __all__ = ["main"]
 SUBCOMMANDS = (add_demo, add_doctor, add_status, add_explain, add_bench)
 """Each adds one subcommand's parser and sets in the options that this parses ``run``, which takes
 them and returns the exit code; where modules are needed ``needs``, which has the extra for each;
-and where a script is run ``script_arguments``.
+where a script is run ``script_arguments``, and ``required``, options that are asked for after those
+of the script were told from them; ``reports_variables`` where the command itself reports
+variables of the environment that reloadpg does not know, which the others refuse.
 """
 
 
@@ -40,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         description="Release NCCL communicators while they are not needed.",
     )
     top.add_argument("--version", action="version", version=f"reloadpg {__version__}")
-    subcommands = top.add_subparsers(title="commands", required=True)
+    subcommands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in SUBCOMMANDS:
         add(subcommands)
     return top
@@ -62,6 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     top = parser()
     options = _parsed(top, given)
+    unknown = [] if hasattr(options, "reports_variables") else unknown_variables(os.environ)
+    if unknown:
+        say(
+            f"{top.prog}: the environment has {', '.join(unknown)}, which reloadpg does not know; "
+            "nothing was started. Correct the name or unset it.",
+            sys.stderr,
+        )
+        return 2
     try:
         missing = _missing(getattr(options, "needs", {}))
         if missing:
@@ -90,6 +101,9 @@ def _parsed(top: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Name
         words = " ".join(unknown)
         hint = f"; arguments of the script follow --, as in: -- {words}" if runs_script else ""
         top.error(f"unrecognized arguments: {words}{hint}")
+    for name in getattr(options, "required", ()):
+        if getattr(options, name) is None:
+            top.error(f"the following arguments are required: --{name.replace('_', '-')}")
     if runs_script:
         options.script_arguments = list(given[at + 1 :])
     return options

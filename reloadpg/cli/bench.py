@@ -18,7 +18,18 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console import Line, Page, Table, follow_lines, positive, progress, say, seconds, show
+from .console import (
+    Line,
+    Page,
+    Table,
+    counted,
+    follow_lines,
+    positive,
+    progress,
+    say,
+    seconds,
+    show,
+)
 
 if TYPE_CHECKING:
     from ..lifecycle.report import Report
@@ -85,7 +96,8 @@ def _run(options: argparse.Namespace) -> int:
             sys.stderr,
         )
         return 2
-    what = f"{options.cycles} cycles of {options.groups} {backend} groups on {ranks} ranks"
+    cycles, groups = counted(options.cycles, "cycle"), counted(options.groups, f"{backend} group")
+    what = f"{cycles} of {groups} on {counted(ranks, 'rank')}"
     try:
         with progress(what, options.cycles + 1) as update:
             done = count(1)
@@ -269,10 +281,11 @@ def _machine() -> dict[str, Any]:
 
 def _page(result: Mapping[str, Any]) -> Page:
     machine = result["machine"]
+    groups = counted(result["groups"], f"{result['backend']} group")
     head = (
-        f"reloadpg bench: {result['groups']} {result['backend']} groups on {result['ranks']} "
-        f"ranks, {result['cycles']} cycles; torch {machine['torch']}, {machine['cores']} cores, "
-        f"load {machine['load']}"
+        f"reloadpg bench: {groups} on {counted(result['ranks'], 'rank')}, "
+        f"{counted(result['cycles'], 'cycle')}; torch {machine['torch']}, "
+        f"{machine['cores']} cores, load {machine['load']}"
     )
     rows: list[list[object]] = []
     for operation, medians in result["medians"].items():
@@ -288,6 +301,6 @@ def _page(result: Mapping[str, Any]) -> Page:
         Line("Medians over the cycles, each of the slowest rank. own: the library's share."),
     ]
     if result["memory_source"]:
-        counted = f"MiB: released and restored by the call, as {result['memory_source']} counts it"
-        lines.append(Line(f"{counted}; communicators that connect lazily take theirs later."))
+        source = f"MiB: released and restored by the call, as {result['memory_source']} counts it"
+        lines.append(Line(f"{source}; communicators that connect lazily take theirs later."))
     return Page(lines)

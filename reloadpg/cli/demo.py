@@ -181,7 +181,7 @@ def _line(row: Mapping[str, Any], cycles: int) -> str:
     if "groups" not in row:
         return text
     return (
-        f"{text}; {row['groups']} groups offloaded in {row['offload_ms']:.0f} ms, "
+        f"{text}; {counted(row['groups'], 'group')} offloaded in {row['offload_ms']:.0f} ms, "
         f"{mebibytes(row['released_bytes'])} freed, reloaded in {row['reload_ms']:.0f} ms"
     )
 

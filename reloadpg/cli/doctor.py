@@ -18,17 +18,24 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, cast
 
+from .. import _TESTED_TORCH
+from ..errors import VARIABLES, unknown_variables
 from .console import Line, Page, counted, existing_file, progress, say, show
 from .doctor_patches import (
     Finding,
+    ScriptInstall,
     check_early_aliases,
     check_foreign_wrappers,
     import_modules,
     import_of_script,
+    install_of_script,
 )
 from .records import STATUS_DIR, read_directory
 from .status import JobView
@@ -38,13 +45,16 @@ __all__ = ["Diagnosis", "Finding", "add", "diagnose"]
 TONES = {"ok": "good", "note": "note", "warning": "warning", "problem": "bad"}
 """The levels of findings, from good to bad. A problem makes the exit code 1."""
 
-OLDEST, NEWEST = (2, 8), (2, 15)
-"""The torch versions that reloadpg is tested with, and all between."""
+OLDEST, NEWEST = _TESTED_TORCH
 
 SUSPENDS = (2, 29, 7)
 """The first NCCL that can suspend a communicator."""
 
 AUTOINSTALL = "RELOADPG_AUTOINSTALL"
+STRATEGIES = ("recreate", "suspend", "auto")
+REPORTED = ("RELOADPG_", "NCCL_", "TORCH_", "GLOO_", "CUDA_", "HIP_", "PYTORCH_", "OMP_NUM_")
+"""Beginnings of the names of variables that a report for others shows; no other is shown."""
+
 IMPORT_LIMIT_S = 120.0
 """For a process that imports torch, which can take long from a network file system."""
 
@@ -80,6 +90,7 @@ def diagnose(
     modules: Sequence[str] = (),
     status_dir: str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] | None = None,
+    strategy: str | None = None,
 ) -> Diagnosis:
     """Look for what keeps offload and reload from working, in this process and around it.
 
@@ -91,21 +102,34 @@ def diagnose(
         modules: modules that are imported first.
         status_dir: the status directory of a running job, whose ranks are compared.
         environ: the variables to look at; ``os.environ`` if None.
+        strategy: the strategy that the job uses; None for what the script, the environment or an
+            installation in this process says. What it does not use is not judged.
     """
     variables = os.environ if environ is None else environ
+    call = ScriptInstall() if script is None else install_of_script(Path(script))
+    chosen, said_by = _chosen_strategy(strategy, call, variables)
+    suspends = chosen != "recreate"
     checks: list[tuple[str, Callable[[], Findings]]] = [
         ("torch", check_torch),
+        ("device", check_device),
+        ("variables", lambda: check_variables(variables)),
         ("autoinstall", lambda: check_autoinstall(variables)),
+        (
+            "strategy",
+            lambda: iter([Finding("strategy", "ok", f"{chosen or 'unknown'}, {said_by}")]),
+        ),
         ("nccl", check_nccl),
-        ("nccl settings", lambda: check_nccl_settings(variables)),
-        ("suspend", lambda: check_suspend(variables)),
+        ("nccl settings", lambda: check_nccl_settings(variables, suspends=suspends)),
+        *([("suspend", lambda: check_suspend(variables))] if suspends else []),
         ("import", lambda: import_modules(modules)),
         ("foreign wrapper", check_foreign_wrappers),
         ("early alias", check_early_aliases),
         ("launcher", lambda: check_launcher(variables)),
     ]
     if script is not None:
-        checks.insert(6, ("script", lambda: import_of_script(Path(script))))
+        place = [name for name, _ in checks].index("foreign wrapper")
+        checks.insert(place, ("script", lambda: import_of_script(Path(script))))
+        checks.insert(place, ("script", lambda: check_script(Path(script), call, variables)))
     if status_dir is not None:
         checks.append(("job", lambda: check_job(Path(status_dir))))
     findings = []
@@ -153,25 +177,42 @@ def add(subcommands: Any) -> None:
         metavar="DIR",
         help=f"compare the ranks of the running job that has this directory in {STATUS_DIR}",
     )
+    parser.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        help="the strategy of the job (default: what the script or the environment says)",
+    )
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="a block to paste into a bug report: versions, machine, settings and findings",
+    )
     parser.add_argument("--strict", action="store_true", help="exit code 1 on a warning too")
     parser.add_argument("--json", action="store_true", help="all findings as JSON")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, reports_variables=True)
 
 
 def _run(options: argparse.Namespace) -> int:
     if "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # as for python -m: --import finds the user's modules
     with progress("importing torch and what the job imports"):
-        diagnosis = diagnose(options.script, modules=options.modules, status_dir=options.status_dir)
+        diagnosis = diagnose(
+            options.script,
+            modules=options.modules,
+            status_dir=options.status_dir,
+            strategy=options.strategy,
+        )
     if options.json:
         say(json.dumps(diagnosis.to_dict(), indent=1))
+    elif options.report:
+        say(bug_report(diagnosis, os.environ))
     else:
-        show(_page(diagnosis))
+        show(_page(diagnosis, options.script))
     bad = not diagnosis.ok or (options.strict and bool(diagnosis.at("warning")))
     return 1 if bad else 0
 
 
-def _page(diagnosis: Diagnosis) -> Page:
+def _page(diagnosis: Diagnosis, script: Path | None = None) -> Page:
     from .. import __version__
 
     head = f"reloadpg {__version__}, Python {platform.python_version()}, {platform.node()}"
@@ -185,7 +226,31 @@ def _page(diagnosis: Diagnosis) -> Page:
             lines.append(Line(f"{' ' * len(head)}-> {finding.remedy}", "", len(head) + 3))
     problems, warnings = len(diagnosis.at("problem")), len(diagnosis.at("warning"))
     found = counted(problems, "problem") if problems else "No problem was found"
-    return Page([*lines, Line(""), Line(f"{found}; {counted(warnings, 'warning')}.", "head")])
+    where = f" for {script.name}" if script is not None else ""
+    last = f"{found}{where}; {counted(warnings, 'warning')}."
+    return Page([*lines, Line(""), Line(last, "head"), Line(_FOR_A_BUG_REPORT, "note")])
+
+
+_FOR_A_BUG_REPORT = "For a bug report, paste what doctor --report prints."
+
+
+def bug_report(diagnosis: Diagnosis, environ: Mapping[str, str]) -> str:
+    """The diagnosis as a block to paste: versions, machine, settings and findings. Local.
+
+    Of the environment only variables whose names begin as :data:`REPORTED` says.
+    """
+    from .. import __version__
+
+    versions = [f"reloadpg {__version__}", f"Python {platform.python_version()}"]
+    for name in ("torch", "wrapt", "ray", "megatron-core", "torch-memory-saver"):
+        with suppress(PackageNotFoundError):
+            versions.append(f"{name} {version_of(name)}")
+    lines = [", ".join(versions), f"{platform.platform()}, {os.cpu_count()} cores", "", "settings:"]
+    shown = {name: environ[name] for name in sorted(environ) if name.startswith(REPORTED)}
+    lines += [f"  {name}={value}" for name, value in shown.items()] or ["  none are set"]
+    lines += ["", "findings:"]
+    lines += [f"  [{one.level}] {one.check}: {one.message}" for one in diagnosis.findings]
+    return "\n".join(("```text", *lines, "```"))
 
 
 # -- torch and NCCL ---------------------------------------------------------------------------
@@ -215,6 +280,22 @@ def check_torch() -> Findings:
         yield Finding("torch", "warning", why, remedy)
     else:
         yield Finding("torch", "ok", f"version {text}")
+
+
+def check_device() -> Findings:
+    """Name the accelerators of this machine."""
+    from ..c10d.devices import name_devices
+
+    devices = name_devices()
+    if devices:
+        yield Finding("device", "ok", devices)
+        return
+    yield Finding(
+        "device",
+        "note",
+        "no accelerator here: what only a GPU shows was not looked at",
+        "run doctor on a machine of the job too",
+    )
 
 
 def nccl_version() -> Version | None:
@@ -271,11 +352,16 @@ def check_suspend(environ: Mapping[str, str]) -> Findings:
     yield Finding("suspend", "note", f"not available: {why}", instead)
 
 
-def check_nccl_settings(environ: Mapping[str, str]) -> Findings:
-    """Check the settings of NCCL, and of torch's use of it, that matter to offload and reload."""
+def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) -> Findings:
+    """Check the settings of NCCL, and of torch's use of it, that matter to offload and reload.
+
+    Args:
+        environ: the variables.
+        suspends: whether the job's strategy may suspend communicators.
+    """
     from ..c10d import release_cautions
 
-    cumem = _cumem(environ)
+    cumem = _cumem(environ) if suspends else None
     if cumem is not None:
         yield Finding(
             "nccl settings",
@@ -338,14 +424,63 @@ def _shown(version: Version) -> str:
 # -- this process and the job -----------------------------------------------------------------
 
 
+def _chosen_strategy(
+    given: str | None, call: ScriptInstall, environ: Mapping[str, str]
+) -> tuple[str, str]:
+    """The strategy of the job, empty if that cannot be read, and who says it."""
+    if given is not None:
+        return given, "as --strategy says"
+    if call.line and call.strategy != "":
+        return call.strategy or "", f"by the script, line {call.line}"
+    by_environment = environ.get("RELOADPG_STRATEGY", "").strip()
+    if by_environment and _autoinstalls(environ):
+        return by_environment, "by RELOADPG_STRATEGY"
+    with suppress(Exception):  # a torch that is too old or broken fails in many ways
+        from .. import status
+
+        options = status().options
+        if options:
+            return str(options["strategy"]).partition(" ")[0], "as installed in this process"
+    return "recreate", "the default"
+
+
+def check_script(script: Path, call: ScriptInstall, environ: Mapping[str, str]) -> Findings:
+    """Say where a script installs reloadpg."""
+    if call.line:
+        yield Finding("script", "ok", f"{script.name} calls install() in line {call.line}")
+    elif not _autoinstalls(environ):
+        yield Finding(
+            "script",
+            "note",
+            f"{script.name} does not call reloadpg.install() itself",
+            f"see that what it imports does, before groups are created, or set {AUTOINSTALL}=1",
+        )
+
+
+def check_variables(environ: Mapping[str, str]) -> Findings:
+    """Find variables that reloadpg does not know, and would refuse."""
+    for name in unknown_variables(environ):
+        yield Finding(
+            "variables",
+            "problem",
+            f"reloadpg knows no {name}, and refuses to be installed while it is set",
+            f"correct the name or unset it; there are {', '.join(sorted(VARIABLES))}",
+        )
+
+
+def _autoinstalls(environ: Mapping[str, str]) -> bool:
+    return environ.get(AUTOINSTALL, "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
 def check_autoinstall(environ: Mapping[str, str]) -> Findings:
     """Check that reloadpg is installed in this process, where the environment asks for it.
 
     Blocking for some seconds if it is not: only another process can say why.
     """
-    if environ.get(AUTOINSTALL, "").strip().lower() in ("", "0", "false", "no", "off"):
+    if not _autoinstalls(environ):
         return
     from .. import status
+    from ..groups.registry import registry
 
     options = status().options
     if options:
@@ -354,6 +489,14 @@ def check_autoinstall(environ: Mapping[str, str]) -> Findings:
         strategy, timeout = options["strategy"], f"{options['timeout_s']:g} s"
         done = f"installed: backends {backends}, strategy {strategy}, timeout {timeout}"
         yield Finding("autoinstall", "ok", done)
+        unknown = registry.options.selection.unknown_backends() if registry.options else []
+        if unknown:
+            yield Finding(
+                "autoinstall",
+                "warning",
+                f"RELOADPG_BACKENDS names {', '.join(unknown)}, which torch does not know here",
+                "correct the name, or see that its plugin is imported before groups are created",
+            )
         return
     why = _said_by_import(environ)
     remedy = f"correct the cause and start again, or unset {AUTOINSTALL}"

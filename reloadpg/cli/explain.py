@@ -51,7 +51,7 @@ def add(subcommands: Any) -> None:
         "-m", "--module", action="store_true", help="SCRIPT is the name of a module"
     )
     parser.add_argument(
-        "--world-size", type=positive, required=True, metavar="N", help="ranks of the job"
+        "--world-size", type=positive, metavar="N", help="ranks of the job (required)"
     )
     parser.add_argument(
         "--rank", type=natural, default=0, metavar="R", help="the rank to look at (default: 0)"
@@ -77,7 +77,12 @@ def add(subcommands: Any) -> None:
         help="end the script after so many seconds (default: 60)",
     )
     parser.add_argument("--json", action="store_true", help="everything as JSON")
-    parser.set_defaults(run=_run, script_arguments=[], needs={"torch": "cli", "wrapt": "cli"})
+    parser.set_defaults(
+        run=_run,
+        script_arguments=[],
+        required=("world_size",),
+        needs={"torch": "cli", "wrapt": "cli"},
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -140,11 +145,12 @@ def explain(
     named = None if options["backends"] == "accelerators" else options["backends"]
     named = named if backends is None else backends.split(",")
     min_size = min_size or options["min_size"]
+    exclude = tuple(options.get("exclude", ()))
     if named is not None and set(named) <= {n for one in created for n in one["devices"].values()}:
         # The script may have registered a backend of its own, which this process does not know.
-        selection = Selection(frozenset(named), min_size, options["world"])
+        selection = Selection(frozenset(named), min_size, options["world"], exclude)
     else:
-        selection = Selection.of(named, min_size, options["world"])
+        selection = Selection.of(named, min_size, options["world"], exclude)
     destroyed = {one["name"] for one in records if one["kind"] == "destroyed"}
     groups = []
     for one in created:
@@ -188,6 +194,9 @@ def _decision(group: Record, selection: Any, script_installs: bool) -> tuple[lis
         return [], "install(world=False)"
     if script_installs and not group["options"] and not is_world:
         return [], "created before reloadpg.install()"
+    pattern = selection.excluded_by(group["name"], group["desc"])
+    if pattern:
+        return [], f"matches exclude {pattern!r}"
     selected = list(selection.selected(devices, size))
     kept = [f"{device}:{devices[device]}" for device in devices if device not in selected]
     names = sorted(set(devices.values()))
@@ -249,7 +258,7 @@ def _table(groups: Sequence[Record]) -> Table:
 
 def _summary(result: Record) -> list[Line]:
     groups, memory = result["groups"], result["memory"]
-    share = f"{sum(one['reloadable'] for one in groups)} of {len(groups)} groups"
+    share = f"{sum(one['reloadable'] for one in groups)} of {counted(len(groups), 'group')}"
     lines = [Line(f"{share} of this rank would be reloadable.", "head")]
     lines += [Line(f"  {n} would not: {reason}") for reason, n in result["bypassed"].items()]
     if result["groups_of_others"]:

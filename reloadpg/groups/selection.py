@@ -136,6 +136,13 @@ class Selection:
             )
         return tuple(device for device, backend in devices.items() if backend in names)
 
+    def excluded_by(self, name: str, desc: str) -> str:
+        """Return the pattern that leaves a group of that name or description alone, or empty."""
+        for pattern in self.exclude:
+            if fnmatchcase(desc, pattern) or fnmatchcase(name, pattern):
+                return pattern
+        return ""
+
     def bypass(
         self,
         devices: Mapping[str, str],
@@ -156,9 +163,9 @@ class Selection:
         """
         if is_world and not self.world:
             return Bypass("install(world=False)", "world=True")
-        for pattern in self.exclude:
-            if fnmatchcase(desc, pattern) or fnmatchcase(name, pattern):
-                return Bypass(f"matches exclude {pattern!r}", f"exclude without {pattern!r}")
+        pattern = self.excluded_by(name, desc)
+        if pattern:
+            return Bypass(f"matches exclude {pattern!r}", f"exclude without {pattern!r}")
         if size < self.min_size:
             few = f"{size} rank{'s' * (size != 1)}, fewer than min_size={self.min_size}"
             return Bypass(few, f"min_size={size}")

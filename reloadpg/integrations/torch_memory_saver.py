@@ -19,7 +19,7 @@ from typing import Any
 from weakref import finalize, ref
 
 from ..c10d import devices
-from ..errors import InvalidOptionError, ReloadpgError
+from ..errors import InvalidOptionError, ReloadpgError, counted
 from ..groups.registry import registry
 from ..lifecycle import memory
 from ..lifecycle.callbacks import on_offload, on_reload
@@ -113,7 +113,8 @@ class MemorySaver:
         live = [group for group in registry.managed() if group.is_live]
         if live and (tag is None or self._tags == (None,) or tag in self._tags):
             raise MemorySaverError(
-                f"pause(tag={tag!r}): {len(live)} groups are live, first {live[0]!r}; their "
+                f"pause(tag={tag!r}): {counted(len(live), 'group')} "
+                f"{'is' if len(live) == 1 else 'are'} live, first {live[0]!r}; their "
                 "memory would be taken from under them. Nothing was changed. Call sleep(), which "
                 "releases the groups first, or reloadpg.offload() on all ranks."
             )

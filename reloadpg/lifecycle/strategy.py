@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import c10d
-from ..errors import ReleaseError
+from ..errors import ReleaseError, counted, mebibytes
 from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Job
 from ..groups.selection import StrategyPolicy
@@ -188,8 +188,8 @@ class Strategy:
         stays = account - sum(group.history.suspended_bytes for group in kept)
         if stays > 0:
             self.warnings.append(
-                f"{stays / 2**20:.1f} MiB stay in {len(kept)} suspended communicators, by their "
-                "own account; strategy 'recreate' gives them back"
+                f"{mebibytes(stays)} stay in {counted(len(kept), 'suspended communicator')}, by "
+                "their own account; strategy 'recreate' gives them back"
             )
         if account and came_back is not None and came_back < self._policy.min_share * account:
             text = (

@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from .. import c10d
-from ..errors import InsufficientMemoryError
+from ..errors import InsufficientMemoryError, counted
 from ..groups.creation import Construction
 from ..groups.proxy import ReloadableProcessGroup
 from ..rendezvous.worker_thread import Attempt
@@ -67,7 +67,7 @@ def check_room(groups: Sequence[ReloadableProcessGroup], rank: int) -> None:
     free, source = known
     raise InsufficientMemoryError(
         f"reload: rank {rank} has {free / 2**20:.0f} MiB free ({source}) and needs "
-        f"{needed / 2**20:.0f} MiB to resume {len(suspended)} suspended groups. No communicator "
-        "was resumed on any rank; they stay offloaded. Free memory there, then call reload() "
-        "again on all ranks."
+        f"{needed / 2**20:.0f} MiB to resume {counted(len(suspended), 'suspended group')}. No "
+        "communicator was resumed on any rank; they stay offloaded. Free memory there, then call "
+        "reload() again on all ranks."
     )

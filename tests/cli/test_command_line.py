@@ -66,6 +66,16 @@ def test_a_missing_module_is_one_line_that_names_the_extra(missing, arguments, w
     assert line.endswith(words)
 
 
+@pytest.mark.parametrize("command", ["demo", "bench", "status"])
+def test_an_unknown_variable_is_refused_by_every_command(monkeypatch, capsys, command):
+    """Exit code 2, one line, nothing is started; doctor reports it with what else it finds."""
+    monkeypatch.setenv("RELOADPG_STATUS", "/tmp")
+    assert main([command]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "RELOADPG_STATUS (did you mean RELOADPG_STATUS_DIR?)" in line
+    assert "nothing was started" in line
+
+
 def test_doctor_and_status_need_no_module(tmp_path):
     """They work in a bare container: doctor says what is missing, with its remedy."""
     write_rank(tmp_path, 0, 1)
@@ -154,7 +164,11 @@ def test_a_reader_that_leaves_is_exit_code_141(tmp_path, arguments):
             ["explain", "x.py", "--world-size", "2", "--tp", "8"],
             "unrecognized arguments: --tp 8; arguments of the script follow --, as in: -- --tp 8",
         ),
-        ([], "arguments are required: {demo,doctor,status,explain,bench}"),
+        (
+            ["explain", "x.py", "--tp", "8"],
+            "unrecognized arguments: --tp 8; arguments of the script follow --, as in: -- --tp 8",
+        ),
+        ([], "arguments are required: COMMAND"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_exit_code_2(capsys, arguments, words):

@@ -56,7 +56,7 @@ def test_everything_that_is_wrong_is_found_at_once(modules, tmp_path):
     """
     for rank in range(3):
         write_rank(tmp_path, rank, 3, installed=rank != 1)
-    options = ["--import", "aliases", "--status-dir", tmp_path, "--json"]
+    options = ["--import", "aliases", "--status-dir", tmp_path, "--strategy", "auto", "--json"]
     process = command("doctor", modules / "train.py", *options, cwd=modules, NCCL_CUMEM_ENABLE="0")
     found = decoded(process)
     assert process.returncode == 1
@@ -88,7 +88,7 @@ def test_nothing_is_found_where_nothing_is_wrong():
     assert found["ok"] is True
     assert {one["level"] for one in found["findings"]} <= {"ok", "note"}
     checks = {one["check"] for one in found["findings"]}
-    assert checks >= {"torch", "nccl", "nccl settings", "suspend", "foreign wrapper", "launcher"}
+    assert checks >= {"torch", "device", "nccl", "nccl settings", "foreign wrapper", "launcher"}
     done = "installed: backends gloo, strategy recreate, timeout 7.5 s"
     assert of(found, "autoinstall", "ok") == [done]
 
@@ -96,7 +96,7 @@ def test_nothing_is_found_where_nothing_is_wrong():
 @pytest.mark.parametrize(
     ("variables", "words", "remedy"),
     [
-        ({"RELOADPG_BACKENDS": "bogus"}, "unknown backend bogus", "correct the cause"),
+        ({"RELOADPG_STRATEGY": "bogus"}, "strategy 'bogus' is unknown", "correct the cause"),
         (
             {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
             "not installed in this process (RELOADPG_AUTOINSTALL='1')",
@@ -111,6 +111,113 @@ def test_an_autoinstall_that_failed_is_a_problem(variables, words, remedy):
     assert words in of(diagnosis, "autoinstall", "problem")[0]
     assert any(one.remedy.startswith(remedy) for one in diagnosis.at("problem"))
     assert not of(diagnose(environ={**variables, "RELOADPG_AUTOINSTALL": "off"}), "autoinstall")
+
+
+JUDGED = """
+import reloadpg
+import torch
+reloadpg.install({strategy})
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen", "judged"),
+    [
+        ("", "recreate, the default", False),
+        ("strategy='auto'", "auto, by the script, line 4", True),
+        ("strategy=reloadpg.StrategyPolicy('suspend')", "suspend, by the script, line 4", True),
+        ("strategy='recreate'", "recreate, by the script, line 4", False),
+        ("strategy=chosen()", "unknown, by the script, line 4", True),
+    ],
+)
+def test_what_the_strategy_does_not_use_is_not_judged(tmp_path, given, chosen, judged):
+    """The strategy is the script's; what makes a suspend useless is no problem of a recreate."""
+    script = tmp_path / "train.py"
+    script.write_text(JUDGED.format(strategy=given))
+    diagnosis = diagnose(script, environ={"NCCL_CUMEM_ENABLE": "0", "HOME": os.devnull})
+    assert of(diagnosis, "strategy") == [chosen]
+    assert bool(of(diagnosis, "nccl settings", "problem")) is judged
+    assert bool(of(diagnosis, "suspend")) is judged
+    assert "NCCL_CUMEM_ENABLE=0" in of(diagnosis, "nccl settings")[-1]  # said all the same
+    assert of(diagnosis, "script", "ok") == ["train.py calls install() in line 4"]
+
+
+def test_the_strategy_is_that_of_the_environment_too():
+    """Where that installs; what is given on the command line comes first."""
+    environ = {"RELOADPG_STRATEGY": "auto"}
+    assert of(diagnose(environ=environ), "strategy") == ["recreate, the default"]
+    environ["RELOADPG_AUTOINSTALL"] = "1"
+    call = doctor_patches.ScriptInstall()
+    assert doctor._chosen_strategy(None, call, environ) == ("auto", "by RELOADPG_STRATEGY")
+    assert doctor._chosen_strategy("suspend", call, environ)[0] == "suspend"
+
+
+def test_a_script_that_does_not_install_is_told_how(tmp_path):
+    """A note: what it imports may do it. Not where the environment does."""
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n")
+    (note,) = [one for one in diagnose(script, environ={}).findings if one.check == "script"]
+    assert note.level == "note"
+    assert note.message == "train.py does not call reloadpg.install() itself"
+    assert "RELOADPG_AUTOINSTALL=1" in note.remedy
+    call = doctor_patches.install_of_script(script)
+    assert not list(doctor.check_script(script, call, {"RELOADPG_AUTOINSTALL": "1"}))
+
+
+def test_modules_where_the_script_leads_the_path_are_not_blamed(tmp_path, monkeypatch):
+    """A note that says why; without that line it is a warning, as is a module that raises."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    script = tmp_path / "train.py"
+    body = "import sys\nsys.path.insert(0, compute())\nimport no_such_module_anywhere, raises\n"
+    script.write_text(body)
+    (tmp_path / "raises.py").write_text("raise OSError('no disk')\n")
+    diagnosis = diagnose(script, environ={})
+    (note,) = of(diagnosis, "import", "note")
+    assert "no_such_module_anywhere cannot be imported" in note
+    assert "line 2 of the script changes sys.path" in note
+    assert of(diagnosis, "import", "warning") == ["raises cannot be imported: OSError: no disk"]
+    script.write_text(body.replace("sys.path.insert(0, compute())", ""))
+    assert len(of(diagnose(script, environ={}), "import", "warning")) == 2
+
+
+def test_unknown_variables_are_a_problem():
+    """With the name that each may be meant to be, and those that there are."""
+    diagnosis = diagnose(environ={"RELOADPG_STATUSDIR": "/tmp", "RELOADPG_BACKENDS": "gloo"})
+    (problem,) = [one for one in diagnosis.findings if one.check == "variables"]
+    assert problem.level == "problem"
+    assert "RELOADPG_STATUSDIR (did you mean RELOADPG_STATUS_DIR?)" in problem.message
+    assert "RELOADPG_TIMEOUT_S" in problem.remedy
+
+
+def test_a_machine_without_a_device_is_said():
+    """So that nobody takes a clean diagnosis on a laptop for that of the job."""
+    (finding,) = doctor.check_device()
+    if torch.accelerator.is_available():
+        assert finding.level == "ok"
+    else:
+        assert (finding.level, finding.message[:19]) == ("note", "no accelerator here")
+
+
+def test_the_report_is_a_block_to_paste(monkeypatch, capsys):
+    """Versions, machine, settings by their beginnings, findings; nothing else of the environment.
+
+    The page names it, and the script.
+    """
+    finding = Finding("torch", "warning", "what was found", "what to do")
+    monkeypatch.setattr("reloadpg.cli.doctor.diagnose", lambda *_, **__: Diagnosis([finding]))
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("AWS_SECRET", "hidden")
+    assert main(["doctor", "--report"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"```text\nreloadpg {reloadpg.__version__}, Python 3.")
+    assert text.endswith("[warning] torch: what was found\n```\n")
+    assert f"torch {torch.__version__.partition('+')[0]}" in text
+    assert "\n  NCCL_DEBUG=INFO\n" in text
+    assert "hidden" not in text
+    assert main(["doctor", __file__]) == 0
+    page = capsys.readouterr().out
+    assert "No problem was found for test_doctor.py; 1 warning." in page
+    assert "doctor --report" in page
 
 
 @pytest.mark.parametrize(

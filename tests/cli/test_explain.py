@@ -335,6 +335,12 @@ def noted(devices, size=4, **values):
         ),
         ({"backends": "mine"}, noted({"cuda": "mine"}), ["cuda"], ""),
         ({}, noted({"cpu": "gloo", "cuda": "nccl"}), ["cuda"], "cpu:gloo stays"),
+        (
+            {},
+            noted({"cuda": "nccl"}, desc="TP0", options={"exclude": ["TP*"]}),
+            [],
+            "matches exclude 'TP*'",
+        ),
     ],
 )
 def test_reasons(options, group, selected, reason):

@@ -10,6 +10,7 @@ import worlds
 
 import reloadpg
 from reloadpg.lifecycle import memory
+from reloadpg.lifecycle.report import GroupReport, Report, Span
 from reloadpg.testing import run_ranks, simulated
 
 
@@ -142,3 +143,30 @@ def test_no_communicator_is_asked_for_memory_while_an_operation_runs(listened: A
     for seen in listened:
         assert seen["memory"] == ([0], [None])
         assert seen["after"] == [0, 0, 0]  # whoever gets the report can ask again
+
+
+def _report(rank: int, size: int, released: int, error: str = "") -> Report:
+    memory = {"before": {"device": 1 << 30}, "after": {"device": (1 << 30) - released}}
+    groups = tuple(GroupReport(str(n), "", "nccl", 2, "recreate", 1.0) for n in range(size))
+    spans = (Span("wait.enter", 0.0, 1.5), Span("groups", 1.5, 2.0), Span("wait.released", 4, 0.5))
+    return Report("offload", not error, 3, groups, spans, 12.0, "", memory, (), error, rank=rank)
+
+
+def test_a_report_reads_well_in_small_numbers() -> None:
+    """One group, not "1 groups"; and no memory is not "-0.0 MiB"."""
+    text = str(_report(0, 1, -5))
+    assert text == "offload: 1 group in 12.0 ms, 0.0 MiB released (device), generation 3"
+    assert str(_report(0, 2, 3 << 20)).startswith("offload: 2 groups in 12.0 ms, 3.0 MiB released")
+
+
+def test_reports_of_many_ranks_are_a_table() -> None:
+    """One row a rank; a failure with the first line of its error. It is a list all the same."""
+    reports = reloadpg.Reports([_report(0, 2, 3 << 20), _report(1, 0, -5, "PeerFailed: x\nmore")])
+    header, rule, first, second = str(reports).splitlines()
+    assert header.split() == [
+        *("rank", "operation", "groups", "ms", "waiting", "ms", "MiB", "generation", "note")
+    ]
+    assert set(rule) == {"-", " "}
+    assert first.split() == ["0", "offload", "2", "12.00", "2.00", "3.00", "3"]
+    assert second.split() == ["1", "offload", "0", "12.00", "2.00", "0.00", "3", "PeerFailed:", "x"]
+    assert reports == list(reports)
