@@ -58,6 +58,22 @@ def test_fsdp2_has_the_losses_of_a_run_without_offloads(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_hugging_faces_trainer_has_the_losses_of_a_run_without_offloads(tmp_path: Path) -> None:
+    """DDP's one group, a generation a step; the sequences of each rollout are trained on."""
+    shown = r"step \d: loss (\S+), generation (\d), reloadable groups: 1"
+    numbers = [re.fullmatch(shown, line) for line in printed("hf_trainer.py", 2)]
+    assert [one and one[2] for one in numbers] == ["1", "2", "3"]
+    text = (EXAMPLES / "hf_trainer.py").read_text()
+    assert text.count("reloadpg.offloaded()") == 1
+    plain = tmp_path / "plain.py"
+    plain.write_text(text.replace("reloadpg.offloaded()", "__import__('contextlib').nullcontext()"))
+    without = run_ranks(as_a_script, 2, args=(str(plain),), timeout=150)[0]
+    assert re.findall(r"generation (\d)", without) == ["0", "0", "0"]
+    assert re.findall(r"loss (\S+),", without) == [one[1] for one in numbers if one]
+    assert len({one[1] for one in numbers if one}) == 3
+
+
+@pytest.mark.slow
 def test_megatron_keeps_its_groups() -> None:
     """Its thirteen groups, and the default group's own, are the same objects after each reload."""
     lines = printed("megatron_parallel.py", 4)
