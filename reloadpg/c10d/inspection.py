@@ -19,6 +19,7 @@ __all__ = [
     "registered",
     "skip_in_compiled_code",
     "table_sizes",
+    "tell_collective_error",
 ]
 
 
@@ -75,28 +76,47 @@ def register_debug_handler(name: str, answer: Callable[[], str]) -> bool:
     return True
 
 
-def on_collective_error(call: Callable[[BaseException], object]) -> None:
-    """Call this with each error that leaves one of torch's collective functions. Local.
+def on_collective_error(call: Callable[[BaseException], object]) -> Callable[[], None]:
+    """Call this with each error of a collective: torch's function, or a reloadable group's method.
 
-    Torch wraps them all to log such an error (``c10d_logger``, level DEBUG) before it raises it
-    again; a filter on that logger sees the error, and costs nothing where none is raised. It sees
-    no error of a method that is called on a group itself, nor while DEBUG records are disabled.
-    Each function is called once, however often it is given. Seen on 2.8, 2.13 and 2.15.
+    Local. Torch wraps its functions to log such an error (``c10d_logger``, level DEBUG) before it
+    raises it again; a filter on that logger sees the error, and costs nothing where none is raised.
+    It sees none while DEBUG records are disabled. Groups tell of theirs with
+    :func:`tell_collective_error`, so that one error may be told twice. Each function is called
+    once for each telling, however often it is given. Seen on 2.8, 2.13 and 2.15.
+
+    Returns:
+        A function that takes it off again; idempotent.
     """
     from torch.distributed import c10d_logger
 
-    logger = c10d_logger._c10d_logger
-    if any(getattr(one, "call", None) is call for one in logger.filters):
-        return
+    if call not in _error_listeners:
+        _error_listeners.append(call)
+        c10d_logger._c10d_logger.addFilter(_look_for_error)
 
-    def look(record: logging.LogRecord) -> bool:
-        error = sys.exc_info()[1]
-        if error is not None and isinstance(record.msg, dict) and "error" in record.msg:
-            call(error)
-        return True
+    def remove() -> None:
+        if call in _error_listeners:
+            _error_listeners.remove(call)
+        if not _error_listeners:
+            c10d_logger._c10d_logger.removeFilter(_look_for_error)
 
-    look.call = call  # type: ignore[attr-defined]
-    logger.addFilter(look)
+    return remove
+
+
+_error_listeners: list[Callable[[BaseException], object]] = []
+
+
+def tell_collective_error(error: BaseException) -> None:
+    """Tell those who asked for it of an error in a collective. Local."""
+    for call in list(_error_listeners):
+        call(error)
+
+
+def _look_for_error(record: logging.LogRecord) -> bool:
+    error = sys.exc_info()[1]
+    if error is not None and isinstance(record.msg, dict) and "error" in record.msg:
+        tell_collective_error(error)
+    return True
 
 
 def skip_in_compiled_code(functions: Iterable[Any]) -> None:

@@ -83,7 +83,9 @@ def monkey_patch_torch_dist(**options: Any) -> None:
 
     Local; call it before the groups are created. Idempotent: where reloadpg is installed already,
     by whomever, that installation is used as it is. From then on each error in a collective, ours
-    apart, gets a note of the memory in use and free (Python 3.11 and later).
+    apart, gets a note of the memory in use and free (Python 3.11 and later): in torch's functions,
+    and in the methods of a reloadable group (not in the ``wait()`` of the Work that such a method
+    returns, which is torch's own). :func:`reloadpg.uninstall` takes all of it back.
 
     Args:
         options: passed on to :func:`reloadpg.install`, for example ``backends={"gloo"}`` to test
@@ -94,10 +96,23 @@ def monkey_patch_torch_dist(**options: Any) -> None:
     for name, read in _ATTRIBUTES.items():
         _give_group_attribute(name, read)
     dist.old_new_group = old_new_group_dict[os.getpid()] = _old_new_group  # type: ignore[attr-defined]
+    if _take_back not in registry.callbacks.uninstall:
+        registry.callbacks.uninstall.append(_take_back)
     c10d.on_collective_error(_note_memory)
     timeout = _registered.pop(os.getpid(), None)
     if timeout is not None and dist.is_initialized():
         register_default_process_group(timeout)
+
+
+def _take_back() -> None:
+    """Undo what the patch has done beside the installation."""
+    if getattr(dist, "old_new_group", None) is _old_new_group:
+        del dist.old_new_group  # type: ignore[attr-defined]
+    old_new_group_dict.pop(os.getpid(), None)
+    c10d.on_collective_error(_note_memory)()
+    for name in _ATTRIBUTES:
+        if getattr(vars(_Group).get(name), "fget", None) is _ATTRIBUTES[name]:
+            delattr(_Group, name)
 
 
 def register_default_process_group(timeout: timedelta) -> None:

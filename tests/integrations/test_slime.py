@@ -474,24 +474,62 @@ def failing_job(rank: int, size: int) -> dict[str, Any]:
         seen["all_reduce"] = notes(dist.all_reduce, tensor, group=group)
     with simulated.inject(simulated.Fault("collective", message="out of memory")):
         seen["nested"] = notes(dist.broadcast_object_list, [1], src=0, group=group)
+    with simulated.inject(simulated.Fault("collective", message="out of memory")):
+        seen["method"] = notes(group.allreduce, tensor)
+    with simulated.inject(simulated.Fault("collective", message="out of memory")):
+        seen["keyword"] = notes(group.broadcast, tensor, root=0)
     seen["plain"] = notes(dist.broadcast, tensor, src=7, group=plain)
     destroy_process_groups()
     seen["asleep"] = notes(dist.all_reduce, tensor, group=group)
+    seen["asleep, method"] = notes(group.allreduce, tensor)
+    reload_process_groups()
+    seen["given"] = hasattr(dist, "old_new_group"), hasattr(group, "group_info")
+    reloadpg.uninstall()
+    seen["taken back"] = (
+        hasattr(dist, "old_new_group"),
+        hasattr(group, "group_info"),
+        os.getpid() in old_new_group_dict,
+    )
+    for name, call in (("all_reduce", dist.all_reduce), ("method", group.allreduce)):
+        with simulated.inject(simulated.Fault("collective", message="out of memory")):
+            seen[f"uninstalled, {name}"] = notes(call, tensor)
+    monkey_patch_torch_dist()
+    seen["again"] = hasattr(dist, "old_new_group"), hasattr(group, "group_info")
+    dist.old_new_group = dist.new_group  # type: ignore[attr-defined]
+    reloadpg.uninstall()
+    seen["theirs"] = hasattr(dist, "old_new_group")
     return seen
+
+
+@pytest.fixture(scope="module")
+def failing() -> list[Any]:
+    return run_ranks(failing_job, 2, timeout=120)
 
 
 @pytest.mark.skipif(
     sys.version_info < (3, 11), reason="exceptions have no notes before Python 3.11"
 )
-def test_an_error_in_a_collective_notes_the_memory_and_nothing_is_wrapped_for_it() -> None:
-    """Once, also where one collective calls another; an error of ours says what to do by itself."""
-    for seen in run_ranks(failing_job, 2, timeout=120):
+def test_an_error_in_a_collective_notes_the_memory_and_nothing_is_wrapped_for_it(
+    failing: Any,
+) -> None:
+    """Once, also where one collective calls another, and in a group's own methods; an error of ours
+    says what to do by itself."""
+    for seen in failing:
         assert seen["unwrapped"]
-        for kind in ("all_reduce", "nested", "plain"):
+        for kind in ("all_reduce", "nested", "method", "keyword", "plain"):
             [note] = seen[kind]
             assert note.startswith("memory after the error (GiB in use): simulated 0.0")
             assert ", rss " in note
-        assert seen["asleep"] == []
+        assert seen["asleep"] == seen["asleep, method"] == []
+
+
+def test_uninstall_takes_back_what_the_patch_has_given(failing: Any) -> None:
+    """The names in torch.distributed and in the groups, and the notes; not what is another's."""
+    for seen in failing:
+        assert seen["given"] == seen["again"] == (True, True)
+        assert seen["taken back"] == (False, False, False)
+        assert seen["uninstalled, all_reduce"] == seen["uninstalled, method"] == []
+        assert seen["theirs"]
 
 
 def merge_job(rank: int, size: int) -> dict[str, Any]:
