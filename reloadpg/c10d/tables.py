@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any, cast
 
 from torch._C._distributed_c10d import (
@@ -96,7 +97,11 @@ def store_of(group: ProcessGroup) -> Store:
 
 def device_backends(group: ProcessGroup) -> dict[str, str]:
     """Backend by device type, as c10d resolved it: ``{"cpu": "gloo", "cuda": "nccl"}``."""
-    config = str(_c10d._world.pg_backend_config[group])
+    return dict(_devices_of(str(_c10d._world.pg_backend_config[group])))
+
+
+@cache
+def _devices_of(config: str) -> dict[str, str]:
     return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)  # type: ignore[misc]
 
 
@@ -131,12 +136,20 @@ def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
     for table in _tables_by_group():
         if inner in table:
             table[proxy] = table.pop(inner)
-    for groups in tables.tags_to_pg.values():
-        groups[:] = [proxy if group is inner else group for group in groups]
+    for tag in {"", tables.pg_to_tag.get(proxy)}:
+        _replace_last(tables.tags_to_pg.get(cast(str, tag), []), inner, proxy)
     _unregister_process_group(name)
     _register_process_group(name, proxy)
     if tables.default_pg is inner:
         tables.default_pg = proxy
+
+
+def _replace_last(groups: list[Any], old: object, new: object) -> None:
+    """Replace an element, searched for from the end: torch appends, and a new group is the last."""
+    for index in reversed(range(len(groups))):
+        if groups[index] is old:
+            groups[index] = new
+            return
 
 
 def take_generation(inner: ProcessGroup, proxy: ProcessGroup) -> None:

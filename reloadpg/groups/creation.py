@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType, TracebackType
 from typing import Any, cast
 
@@ -102,6 +102,14 @@ def _copied(value: Any) -> Any:
         return [_copied(item) for item in value]
 
 
+@lru_cache(maxsize=64)
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the parameters that can be passed by position, in order."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
 @dataclass(frozen=True)
 class Call:
     """One call: the original function and what the caller passed.
@@ -126,16 +134,16 @@ class Call:
             MappingProxyType({name: _copied(value) for name, value in kwargs.items()}),
         )
 
-    @cached_property
+    @property
     def given(self) -> dict[str, Any]:
         """The arguments that were passed, by parameter name; without the parameters left out."""
-        return inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments
+        return {**dict(zip(_parameters(self.function), self.args, strict=False)), **self.kwargs}
 
     def replacing(self, name: str, value: object) -> Call:
         """Return the same call with another value for a parameter, passed the same way."""
-        parameters = list(inspect.signature(self.function).parameters)
-        position = parameters.index(name)
-        if position < len(self.args):
+        by_position = _parameters(self.function)[: len(self.args)]
+        if name in by_position:
+            position = by_position.index(name)
             args = (*self.args[:position], value, *self.args[position + 1 :])
             return Call(self.function, args, self.kwargs)
         return Call(self.function, self.args, {**self.kwargs, name: value})

@@ -63,6 +63,7 @@ class _Settings:
     symm_mem: Any = None
 
 
+_LIVE = GroupState.LIVE  # an enumeration's member takes longer to look up
 _BOUND_DEVICE: property = ProcessGroup.__dict__["bound_device_id"]
 
 
@@ -96,7 +97,7 @@ class ReloadableProcessGroup(Dispatch):
         self._name = construction.name
         self._backend_name = str(inner.name())
         self._devices = list(inner._device_types)
-        self._settings = _Settings(desc=str(inner.group_desc))
+        self._settings = _Settings(desc=construction.desc)
         self.names_in_store = [construction.name]
         """Names of the generations that have keys in the job's store."""
         self.before_end: Callable[[], object] | None = None
@@ -109,7 +110,7 @@ class ReloadableProcessGroup(Dispatch):
     @property
     def is_live(self) -> bool:
         """Whether the group owns a communicator that can be used."""
-        return self.state is GroupState.LIVE
+        return self.state is _LIVE
 
     # -- identity: answered in every state --------------------------------------------------
 

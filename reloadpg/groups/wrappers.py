@@ -17,17 +17,19 @@ from .creation import WORLD_ORDER, Call, Construction, group_order, thread, verb
 from .proxy import ReloadableProcessGroup
 from .registry import bypass_of, registry
 
-__all__ = ["manage_world", "wrappers"]
+__all__ = ["Wrapper", "manage_world", "wrappers"]
 
-Wrapped = Callable[..., Any]
+Function = Callable[..., Any]
+Wrapper = Callable[[Function], Function]
+"""Takes one of torch's functions and returns the function that is called in its place."""
 
 _UNCHANGED = frozenset({list, tuple, range, type(None)})
 """Types of ``ranks`` that torch reads without changing them, and can be read again."""
 
 
-def wrappers() -> dict[str, Wrapped]:
+def wrappers() -> dict[str, Wrapper]:
     """Return the wrappers that the installed torch needs, by the name of what they wrap."""
-    found: dict[str, Wrapped] = {
+    found: dict[str, Wrapper] = {
         "new_group": _new_group,
         "_new_group_with_tag": _new_group,  # torch's compiler creates its own groups with it
         "split_group": _split_group,
@@ -38,46 +40,61 @@ def wrappers() -> dict[str, Wrapped]:
     return found
 
 
-def _new_group(wrapped: Wrapped, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if thread.verbatim:
-        return wrapped(*args, **kwargs)
-    ranks = args[0] if args else kwargs.get("ranks")
-    # Torch does not change a list, so nothing needs to be copied for a rank that is no member.
-    call = None if type(ranks) in _UNCHANGED else Call.capture(wrapped, args, kwargs)
-    thread.verbatim = True
-    try:
-        made = _create(wrapped, args, kwargs) if call is None else _create(call, (), {})
-    finally:
-        thread.verbatim = False
-    if c10d.is_non_member(made):
-        return made
-    return _manage(call or Call.capture(wrapped, args, kwargs), made)
+def _new_group(wrapped: Function) -> Function:
+    # Every rank makes this call for every group of the job: what it adds is kept to the least.
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        if thread.verbatim:
+            return wrapped(*args, **kwargs)
+        ranks = args[0] if args else kwargs.get("ranks")
+        world = c10d.world()
+        call = None
+        thread.verbatim = True
+        try:
+            if type(world) is ReloadableProcessGroup and not world.is_live:
+                call = Call.capture(wrapped, args, kwargs)
+                made = _create_alone(call)
+            elif type(ranks) in _UNCHANGED:  # nothing is copied for a rank that is no member
+                made = wrapped(*args, **kwargs)
+            else:
+                call = Call.capture(wrapped, args, kwargs)
+                made = call()
+        finally:
+            thread.verbatim = False
+        if c10d.is_non_member(made):
+            return made
+        return _manage(call or Call.capture(wrapped, args, kwargs), made)
+
+    return new_group
 
 
-def _split_group(wrapped: Wrapped, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if thread.verbatim:
-        return wrapped(*args, **kwargs)
-    call = Call.capture(wrapped, args, kwargs)
-    with verbatim():
-        made = call()
-    if c10d.is_non_member(made):
-        return made
-    # The replay needs no parent: the record must not keep one alive, nor WORLD's store with it.
-    return _manage(call.replacing("parent_pg", None), made)
+def _split_group(wrapped: Function) -> Function:
+    def split_group(*args: Any, **kwargs: Any) -> Any:
+        if thread.verbatim:
+            return wrapped(*args, **kwargs)
+        call = Call.capture(wrapped, args, kwargs)
+        with verbatim():
+            made = call()
+        if c10d.is_non_member(made):
+            return made
+        # The replay needs no parent: the record must not keep one alive, nor WORLD's store.
+        return _manage(call.replacing("parent_pg", None), made)
+
+    return split_group
 
 
-def _init_process_group(
-    wrapped: Wrapped, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    if thread.verbatim:
-        return wrapped(*args, **kwargs)
-    call = Call.capture(wrapped, args, kwargs)
-    with verbatim():
-        result = wrapped(*call.args, **call.kwargs)
-    if manage_world(call) is not None:
-        registry.begin_job()
-    _warn_of_unknown_backends()
-    return result
+def _init_process_group(wrapped: Function) -> Function:
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        if thread.verbatim:
+            return wrapped(*args, **kwargs)
+        call = Call.capture(wrapped, args, kwargs)
+        with verbatim():
+            result = wrapped(*call.args, **call.kwargs)
+        if manage_world(call) is not None:
+            registry.begin_job()
+        _warn_of_unknown_backends()
+        return result
+
+    return init_process_group
 
 
 def _warn_of_unknown_backends() -> None:
@@ -92,21 +109,18 @@ def _warn_of_unknown_backends() -> None:
         )
 
 
-def _create(create: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let torch create the group; on its own where WORLD has no communicator to split from."""
-    world = c10d.world()
-    if not isinstance(world, ReloadableProcessGroup) or world.is_live:
-        return create(*args, **kwargs)
-    for value in (*args, *kwargs.values()):
+def _create_alone(call: Call) -> Any:
+    """Let torch create a group on its own: WORLD has no communicator to split from."""
+    for value in (*call.args, *call.kwargs.values()):
         c10d.forget_parent(value)
     with c10d.Creation():
-        return create(*args, **kwargs)
+        return call()
 
 
 def _manage(call: Call, made: Any) -> Any:
     """Put a proxy in the place of a group that is selected."""
     options = registry.options
-    if options is None or isinstance(made, ReloadableProcessGroup):
+    if options is None or type(made) is ReloadableProcessGroup:
         return made
     group = cast(ProcessGroup, made)
     devices, ranks = c10d.device_backends(group), c10d.ranks_of(group)
@@ -210,19 +224,21 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
 # the one collective that torch judges by type
 
 
-def _batch_isend_irecv(
-    wrapped: Wrapped, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _batch_isend_irecv(wrapped: Function) -> Function:
     """Coalesce a batch on a reloadable group as on a plain one.
 
     Before torch 2.15 only ``type(group) is ProcessGroup`` coalesces. On a proxy each operation
     would be issued alone, and two ranks that both send first wait for each other in NCCL. Pipeline
     schedules (Megatron's, torch's own) go through it.
     """
-    operations: Any = args[0] if args else kwargs.get("p2p_op_list")
-    if not _coalesces(operations):
-        return wrapped(*args, **kwargs)
-    return c10d.batch_coalesced(operations)
+
+    def batch_isend_irecv(*args: Any, **kwargs: Any) -> Any:
+        operations: Any = args[0] if args else kwargs.get("p2p_op_list")
+        if not _coalesces(operations):
+            return wrapped(*args, **kwargs)
+        return c10d.batch_coalesced(operations)
+
+    return batch_isend_irecv
 
 
 def _coalesces(operations: Any) -> bool:

@@ -6,16 +6,20 @@ import array
 import collections
 import contextlib
 import random
+import sys
 from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import reloadpg
 from reloadpg import c10d
 from reloadpg.groups.creation import (
     WORLD_ORDER,
@@ -23,6 +27,7 @@ from reloadpg.groups.creation import (
     Construction,
     group_order,
 )
+from reloadpg.testing import run_ranks
 
 
 def _record(*args, **kwargs):
@@ -187,3 +192,91 @@ def test_any_container_of_ranks_is_copied(kind):
         args, kwargs = call()
         assert sorted(int(rank) for rank in args[0]) == [0, 1]
         assert sorted(int(rank) for rank in kwargs["ranks"]) == [0, 1]
+
+
+@pytest.mark.parametrize("args", [([0, 1], None), ()])
+def test_arguments_below_a_wrapper_without_a_signature_are_found_by_keyword(args):
+    """A library below ours may take ``*args, **kwargs``; a keyword keeps its name all the same."""
+    call = Call.capture(_record, args, {"backend": "nccl", "pg_options": "theirs"})
+    assert call.given == {"backend": "nccl", "pg_options": "theirs"}
+    assert call.replacing("backend", "gloo")() == (
+        args,
+        {"backend": "gloo", "pg_options": "theirs"},
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# what a creation costs, counted
+
+
+class _CountingList(list):
+    """A list that counts the elements that are read from it."""
+
+    read = 0
+
+    def __getitem__(self, index):
+        self.read += 1
+        return super().__getitem__(index)
+
+    def __iter__(self):
+        for value in super().__iter__():
+            self.read += 1
+            yield value
+
+
+def _calls(action):
+    """Python functions that are called in it, itself included."""
+    found = []
+    sys.setprofile(lambda frame, event, _: event == "call" and found.append(frame.f_code.co_name))
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return len(found)
+
+
+def _cost_of_creations(rank, world_size):
+    def job():
+        dist.init_process_group("fake", rank=9_999, world_size=10_000, store=FakeStore())
+
+    def counted():
+        dist.new_group([0, 1])
+        return [_calls(lambda ranks=ranks: dist.new_group(ranks)) for ranks in lists]
+
+    lists = [list(range(2)), list(range(1_000))]
+    job()
+    facts = {"torch": counted()}
+    dist.destroy_process_group()
+    with reloadpg.install(backends={"fake"}):
+        job()
+        facts["ours"] = counted()
+        held = [dist.new_group([0, 9_999]) for _ in range(100)]
+        tags = dist.distributed_c10d._world.tags_to_pg
+        tags[""] = _CountingList(tags[""])
+        held += [dist.new_group([0, 9_999]) for _ in range(10)]
+        facts["read"] = tags[""].read
+        facts["proxies"] = sum(isinstance(g, reloadpg.ReloadableProcessGroup) for g in tags[""])
+        facts["undigested"] = not any("digest" in vars(g.construction) for g in held)
+        dist.destroy_process_group()
+    return facts
+
+
+@pytest.fixture(scope="module")
+def costs():
+    return run_ranks(_cost_of_creations, 1)[0]
+
+
+@pytest.mark.matrix
+def test_a_group_of_other_ranks_costs_a_few_calls_whatever_its_size(costs):
+    """Every rank calls ``new_group`` for every group of the job: 100,000 times in a large one."""
+    few, many = (ours - torchs for ours, torchs in zip(costs["ours"], costs["torch"], strict=True))
+    assert few == many
+    assert 0 < few <= 9  # three of them are WORLD's rank and size
+
+
+@pytest.mark.matrix
+def test_a_creation_looks_at_no_other_group(costs):
+    """The proxy takes its group's place from the end of torch's list; the digest is made later."""
+    assert costs["read"] <= 20
+    assert costs["proxies"] == 111  # WORLD is one
+    assert costs["undigested"]

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import wrapt
 from torch.distributed import device_mesh, distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
 from reloadpg.groups.registry import registry
@@ -457,3 +458,25 @@ def _spawned(rank, world_size):
 def test_a_spawned_child_installs_for_itself():
     """A fresh interpreter starts unpatched."""
     assert run_ranks(_spawned, 2, start_method="spawn") == [(False, 1)] * 2
+
+
+class _Ranks(list):
+    """A list of ranks that creates its group."""
+
+
+def _created_from_a_class(rank, world_size):
+    with reloadpg.install(backends={"fake"}):
+        _Ranks.create = dist.new_group
+        dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+        made = _Ranks([0, 3]).create(group_desc="of a class")
+        reloadpg.offload()
+        reloadpg.reload()
+        facts = type(made).__name__, made.group_desc, made.generation, dist.get_world_size(made)
+        dist.destroy_process_group()
+    return facts
+
+
+def test_a_function_that_is_kept_in_a_class_is_bound_as_torchs_is():
+    """Found through an instance, it gets the instance as its first argument."""
+    facts = run_ranks(_created_from_a_class, 1)[0]
+    assert facts == ("ReloadableProcessGroup", "of a class", 1, 2)
