@@ -37,6 +37,7 @@ __all__ = [
     "Construction",
     "Order",
     "group_order",
+    "parameters_of",
     "thread",
     "verbatim",
 ]
@@ -102,12 +103,19 @@ def _copied(value: Any) -> Any:
         return [_copied(item) for item in value]
 
 
-@lru_cache(maxsize=64)
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the parameters that can be passed by position, in order."""
+def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the parameters that can be passed by position, in order. Cached."""
+    # A method is made anew at each access, and keeps its object alive.
+    return (_read_parameters if inspect.ismethod(function) else _known_parameters)(function)
+
+
+def _read_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+_known_parameters = lru_cache(maxsize=64)(_read_parameters)
 
 
 @dataclass(frozen=True)
@@ -137,11 +145,11 @@ class Call:
     @property
     def given(self) -> dict[str, Any]:
         """The arguments that were passed, by parameter name; without the parameters left out."""
-        return {**dict(zip(_parameters(self.function), self.args, strict=False)), **self.kwargs}
+        return {**dict(zip(parameters_of(self.function), self.args, strict=False)), **self.kwargs}
 
     def replacing(self, name: str, value: object) -> Call:
         """Return the same call with another value for a parameter, passed the same way."""
-        by_position = _parameters(self.function)[: len(self.args)]
+        by_position = parameters_of(self.function)[: len(self.args)]
         if name in by_position:
             position = by_position.index(name)
             args = (*self.args[:position], value, *self.args[position + 1 :])

@@ -13,7 +13,15 @@ from typing import Any, cast
 from torch.distributed import ProcessGroup
 
 from .. import c10d
-from .creation import WORLD_ORDER, Call, Construction, group_order, thread, verbatim
+from .creation import (
+    WORLD_ORDER,
+    Call,
+    Construction,
+    group_order,
+    parameters_of,
+    thread,
+    verbatim,
+)
 from .proxy import ReloadableProcessGroup
 from .registry import bypass_of, registry
 
@@ -42,6 +50,8 @@ def wrappers() -> dict[str, Wrapper]:
 
 def _new_group(wrapped: Function) -> Function:
     # Every rank makes this call for every group of the job: what it adds is kept to the least.
+    parameters_of(wrapped)  # read now rather than in the job's first call
+
     def new_group(*args: Any, **kwargs: Any) -> Any:
         if thread.verbatim:
             return wrapped(*args, **kwargs)
@@ -62,7 +72,7 @@ def _new_group(wrapped: Function) -> Function:
             thread.verbatim = False
         if c10d.is_non_member(made):
             return made
-        return _manage(call or Call.capture(wrapped, args, kwargs), made)
+        return _manage(made, lambda: call or Call.capture(wrapped, args, kwargs))
 
     return new_group
 
@@ -77,7 +87,7 @@ def _split_group(wrapped: Function) -> Function:
         if c10d.is_non_member(made):
             return made
         # The replay needs no parent: the record must not keep one alive, nor WORLD's store.
-        return _manage(call.replacing("parent_pg", None), made)
+        return _manage(made, lambda: call.replacing("parent_pg", None))
 
     return split_group
 
@@ -117,8 +127,8 @@ def _create_alone(call: Call) -> Any:
         return call()
 
 
-def _manage(call: Call, made: Any) -> Any:
-    """Put a proxy in the place of a group that is selected."""
+def _manage(made: Any, captured: Callable[[], Call]) -> Any:
+    """Put a proxy in the place of a group that is selected; only then the call is recorded."""
     options = registry.options
     if options is None or type(made) is ReloadableProcessGroup:
         return made
@@ -131,6 +141,7 @@ def _manage(call: Call, made: Any) -> Any:
     if obstacle:
         registry.left_alone[group] = obstacle
         return group
+    call = captured()
     given = call.given
     split = call.function.__name__ == "split_group"
     pg_options = given.get("pg_options", given.get("backend_options"))
