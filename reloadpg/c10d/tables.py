@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -40,6 +41,11 @@ __all__ = [
     "take_place",
     "world",
 ]
+
+
+_changing_lists = threading.Lock()
+"""Held while a list of groups is changed in several steps. Torch appends to it in one step, from
+any thread that creates a group, so a list is never replaced by a copy."""
 
 
 def is_initialized() -> bool:
@@ -137,7 +143,8 @@ def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
         if inner in table:
             table[proxy] = table.pop(inner)
     for tag in {"", tables.pg_to_tag.get(proxy)}:
-        _replace_last(tables.tags_to_pg.get(cast(str, tag), []), inner, proxy)
+        with _changing_lists:
+            _replace_last(tables.tags_to_pg.get(cast(str, tag), []), inner, proxy)
     _unregister_process_group(name)
     _register_process_group(name, proxy)
     if tables.default_pg is inner:
@@ -195,7 +202,8 @@ def evict(inner: ProcessGroup) -> None:
     for table in _tables_by_group():
         table.pop(inner, None)
     for groups in list(tables.tags_to_pg.values()):  # other threads may create groups meanwhile
-        groups[:] = [group for group in groups if group is not inner]
+        with _changing_lists, suppress(ValueError):
+            groups.remove(inner)
     # Tags are made of names, so every generation has one: its empty list would stay for ever.
     if tag and not tables.tags_to_pg.get(tag):
         tables.tags_to_pg.pop(tag, None)

@@ -90,8 +90,9 @@ def install(
             for each group), or a :class:`StrategyPolicy` with more to say.
         timeout: how long ``offload`` and ``reload`` wait for other ranks, and for a group's own
             communicator, while no rank makes progress; at most a year. A number is in seconds.
-        parallelism: how many groups a rank releases, or connects after a reload, side by side; 1
-            for one after the other. Equal on all ranks.
+        parallelism: how many groups a rank releases, or creates and connects in a reload, side by
+            side; 1 for one after the other. Equal on all ranks. Each creating thread has a store
+            client of its own, so in jobs of more than 2,048 ranks fewer create.
         exclude: a pattern (``fnmatch``), or several, of the description or name of groups that
             are left as torch makes them, for example ``"*_SERVICE"``. The name and description
             at their creation count. Equal on all ranks.

@@ -66,7 +66,8 @@ def offload(*, collect: bool = False) -> Report:
         with op.timed("device"):
             op.do("quiesced", devices.synchronize, "synchronizing the accelerator")
             if job.creation_stores is not None:  # so that the reload need not connect
-                op.do("quiesced", partial(job.creation_stores.get, 0), "connecting to the store")
+                connect = partial(job.creation_stores.connect, min(op.creators, len(op.groups)))
+                op.do("quiesced", connect, "connecting to the store")
         op.barrier("quiesced")
         # From here on groups are touched: the operation completes, or leaves them all failed.
         recreated = [group for group in live if group.history.strategy == "recreate"]

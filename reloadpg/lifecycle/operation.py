@@ -23,6 +23,7 @@ from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Job, Options, Unfinished, registry
 from ..rendezvous.outcome import Outcome
 from ..rendezvous.plan import GroupPlan, Plan, Proposal
+from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Attempt, Wait
 from . import memory
 from .recreate import Releases, spent_keys
@@ -129,6 +130,11 @@ class Operation:
     def may_suspend(self) -> bool:
         """Whether this job may suspend groups: equal on all ranks with equal options."""
         return self.options.strategy.may_suspend
+
+    @property
+    def creators(self) -> int:
+        """How many threads create groups: each has a store client of its own."""
+        return min(self.options.parallelism, StorePool.clients_of_a_rank(self.world.size()))
 
     # -- barriers ---------------------------------------------------------------------------
 

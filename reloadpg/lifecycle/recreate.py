@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -18,7 +19,7 @@ from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Unfinished
 from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Attempt, Task
-from .connect import Connect, check_group, connect_group
+from .connect import Connect, check_group, connect_group, connects_alone
 from .suspend import communicators
 
 __all__ = ["Rebuilds", "Releases", "abort", "spent_keys"]
@@ -77,23 +78,41 @@ class Rebuilds:
     generation: int
     label: str
     connect: Connect = "none"
+    _created: dict[ReloadableProcessGroup, threading.Event] = field(default_factory=dict)
+    _after: dict[ReloadableProcessGroup, threading.Event] = field(default_factory=dict)
 
     def prepare(self, groups: Sequence[ReloadableProcessGroup]) -> None:
-        """Note the names under which groups will have keys in the store. Local."""
+        """Note the groups to create, in order, and their names in the store. Local.
+
+        Torch writes a group's name, ranks and timeout into the options that the caller gave, and
+        its backend reads them there, so groups that share options are created one after another.
+        """
+        last: dict[int, threading.Event] = {}
         for group in groups:
             group.names_in_store.append(self._name(group))
+            created = self._created[group] = threading.Event()
+            options = group.construction.options
+            if options is not None:
+                if id(options) in last:
+                    self._after[group] = last[id(options)]
+                last[id(options)] = created
 
     def rebuild(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
         """Create the communicator of an offloaded group again, unless it was only suspended.
 
+        It is connected too, if that is asked for and takes no collective: by the same thread,
+        which alone uses the store client that the communicator connects with.
+
         Blocking, collective over its members if its backend is; an action of an operation.
         """
         if group.communicator is None:
-            self._rebuild(group, attempt, index)
-
-    def connect_alone(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
-        """Connect a live group without a collective. Blocking, collective; an action."""
-        if not attempt.abandoned:
+            try:
+                if group in self._after:
+                    self._after[group].wait()
+                self._rebuild(group, attempt, index)
+            finally:
+                self._created[group].set()
+        if self.connect != "none" and not attempt.abandoned and connects_alone(group):
             connect_group(group)
 
     def check(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:

@@ -22,16 +22,17 @@ def reload(*, connect: Connect = "none") -> Report:
 
     Collective over all ranks of the job; blocking, each wait bounded by the ``timeout`` given to
     ``install``; idempotent; may be called again after a failure. WORLD comes first, then the
-    groups in one order that all ranks share. Each is made by its members, by torch's original
-    function with the arguments captured at its creation, and then gets what was set on it
-    afterwards (timeouts, description). Groups that the user destroyed stay destroyed.
+    groups in one order that all ranks share, ``parallelism`` of them side by side. Each is made by
+    its members, by torch's original function with the arguments captured at its creation, and then
+    gets what was set on it afterwards (timeouts, description). Groups that the user destroyed stay
+    destroyed.
 
     Args:
         connect: ``none`` leaves each communicator to connect in its first collective;
-            ``eager`` connects them now: ``parallelism`` of them side by side where the backend can
-            connect without a collective (NCCL), else with an all-reduce of two numbers, one after
-            the other in the order that all ranks share; ``canary`` runs that all-reduce on all,
-            and checks the sum. Equal on all ranks.
+            ``eager`` connects them now: as they are created where the backend can connect without
+            a collective (NCCL), else with an all-reduce of two numbers, one after the other in the
+            order that all ranks share; ``canary`` runs that all-reduce on all, and checks the sum.
+            Equal on all ranks.
 
     Returns:
         What was done on this rank.
@@ -74,11 +75,8 @@ def reload(*, connect: Connect = "none") -> Report:
         op.delete_spent_keys(gone)
         rebuilds.prepare(gone)
         back = [g for g in op.groups if g in gone or (how != "none" and g in suspended)]
-        # Torch's creation is not made for several threads (names, counters, tables): one by one.
-        op.each("rebuilt", back, rebuilds.rebuild, parallelism=1)
-        alone = [group for group in back if how != "none" and connects_alone(group)]
-        op.each("rebuilt", alone, rebuilds.connect_alone)
-        checked = [g for g in back if how == "canary" or (how == "eager" and g not in alone)]
+        op.each("rebuilt", back, rebuilds.rebuild, parallelism=op.creators)
+        checked = [g for g in back if how == "canary" or (how == "eager" and not connects_alone(g))]
         op.each("rebuilt", checked, rebuilds.check, parallelism=1)
         op.measure("rebuilt")
         op.barrier("rebuilt")

@@ -27,6 +27,11 @@ GRACE_S = 1.5
 """Seconds past a bound that a rank, or the store, may take to answer."""
 
 
+_POOLED = 16384
+"""Clients in the pools of all ranks of a job together, if it has no more ranks than that: the
+store's server has a file descriptor for each, and 65,536 is a common limit."""
+
+
 class StoreSilent(TimeoutError):  # noqa: N818 - never leaves this package
     """The store did not answer in time."""
 
@@ -97,9 +102,19 @@ class StorePool:
         self._root = root
         self._connections: dict[int, _Connection] = {}
 
+    @staticmethod
+    def clients_of_a_rank(size: int) -> int:
+        """How many clients a rank of a job of so many ranks may have; at least 1. Pure."""
+        return max(1, _POOLED // size)
+
     def get(self, index: int) -> Store:
         """Return the client of a thread. Blocking until it is connected, possibly for ever."""
         return self._connections.setdefault(index, _Connection(self._root)).store()
+
+    def connect(self, count: int) -> None:
+        """Connect the first clients now. Blocking, possibly for ever; idempotent."""
+        for index in range(count):
+            self.get(index)
 
     def connect_ahead(self) -> Task[Store]:
         """Connect the first client in the background. Local, at once."""

@@ -1,4 +1,4 @@
-"""Groups released side by side, and connected side by side: order, faults, agreement."""
+"""Groups released, created and connected side by side: order, faults, agreement."""
 
 from __future__ import annotations
 
@@ -46,13 +46,15 @@ def _cycles(rank: int, world_size: int, topology: list[list[int]]) -> list[Any]:
     groups = [dist.new_group(ranks) for ranks in topology]
     mine = [group for ranks, group in zip(topology, groups, strict=True) if rank in ranks]
     draw = Random(rank)
-    for at in ("connect", "release"):
+    for at in ("create", "connect", "release"):
         pause = lambda _: time.sleep(draw.random() / 50)  # noqa: E731
         simulated.inject(simulated.Fault(at, "call", times=None, call=pause))  # type: ignore[arg-type]
     seen = []
     for parallelism in range(1, 9):
         reloadpg.uninstall()
         reloadpg.install(timeout=BOUND, parallelism=parallelism)
+        # Every second time a creation waits for all members, as gloo's does and a bound NCCL's.
+        simulated.configure(eager=parallelism % 2 == 0)
         reloadpg.offload()
         held = simulated.stats().held_bytes
         reloadpg.reload(connect="eager")
@@ -63,21 +65,22 @@ def _cycles(rank: int, world_size: int, topology: list[list[int]]) -> list[Any]:
 
 @pytest.mark.parametrize("topology", sampled(TOPOLOGIES, "grid", "random 1"))
 def test_no_topology_deadlocks(topology: str) -> None:
-    """With random delays, and one to eight at a time, all is released, connected and right."""
+    """With random delays, and one to eight at a time, all is released, rebuilt and right."""
     ranks = TOPOLOGIES[topology]
     for rank, cycles in enumerate(run_ranks(_cycles, RANKS, args=(ranks,), timeout=240)):
         sums = [float(sum(one + 1 for one in members)) for members in ranks if rank in members]
         assert cycles == [(0, True, sums)] * 8
 
 
-def _most_at_once(rank: int, world_size: int, parallelism: int) -> tuple[int, int]:
-    """How many groups were released, and connected, at the same time."""
+def _most_at_once(rank: int, world_size: int, parallelism: int) -> dict[str, int]:
+    """How many groups were released, created, and connected at the same time."""
     simulated.register()
     reloadpg.install(timeout=BOUND, parallelism=parallelism)
     worlds.init("sim")
     for index in range(2 * parallelism):
         summed(dist.new_group([0, 1], group_desc=f"g{index}"), rank)
-    lock, now, most = threading.Lock(), {"connect": 0, "release": 0}, {"connect": 0, "release": 0}
+    steps = {"release": "g*", "create": "[1-9]*@*", "connect": "g*"}
+    lock, now, most = threading.Lock(), dict.fromkeys(steps, 0), dict.fromkeys(steps, 0)
     full = {at: threading.Event() for at in now}
 
     def step(at: str) -> Any:
@@ -87,27 +90,26 @@ def _most_at_once(rank: int, world_size: int, parallelism: int) -> tuple[int, in
                 most[at] = max(most[at], now[at])
                 if most[at] >= parallelism:
                     full[at].set()
-            if parallelism > 1 and not (worlds.BOUND and at == "connect"):
+            if parallelism > 1:
                 full[at].wait(60)  # until so many are at it, which then go on together
             with lock:
                 now[at] -= 1
 
         return begin
 
-    for at in now:  # not the default group, which goes alone
-        fault = simulated.Fault(at, "call", group="g*", times=None, call=step(at))  # type: ignore[arg-type]
+    for at, group in steps.items():  # not the default group, which goes alone
+        fault = simulated.Fault(at, "call", group=group, times=None, call=step(at))  # type: ignore[arg-type]
         simulated.inject(fault)
     reloadpg.offload()
     reloadpg.reload(connect="eager")
-    return most["release"], most["connect"]
+    return most
 
 
 @pytest.mark.parametrize("parallelism", [1, 4])
 def test_so_many_at_a_time(parallelism: int) -> None:
     """As many as ``install`` was told, and no more."""
     seen = run_ranks(_most_at_once, 2, args=(parallelism,))
-    connected = 1 if worlds.BOUND else parallelism  # a bound world connects a group as it is made
-    assert seen == [(parallelism, connected)] * 2
+    assert seen == [dict.fromkeys(("release", "create", "connect"), parallelism)] * 2
 
 
 def _fault(rank: int, world_size: int, action: str) -> tuple[str, set[str], int, int, list[float]]:
@@ -128,6 +130,79 @@ def _fault(rank: int, world_size: int, action: str) -> tuple[str, set[str], int,
         held = simulated.stats().held_bytes
     reloadpg.reload()
     return text, states, held, reloadpg.status().generation, [summed(g, rank) for g in groups]
+
+
+def _shared_options(rank: int, world_size: int) -> tuple[int, list[str], bool]:
+    """Groups with the same options object: how many at a time, in which order, and the object."""
+    simulated.register()
+    reloadpg.install(timeout=BOUND, parallelism=8)
+    worlds.init("sim")
+    options = simulated.SimOptions()
+    for index in range(8):  # every second one has options of its own
+        dist.new_group([0, 1], pg_options=options if index % 2 else simulated.SimOptions())
+    order: list[str] = []
+    lock, now, most = threading.Lock(), [0], [0]
+    other = threading.Event()
+
+    def begin(group: Any) -> None:
+        if group.pg_options is not options:
+            other.set()
+            return
+        with lock:
+            now[0] += 1
+            most.append(now[0])
+            order.append(group.name.partition("@")[0])
+        other.wait(60)  # the other groups are created meanwhile
+
+    def end(group: Any) -> None:
+        if group.pg_options is options:
+            with lock:
+                now[0] -= 1
+
+    reloadpg.offload()
+    for moment, call in (("before", begin), ("after", end)):
+        simulated.inject(
+            simulated.Fault("create", "call", times=None, moment=moment, call=call)  # type: ignore[arg-type]
+        )
+    reloadpg.reload()
+    given = [one for one in simulated.groups() if one.pg_options is options]
+    return max(most), order, len(given) == 4
+
+
+def test_groups_that_share_options_are_created_in_turn() -> None:
+    """Torch writes a group's name and ranks into the object that the caller gave."""
+    for most, order, same in run_ranks(_shared_options, 2):
+        assert (most, order, same) == (1, ["2", "4", "6", "8"], True)
+
+
+def _creation_fault(
+    rank: int, world_size: int, action: str
+) -> tuple[str, set[str], int, list[float]]:
+    simulated.register()
+    reloadpg.install(timeout=timedelta(seconds=4), parallelism=8)
+    worlds.init("sim")
+    groups = [dist.new_group([0, 1], group_desc=f"g{k}") for k in range(12)]
+    name = groups[7].group_name
+    reloadpg.offload()
+    fault = simulated.Fault("create", action, group=f"{name}@*", rank=1)  # type: ignore[arg-type]
+    with simulated.inject(fault):
+        try:
+            reloadpg.reload()
+            text = ""
+        except reloadpg.ReloadpgError as error:
+            text = f"{type(error).__name__}: {error}"
+    states = {str(status.state) for status in reloadpg.status().groups}
+    reloadpg.reload()
+    return text, states, reloadpg.status().generation, [summed(g, rank) for g in groups]
+
+
+@pytest.mark.parametrize("action", ["raise", "stall"])
+def test_a_creation_that_fails_beside_others(action: str) -> None:
+    """It is named on all ranks; all groups end failed, and the next reload brings them back."""
+    for text, states, generation, sums in run_ranks(_creation_fault, 2, args=(action,)):
+        assert "(g7)" in text
+        assert (states, generation) == ({"failed"}, 1)
+        assert sums == [3.0] * 12
 
 
 @pytest.mark.parametrize("action", ["raise", "stall"])
