@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .errors import NotInstalledError as NotInstalledError
     from .errors import PatchConflictError as PatchConflictError
     from .errors import PeerFailedError as PeerFailedError
+    from .errors import PendingError as PendingError
     from .errors import RebuildError as RebuildError
     from .errors import ReleaseError as ReleaseError
     from .errors import ReloadpgError as ReloadpgError
@@ -55,6 +56,7 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .lifecycle.install import uninstall as uninstall
     from .lifecycle.offload import offload as destroy_process_groups
     from .lifecycle.offload import offload as offload
+    from .lifecycle.pending import Pending as Pending
     from .lifecycle.reload import reload as reload
     from .lifecycle.reload import reload as reload_process_groups
     from .lifecycle.report import BypassedGroup as BypassedGroup
@@ -78,7 +80,8 @@ _HOMES = {
     "errors": """
         DisagreementError GroupDestroyedError GroupOffloadedError GroupPickleError
         InsufficientMemoryError InvalidOptionError NotInstalledError PatchConflictError
-        PeerFailedError RebuildError ReleaseError ReloadpgError RendezvousTimeoutError
+        PeerFailedError PendingError RebuildError ReleaseError ReloadpgError
+        RendezvousTimeoutError
     """,
     "groups.manage": "manage",
     "groups.proxy": "GroupState ReloadableProcessGroup",
@@ -87,6 +90,7 @@ _HOMES = {
     "lifecycle.callbacks": "on_offload on_reload on_report",
     "lifecycle.install": "Installation install is_installed uninstall",
     "lifecycle.offload": "offload",
+    "lifecycle.pending": "Pending",
     "lifecycle.reload": "reload",
     "lifecycle.report": "BypassedGroup GroupReport GroupStatus Report Reports Status",
     "lifecycle.status": "status",

@@ -20,6 +20,7 @@ __all__ = [
     "NotInstalledError",
     "PatchConflictError",
     "PeerFailedError",
+    "PendingError",
     "RebuildError",
     "ReleaseError",
     "ReloadpgError",
@@ -124,6 +125,10 @@ class PeerFailedError(ReloadpgError):
         self.rank = rank
         self.phase = phase
         self.missing = tuple(missing)
+
+
+class PendingError(ReloadpgError, TimeoutError):
+    """An operation that was begun with ``wait=False`` has not ended within the caller's bound."""
 
 
 class InsufficientMemoryError(ReloadpgError, MemoryError):

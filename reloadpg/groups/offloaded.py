@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
         def group_name(self) -> str: ...
 
 
-__all__ = ["GroupState", "Offloaded"]
+__all__ = ["GroupState", "Offloaded", "UnderWay"]
 
 
 class GroupState(str, Enum):
@@ -55,6 +58,45 @@ IN_BLOCK = (
 )
 
 
+NEXT_CALL_LATER = {
+    "offload": "Call result() on its handle, and reloadpg.reload() on all ranks before it is used.",
+    "reload": "Call result() on its handle, then use the group.",
+}
+
+_operation: ContextVar[UnderWay | None] = ContextVar("reloadpg_operation", default=None)
+
+
+class UnderWay:
+    """An operation in a thread of its own: its threads alone can use the groups until it ends.
+
+    Attributes:
+        operation: its name.
+    """
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        self._ended = threading.Event()
+        self._pid = os.getpid()
+
+    def enter(self) -> None:
+        """Make this thread one of the operation's, with all tasks that it starts. Local."""
+        _operation.set(self)
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread is one of the operation's."""
+        return _operation.get() is self
+
+    def end(self) -> None:
+        """Note that the operation has ended. Local, idempotent."""
+        self._ended.set()
+
+    def wait(self) -> None:
+        """Wait until it has ended; not in its own threads, and not in a forked child. Blocking."""
+        if not self.is_mine and os.getpid() == self._pid:
+            self._ended.wait()
+
+
 class Offloaded:
     """The placeholder that a group without a live communicator dispatches to.
 
@@ -63,6 +105,8 @@ class Offloaded:
         kept: of a mixed group, the backends that stay alive: they serve their devices.
         reason: why the group failed, for messages.
         suspended: the group that torch made, if its communicator is suspended.
+        under_way: the operation whose threads alone may use the group now.
+        current: what these threads use: the live group, or its placeholder.
     """
 
     block_is_open: ClassVar[Callable[[], bool]] = staticmethod(lambda: False)
@@ -74,16 +118,28 @@ class Offloaded:
         kept: ProcessGroup | None,
         reason: str = "",
         suspended: ProcessGroup | None = None,
+        under_way: UnderWay | None = None,
+        current: Any = None,
     ) -> None:
         self._owner = weakref.ref(owner)
         self.kept = kept
         self.reason = reason
         self.suspended = suspended
+        self.under_way = under_way
+        self.current = current
 
     def refusal(self, operation: str) -> GroupOffloadedError | GroupDestroyedError:
         """Build the error for an operation that needs a communicator."""
         owner = self._owner()
         state = GroupState.DESTROYED if owner is None else owner.state
+        if self.under_way is not None and owner is not None and state is not GroupState.DESTROYED:
+            what = self.under_way.operation
+            return GroupOffloadedError(
+                f"{operation} on {owner!r}: {'an' if what == 'offload' else 'a'} {what} is under "
+                f"way, begun by {what}(wait=False). {NEXT_CALL_LATER[what]}",
+                group=owner.group_name,
+                operation=operation,
+            )
         lacks = "its communicator is suspended" if self.suspended else "owns no communicator"
         text = f"{operation} on {owner!r}: the group is {state} and {lacks}."
         if self.reason:
@@ -99,6 +155,8 @@ class Offloaded:
 
 def _refusing(name: str) -> Callable[..., Any]:
     def refuse(self: Offloaded, *args: Any, **kwargs: Any) -> Any:
+        if self.under_way is not None and self.under_way.is_mine:
+            return getattr(self.current, name)(*args, **kwargs)
         if self.kept is None:
             raise self.refusal(name)
         try:

@@ -25,7 +25,7 @@ from .. import c10d
 from ..errors import GroupPickleError
 from .creation import Construction
 from .dispatch import Dispatch
-from .offloaded import GroupState, Offloaded
+from .offloaded import GroupState, Offloaded, UnderWay
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend as CppBackend
@@ -81,6 +81,7 @@ class ReloadableProcessGroup(Dispatch):
         state: :class:`GroupState`.
         last_error: why it failed; empty if it did not.
         history: what was done with it.
+        under_way: the operation whose threads alone can use it now; None if all can.
     """
 
     def __init__(self, inner: ProcessGroup, construction: Construction) -> None:
@@ -92,7 +93,8 @@ class ReloadableProcessGroup(Dispatch):
         self.state = GroupState.LIVE
         self.last_error = ""
         self.history = History()
-        self._inner = inner
+        self.under_way: UnderWay | None = None
+        self._put(inner)
         self._released: weakref.ref[Any] | None = None
         self._name = construction.name
         self._backend_name = str(inner.name())
@@ -158,7 +160,7 @@ class ReloadableProcessGroup(Dispatch):
     def _bind_device(self, device: Any) -> None:
         _BOUND_DEVICE.__set__(self, device)
         if self.is_live:
-            self._inner.bound_device_id = device
+            self._current.bound_device_id = device
 
     # Read by every barrier: torch's own getter, with no Python in between.
     bound_device_id = property(_BOUND_DEVICE.fget, _bind_device)
@@ -166,14 +168,14 @@ class ReloadableProcessGroup(Dispatch):
     @property
     def use_pg_for_symm_mem_rendezvous(self) -> Any:
         if self.is_live:
-            return self._inner.use_pg_for_symm_mem_rendezvous
+            return self._current.use_pg_for_symm_mem_rendezvous
         return self._settings.symm_mem
 
     @use_pg_for_symm_mem_rendezvous.setter
     def use_pg_for_symm_mem_rendezvous(self, value: Any) -> None:
         self._settings.symm_mem = value
         if self.is_live:
-            self._inner.use_pg_for_symm_mem_rendezvous = value
+            self._current.use_pg_for_symm_mem_rendezvous = value
 
     def get_group_store(self) -> Any:
         return c10d.store_of(self)
@@ -188,7 +190,7 @@ class ReloadableProcessGroup(Dispatch):
     def _set_group_desc(self, desc: str) -> None:
         self._settings.desc = desc
         if self.is_live:
-            self._inner._set_group_desc(desc)
+            self._current._set_group_desc(desc)
 
     def _has_hooks(self) -> bool:
         # Not asked of the live group: torch writes a warning to stderr for one without a default
@@ -197,7 +199,7 @@ class ReloadableProcessGroup(Dispatch):
 
     def _wait_for_pending_works(self) -> None:
         if self.is_live:
-            self._inner._wait_for_pending_works()
+            self._current._wait_for_pending_works()
 
     def _carry(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = getattr(self._inner, name)(*args, **kwargs)
@@ -227,22 +229,30 @@ class ReloadableProcessGroup(Dispatch):
     # -- end of life: the user destroys the group -------------------------------------------
 
     def shutdown(self) -> None:
-        """Shut the communicator down for good; called by ``destroy_process_group``. Idempotent."""
+        """Shut the communicator down for good; called by ``destroy_process_group``. Idempotent.
+
+        Waits for an operation that was begun with ``wait=False`` and is under way.
+        """
         if self._has_hooks():
             self._wait_for_pending_works()
         self._destroy(lambda inner: inner.shutdown())
 
     def abort(self) -> None:
-        """Abort the communicator for good; called by ``_abort_process_group``. Idempotent."""
+        """Abort the communicator for good; called by ``_abort_process_group``. Idempotent.
+
+        Waits as :meth:`shutdown` does.
+        """
         self._destroy(lambda inner: inner.abort())
 
     def _destroy(self, how: Callable[[Any], None]) -> None:
+        if self.under_way is not None:
+            self.under_way.wait()
         if self.before_end is not None:
             self.before_end()
-        placeholder = self._inner if isinstance(self._inner, Offloaded) else None
-        inner = self._inner if placeholder is None else placeholder.kept
+        placeholder = self._current if isinstance(self._current, Offloaded) else None
+        inner = self._current if placeholder is None else placeholder.kept
         self.state = GroupState.DESTROYED
-        self._inner = Offloaded(self, None)
+        self._put(Offloaded(self, None))
         if placeholder is not None and placeholder.suspended is not None:
             placeholder.suspended.abort()  # the peers cannot be asked to take part in a shutdown
         elif inner is not None:
@@ -253,12 +263,17 @@ class ReloadableProcessGroup(Dispatch):
     @property
     def communicator(self) -> Any:
         """The group that torch made: the live or the suspended one; None without."""
-        return self._inner.suspended if isinstance(self._inner, Offloaded) else self._inner
+        return self._current.suspended if isinstance(self._current, Offloaded) else self._current
 
     @property
     def last_inner(self) -> Any:
         """The group that torch made for the generation before, if it is still referenced."""
         return None if self._released is None else self._released()
+
+    def reserve(self, under_way: UnderWay | None) -> None:
+        """Let only an operation's threads use the group; None lets all. Local, idempotent."""
+        self.under_way = under_way
+        self._put(self._current)
 
     def detach(self, state: GroupState = GroupState.OFFLOADED, reason: str = "") -> Any:
         """Detach the live or suspended group and remember what was set on it.
@@ -270,7 +285,7 @@ class ReloadableProcessGroup(Dispatch):
         if self.is_live:
             self._remember(inner)
         self.state = state
-        self._inner = Offloaded(self, self._kept_group(inner), reason)
+        self._put(Offloaded(self, self._kept_group(inner), reason))
         self.last_error = reason
         self._released = weakref.ref(inner)
         c10d.drop_generation(self)
@@ -278,8 +293,8 @@ class ReloadableProcessGroup(Dispatch):
 
     def attach(self, inner: ProcessGroup, generation: int) -> None:
         """Make a rebuilt group the live one, with the settings of the one before."""
-        if isinstance(self._inner, Offloaded) and self._inner.kept is not None:
-            c10d.add_backends(inner, self._kept_backends(self._inner.kept))
+        if isinstance(self._current, Offloaded) and self._current.kept is not None:
+            c10d.add_backends(inner, self._kept_backends(self._current.kept))
         c10d.take_generation(inner, self)
         c10d.set_timeouts(inner, self._settings.timeouts)
         if self.construction.is_world:
@@ -293,39 +308,39 @@ class ReloadableProcessGroup(Dispatch):
 
     def suspend(self) -> Any:
         """Set the live group aside, whole, and refuse its use; the caller suspends it."""
-        inner = self._inner
+        inner = self._current
         self._remember(inner)
         self.state = GroupState.OFFLOADED
-        self._inner = Offloaded(self, self._kept_group(inner), suspended=inner)
+        self._put(Offloaded(self, self._kept_group(inner), suspended=inner))
         return inner
 
     def resume(self) -> None:
         """Make the suspended group the live one again."""
-        self._make_live(self._inner.suspended)
+        self._make_live(self._current.suspended)
 
     def fail(self, reason: str) -> None:
         """Mark a group without communicator as failed, with the reason."""
         self.state = GroupState.FAILED
         self.last_error = reason
-        self._inner.reason = reason
+        self._current.reason = reason
 
     def clear_failure(self) -> None:
         """Mark a failed group as offloaded: an offload has completed since. Idempotent."""
         if self.state is GroupState.FAILED:
             self.state = GroupState.OFFLOADED
-            self.last_error = self._inner.reason = ""
+            self.last_error = self._current.reason = ""
 
     def current_timeouts(self) -> dict[str, timedelta]:
         """Return the timeouts by device type: the live group's, or those of the next one."""
         if self.is_live:
-            return c10d.get_timeouts(self._inner, tuple(self.construction.devices))
+            return c10d.get_timeouts(self._current, tuple(self.construction.devices))
         return dict(self._settings.timeouts)
 
     def set_default_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the reloadable backends, now or from the next generation on. Local."""
         timeouts = dict.fromkeys(self.construction.selected, timeout)
         if self.is_live:
-            c10d.set_timeouts(self._inner, timeouts)
+            c10d.set_timeouts(self._current, timeouts)
         self._settings.timeouts.update(timeouts)
 
     def memory_stats(self) -> dict[str, int] | None:
@@ -346,11 +361,20 @@ class ReloadableProcessGroup(Dispatch):
                 totals[name] = totals.get(name, 0) + value
         return totals
 
+    def _put(self, current: Any) -> None:
+        """Make a live group, or a placeholder, the current one, and dispatch to it."""
+        target = current
+        if self.under_way is not None:
+            is_placeholder = isinstance(current, Offloaded)
+            kept = current.kept if is_placeholder else self._kept_group(current)
+            target = Offloaded(self, kept, under_way=self.under_way, current=current)
+        self._current, self._inner = current, target
+
     def _make_live(self, inner: Any) -> None:
         inner._set_group_desc(self._settings.desc)
         if self._settings.symm_mem:
             inner.use_pg_for_symm_mem_rendezvous = self._settings.symm_mem
-        self._inner = inner
+        self._put(inner)
         self.state = GroupState.LIVE
         self.last_error = ""
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
@@ -146,13 +146,17 @@ class _Running:
     """A lifecycle operation that has begun.
 
     It runs as long as its function is on the stack of a thread: an interrupt can end the function
-    at any instruction, and a traceback can keep its frame alive.
+    at any instruction, and a traceback can keep its frame alive. Another frame can be where one
+    was that is gone; what the function had in its locals is gone then, too.
     """
 
     operation: str
     frame: int
+    local: weakref.ref[object]
 
     def is_active(self) -> bool:
+        if self.local() is None:
+            return False
         for top in sys._current_frames().values():
             frame: FrameType | None = top
             while frame is not None:
@@ -299,12 +303,13 @@ class Registry:
 
     # -- one operation at a time --------------------------------------------------------------
 
-    def begin(self, operation: str, frame: FrameType) -> None:
+    def begin(self, operation: str, frame: FrameType, local: object) -> None:
         """Refuse a second lifecycle operation while one runs, from any thread or callback.
 
         Args:
             operation: its name.
             frame: of the function that runs it.
+            local: an object that this function holds for as long as it runs.
         """
         with self._lock:
             if self.busy:
@@ -312,9 +317,16 @@ class Registry:
                 raise ReloadpgError(
                     f"{operation} was called while {running} is running in this process; "
                     "nothing was changed. Call them one after the other, from one thread, and "
-                    "not from a callback."
+                    "not from a callback; after one with wait=False, when result() on its handle "
+                    "has returned."
                 )
-            self._running = _Running(operation, id(frame))
+            self._running = _Running(operation, id(frame), weakref.ref(local))
+
+    def continue_in(self, frame: FrameType) -> None:
+        """Note that the operation goes on in another function, of another thread."""
+        with self._lock:
+            if self._running is not None:
+                self._running = replace(self._running, frame=id(frame))
 
     def end(self) -> None:
         """End the operation that was begun."""

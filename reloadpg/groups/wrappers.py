@@ -60,7 +60,7 @@ def _new_group(wrapped: Function) -> Function:
         call = None
         thread.verbatim = True
         try:
-            if type(world) is ReloadableProcessGroup and not world.is_live:
+            if type(world) is ReloadableProcessGroup and (world.under_way or not world.is_live):
                 call = Call.capture(wrapped, args, kwargs)
                 made = _create_alone(call)
             elif type(ranks) in _UNCHANGED:  # nothing is copied for a rank that is no member

@@ -7,11 +7,13 @@ import sys
 import time
 import warnings
 from functools import partial
+from typing import Literal, overload
 
 from ..c10d import devices, release_cautions
 from ..groups.proxy import GroupState
 from ..groups.registry import registry
 from .operation import Operation, why_nothing
+from .pending import Pending
 from .recovery import await_unfinished, end_early
 from .recreate import abort
 from .report import Report
@@ -20,7 +22,13 @@ from .suspend import suspend
 __all__ = ["offload"]
 
 
-def offload(*, collect: bool = False) -> Report:
+@overload
+def offload(*, collect: bool = ..., wait: Literal[True] = True) -> Report: ...
+@overload
+def offload(*, collect: bool = ..., wait: Literal[False]) -> Pending: ...
+@overload
+def offload(*, collect: bool = ..., wait: bool) -> Report | Pending: ...
+def offload(*, collect: bool = False, wait: bool = True) -> Report | Pending:
     """Release the communicators of all reloadable groups of this job.
 
     Collective over all ranks of the job; blocking, each wait bounded by the ``timeout`` given to
@@ -40,9 +48,13 @@ def offload(*, collect: bool = False) -> Report:
     Args:
         collect: also run a full garbage collection, for communicators that are held by cycles
             in the caller's code. It costs tens to hundreds of milliseconds in a large process.
+        wait: False returns at once, and the offload goes on in a thread of its own: see
+            :class:`Pending`. Meanwhile groups refuse collectives, :func:`reload` and a second
+            offload raise, and callbacks are called in that thread.
 
     Returns:
-        What was done on this rank.
+        What was done on this rank; with ``wait=False`` a handle, whose ``result()`` returns or
+        raises what is said here.
 
     Raises:
         NotInstalledError: ``install`` was not called.
@@ -52,6 +64,10 @@ def offload(*, collect: bool = False) -> Report:
         ReleaseError: a group could not be released on this rank.
     """
     op = Operation("offload", sys._getframe())
+    return _offload(op, collect) if wait else Pending(op, partial(_offload, collect=collect))
+
+
+def _offload(op: Operation, collect: bool) -> Report:
     try:
         job = op.job
         if job is None:

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from .. import c10d
 from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError, counted
 from ..groups.creation import HANDED_OVER
+from ..groups.offloaded import UnderWay
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Job, Options, Unfinished, registry
 from ..rendezvous.outcome import Outcome
@@ -90,7 +91,7 @@ class Operation:
                 "reloadpg.install() before the process groups are created."
             )
         self.options: Options = registry.options
-        registry.begin(name, frame)
+        registry.begin(name, frame, self)
         self.report = Report(name, False, 0, note="torch.distributed is not initialized")
         self.warnings: list[str] = []
         self.done: list[GroupReport] = []
@@ -99,6 +100,7 @@ class Operation:
         self._memory: dict[str, dict[str, int]] = {}
         self._current: dict[int, str] = {}
         self._completed = False
+        self._reserved: list[ReloadableProcessGroup] = []
         self.opened = False
         self.job = registry.job(name)
         if self.job is not None:
@@ -236,7 +238,8 @@ class Operation:
                 outcome = self.round.run(phase, work, lambda: self.doing, threads)
             if outcome is not None:
                 return outcome
-        self._note(took)
+        position = {group: index for index, group in enumerate(groups)}
+        self._note(sorted(took, key=lambda one: position[one.group]))
         return None
 
     def _work(
@@ -440,8 +443,18 @@ class Operation:
             job.last_error = f"{type(error).__name__}: {error}"
             self.report = self._build_report(job, error=error)
 
+    def reserve(self, under_way: UnderWay) -> None:
+        """Let only this operation's threads use the groups that it touches, until it is closed."""
+        if self.opened:
+            touched = [g for g in self.groups if self.name == "offload" or not g.is_live]
+            self._reserved += touched
+            for group in touched:
+                group.reserve(under_way)
+
     def close(self) -> None:
         """Let other operations begin, and hand the report to those who asked for it."""
+        for group in self._reserved:
+            group.reserve(None)
         registry.end()
         if self.opened:
             _publish(self.report)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
+from typing import Literal, overload
 
 from ..c10d import devices
 from ..groups.proxy import GroupState
 from ..groups.registry import registry
 from .connect import Connect, connects_alone, validate
 from .operation import Operation
+from .pending import Pending
 from .recovery import await_unfinished, end_early
 from .recreate import Rebuilds, abort
 from .report import Report
@@ -17,7 +20,13 @@ from .suspend import check_room, resume
 __all__ = ["reload"]
 
 
-def reload(*, connect: Connect = "none") -> Report:
+@overload
+def reload(*, connect: Connect = ..., wait: Literal[True] = True) -> Report: ...
+@overload
+def reload(*, connect: Connect = ..., wait: Literal[False]) -> Pending: ...
+@overload
+def reload(*, connect: Connect = ..., wait: bool) -> Report | Pending: ...
+def reload(*, connect: Connect = "none", wait: bool = True) -> Report | Pending:
     """Build the communicators of all offloaded groups again, behind the same objects.
 
     Collective over all ranks of the job; blocking, each wait bounded by the ``timeout`` given to
@@ -33,9 +42,14 @@ def reload(*, connect: Connect = "none") -> Report:
             a collective (NCCL), else with an all-reduce of two numbers, one after the other in the
             order that all ranks share; ``canary`` runs that all-reduce on all, and checks the sum.
             Equal on all ranks.
+        wait: False returns at once, and the reload goes on in a thread of its own while the caller
+            copies weights to the device: see :class:`Pending`. Groups refuse collectives until it
+            has ended, :func:`offload` and a second reload raise, and callbacks are called in that
+            thread. Need not be equal on all ranks.
 
     Returns:
-        What was done on this rank.
+        What was done on this rank; with ``wait=False`` a handle, whose ``result()`` returns or
+        raises what is said here.
 
     Raises:
         NotInstalledError: ``install`` was not called.
@@ -49,6 +63,10 @@ def reload(*, connect: Connect = "none") -> Report:
     """
     how = validate(connect)
     op = Operation("reload", sys._getframe())
+    return _reload(op, how) if wait else Pending(op, partial(_reload, how=how))
+
+
+def _reload(op: Operation, how: Connect) -> Report:
     try:
         job = op.job
         if job is None:

@@ -8,10 +8,12 @@ to handle signals, which Python does only while its main thread is not inside su
 from __future__ import annotations
 
 import atexit
+import contextvars
 import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Generic, TypeVar, cast
 
@@ -139,19 +141,25 @@ class Attempt:
 
 
 class Task(Generic[T]):
-    """A call in a daemon thread, started at once.
+    """A call in a thread, started at once.
 
-    The thread works on the caller's current accelerator device, which is a per-thread setting.
-    A task that nobody waits for any more goes on until its call returns.
+    The thread works on the caller's current accelerator device, which is a per-thread setting,
+    and with the caller's context variables. A task that nobody waits for any more goes on until
+    its call returns.
+
+    Args:
+        function: what to call.
+        name: of the thread.
+        daemon: False lets the exit of the interpreter wait until the call has returned.
     """
 
-    def __init__(self, function: Callable[[], T], name: str) -> None:
+    def __init__(self, function: Callable[[], T], name: str, *, daemon: bool = True) -> None:
         self._ended = threading.Event()
         self._result: T | None = None
         self._error: BaseException | None = None
         self._device = devices.current_index()
-        self._function: Callable[[], T] | None = function
-        self._thread = threading.Thread(target=self._run, name=f"reloadpg-{name}", daemon=True)
+        self._function: Callable[[], T] | None = partial(contextvars.copy_context().run, function)
+        self._thread = threading.Thread(target=self._run, name=f"reloadpg-{name}", daemon=daemon)
         _running.add(self._thread)
         self._thread.start()
 

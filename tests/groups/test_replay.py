@@ -103,7 +103,7 @@ CALLS = {
 def _received(rank, world_size):
     simulated.register()
     new_group, helper = _Recorder("new_group"), _Recorder("_new_process_group_helper")
-    _install(backends={"gloo", "sim"})
+    _install(backends={"gloo", "sim"}, parallelism=1)  # so that calls are seen in order
     worlds.init("sim", timeout=timedelta(seconds=51), pg_options=OPTIONS)
     facts = {"WORLD": [helper.bound(helper.take()[0])]}
     groups, given, first = {}, {}, {}

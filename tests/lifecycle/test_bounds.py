@@ -26,7 +26,7 @@ def _slow(store, rank, size, timeout):
 
 def _many_slow_groups(rank, world_size):
     dist.Backend.register_backend("slow", _slow, devices=["cpu"])
-    reloadpg.install(backends={"slow"}, timeout=timedelta(seconds=BOUND_S))
+    reloadpg.install(backends={"slow"}, timeout=timedelta(seconds=BOUND_S), parallelism=1)
     dist.init_process_group("slow")
     groups = [dist.new_group([0, 1]) for _ in range(GROUPS)]
     reloadpg.offload()

@@ -206,3 +206,19 @@ def test_interrupt_while_waiting_at_a_barrier() -> None:
     )
     assert_quiet(ended, [0, 0])
     assert [end.said for end in ended] == ["True", "True"]
+
+
+def test_the_interpreter_ends_when_the_operation_has() -> None:
+    """With its own exit code; the operation completes, as on the ranks that wait for it."""
+    ended = run_interpreters(
+        """
+        import threading
+        reloadpg.offload()
+        reloadpg.on_reload(threading.main_thread().join, before=True)
+        reloadpg.on_report(lambda report: print(report.operation, repr(report.error), flush=True))
+        pending = reloadpg.reload(wait=False)
+        sys.exit(3 * rank)
+        """
+    )
+    assert_quiet(ended, [0, 3])
+    assert [end.said for end in ended] == ["reload ''"] * 2
