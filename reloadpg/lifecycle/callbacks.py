@@ -17,9 +17,10 @@ Callback = TypeVar("Callback", bound=Callable[..., object])
 def on_offload(callback: Callable[[], object], *, name: str = "") -> Callable[[], None]:
     """Call something before groups are released: where other libraries' buffers go first.
 
-    Local; callbacks run in the order of registration, in the caller's thread, on every offload
-    that has something to release. One that raises makes the offload fail on all ranks before any
-    group is touched. A group that a callback creates is not released by this offload.
+    Local; callbacks run in the order of registration, in the caller's thread (with ``wait=False``
+    in the operation's), on every offload that has something to release. One that raises makes the
+    offload fail on all ranks before any group is touched. A group that a callback creates is not
+    released by this offload.
 
     Args:
         callback: what to call.
@@ -39,9 +40,9 @@ def on_reload(
 ) -> Callable[[], None]:
     """Call something after all groups are live again on all ranks, or before any is rebuilt.
 
-    Local; callbacks run in the order of registration, in the caller's thread, on every reload of
-    offloaded groups. One that raises makes the reload fail on all ranks; ``reload()`` can be
-    called again.
+    Local; callbacks run in the order of registration, in the caller's thread (with ``wait=False``
+    in the operation's), on every reload of offloaded groups. One that raises makes the reload fail
+    on all ranks; ``reload()`` can be called again.
 
     Args:
         callback: what to call.
@@ -61,7 +62,7 @@ def on_reload(
 def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
     """Call something with the report of each offload and reload, also of one that failed.
 
-    Local; in the caller's thread, at the end of the operation. What it raises is logged.
+    Local; in the thread of the operation, at its end. What it raises is logged.
 
     Returns:
         A function that takes the callback off again; idempotent.

@@ -143,3 +143,11 @@ def test_rendezvous_counts_the_store_operations_of_a_barrier(tmp_path: Path) -> 
     assert [row["ranks"] for row in figures] == [2, 8]
     assert all(3 <= row["operations"] <= 12 for row in figures)
     assert all(row["keys_per_rank"] < 10 for row in figures)
+
+
+def test_parallel_measures_every_width_and_the_overlap(tmp_path: Path) -> None:
+    """Reloads at one to eight groups at a time, and one beside a copy."""
+    figures = quick("parallel.py", tmp_path / "figures.json")
+    assert list(figures["reload_s"]) == ["1", "2", "4", "8"]
+    assert figures["ratio"] == figures["reload_s"]["8"] / figures["reload_s"]["1"]
+    assert min(figures["torch_s"], figures["after_s"], figures["along_s"]) > figures["creation_s"]

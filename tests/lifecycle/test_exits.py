@@ -212,7 +212,8 @@ def test_the_interpreter_ends_when_the_operation_has() -> None:
     """With its own exit code; the operation completes, as on the ranks that wait for it."""
     ended = run_interpreters(
         """
-        import threading
+        import atexit, threading
+        atexit.register(lambda: print(reloadpg.status().state))
         reloadpg.offload()
         reloadpg.on_reload(threading.main_thread().join, before=True)
         reloadpg.on_report(lambda report: print(report.operation, repr(report.error), flush=True))
@@ -221,4 +222,4 @@ def test_the_interpreter_ends_when_the_operation_has() -> None:
         """
     )
     assert_quiet(ended, [0, 3])
-    assert [end.said for end in ended] == ["reload ''"] * 2
+    assert [end.said for end in ended] == ["reload ''\nlive"] * 2

@@ -1,0 +1,159 @@
+"""Measure what side by side is worth: groups within a reload, a reload beside a copy of weights.
+
+Simulated ranks (processes) whose backend takes as long to create a group as NCCL takes to build a
+communicator, without using the processor: the job waits for its slowest rank, as on GPUs. Reloads
+at several values of ``parallelism``, against creating the same groups with torch alone. Then
+``reload(wait=False)`` while the caller copies for a while, against one after the other.
+
+Usage: python benchmarks/parallel.py [--check] [--json PATH] [--quick] [--cycles N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from _output import machine, write_json
+
+import reloadpg
+from reloadpg.errors import table
+from reloadpg.testing import run_ranks, simulated
+
+RANKS = 4
+GROUPS = 24
+CREATION_S = 0.3
+COPY_S = 1.0
+WIDTHS = (1, 2, 4, 8)
+LIMIT = 0.25
+"""Of the time at ``parallelism=1``, at 8."""
+OVERLAP_LIMIT = 1.3
+"""Of the longer one of reload and copy, for both beside each other."""
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds from a moment at which all ranks are there to the return of a call."""
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
+def groups_of(count: int) -> list[Any]:
+    return [dist.new_group(list(range(RANKS))) for _ in range(count)]
+
+
+def reloads(rank: int, size: int, width: int, groups: int, creation: float, cycles: int) -> float:
+    """The median of some reloads, WORLD and so many groups."""
+    start(width)
+    groups_of(groups)
+    simulated.configure(creation_seconds=creation)
+    times = []
+    for _ in range(cycles):
+        reloadpg.offload()
+        times.append(timed(lambda: reloadpg.reload(connect="eager")))
+    return statistics.median(times)
+
+
+def torch_alone(rank: int, size: int, groups: int, creation: float) -> float:
+    """Creating as many groups without the library, one of them in the place of WORLD."""
+    simulated.register()
+    dist.init_process_group(simulated.NAME)
+    simulated.configure(creation_seconds=creation, bytes_per_communicator=1 << 20)
+    return timed(lambda: groups_of(groups + 1))
+
+
+def beside(
+    rank: int, size: int, width: int, groups: int, creation: float, copy: float, cycles: int
+) -> tuple[float, float]:
+    """A reload and a copy, one after the other and beside each other; medians."""
+    start(width)
+    groups_of(groups)
+    simulated.configure(creation_seconds=creation)
+
+    def after() -> None:
+        reloadpg.reload(connect="eager")
+        time.sleep(copy)  # as a copy to the device: it uses neither the processor nor the lock
+
+    def along() -> None:
+        pending = reloadpg.reload(connect="eager", wait=False)
+        time.sleep(copy)
+        pending.result()
+
+    times: dict[Callable[[], None], list[float]] = {after: [], along: []}
+    for _ in range(cycles):
+        for way, seconds in times.items():
+            reloadpg.offload()
+            seconds.append(timed(way))
+    return statistics.median(times[after]), statistics.median(times[along])
+
+
+def start(width: int) -> None:
+    simulated.register()
+    simulated.configure(bytes_per_communicator=1 << 20)
+    reloadpg.install(parallelism=width)
+    dist.init_process_group(simulated.NAME)
+
+
+def longest(function: Callable[..., Any], *args: Any) -> Any:
+    """What the slowest rank measured."""
+    return max(run_ranks(function, RANKS, args=args, timeout=500))
+
+
+def main() -> int:
+    """Run it and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="exit with 1 above a limit")
+    parser.add_argument("--cycles", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="few and short: to see that it runs")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    groups, creation, copy, cycles = GROUPS, CREATION_S, COPY_S, options.cycles
+    if options.quick:
+        groups, creation, copy, cycles = 4, 0.02, 0.1, 1
+    alone = longest(torch_alone, groups, creation)
+    rows = [("torch", alone, None)]
+    seconds = {}
+    for width in WIDTHS:
+        seconds[width] = longest(reloads, width, groups, creation, cycles)
+        rows.append((f"parallelism={width}", seconds[width], seconds[width] / seconds[1]))
+    print(table((f"{groups} groups, {creation:g} s each", "s", "of parallelism=1"), rows))
+    single = seconds[8]
+    after, along = longest(beside, 8, groups, creation, copy, cycles)
+    longer = max(single, copy)
+    print()
+    print(
+        table(
+            (f"reload and a copy of {copy:g} s", "s", "of the longer one"),
+            [
+                ("the reload alone", single, single / longer),
+                ("one after the other", after, after / longer),
+                ("reload(wait=False)", along, along / longer),
+            ],
+        )
+    )
+    ratio, overlap = seconds[8] / seconds[1], along / longer
+    figures = {
+        "groups": groups,
+        "creation_s": creation,
+        "copy_s": copy,
+        "torch_s": alone,
+        "reload_s": {str(width): value for width, value in seconds.items()},
+        "after_s": after,
+        "along_s": along,
+        "ratio": ratio,
+        "overlap": overlap,
+    }
+    write_json(options.json, {"machine": machine(), **figures})
+    if options.check and (ratio > LIMIT or overlap > OVERLAP_LIMIT):
+        print(f"above a limit: {ratio:.2f} ({LIMIT}), {overlap:.2f} ({OVERLAP_LIMIT})")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
