@@ -42,6 +42,17 @@ def bound(session: nox.Session) -> None:
 
 
 @nox.session
+def recovery(session: nox.Session) -> None:
+    """The tests of recovery, with eight groups at a time instead of one."""
+    install(session, "test")
+    names = ("agreement", "faults", "killed_ranks", "lost_store", "topologies")
+    files = [f"tests/lifecycle/test_{name}.py" for name in names]
+    every = ("-m", "slow or not slow")
+    env = {"TEST_PARALLELISM": "8"}
+    session.run("python", "-m", "pytest", *files, *every, *session.posargs, env=env)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """ruff: check and format."""
     session.install("ruff>=0.12")

@@ -95,9 +95,10 @@ class Job:
         backend: str = "gloo",
         store: Any = None,
         size: int | None = None,
+        parallelism: int = PARALLELISM,
     ) -> Job:
         reloadpg.install(
-            backends={backend}, timeout=timedelta(seconds=bound), parallelism=PARALLELISM
+            backends={backend}, timeout=timedelta(seconds=bound), parallelism=parallelism
         )
         if store is None:
             worlds.init(backend)

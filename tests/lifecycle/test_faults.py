@@ -47,10 +47,10 @@ def fault() -> None:
 
 
 def faults_in_every_group(
-    rank: int, size: int, operation: str, places: Sequence[int]
+    rank: int, size: int, operation: str, places: Sequence[int], parallelism: int
 ) -> list[dict[str, Any]]:
     """For each of these groups: fail there on one rank, see all ranks fail, and retry."""
-    job = Job.start(rank, subgroups=TWELVE, bound=FAR)
+    job = Job.start(rank, subgroups=TWELVE, bound=FAR, parallelism=parallelism)
     found = []
     for count, k in enumerate(places):
         if operation == "reload":
@@ -98,16 +98,21 @@ def faults_in_every_group(
 @pytest.fixture(
     scope="module",
     params=sampled(
-        [(operation, many) for operation in ("offload", "reload") for many in ("some", "each")],
-        *(("offload", "some"), ("reload", "some")),
+        [
+            (operation, many, parallelism)
+            for operation in ("offload", "reload")
+            for many in ("some", "each")
+            for parallelism in (1, 8)
+        ],
+        *(("offload", "some", 1), ("reload", "some", 8)),
     ),
-    ids="-".join,
+    ids=lambda params: "-".join(map(str, params)),
 )
 def every_group(request: pytest.FixtureRequest) -> tuple[str, list[list[dict[str, Any]]]]:
     """By rank, what was seen with a fault in each group, or in the first, last, and one between."""
-    operation, many = request.param
-    places = (0, 5, 11) if many == "some" else range(12)
-    return operation, run_ranks(faults_in_every_group, 3, args=(operation, places), timeout=240)
+    operation, many, parallelism = request.param
+    args = (operation, (0, 5, 11) if many == "some" else range(12), parallelism)
+    return operation, run_ranks(faults_in_every_group, 3, args=args, timeout=240)
 
 
 class TestFaultInEachOfTwelveGroups:
