@@ -85,6 +85,25 @@ def test_exit_while_offloaded() -> None:
     assert_quiet(run_interpreters("reloadpg.offload()"), [0, 0])
 
 
+def test_cycles_make_torch_say_nothing() -> None:
+    """Torch warns on stderr when a group without a default backend is asked for its hooks."""
+    body = """
+    mixed = dist.new_group([0, 1], backend="cpu:gloo,cuda:gloo")
+    for _ in range(2):
+        for one in (group, mixed, dist.group.WORLD):
+            one.communicator._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
+        reloadpg.offload()
+        reloadpg.reload()
+    for one in (group, mixed):
+        one.communicator._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
+        dist.destroy_process_group(one)
+    dist.destroy_process_group()
+    """
+    ended = run_interpreters(body)
+    assert_quiet(ended, [0, 0])
+    assert [one.stderr for one in ended if "hooks" in one.stderr] == []
+
+
 def test_exit_with_a_default_group_that_was_never_destroyed() -> None:
     """Also one that is not reloadable: it lives until the interpreter takes its modules apart."""
     body = """
