@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .lifecycle.report import BypassedGroup as BypassedGroup
     from .lifecycle.report import GroupReport as GroupReport
     from .lifecycle.report import GroupStatus as GroupStatus
+    from .lifecycle.report import OperationStatus as OperationStatus
     from .lifecycle.report import Report as Report
     from .lifecycle.report import Reports as Reports
     from .lifecycle.report import Status as Status
@@ -92,7 +93,9 @@ _HOMES = {
     "lifecycle.offload": "offload",
     "lifecycle.pending": "Pending",
     "lifecycle.reload": "reload",
-    "lifecycle.report": "BypassedGroup GroupReport GroupStatus Report Reports Status",
+    "lifecycle.report": """
+        BypassedGroup GroupReport GroupStatus OperationStatus Report Reports Status
+    """,
     "lifecycle.status": "status",
 }
 _ALIASES = {"destroy_process_groups": "offload", "reload_process_groups": "reload"}

@@ -161,6 +161,8 @@ def show(page: Page) -> None:
 def follow(pages: Iterator[Page]) -> None:
     """Show one page after the other: in place on a terminal, otherwise one below the other.
 
+    A terminal is drawn on only when the page, or its own size, has changed.
+
     Blocking until the pages end; the iterator decides how fast they come.
     """
     console = _terminal(sys.stdout)
@@ -171,8 +173,11 @@ def follow(pages: Iterator[Page]) -> None:
     from rich.live import Live
 
     with Live(console=console, auto_refresh=False, redirect_stdout=False) as live:
+        drawn: object = None
         for page in pages:
-            live.update(_drawn(page), refresh=True)
+            if drawn != (page, console.size):
+                drawn = (page, console.size)
+                live.update(_drawn(page), refresh=True)
 
 
 def terminal_size() -> tuple[int, int] | None:

@@ -131,7 +131,7 @@ def diagnose(
         checks.insert(place, ("script", lambda: import_of_script(Path(script))))
         checks.insert(place, ("script", lambda: check_script(Path(script), call, variables)))
     if status_dir is not None:
-        checks.append(("job", lambda: check_job(Path(status_dir))))
+        checks.insert(0, ("job", lambda: check_job(Path(status_dir))))
     findings = []
     for name, check in checks:
         try:
@@ -555,15 +555,16 @@ def check_job(directory: Path) -> Findings:
     if not view.ranks:
         yield Finding("job", "problem", view.reading.absence, view.reading.remedy)
         return
-    troubles = [fact for fact in view.facts() if fact.tone in ("warning", "bad")]
-    for fact in troubles:
-        level = "problem" if fact.tone == "bad" else "warning"
+    running = view.running_facts()
+    troubles = [fact for fact in view.lasting_facts() if fact.tone in ("warning", "bad")]
+    for fact in (*running, *troubles):
+        level = {"bad": "problem", "warning": "warning"}.get(fact.tone, "note")
         yield Finding("job", level, f"{fact.name}: {fact.text}", fact.remedy)
     for record in view.ranks:
         if record.error:
             yield Finding("job", "warning", f"rank {record.rank}: {record.error}")
     for failure in view.reading.failures:
         yield Finding("job", "warning", f"unreadable: {failure}")
-    if not troubles:
+    if not troubles and all(fact.tone != "bad" for fact in running):
         equal = f"{len(view.ranks)} ranks, all with reloadpg at the same generation"
         yield Finding("job", "ok", equal)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import os
+import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +20,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STATUS_DIR", "RankRecord", "Reading", "read_directory", "read_endpoints"]
+__all__ = ["SILENT_S", "STATUS_DIR", "RankRecord", "Reading", "read_directory", "read_endpoints"]
 
 STATUS_DIR = "RELOADPG_STATUS_DIR"
 """Environment variable: where the ranks of a job keep their status files."""
+
+LATE_S = 2.5
+"""Without a sign of life for longer, a rank is looked up among the processes of this host."""
+
+SILENT_S = 5.0
+"""A rank that gave no sign of life for longer is called silent; it gives one each second."""
 
 HANDLER = "/handler/reloadpg"
 ENDPOINT_TIMEOUT_S = 3.0
@@ -43,6 +51,10 @@ class RankRecord:
         age_s: how long ago that was, when it was read.
         status: ``Status.details()``.
         report: ``Report.details()`` of its last offload or reload; empty before the first.
+        running: ``OperationStatus.details()`` of the operation that it is in; empty if in none.
+        exited: whether this is the last record of a process that has exited.
+        process: ``gone`` or ``stopped``, by this host's table of processes; empty if it runs, or
+            is on another host.
         earlier: other reports of it that are known, by operation.
     """
 
@@ -55,6 +67,9 @@ class RankRecord:
     age_s: float | None
     status: Mapping[str, Any]
     report: Mapping[str, Any]
+    running: Mapping[str, Any] = field(default_factory=dict)
+    exited: bool = False
+    process: str = ""
     earlier: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -79,7 +94,20 @@ class RankRecord:
             age_s=None if said is None else max(0.0, now - said),
             status=status,
             report=mapping(outer.get("last_report")),
+            running=mapping(outer.get("running", status.get("running"))),
+            exited=outer.get("exited") is True,
         )
+
+    def looked_up(self) -> RankRecord:
+        """The same with what this host's table of processes says of a rank that is late.
+
+        A process that gives signs of life runs, whatever the table says: it may be in a container
+        with a table of its own.
+        """
+        late = self.age_s is not None and self.age_s > LATE_S
+        if not late or self.exited or self.pid is None or self.host != socket.gethostname():
+            return self
+        return replace(self, process=_process_state(self.pid))
 
     @property
     def groups(self) -> list[Mapping[str, Any]]:
@@ -87,10 +115,26 @@ class RankRecord:
         return items(self.status.get("groups"))
 
     @property
+    def options(self) -> Mapping[str, Any]:
+        """What ``install`` was given there."""
+        return mapping(self.status.get("options"))
+
+    @property
+    def absent(self) -> str:
+        """``exited``, ``gone``, ``stopped`` or ``silent``; empty for a rank that seems to run."""
+        if self.exited or self.process:
+            return "exited" if self.exited else self.process
+        return "silent" if self.age_s is not None and self.age_s > SILENT_S else ""
+
+    @property
     def state(self) -> str:
         """``live``, ``offloaded``, ``failed``, or why there is none of these."""
+        if self.absent:
+            return self.absent
         if not self.installed:
             return "not installed"
+        if self.running:
+            return f"in {text(self.running.get('operation'))}"
         if self.status.get("initialized") is False:
             return "no group yet"
         return text(self.status.get("state")) or "unknown"
@@ -194,7 +238,7 @@ def read_directory(directory: Path) -> Reading:
         if record is None:
             failures.append(f"{file.name}: names no rank")
         else:
-            records.append(record)
+            records.append(record.looked_up())
     ranks = _one_a_rank(records)
     size = _world_size(ranks)
     left_over = [one.rank for one in ranks if size is not None and one.rank >= size]
@@ -212,7 +256,7 @@ def read_endpoints(endpoints: Sequence[str]) -> Reading:
     for endpoint, answer in zip(endpoints, answers, strict=True):
         record = None if isinstance(answer, str) else RankRecord.of(answer, now)
         if record is not None:
-            records.append(record)
+            records.append(record.looked_up())
         else:
             why = answer if isinstance(answer, str) else "its answer names no rank"
             failures.append(f"{endpoint}: {why}")
@@ -248,6 +292,23 @@ def _ask(endpoint: str) -> Any:
         return _decoded(body)
     except (ValueError, RecursionError) as error:
         return f"the answer is no JSON ({error})"
+
+
+def _process_state(pid: int) -> str:
+    """``gone``, ``stopped``, or empty for a process of this host that runs. Local."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError, ValueError):
+        return "gone"
+    except PermissionError:
+        pass  # another user's
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:  # no such file beside Linux
+        return ""
+    letter = stat.rpartition(")")[2].split()[:1]
+    states = {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}
+    return states.get(letter[0], "") if letter else ""
 
 
 def _decoded(data: bytes) -> Any:

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import format_ranks
-from .console import Line, Page, Table, follow, positive, say, seconds, show, terminal_size
+from .console import Line, Page, Table, counted, follow, positive, say, seconds, show, terminal_size
 from .records import (
+    LATE_S,
+    SILENT_S,
     STATUS_DIR,
     RankRecord,
     Reading,
@@ -25,12 +27,14 @@ from .records import (
     read_directory,
     read_endpoints,
     text,
+    whole,
 )
 
-__all__ = ["SILENT_S", "JobView", "add"]
+__all__ = ["SILENT_S", "InProgress", "JobView", "add"]
 
-SILENT_S = 5.0
-"""A rank that gave no sign of life for longer is called silent; it gives one each second."""
+WAITING_S = 3.0
+"""A rank that waits for longer, for ranks that have not come, is in trouble. Each rank says once a
+second where it is, so by then the others would have said that they are on their way."""
 
 _SHOWN_RANKS = 10
 _SHOWN_FAILURES = 3
@@ -38,6 +42,12 @@ _WIDE, _WIDEST = 100, 150
 """Columns of a terminal that has room for all numbers of the table, and for the errors too."""
 _REMEDIES_HEIGHT = 30
 """Lines of a terminal that is high enough to say also what to do."""
+
+
+WORKING_S = 30.0
+"""The same where all that have not come are in the operation, and work."""
+
+_ON_ITS_WAY = "on its way"
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,163 @@ class Fact:
     text: str
     tone: str = ""
     remedy: str = ""
+
+    def lines(self, indent: int, *, remedies: bool) -> Iterator[Line]:
+        """The fact, its name in a column of that width."""
+        yield Line(f"{self.name.ljust(indent)}  {self.text}", self.tone, indent + 2)
+        if self.remedy and remedies:
+            yield Line(f"{' ' * indent}  -> {self.remedy}", "", indent + 5)
+
+
+@dataclass(frozen=True)
+class InProgress:
+    """The operation that ranks of a job are in.
+
+    Attributes:
+        name: ``offload`` or ``reload``.
+        sequence: its number in the job.
+        phase: the barrier at which ranks wait, or to which they are on their way.
+        ranks: those that are in it.
+        waiting: those that wait at the barrier.
+        missing: those that they wait for, by why they are not there.
+        started_at: Unix time at which the first rank called it.
+        since: Unix time at which the first rank arrived at the barrier; None if none waits.
+        waited_s: how long that rank had waited when it last said so.
+        bound_s: the wait ends after so many seconds without progress; None if unknown.
+        groups_done, groups: groups of the present step that are done, and all, on all ranks.
+    """
+
+    name: str
+    sequence: int
+    phase: str
+    ranks: Sequence[int]
+    waiting: Sequence[int]
+    missing: Mapping[str, Sequence[int]]
+    started_at: float
+    since: float | None
+    waited_s: float
+    bound_s: float | None
+    groups_done: int
+    groups: int
+
+    @property
+    def stuck(self) -> bool:
+        """Whether ranks wait for ranks that are not on their way, or have been so for long."""
+        if not self.waiting or not self.missing:
+            return False
+        if all(why.startswith(_ON_ITS_WAY) for why in self.missing):
+            return self.waited_s >= WORKING_S
+        return self.waited_s >= WAITING_S or any(why in _ABSENT for why in self.missing)
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankRecord], expected: Sequence[int]) -> InProgress | None:
+        """From the records of a job that has these ranks; None if none is in an operation."""
+        known = {one.rank: one for one in ranks}
+        inside = [one for one in ranks if one.running and not one.absent]
+        if not inside:
+            return None
+        sequence = max(_sequence(one) for one in inside)
+        inside = [one for one in inside if _sequence(one) == sequence]
+        name = text(inside[0].running.get("operation"))
+        waits = [one for one in inside if one.running.get("waiting") is True]
+        # A record that is a second old may still be of the barrier before.
+        latest = max(waits or inside, key=lambda one: number(one.running.get("since")) or 0.0)
+        phase = text(latest.running.get("phase"))
+        waits = [one for one in waits if text(one.running.get("phase")) == phase]
+        here = {one.rank for one in waits}
+        missing: dict[str, list[int]] = {}
+        for rank in expected if waits else ():
+            if rank not in here:
+                missing.setdefault(_why_missing(known.get(rank), name, sequence), []).append(rank)
+        since = [number(one.running.get("since")) or 0.0 for one in waits]
+        waited = [one.time - (number(one.running.get("since")) or 0.0) for one in waits if one.time]
+        return cls(
+            name,
+            sequence,
+            phase,
+            [one.rank for one in inside],
+            sorted(here),
+            missing,
+            min(number(one.running.get("started_at")) or 0.0 for one in inside),
+            min(since, default=None),
+            max(waited, default=0.0),
+            number(latest.options.get("timeout_s")),
+            sum(whole(one.running.get("groups_done")) or 0 for one in inside),
+            sum(whole(one.running.get("groups")) or 0 for one in inside),
+        )
+
+    def facts(self, records: Mapping[int, RankRecord], *, still: bool) -> list[Fact]:
+        """Statements about it, what is wrong in its tone."""
+        bad = "bad" if self.stuck else ""
+        begun = f"since {_when(self.started_at, still)}"
+        at = f", before its barrier {self.phase!r}" if self.phase else ""
+        found = [Fact(self.name, f"in progress on {_ranks(self.ranks)}, {begun}{at}", bad)]
+        if self.groups:
+            found.append(Fact("groups", _bar(self.groups_done, self.groups)))
+        if not self.waiting or self.since is None:
+            return found
+        waiting = f"{_ranks(self.waiting)}, since {_when(self.since, still)}"
+        if self.bound_s is not None:
+            waiting += f"; the wait ends after {self.bound_s:g} s without progress on any rank"
+        found.append(Fact("waiting", waiting, bad))
+        for why, ranks in self.missing.items():
+            remedy = ""
+            first = records.get(ranks[0])
+            if self.stuck and why not in _ABSENT and first is not None and first.pid:
+                where = f" on {first.host}" if first.host else ""
+                remedy = f"see what rank {first.rank} does: py-spy dump --pid {first.pid}{where}"
+            missing = f"{_ranks(ranks)}: {_ABSENT.get(why, why)}"
+            found.append(Fact("waits for", missing, bad, remedy))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, with plain types only."""
+        return {
+            "operation": self.name,
+            "sequence": self.sequence,
+            "phase": self.phase,
+            "ranks": list(self.ranks),
+            "waiting": list(self.waiting),
+            "missing": {why: list(ranks) for why, ranks in self.missing.items()},
+            "stuck": self.stuck,
+            "started_at": self.started_at,
+            "since": self.since,
+            "waited_s": self.waited_s,
+            "timeout_s": self.bound_s,
+            "groups_done": self.groups_done,
+            "groups": self.groups,
+        }
+
+
+_ABSENT = {
+    "gone": "its process is gone",
+    "stopped": "its process is stopped",
+    "silent": "it gives no sign of life",
+    "exited": "it has exited",
+    "not seen": "it keeps no record here",
+}
+"""Why a rank will not come, in words."""
+
+
+def _why_missing(record: RankRecord | None, operation: str, sequence: int) -> str:
+    """Why a rank is not at a barrier: a key of ``_ABSENT``, or words."""
+    if record is None:
+        return "not seen"
+    if record.absent:
+        return record.absent
+    if not record.installed:
+        return "reloadpg is not installed there"
+    other = text(record.running.get("operation"))
+    if not other:
+        return f"it has not called {operation}()"
+    if other != operation or _sequence(record) != sequence:
+        return f"it is in {'another ' if other == operation else ''}{other}"
+    doing = text(record.running.get("doing"))
+    return f"{_ON_ITS_WAY}: {doing}" if doing else _ON_ITS_WAY
+
+
+def _sequence(record: RankRecord) -> int:
+    return whole(record.running.get("sequence")) or 0
 
 
 @dataclass(frozen=True)
@@ -87,9 +254,21 @@ class JobView:
         return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
 
     @property
-    def silent(self) -> list[RankRecord]:
-        """Ranks that gave no sign of life lately."""
-        return [one for one in self.ranks if one.age_s is not None and one.age_s > SILENT_S]
+    def ok(self) -> bool:
+        """Whether the job runs, and no rank is in trouble."""
+        runs = any(one.absent != "exited" for one in self.ranks)
+        return runs and all(fact.tone != "bad" for fact in self.facts())
+
+    @property
+    def in_progress(self) -> InProgress | None:
+        """The operation that ranks are in; None if there is none."""
+        size = self.reading.world_size
+        ranks = [one.rank for one in self.ranks]
+        return InProgress.of(self.ranks, sorted({*ranks, *self.reading.missing}) if size else ranks)
+
+    def absent(self, why: str) -> list[RankRecord]:
+        """Ranks that take no part any more: ``exited``, ``gone``, ``stopped`` or ``silent``."""
+        return [one for one in self.ranks if one.absent == why]
 
     @property
     def not_installed(self) -> list[int]:
@@ -151,11 +330,26 @@ class JobView:
 
     # -- shown ------------------------------------------------------------------------------
 
-    def facts(self) -> list[Fact]:
-        """Statements about the job as a whole, troubles in their tone."""
+    def facts(self, *, still: bool = False) -> list[Fact]:
+        """Statements about the job as a whole, troubles in their tone, what is going on first.
+
+        Args:
+            still: say when things began and not how long ago, so that nothing changes with time.
+        """
+        return [*self.running_facts(still=still), *self.lasting_facts(still=still)]
+
+    def running_facts(self, *, still: bool = False) -> list[Fact]:
+        """Statements about the operation that is in progress."""
+        running = self.in_progress
+        if running is None:
+            return []
+        return running.facts({one.rank: one for one in self.ranks}, still=still)
+
+    def lasting_facts(self, *, still: bool = False) -> list[Fact]:
+        """Statements about the ranks, and about the last operation."""
         if not self.ranks:
             return []
-        found = [self._generation_fact(), *self._trouble_facts()]
+        found = [self._generation_fact(), *self._trouble_facts(), *self._absence_facts(still)]
         left_over = self.reading.left_over
         if left_over:
             found.append(
@@ -224,21 +418,63 @@ class JobView:
         if failed:
             remedy = "fix the cause, then call reload() on all ranks"
             found.append(Fact("failed", _ranks(failed), "bad", remedy))
-        if self.silent:
-            longest = max(self.silent, key=lambda one: one.age_s or 0.0)
+        return found
+
+    def _absence_facts(self, still: bool) -> list[Fact]:
+        """Statements about ranks that have ended, or that give no sign of life."""
+        found = []
+        exited = self.absent("exited")
+        if exited:
+            last = max((one.time or 0.0 for one in exited), default=0.0)
+            every = len(exited) == len(self.ranks)
+            what = "the job has ended" if every else "other ranks still run"
+            found.append(
+                Fact(
+                    "exited", f"{_ids(exited)}, the last at {_when(last, still)}; {what}", "warning"
+                )
+            )
+        gone = self.absent("gone")
+        if gone:
+            last = max((one.time or 0.0 for one in gone), default=0.0)
+            found.append(
+                Fact(
+                    "gone",
+                    f"{_ids(gone)}: the process is not there any more, and its exit was not an "
+                    f"orderly one; last sign of life at {_when(last, still)}",
+                    "bad",
+                    "its log, or the kernel's, says what killed it; start the job again",
+                )
+            )
+        stopped = self.absent("stopped")
+        if stopped:
+            found.append(
+                Fact(
+                    "stopped",
+                    f"{_ids(stopped)}: the process is stopped, by SIGSTOP or by a debugger",
+                    "bad",
+                    f"let it go on: kill -CONT {' '.join(str(one.pid) for one in stopped[:8])}",
+                )
+            )
+        silent = self.absent("silent")
+        if silent:
+            longest = max(silent, key=lambda one: one.age_s or 0.0)
+            ago = f"for up to {_age(longest.age_s)}"
+            if still and longest.time is not None:
+                ago = f"since {_clock(longest.time)}"
             found.append(
                 Fact(
                     "silent",
-                    f"{_ranks([one.rank for one in self.silent])}: no sign of life for up to "
-                    f"{_age(longest.age_s)}",
-                    "warning",
+                    f"{_ranks([one.rank for one in silent])}: no sign of life {ago}",
+                    "bad",
                     "look at that process: it may hang, have ended, or be on a host whose clock "
                     "is behind",
                 )
             )
         return found
 
-    def page(self, width: int | None = None, height: int | None = None) -> Page:
+    def page(
+        self, width: int | None = None, height: int | None = None, *, still: bool = False
+    ) -> Page:
         """The job as a page.
 
         Args:
@@ -246,42 +482,44 @@ class JobView:
                 not fit. None shows all.
             height: lines that there are; ranks that do not fit are counted only, and those in
                 trouble are shown first. None shows all.
+            still: leave out what changes with every look.
         """
-        facts = self.facts()
+        running, facts = self.running_facts(still=still), self.lasting_facts(still=still)
         failures = [Line(f"unreadable: {failure}", "warning") for failure in self.reading.failures]
         if not self.ranks:
             return Page((*self._nothing(), *failures))
-        indent = max(len(fact.name) for fact in facts)
-        below: list[Line] = []
-        for fact in facts:
-            below.append(Line(f"{fact.name.ljust(indent)}  {fact.text}", fact.tone, indent + 2))
-            if fact.remedy and (height is None or height >= _REMEDIES_HEIGHT):
-                below.append(Line(f"{' ' * indent}  -> {fact.remedy}", "", indent + 5))
+        indent = max(len(fact.name) for fact in (*running, *facts))
+        remedies = height is None or height >= _REMEDIES_HEIGHT
+        above = [line for fact in running for line in fact.lines(indent, remedies=remedies)]
+        below = [line for fact in facts for line in fact.lines(indent, remedies=remedies)]
         if width is not None and width < _WIDEST:
             errors = [f"rank {one.rank}: {one.error}" for one in self.ranks if one.error]
             below += [Line(f"{'error'.ljust(indent)}  {error}", "bad") for error in errors[:3]]
         below += failures[: height and _SHOWN_FAILURES]
         # Heading, table header and rule, the line that counts the rest, three empty ones, and the
         # cursor's own line.
-        room = None if height is None else max(1, height - len(below) - 8)
-        return Page((self._head(), Line(""), *self._table(width, room), Line(""), *below))
+        room = None if height is None else max(1, height - len(above) - len(below) - 9)
+        if above:
+            above.append(Line(""))
+        table = self._table(width, room, still=still)
+        return Page((self._head(still=still), Line(""), *above, *table, Line(""), *below))
 
-    def _head(self) -> Line:
+    def _head(self, *, still: bool) -> Line:
         states = ", ".join(f"{len(ranks)} {state}" for state, ranks in self.states.items())
         size = self.reading.world_size
         known = "?" if size is None else size
-        clock = time.strftime("%H:%M:%S", time.localtime(self.reading.time))
-        return Line(f"reloadpg {clock}: {len(self.ranks)} of {known} ranks: {states}", "head")
+        clock = "" if still else f" {_clock(self.reading.time)}"
+        return Line(f"reloadpg{clock}: {len(self.ranks)} of {known} ranks: {states}", "head")
 
     def _nothing(self) -> tuple[Line, Line]:
         return Line(_sentence(self.reading.absence), "warning"), Line(
             _sentence(self.reading.remedy)
         )
 
-    def _table(self, width: int | None, room: int | None) -> list[Line | Table]:
+    def _table(self, width: int | None, room: int | None, *, still: bool) -> list[Line | Table]:
         shown = list(self.ranks)
         if room is not None and len(shown) > room:
-            worst_first = ("bad", "warning", "")
+            worst_first = ("bad", "warning", "", "note")
             shown.sort(key=lambda one: (worst_first.index(self._tone(one)), one.rank))
             del shown[room:]
             shown.sort(key=lambda one: one.rank)
@@ -289,17 +527,20 @@ class JobView:
             "rank": lambda one: one.rank,
             "host": lambda one: one.host,
             "state": lambda one: one.state,
+            "barrier": _barrier,
             "gen": lambda one: one.generation,
             "groups": lambda one: len(one.groups),
             "held MiB": lambda one: _mebibytes(one.status.get("memory_bytes")),
             "in use MiB": lambda one: _mebibytes(_in_use(one)),
             "offload ms": lambda one: _whole(one.last_ms("offload")),
             "reload ms": lambda one: _whole(one.last_ms("reload")),
-            "seen": lambda one: _age(one.age_s),
+            "seen": partial(_seen, still=still),
             "last error": lambda one: one.error,
         }
         if len({record.host for record in self.ranks}) < 2:
             del columns["host"]
+        if not any(record.running and not record.absent for record in self.ranks):
+            del columns["barrier"]
         if width is not None and width < _WIDE:
             del columns["in use MiB"], columns["groups"]
         below = width is not None and width < _WIDEST
@@ -313,23 +554,29 @@ class JobView:
         return parts
 
     def _tone(self, record: RankRecord) -> str:
-        if not record.installed or record.state == "failed":
+        if record.absent == "exited":
+            return "note"
+        if record.absent or not record.installed or record.state == "failed":
             return "bad"
-        if record.error or (record.age_s is not None and record.age_s > SILENT_S):
-            return "warning"
-        return ""
+        return "warning" if record.error else ""
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, with plain types only."""
+        running = self.in_progress
         return {
             "source": self.reading.source,
+            "ok": self.ok,
+            "operation": None if running is None else running.to_dict(),
             "world_size": self.reading.world_size,
             "generations": {str(g): ranks for g, ranks in self.generations.items()},
             "generation_is_equal": len(self.generations) == 1,
             "missing_ranks": self.reading.missing,
             "left_over": list(self.reading.left_over),
             "not_installed": self.not_installed,
-            "silent": [record.rank for record in self.silent],
+            **{
+                why: [one.rank for one in self.absent(why)]
+                for why in ("exited", "gone", "stopped", "silent")
+            },
             "skew": self.skew,
             "slowest_group": self.slowest_group,
             "unreadable": list(self.reading.failures),
@@ -342,6 +589,7 @@ class JobView:
                     "state": record.state,
                     "generation": record.generation,
                     "age_s": record.age_s,
+                    "running": dict(record.running) or None,
                     "offload_ms": record.last_ms("offload"),
                     "reload_ms": record.last_ms("reload"),
                     "last_error": record.error,
@@ -360,6 +608,47 @@ def _ranks(ranks: Sequence[int]) -> str:
     if len(runs) > _SHOWN_RANKS:
         runs = [*runs[:_SHOWN_RANKS], f"... ({len(ranks)} in all)"]
     return f"{several} {', '.join(runs)}"
+
+
+def _ids(records: Sequence[RankRecord]) -> str:
+    """Ranks in words, with the process of one that is alone."""
+    ranks = _ranks([one.rank for one in records])
+    return f"{ranks} (pid {records[0].pid})" if len(records) == 1 and records[0].pid else ranks
+
+
+def _bar(done: int, total: int, width: int = 30) -> str:
+    filled = width * min(done, total) // total
+    return f"[{'#' * filled}{'-' * (width - filled)}] {done} of {counted(total, 'group')} done"
+
+
+def _barrier(record: RankRecord) -> str | None:
+    """The barrier that a rank is at, or on its way to, and how far."""
+    if not record.running or record.absent:
+        return None
+    phase = text(record.running.get("phase"))
+    if record.running.get("waiting") is True:
+        return f"{phase}: waits"
+    groups = whole(record.running.get("groups"))
+    return f"{phase}: {whole(record.running.get('groups_done'))}/{groups}" if groups else phase
+
+
+def _seen(record: RankRecord, *, still: bool) -> str:
+    if not still or record.age_s is None or record.time is None:
+        return _age(record.age_s)
+    return "now" if record.age_s <= LATE_S else _clock(record.time)
+
+
+def _clock(at: float) -> str:
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(at))
+    except (OverflowError, ValueError, OSError):  # a record may say anything
+        return "?"
+
+
+def _when(at: float, still: bool) -> str:
+    """A time of day, and how long ago it is by this host's clock."""
+    ago = "" if still else f" ({_age(max(0.0, time.time() - at))} ago)"
+    return f"{_clock(at)}{ago}"
 
 
 def _sentence(words: str) -> str:
@@ -401,7 +690,8 @@ def add(subcommands: Any) -> None:
         description=(
             "Show the state of each rank of a running job, and what does not fit together. The job "
             f"runs with {STATUS_DIR} set to a directory that this command can read, or serves "
-            "torch's debug server on each rank. Exit code 1 if no rank could be read."
+            "torch's debug server on each rank. Exit code 1 if none runs or one is in trouble: "
+            "missing, gone, stopped, silent, failed, not installed, or waited for in vain."
         ),
     )
     parser.add_argument(
@@ -459,7 +749,8 @@ def _run(options: argparse.Namespace) -> int:
             show(last[0].page())
     except KeyboardInterrupt:
         say(stream=sys.stderr)  # the usual way to end a watch: no error
-    return 0 if last and last[0].ranks else 1
+        return 0 if last and last[0].ranks else 1
+    return 0 if last and last[0].ok else 1
 
 
 def _looks(read: Callable[[], Reading], interval_s: float, frames: int | None) -> Iterator[JobView]:
@@ -478,4 +769,5 @@ def _looks(read: Callable[[], Reading], interval_s: float, frames: int | None) -
 def _pages(looks: Iterator[JobView], last: list[JobView]) -> Iterator[Page]:
     for view in looks:
         last[:] = [view]
-        yield view.page(*(terminal_size() or (None, None)))
+        size = terminal_size()
+        yield view.page() if size is None else view.page(*size, still=True)

@@ -130,8 +130,11 @@ class Callbacks:
     """The callbacks that users registered.
 
     They are called before groups are released, before and after they are rebuilt, with the report
-    of each operation, with each call of ``install``, and once by the next ``uninstall``.
+    of each operation, with each call of ``install``, and once by the next ``uninstall``. Those in
+    ``begin`` are called as an operation begins, before anything is touched; they raise nothing.
     """
+
+    begin: list[Callable[[], object]] = field(default_factory=list)
 
     offload: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
     before_reload: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
@@ -153,6 +156,7 @@ class _Running:
     operation: str
     frame: int
     local: weakref.ref[object]
+    progress: Callable[[], Any]
 
     def is_active(self) -> bool:
         if self.local() is None:
@@ -303,13 +307,20 @@ class Registry:
 
     # -- one operation at a time --------------------------------------------------------------
 
-    def begin(self, operation: str, frame: FrameType, local: object) -> None:
+    def begin(
+        self,
+        operation: str,
+        frame: FrameType,
+        local: object,
+        progress: Callable[[], Any],
+    ) -> None:
         """Refuse a second lifecycle operation while one runs, from any thread or callback.
 
         Args:
             operation: its name.
             frame: of the function that runs it.
             local: an object that this function holds for as long as it runs.
+            progress: says how far it is, to any thread; must not keep the operation alive.
         """
         with self._lock:
             if self.busy:
@@ -320,7 +331,7 @@ class Registry:
                     "not from a callback; after one with wait=False, when result() on its handle "
                     "has returned."
                 )
-            self._running = _Running(operation, id(frame), weakref.ref(local))
+            self._running = _Running(operation, id(frame), weakref.ref(local), progress)
 
     def continue_in(self, frame: FrameType) -> None:
         """Note that the operation goes on in another function, of another thread."""
@@ -336,6 +347,11 @@ class Registry:
     def busy(self) -> bool:
         """Whether a lifecycle operation is running in this process."""
         return self._running is not None and self._running.is_active()
+
+    def progress(self) -> Any:
+        """Say how far the running operation is; None if none runs. Local, from any thread."""
+        running = self._running
+        return running.progress() if running is not None and running.is_active() else None
 
     @property
     def lock(self) -> threading.RLock:  # type: ignore[valid-type]

@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -28,7 +29,7 @@ from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Attempt, Wait
 from . import memory
 from .recreate import Releases, spent_keys
-from .report import GroupReport, Report, Span
+from .report import GroupReport, OperationStatus, Report, Span
 from .strategy import Strategy
 
 __all__ = ["Operation", "settings_of", "why_nothing"]
@@ -68,6 +69,7 @@ class Operation:
         groups: the managed groups, in the order that all ranks share.
         round: the barriers to reach.
         strategy: what is done with each group.
+        activity: what this rank is doing, other than with groups, in words.
         releases: the communicators that are destroyed.
         warnings: for the report.
         done: what was done, group by group.
@@ -91,17 +93,22 @@ class Operation:
                 "reloadpg.install() before the process groups are created."
             )
         self.options: Options = registry.options
-        registry.begin(name, frame, self)
         self.report = Report(name, False, 0, note="torch.distributed is not initialized")
         self.warnings: list[str] = []
         self.done: list[GroupReport] = []
         self.releases = Releases()
         self._spans: list[Span] = []
         self._memory: dict[str, dict[str, int]] = {}
+        self._moments: dict[str, float] = {}
         self._current: dict[int, str] = {}
+        self._took: list[Took] = []
+        self._to_do = 0
         self._completed = False
         self._reserved: list[ReloadableProcessGroup] = []
+        self.activity = ""
         self.opened = False
+        self.job: Job | None = None
+        registry.begin(name, frame, self, _progress_of(weakref.ref(self)))
         self.job = registry.job(name)
         if self.job is not None:
             self._open(self.job)
@@ -122,11 +129,30 @@ class Operation:
         job.last_error = ""
         self.opened = True
         self.measure("before")
+        for callback in list(registry.callbacks.begin):
+            callback()
 
     @property
     def doing(self) -> str:
         """The groups that work is at now, for messages."""
         return ", ".join(self._current.values())
+
+    def status(self) -> OperationStatus:
+        """Return how far this operation is on this rank. Local, from any thread."""
+        if not self.opened:
+            return OperationStatus(self.name, 0, "", False, self.started_at, self.started_at)
+        waiting = self.round.waiting
+        return OperationStatus(
+            self.name,
+            self.round.sequence,
+            self.round.phase,
+            waiting,
+            self.started_at,
+            self.round.since,
+            "" if waiting else self.activity or self.doing,
+            len(self._took),
+            self._to_do,
+        )
 
     @property
     def may_suspend(self) -> bool:
@@ -191,7 +217,8 @@ class Operation:
 
     def do(self, phase: str, work: Callable[[], object], doing: str) -> None:
         """Do one blocking thing before a barrier; see :meth:`Round.run`."""
-        self.round.run(phase, lambda attempt, index: work(), lambda: doing)
+        with self._activity(doing):
+            self.round.run(phase, lambda attempt, index: work(), lambda: doing)
 
     def await_aborts(self, phase: str, aborts: Sequence[Unfinished]) -> None:
         """Wait, before a barrier, until communicators are aborted; it goes on if this raises."""
@@ -229,6 +256,8 @@ class Operation:
             ReleaseError, RebuildError: the action failed on this rank; the cause is chained.
         """
         took: list[Took] = []
+        if groups:
+            self._took, self._to_do = took, len(groups)
         most = parallelism or self.options.parallelism
         for order, part in groupby(groups, lambda one: one.construction.order[0]):
             together = list(part)
@@ -302,7 +331,8 @@ class Operation:
         with self.timed("callbacks"):
             for name, callback in list(callbacks):
                 try:
-                    callback()
+                    with self._activity(f"callback {name}"):
+                        callback()
                 except Exception as cause:
                     raise ReloadpgError(
                         f"{self.name}: callback {name} raised {type(cause).__name__}: {cause}"
@@ -328,6 +358,16 @@ class Operation:
     def measure(self, moment: str) -> None:
         """Note what memory is in use."""
         self._memory[moment] = memory.in_use()
+        self._moments[moment] = (time.perf_counter() - self.started) * 1e3
+
+    @contextmanager
+    def _activity(self, text: str) -> Iterator[None]:
+        """Say within this block what this rank is doing."""
+        self.activity = text
+        try:
+            yield
+        finally:
+            self.activity = ""
 
     @contextmanager
     def timed(self, phase: str, *, measure: bool = True) -> Iterator[None]:
@@ -397,6 +437,7 @@ class Operation:
             self.world.rank(),
             self.world.size(),
             tuple(str(one) for one in job.unfinished if not one.task.ended),
+            self._moments,
         )
 
     def _late_warnings(self, job: Job) -> list[str]:
@@ -458,6 +499,16 @@ class Operation:
         registry.end()
         if self.opened:
             _publish(self.report)
+
+
+def _progress_of(operation: weakref.ref[Operation]) -> Callable[[], OperationStatus | None]:
+    """Ask an operation for its status, and keep neither it nor its groups alive."""
+
+    def progress() -> OperationStatus | None:
+        found = operation()
+        return None if found is None else found.status()
+
+    return progress
 
 
 def settings_of(options: Options) -> dict[str, Any]:

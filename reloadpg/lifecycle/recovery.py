@@ -35,6 +35,7 @@ def end_early(op: Operation, error: BaseException) -> None:
     job = op.job
     if job is None or not op.opened:
         return
+    op.activity = f"ending it after {type(error).__name__}"
     # A second interrupt meanwhile only makes it try again: a rank that does not know how the round
     # ended would leave its groups in another state than the others, for good.
     for _ in range(_TRIES):

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import counted, described, mebibytes, table
 
-__all__ = ["BypassedGroup", "GroupReport", "GroupStatus", "Report", "Reports", "Span", "Status"]
+__all__ = [
+    "BypassedGroup",
+    "GroupReport",
+    "GroupStatus",
+    "OperationStatus",
+    "Report",
+    "Reports",
+    "Span",
+    "Status",
+]
 
 _NOT_OURS = frozenset({"callbacks", "collect", "device", "groups", "store"})
 """Phases of what communicators, devices, the network or the caller's code take."""
@@ -75,6 +85,7 @@ class Report:
         world_size: number of ranks, None without a default group.
         unfinished: what operations that failed have left running, in words: communicators that
             are still being destroyed, or created; what they hold is not free.
+        moments_ms: when each moment of ``memory`` was, in milliseconds since the start.
     """
 
     operation: str
@@ -91,6 +102,7 @@ class Report:
     rank: int | None = None
     world_size: int | None = None
     unfinished: tuple[str, ...] = ()
+    moments_ms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def phases_ms(self) -> dict[str, float]:
@@ -166,6 +178,7 @@ class Report:
         return {
             **asdict(self),
             "memory": {moment: dict(by_source) for moment, by_source in self.memory.items()},
+            "moments_ms": dict(self.moments_ms),
             "phases_ms": self.phases_ms,
             "overhead_ms": self.overhead_ms,
             "memory_source": self.memory_source,
@@ -275,6 +288,47 @@ class BypassedGroup:
 
 
 @dataclass(frozen=True)
+class OperationStatus:
+    """How far a running offload or reload is, on this rank.
+
+    Attributes:
+        operation: ``offload`` or ``reload``.
+        sequence: number of the operation in this job, equal on all ranks that are in it; 0 while
+            it has not begun to look for the others.
+        phase: the next barrier, as in the waits of a :class:`Report`; empty after the last one.
+        waiting: whether this rank has arrived there and waits for other ranks.
+        started_at: Unix time of the call, in seconds.
+        since: Unix time at which this rank arrived at the barrier, or else began to work towards
+            it.
+        doing: what this rank is working at, in words; empty while it waits.
+        groups_done: number of groups that are done in the present step (releasing, suspending,
+            rebuilding or connecting them), or in the last one.
+        groups: number of groups of that step; 0 before the first.
+    """
+
+    operation: str
+    sequence: int
+    phase: str
+    waiting: bool
+    started_at: float
+    since: float
+    doing: str = ""
+    groups_done: int = 0
+    groups: int = 0
+
+    def details(self) -> dict[str, Any]:
+        """All values, with plain types only."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        waited = max(0.0, time.time() - self.since)
+        at = f", before its barrier {self.phase!r}" if self.phase else ""
+        what = "waits for other ranks" if self.waiting else self.doing or "works"
+        done = f"; {self.groups_done} of {self.groups} groups are done" if self.groups else ""
+        return f"{self.operation} is running{at}: {what} for {waited:.1f} s{done}"
+
+
+@dataclass(frozen=True)
 class Status:
     """The state of this process; see :func:`reloadpg.status`.
 
@@ -297,6 +351,7 @@ class Status:
         unfinished: as in :class:`Report`.
         bypassed_groups: the groups that the options of ``install`` leave alone, each with the
             reason; empty while nothing is installed.
+        running: the offload or reload that is in progress; None if there is none.
     """
 
     installed: bool
@@ -315,6 +370,7 @@ class Status:
     unmanaged: Mapping[str, str] = field(default_factory=dict)
     unfinished: tuple[str, ...] = ()
     bypassed_groups: tuple[BypassedGroup, ...] = ()
+    running: OperationStatus | None = None
 
     @property
     def memory_bytes(self) -> int | None:
@@ -347,6 +403,7 @@ class Status:
             "unfinished": len(self.unfinished),
             "memory_bytes": self.memory_bytes,
             "failed": bool(self.last_error),
+            "running": self.running is not None,
         }
         return {f"status/{k}": v for k, v in values.items() if v is not None}
 
@@ -372,7 +429,7 @@ class Status:
             f"{self.state}, generation {self.generation}, "
             f"{counted(len(self.groups), 'reloadable group')}, {self.bypassed} bypassed"
         )
-        lines = [head]
+        lines = [head] if self.running is None else [str(self.running), head]
         if self.last_error:
             lines.append(f"last error: {self.last_error}")
         lines += self.unfinished

@@ -7,9 +7,19 @@ from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import registry
 from . import memory
 from .operation import settings_of
-from .report import BypassedGroup, GroupStatus, Status
+from .report import BypassedGroup, GroupStatus, OperationStatus, Status
 
-__all__ = ["status"]
+__all__ = ["running", "status"]
+
+
+def running() -> OperationStatus | None:
+    """Return how far this process's offload or reload is; None if none runs.
+
+    Local, cheap, at any time, from any thread and from a signal handler; asks nothing of a
+    communicator or a device.
+    """
+    found: OperationStatus | None = registry.progress()
+    return found
 
 
 def status() -> Status:
@@ -54,6 +64,7 @@ def status() -> Status:
             )
             for group, bypass in registry.bypassed()
         ),
+        running=running(),
     )
 
 

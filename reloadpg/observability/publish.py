@@ -1,9 +1,11 @@
 """One status file a rank, for ``reloadpg status`` and whoever else looks at a directory.
 
 With ``RELOADPG_STATUS_DIR`` in its environment a process that installs reloadpg keeps
-``rank-<n>.json`` there: written anew after each operation and each second, atomically, so that a
-reader finds a whole record, and one that is old if the process is gone or stuck. The file is
-written by a daemon thread of this module alone: a slow or full disk holds up nobody else.
+``rank-<n>.json`` there: written anew as each operation begins and ends, and each second,
+atomically, so that a reader finds a whole record, and one that is old if the process is gone or
+stopped. While an operation runs, also while this rank waits in it, the record says how far it is.
+The file is written by a daemon thread of this module alone: a slow or full disk holds up nobody
+else.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class Publisher:
         self._heartbeat = heartbeat
         self._record = process_record()
         self._wake = threading.Event()
-        self._ended = False
+        self._ended = self._exiting = False
         self._trouble = False
         self._path: Path | None = None
         self._thread = threading.Thread(target=self._run, name="reloadpg-status", daemon=True)
@@ -69,8 +71,13 @@ class Publisher:
         self._record.changed = self._wake.set
         self._thread.start()
 
-    def stop(self) -> None:
-        """Write a last time and end; waits half a second at most. Idempotent."""
+    def stop(self, *, exiting: bool = False) -> None:
+        """Write a last time and end; waits half a second at most. Idempotent.
+
+        Args:
+            exiting: whether the last record says that the process has exited.
+        """
+        self._exiting = exiting
         self._ended = True
         self._wake.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -103,7 +110,7 @@ class Publisher:
             return  # a process that is no rank yet
         path = self.directory / f"rank-{rank}.json"
         part = self.directory / f".{path.name}.{os.getpid()}.part"
-        text = self._record.text()
+        text = self._record.text(exiting=self._exiting)
         try:
             part.write_text(text)
         except FileNotFoundError:
@@ -145,7 +152,7 @@ class _Process:
 
     def _end(self) -> None:
         if self._publisher is not None:
-            self._publisher.stop()
+            self._publisher.stop(exiting=True)
 
     def _after_fork(self) -> None:
         # The thread is not in the child, the lock may be held for ever, and the file is the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -14,6 +15,7 @@ import reloadpg
 from reloadpg import c10d
 from reloadpg.groups.registry import registry
 from reloadpg.lifecycle.report import Report
+from reloadpg.lifecycle.status import running
 
 from .logs import current_rank
 from .subscription import subscribe
@@ -22,11 +24,14 @@ __all__ = ["VERSION", "StatusRecord", "process_record"]
 
 VERSION = 1
 
+logger = logging.getLogger("reloadpg")
+
 
 class StatusRecord:
     """This process's own account: its status, and the report of its last operation.
 
-    Kept up to date by reports, in the job's own thread, and by :meth:`refresh` from any other.
+    Kept up to date as operations begin and end, in the job's own thread, and by :meth:`refresh`
+    from any other. How far a running operation is, is asked whenever the record is read.
 
     Attributes:
         changed: called in the thread that brought something new; must not block.
@@ -41,6 +46,7 @@ class StatusRecord:
         self._host = socket.gethostname()
         self.changed: Callable[[], object] = _nobody
         subscribe("the status record", self._note)
+        registry.callbacks.begin.append(self._begin)
 
     @property
     def rank(self) -> int | None:
@@ -69,11 +75,15 @@ class StatusRecord:
         finally:
             registry.lock.release()  # type: ignore[attr-defined]
 
-    def text(self) -> str:
-        """The record as JSON, with the time of now."""
+    def text(self, *, exiting: bool = False) -> str:
+        """The record as JSON, with the time of now.
+
+        Args:
+            exiting: whether the process is at its exit, and this is the last record.
+        """
         if not self._body:
             self._body = self._encoded()
-        size = self._status.get("world_size")
+        size, operation = self._status.get("world_size"), running()
         head = {
             "version": VERSION,
             "pid": os.getpid(),
@@ -81,8 +91,22 @@ class StatusRecord:
             "world_size": size,
             "host": self._host,
             "time": time.time(),
+            "exited": exiting,
+            "running": None if operation is None else operation.details(),
         }
         return f"{json.dumps(head)[:-1]}, {self._body}"
+
+    def _begin(self) -> None:
+        """Note the groups as an operation begins: no other thread looks while it runs."""
+        if self.changed is _nobody:
+            return
+        try:
+            seen = self._signature()
+            if seen != self._seen:
+                self._look(seen)
+            self.changed()
+        except Exception as error:  # what only shows the job must not stop it
+            logger.warning("the status record is not up to date: %s", error)
 
     def _note(self, report: Report) -> None:
         self._report = report

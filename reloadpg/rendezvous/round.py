@@ -171,6 +171,8 @@ class Round:
         unfinished: the tasks of abandoned work that had not ended when it was abandoned.
         store_failed: whether the store has failed this round.
         outcome: the outcome that ended the round early; None before that.
+        since: Unix time at which this rank arrived at the next barrier, or else began to work
+            towards it.
     """
 
     def __init__(
@@ -189,6 +191,7 @@ class Round:
         self.unfinished: list[Task[object]] = []
         self.store_failed = False
         self.outcome: Outcome | None = None
+        self.since = time.time()
         self._rendezvous = rendezvous
         self._phases = list(phases)  # still to pass
         self._barriers: dict[str, Barrier] = {}
@@ -205,6 +208,11 @@ class Round:
     def phase(self) -> str:
         """The next barrier; empty after the last."""
         return self._phases[0] if self._phases else ""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether this rank has arrived at the next barrier and not all others have. Local."""
+        return self._ended is None and self.phase == self._arrived != ""
 
     # -- barriers ---------------------------------------------------------------------------
 
@@ -392,7 +400,7 @@ class Round:
         outcome: Outcome | None = Outcome("ok", proposed=bool(proposals))
         if not self._rendezvous.alone:
             barrier = self._barrier(phase)
-            self._arrived = phase
+            self._arrived, self.since = phase, time.time()
             outcome = self._ask_within(
                 lambda store: barrier.arrive(store, plan, proposals, wait), phase, wait
             )
@@ -418,6 +426,7 @@ class Round:
                 outcome = replace(outcome, kind="failed")
         if outcome.goes_on:
             self._phases.pop(0)
+            self.since = time.time()
             return outcome
         self._ended = phase
         self.outcome = outcome

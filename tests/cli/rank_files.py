@@ -44,6 +44,22 @@ def status(rank, size, *, installed=True, **values):
     }
 
 
+def running(**values):
+    """What a rank says of the operation that it is in."""
+    return {
+        "operation": "offload",
+        "sequence": 4,
+        "phase": "released",
+        "waiting": False,
+        "started_at": time.time() - 2.0,
+        "since": time.time() - 1.0,
+        "doing": "",
+        "groups_done": 3,
+        "groups": 12,
+        **values,
+    }
+
+
 def report(**values):
     groups = [
         {"name": "0", "desc": "default_pg", "ms": 12.0},

@@ -2,24 +2,26 @@
 
 import io
 import json
+import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from cli_process import environment
-from rank_files import group, record, report, status, write_rank
+from rank_files import group, record, report, running, status, write_rank
 from terminal import on_terminal
 
 import reloadpg
 from reloadpg.cli import main, records
 from reloadpg.cli.console import show
-from reloadpg.cli.records import RankRecord, Reading, read_directory, read_endpoints
-from reloadpg.cli.status import SILENT_S, JobView
+from reloadpg.cli.records import LATE_S, RankRecord, Reading, read_directory, read_endpoints
+from reloadpg.cli.status import SILENT_S, WAITING_S, WORKING_S, JobView
 from reloadpg.observability.publish import publish_status
 from reloadpg.testing import run_ranks
 
@@ -109,6 +111,94 @@ def test_last_times_are_those_of_the_reports_or_the_groups_together():
     assert (one.last_ms("offload"), one.last_ms("reload")) == (90.0, 40.0)
     (other,) = Reading("", [RankRecord.of(record(0, 1, pid=5), 0.0)]).after(reading).ranks
     assert other.last_ms("offload") == 20.0  # another process: its groups' times
+
+
+# -- an operation in progress --------------------------------------------------------------------
+
+
+def test_a_running_operation_shows_how_far_its_groups_are():
+    """On all ranks together, first on the page; nobody waits, so nothing is wrong."""
+    done = running(groups_done=9, doing="group 5")
+    job = view(record(0, 2, running=running()), record(1, 2, running=done))
+    assert facts(job)["groups"] == f"[{'#' * 15}{'-' * 15}] 12 of 24 groups done"
+    assert job.ok
+    lines = plain(job).splitlines()
+    assert lines[0].endswith("2 of 2 ranks: 2 in offload")
+    assert lines[2].split()[:3] == ["offload", "in", "progress"]
+    assert [line.split()[3:5] for line in lines[7:9]] == [
+        ["released:", "3/12"],
+        ["released:", "9/12"],
+    ]
+    assert job.to_dict()["operation"]["groups_done"] == 12
+    assert job.to_dict()["operation"]["missing"] == {}
+
+
+@pytest.mark.parametrize("waited", [WAITING_S - 1.0, WAITING_S + 1.0])
+def test_a_wait_is_trouble_only_when_it_is_long(waited):
+    """Ranks come one after the other. What the missing ones do is said in either case."""
+    now = time.time()
+    waits = running(waiting=True, phase="released", since=now - waited)
+    job = view(
+        record(0, 5, running=waits),
+        record(1, 5, running=running(phase="released", doing="group 5")),
+        record(2, 5, running=running(sequence=3)),
+        record(3, 5, running=running(operation="reload", sequence=3)),
+        record(4, 5, installed=False),
+    )
+    missing = job.to_dict()["operation"]["missing"]
+    assert missing == {
+        "on its way: group 5": [1],
+        "it is in another offload": [2],
+        "it is in reload": [3],
+        "reloadpg is not installed there": [4],
+    }
+    assert job.to_dict()["operation"]["stuck"] is (waited > WAITING_S)
+    assert {f.tone for f in job.running_facts()} == ({"", "bad"} if waited > WAITING_S else {""})
+
+
+def test_a_wait_for_ranks_that_work_may_be_longer():
+    """They release or rebuild groups; after half a minute it is worth a look."""
+    now = time.time()
+    for waited, stuck in ((WORKING_S - 1.0, False), (WORKING_S + 1.0, True)):
+        waits = running(waiting=True, since=now - waited)
+        job = view(record(0, 2, running=waits), record(1, 2, running=running()))
+        assert job.to_dict()["operation"]["missing"] == {"on its way": [1]}
+        assert job.ok is not stuck
+
+
+@pytest.mark.parametrize("why", ["gone", "stopped", "silent", "exited", "not seen"])
+def test_a_wait_for_a_rank_that_cannot_come_is_trouble_at_once(why):
+    """However short it is."""
+    now = time.time()
+    other = {
+        "gone": {"process": "gone"},
+        "stopped": {"process": "stopped"},
+        "silent": {"age_s": SILENT_S + 1},
+        "exited": {"exited": True},
+    }
+    ranks = [RankRecord.of(record(0, 2, running=running(waiting=True, since=now)), now)]
+    if why in other:
+        ranks.append(replace(RankRecord.of(record(1, 2), now), **other[why]))
+    job = JobView(Reading("", ranks))
+    assert job.to_dict()["operation"]["missing"] == {why: [1]}
+    assert not job.ok
+    assert job.running_facts()[-1].tone == "bad"
+
+
+def test_a_process_is_looked_up_only_when_it_is_late_and_here():
+    """One that gives signs of life runs, in whatever container; another host's is not known."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    now, here = time.time(), {"pid": process.pid, "host": socket.gethostname()}
+    late = RankRecord.of(record(0, 1, time=now - LATE_S - 1, **here), now)
+    try:
+        assert late.looked_up().process == ""
+    finally:
+        process.communicate(b"\n", timeout=60)
+    assert late.looked_up().process == "gone"
+    assert RankRecord.of(record(0, 1, time=now, **here), now).looked_up().process == ""
+    assert replace(late, host="elsewhere").looked_up().process == ""
+    assert replace(late, pid=1).looked_up().process == ""  # another user's
+    assert replace(late, pid=10**30).looked_up().process == "gone"
 
 
 # -- the table ----------------------------------------------------------------------------------
@@ -372,6 +462,23 @@ def test_watch_draws_in_place_on_a_terminal(job):
     assert "Traceback" not in terminal.text
     widest = max(len(line) for line in terminal.text.splitlines())
     assert widest <= 160
+
+
+def test_a_watched_terminal_keeps_still_while_nothing_changes(job):
+    """No clock and no age on it moves: after the first page, nothing is written for ten looks."""
+    for rank in range(2):  # a wait that gets longer; a rank whose last sign of life gets older
+        write_rank(job, rank, 3, running=running(waiting=rank == 0), time=time.time() + 600)
+    write_rank(job, 2, 3, time=time.time() - 100)
+    options = ["--watch", "--interval", "0.3", "--frames", "10"]
+    with on_terminal("status", job, *options) as terminal:
+        terminal.read_until(lambda _: False)
+        assert terminal.process.wait(60) == 1
+    assert terminal.text.count("3 of 3 ranks") in (1, 2)  # rich draws once more at the end
+    with on_terminal("status", job, "--watch", "--interval", "0.1") as terminal:
+        terminal.read_until(lambda seen: "1 silent" in seen.text)
+        write_rank(job, 2, 3, time=time.time() + 600)
+        terminal.read_until(lambda seen: "1 live" in seen.text)
+        assert terminal.interrupt() == 0
 
 
 def until(path):

@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -39,6 +41,56 @@ def test_status_can_be_asked_from_a_signal_handler(world):
     for count, total in run_ranks(_status_from_a_signal_handler, 2, args=(world,), timeout=280):
         assert count > 20
         assert total == 3.0
+
+
+def _running(rank, world_size, world, directory):
+    start(world)
+    dist.new_group([0, 1])
+    before, inside, waiting, late = reloadpg.status().running, [], [], Path(directory, "late")
+
+    def look():
+        while not waiting:
+            status = reloadpg.status()
+            if status.running is not None and status.running.waiting:
+                waiting.append((status.running, str(status).splitlines()[0]))
+                late.touch()
+
+    def callback():
+        inside.append(reloadpg.status().running)
+
+    reloadpg.on_offload(callback, name="ours")
+    reloadpg.on_reload(callback, name="theirs")
+    if rank == 0:
+        looker = threading.Thread(target=look)
+        looker.start()
+    while not late.exists():  # rank 1 calls when rank 0 was seen to wait for it
+        if rank == 0:
+            break
+        time.sleep(0.01)
+    reloadpg.offload()
+    reloadpg.reload()
+    if rank == 0:
+        looker.join()
+    return before, inside, waiting, reloadpg.status().running
+
+
+@pytest.mark.parametrize("world", ["unbound", "bound"])
+def test_a_running_operation_says_where_it_is(world, tmp_path):
+    """To other threads and to callbacks: its barrier, who waits, its groups; then it is over."""
+    first, second = run_ranks(_running, 2, args=(world, str(tmp_path)), timeout=120)
+    for before, (at_offload, at_reload), _, after in (first, second):
+        assert before is after is None
+        assert (at_offload.operation, at_offload.phase) == ("offload", "quiesced")
+        assert (at_offload.waiting, at_offload.doing) == (False, "callback ours")
+        assert (at_offload.sequence, at_offload.groups) == (1, 0)
+        assert (at_reload.operation, at_reload.phase) == ("reload", "done")
+        assert (at_reload.sequence, at_reload.doing) == (2, "callback theirs")
+        assert (at_reload.groups_done, at_reload.groups) == (2, 2)
+        assert at_offload.started_at <= at_offload.since < at_reload.started_at
+    ((waiting, line),) = first[2]
+    assert (waiting.operation, waiting.phase, waiting.doing) == ("offload", "enter", "")
+    assert waiting.since >= waiting.started_at
+    assert line.startswith("offload is running, before its barrier 'enter': waits for other ranks")
 
 
 def _interrupted_at_each_call(rank, world_size):

@@ -142,8 +142,8 @@ def test_the_status_file_has_the_last_state(ranks: list[dict[str, Any]], directo
     for rank, seen in enumerate(ranks):
         record = json.loads((directory / f"rank-{rank}.json").read_text())
         assert set(record) == {
-            *("version", "pid", "rank", "world_size", "host", "time", "installed"),
-            *("status", "last_report"),
+            *("version", "pid", "rank", "world_size", "host", "time", "exited", "installed"),
+            *("status", "last_report", "running"),
         }
         assert (record["version"], record["rank"], record["world_size"]) == (1, rank, 2)
         assert record["pid"] == seen["pid"]

@@ -247,6 +247,29 @@ def test_no_other_thread_asks_for_the_status_during_an_operation(tmp_path: Path)
     assert run_ranks(_while_busy, 1, args=(str(tmp_path),)) == [([], "MainThread")]
 
 
+def _first_offload(rank, world_size, directory):
+    path = Path(directory, "rank-0.json")
+    publisher = publish.Publisher(Path(directory), heartbeat=1000.0)
+    publisher.start()
+    until(lambda: read(path))
+    _single_rank()
+    inside = []
+    reloadpg.on_offload(lambda: inside.append(until(lambda: (r := read(path))["running"] and r)))
+    reloadpg.offload()
+    publisher.stop()
+    (record,) = inside
+    return (
+        record["status"]["state"],
+        len(record["status"]["groups"]),
+        record["running"]["operation"],
+    )
+
+
+def test_the_first_operation_is_published_as_it_begins(tmp_path: Path) -> None:
+    """Also where no heartbeat has seen the groups before: nobody looks while it runs."""
+    assert run_ranks(_first_offload, 1, args=(str(tmp_path),)) == [("live", 1, "offload")]
+
+
 def test_an_exporter_that_fails_is_off(caplog: pytest.LogCaptureFixture) -> None:
     """One warning, and no further call."""
     calls, before = [], list(registry.callbacks.report)
