@@ -23,10 +23,11 @@ from .demo import add as add_demo
 from .doctor import add as add_doctor
 from .explain import add as add_explain
 from .status import add as add_status
+from .trace import add as add_trace
 
 __all__ = ["main"]
 
-SUBCOMMANDS = (add_demo, add_doctor, add_status, add_explain, add_bench)
+SUBCOMMANDS = (add_demo, add_doctor, add_status, add_trace, add_explain, add_bench)
 """Each adds one subcommand's parser and sets in the options that this parses ``run``, which takes
 them and returns the exit code; where modules are needed ``needs``, which has the extra for each;
 where a script is run ``script_arguments``, and ``required``, options that are asked for after those

@@ -4,7 +4,8 @@ With ``RELOADPG_STATUS_DIR`` in its environment a process that installs reloadpg
 ``rank-<n>.json`` there: written anew as each operation begins and ends, and each second,
 atomically, so that a reader finds a whole record, and one that is old if the process is gone or
 stopped. While an operation runs, also while this rank waits in it, the record says how far it is.
-The file is written by a daemon thread of this module alone: a slow or full disk holds up nobody
+Beside it ``trace-rank-<n>.json`` is the trace of the last operations, for ``reloadpg trace``.
+The files are written by a daemon thread of this module alone: a slow or full disk holds up nobody
 else.
 """
 
@@ -17,7 +18,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from reloadpg.lifecycle.report import Report
+
 from .record import process_record
+from .trace import write_trace
 
 __all__ = ["STATUS_DIR", "Publisher", "publish_status"]
 
@@ -64,6 +68,7 @@ class Publisher:
         self._ended = self._exiting = False
         self._trouble = False
         self._path: Path | None = None
+        self._traced: Report | None = None
         self._thread = threading.Thread(target=self._run, name="reloadpg-status", daemon=True)
 
     def start(self) -> None:
@@ -120,6 +125,14 @@ class Publisher:
         if self._path not in (None, path):  # the launcher had given another rank
             self._path.unlink(missing_ok=True)  # type: ignore[union-attr]
         self._path = path
+        self._write_trace(rank)
+
+    def _write_trace(self, rank: int) -> None:
+        """Write the trace anew if there is a new report."""
+        reports = tuple(self._record.reports)
+        if reports and reports[-1] is not self._traced:
+            write_trace(reports, self.directory / f"trace-rank-{rank}.json")
+            self._traced = reports[-1]
 
 
 class _Process:

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ __all__ = ["VERSION", "StatusRecord", "process_record"]
 
 VERSION = 1
 
+KEPT_REPORTS = 50
+
 logger = logging.getLogger("reloadpg")
 
 
@@ -35,11 +38,13 @@ class StatusRecord:
 
     Attributes:
         changed: called in the thread that brought something new; must not block.
+        reports: the last reports, for a trace; kept while there is somebody to call.
     """
 
     def __init__(self, *, forked: bool = False) -> None:
         self._forked = forked
         self._report: Report | None = None
+        self.reports: deque[Report] = deque(maxlen=KEPT_REPORTS)
         self._status: dict[str, Any] = {}
         self._seen: tuple[Any, ...] | None = None
         self._body = ""
@@ -112,6 +117,7 @@ class StatusRecord:
         self._report = report
         self._seen = None
         if self.changed is not _nobody:  # status takes up to some ms, so only where it is shown
+            self.reports.append(report)
             self._look(self._signature())
 
     def _look(self, seen: tuple[Any, ...]) -> None:

@@ -1,9 +1,9 @@
 """Offload and reload as a Chrome/Perfetto trace: JSON trace events, one process track a rank.
 
 An operation is a complete event; its phases, its waits for other ranks and its groups lie within
-it. Times are Unix time in microseconds, so the files of several ranks need no alignment but that
-of their hosts' clocks; :func:`merge_traces` puts them together. Open the file in ui.perfetto.dev
-or chrome://tracing.
+it; memory in use is a counter. Times are Unix time in microseconds, so the files of several ranks
+need no alignment but that of their hosts' clocks; :func:`merge_traces` puts them together. Open the
+file in ui.perfetto.dev or chrome://tracing, or draw it with ``reloadpg trace``.
 """
 
 from __future__ import annotations
@@ -190,6 +190,23 @@ def _events(report: Report) -> Iterator[dict[str, Any]]:
             "dur": (end - begin) * 1e3,
             "args": args,
         }
+    yield from _memory_events(report, rank)
+
+
+def _memory_events(report: Report, rank: int) -> Iterator[dict[str, Any]]:
+    """Memory in use at the moments at which it was measured: a counter, drawn as a line."""
+    source = report.memory_source
+    for moment, ms in sorted(report.moments_ms.items(), key=lambda one: one[1]):
+        used = report.memory.get(moment, {}).get(source)
+        if used is not None:
+            yield {
+                "ph": "C",
+                "name": f"memory ({source})",
+                "cat": "reloadpg,memory",
+                "pid": rank,
+                "ts": report.started_at * 1e6 + ms * 1e3,
+                "args": {"bytes": used},
+            }
 
 
 # ---------------------------------------------------------------------------------------------

@@ -163,7 +163,8 @@ def test_publishing_ends_when_it_is_told_to(ranks: list[dict[str, Any]]) -> None
 def test_no_part_of_a_file_is_left(ranks: list[dict[str, Any]], directory: Path) -> None:
     """What is in the directory are whole files."""
     assert sorted(file.name for file in directory.iterdir()) == [
-        *("rank-0.json", "rank-1.json", "trace-rank0.json", "trace-rank1.json"),
+        *("rank-0.json", "rank-1.json", "trace-rank-0.json", "trace-rank-1.json"),
+        *("trace-rank0.json", "trace-rank1.json"),
     ]
 
 
@@ -186,6 +187,10 @@ def test_the_trace_has_every_operation(ranks: list[dict[str, Any]], directory: P
     observability.merge_traces(paths, merged)
     events = [e for e in json.loads(merged.read_text())["traceEvents"] if e["ph"] == "X"]
     assert {event["pid"] for event in events} == {0, 1}
+    published = [directory / f"trace-rank-{rank}.json" for rank in (0, 1)]
+    for path, other in zip(paths, published, strict=True):  # of the publisher: the same
+        ours, theirs = (json.loads(one.read_text())["traceEvents"] for one in (path, other))
+        assert [e for e in ours if e["ph"] != "M"] == [e for e in theirs if e["ph"] != "M"]
     spans = {}
     for rank, seen in enumerate(ranks):
         mine = [event for event in events if event["pid"] == rank]
