@@ -137,11 +137,15 @@ def boxes(picture):
 def any_job(seed):
     """Some ranks and operations of all lengths, from a millisecond to minutes."""
     chance = random.Random(seed)
+    names = ("wait.enter", "callbacks", "device", "store", "groups", "collect", "another")
     ranks, at, runs = chance.choice([1, 2, 3, 16, 40]), 1_700_000_000.0, []
     for number in range(chance.randrange(1, 8)):
         length = 10 ** chance.uniform(-3, 2)
         for rank in range(ranks):
             late = length * chance.random()
+            step = (length * 1.01 - late) / len(names)
+            starts = [at + late + step * number for number in range(len(names))]
+            parts = [Part(n, a, a + step) for n, a in zip(names, starts, strict=True)]
             memory = [(at + late, chance.randrange(1 << 34)), (at + length, 5)]
             runs.append(
                 run(
@@ -149,6 +153,7 @@ def any_job(seed):
                     at + late,
                     length * 1.01 - late,
                     "offload" if number % 2 == 0 else "reload",
+                    parts=parts[: chance.randrange(1, 8)],
                     memory=memory if seed % 2 else (),
                     source="device" if seed % 2 else "",
                     error="failed" if chance.random() < 0.1 else "",
