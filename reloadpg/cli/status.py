@@ -152,10 +152,9 @@ class InProgress:
 
     def facts(self, records: Mapping[int, RankRecord], *, still: bool) -> list[Fact]:
         """Statements about it, what is wrong in its tone."""
-        bad = "bad" if self.stuck else ""
         begun = f"since {_when(self.started_at, still)}"
         at = f", before its barrier {self.phase!r}" if self.phase else ""
-        found = [Fact(self.name, f"in progress on {_ranks(self.ranks)}, {begun}{at}", bad)]
+        found = [Fact(self.name, f"in progress on {_ranks(self.ranks)}, {begun}{at}")]
         if self.groups:
             found.append(Fact("groups", _bar(self.groups_done, self.groups)))
         if not self.waiting or self.since is None:
@@ -163,7 +162,7 @@ class InProgress:
         waiting = f"{_ranks(self.waiting)}, since {_when(self.since, still)}"
         if self.bound_s is not None:
             waiting += f"; the wait ends after {self.bound_s:g} s without progress on any rank"
-        found.append(Fact("waiting", waiting, bad))
+        found.append(Fact("waiting", waiting))
         for why, ranks in self.missing.items():
             remedy = ""
             first = records.get(ranks[0])
@@ -171,7 +170,7 @@ class InProgress:
                 where = f" on {first.host}" if first.host else ""
                 remedy = f"see what rank {first.rank} does: py-spy dump --pid {first.pid}{where}"
             missing = f"{_ranks(ranks)}: {_ABSENT.get(why, why)}"
-            found.append(Fact("waits for", missing, bad, remedy))
+            found.append(Fact("waits for", missing, "bad" if self.stuck else "", remedy))
         return found
 
     def to_dict(self) -> dict[str, Any]:

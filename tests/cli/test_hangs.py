@@ -91,6 +91,7 @@ class Moment:
     page: str
     data: dict
     problems: list[str]
+    first: str
 
     @classmethod
     def of(cls, job: Job) -> Moment:
@@ -103,10 +104,10 @@ class Moment:
             check=False,
         )
         diagnosis = diagnose(status_dir=job.status)
-        first = diagnosis.findings[0]
-        assert first.check == "job", diagnosis
+        assert diagnosis.findings[0].check == "job", diagnosis
+        first = diagnosis.findings[0].message
         problems = [one.message for one in diagnosis.at("problem") if one.check == "job"]
-        return cls(shown.returncode, shown.stdout, job.view().to_dict(), problems)
+        return cls(shown.returncode, shown.stdout, job.view().to_dict(), problems, first)
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +163,8 @@ def test_a_missing_rank_in_the_first_offload(moments: dict[str, Moment]) -> None
     assert "unknown" not in moment.page
     assert moment.data["generations"] == {"0": [0, 1, 2]}
     assert [len(one["status"]["groups"]) for one in moment.data["ranks"]] == [2, 2, 2]
-    assert moment.problems[0].startswith("offload: in progress on ranks 0, 2, since ")
-    assert "waits for: rank 1: it has not called offload()" in moment.problems
+    assert moment.first.startswith("offload: in progress on ranks 0, 2, since ")
+    assert moment.problems == ["waits for: rank 1: it has not called offload()"]
 
 
 def test_a_job_that_goes_on_is_well(moments: dict[str, Moment]) -> None:
