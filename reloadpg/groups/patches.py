@@ -80,6 +80,7 @@ class Patches:
         except Exception:
             applied.undo()
             raise
+        c10d.note_saves()
         return applied
 
     def foreign(self) -> list[str]:
@@ -93,6 +94,7 @@ class Patches:
 
     def undo(self) -> None:
         """Put the originals back: at the names changed, and where ours was imported since."""
+        c10d.stop_noting_saves()
         replaced = {id(patch.replacement): patch.original for patch in self.patches}
         for owner, attribute, key in list(_bindings(replaced)):
             setattr(owner, attribute, replaced[key])

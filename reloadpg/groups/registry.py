@@ -199,6 +199,7 @@ class Registry:
         """
         options, patches, callbacks = self.options, self.patches, self.callbacks
         by_environment = self.by_environment
+        c10d.forget_saves()
         self._clear()
         self.options, self.patches, self.by_environment = options, patches, by_environment
         self.callbacks.install, self.callbacks.uninstall = callbacks.install, callbacks.uninstall

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import sys
 import time
@@ -9,8 +10,9 @@ import warnings
 from functools import partial
 from typing import Literal, overload
 
+from .. import c10d
 from ..c10d import devices, release_cautions
-from ..groups.proxy import GroupState
+from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import registry
 from .operation import Operation, why_nothing
 from .pending import Pending
@@ -37,6 +39,9 @@ def offload(*, collect: bool = False, wait: bool = True) -> Report | Pending:
     it from one thread, with no collective in flight. The groups stay valid objects: queries
     answer, collectives raise ``GroupOffloadedError`` until :func:`reload`. Gloo groups that
     bypass, and the CPU side of mixed groups, go on working.
+
+    A ``torch.distributed.checkpoint.async_save`` that a thread is still writing over a group that
+    would be released is waited for first, within the same bound.
 
     Before ``init_process_group`` and after ``destroy_process_group`` it does nothing. Where no
     group is reloadable it releases nothing, and warns of that once a process, with the reason.
@@ -77,6 +82,7 @@ def _offload(op: Operation, collect: bool) -> Report:
         proposals, subjects = op.strategy.propose(live)
         op.strategy.decide(live, op.agree(proposals, subjects))
         if live or not op.was_released:  # groups made while offloaded are released by another call
+            _await_saves(op, live)
             op.call(registry.callbacks.offload)
             live = [group for group in live if group.is_live]  # a callback may destroy its own
         with op.timed("device"):
@@ -116,3 +122,18 @@ def _offload(op: Operation, collect: bool) -> Report:
         for text in why_nothing(op.options):
             warnings.warn(f"reloadpg.offload(): {text}", stacklevel=2)
     return op.report
+
+
+def _await_saves(op: Operation, live: list[ReloadableProcessGroup]) -> None:
+    """Wait for asynchronous checkpoints of this rank that use these groups. Bounded.
+
+    They coordinate on the CPU's backend: a group that keeps it does not disturb them.
+    """
+    released = {id(group) for group in live if "cpu" in group.construction.selected}
+    saves = [save for save in c10d.saves_in_flight() if id(save.group()) in released]
+    if saves:
+        names = ", ".join(save.checkpoint for save in saves)
+        doing = f"waiting for an asynchronous checkpoint that is still being saved: {names}"
+        futures = [save.future for save in saves]
+        with op.timed("checkpoint"):
+            op.do("quiesced", partial(concurrent.futures.wait, futures), doing)

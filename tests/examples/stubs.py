@@ -7,9 +7,11 @@ as NCCL's are.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ class Stubs:
         self.seen: list[Any] = []
         self.model = nn.Linear(4, 4)
         self.group: Any = None
+        self.path = Path(tempfile.gettempdir()) / "checkpoint"
 
     def namespace(self, *, libraries: bool) -> dict[str, Any]:
         """The names that a block finds.
@@ -54,6 +57,7 @@ class Stubs:
             "evaluate": self.evaluate,
             "generate": self.generate,
             "model": self.model,
+            "path": self.path,
             "saver": self,
             "train": self.train,
         }

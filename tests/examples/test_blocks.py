@@ -89,6 +89,16 @@ def the_reloaded_mesh(ranks: list[dict[str, Any]]) -> None:
     assert [(rank["generation"], rank["groups"]) for rank in ranks] == [(1, 1)] * 2
 
 
+def the_save_during_a_rollout(ranks: list[dict[str, Any]]) -> None:
+    """The trainer's groups are offloaded meanwhile; the one that saves is not theirs to release."""
+    for rank in ranks:
+        assert [seen[:2] for seen in rank["seen"]] == [
+            ("generate", "offloaded"),
+            ("train", "live"),
+        ]
+        assert (rank["generation"], rank["groups"]) == (1, 2)
+
+
 def the_injected_fault(ranks: list[dict[str, Any]]) -> None:
     """The rank that failed says so; after the reload all groups are live."""
     assert [rank["failure"] for rank in ranks] == ["ReleaseError", "PeerFailedError"]
@@ -101,6 +111,7 @@ CHECKS: dict[tuple[str, str], tuple[int, Any]] = {
     ("docs/index.md", "with reloadpg.offloaded()"): (2, the_colocated_loop),
     ("docs/start.md", "with reloadpg.offloaded()"): (2, the_colocated_loop),
     ("docs/fsdp2.md", "with reloadpg.offloaded()"): (2, the_reloaded_mesh),
+    ("docs/checkpoints.md", "with reloadpg.offloaded()"): (2, the_save_during_a_rollout),
     ("docs/testing.md", "simulated.inject"): (2, the_injected_fault),
     ("README.md", "StrategyPolicy("): (2, the_report),
     (RL, "engine.sleep("): (2, the_start_with_the_engine_asleep),
