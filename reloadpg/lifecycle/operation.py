@@ -496,6 +496,8 @@ class Operation:
         """Let other operations begin, and hand the report to those who asked for it."""
         for group in self._reserved:
             group.reserve(None)
+        if self.opened:
+            self.round.told.set()
         registry.end()
         if self.opened:
             _publish(self.report)

@@ -70,6 +70,7 @@ class Rebuilds:
         generation: number of the new generation.
         label: what no other reload on the same store has: no key of an attempt that failed, or of
             a job that ended, is ever read by the next one.
+        told: set when the other ranks know that this reload has failed, or it has ended.
         connect: whether to connect the communicators too.
     """
 
@@ -77,6 +78,7 @@ class Rebuilds:
     stores: StorePool | None
     generation: int
     label: str
+    told: threading.Event
     connect: Connect = "none"
     _created: dict[ReloadableProcessGroup, threading.Event] = field(default_factory=dict)
     _after: dict[ReloadableProcessGroup, threading.Event] = field(default_factory=dict)
@@ -139,6 +141,8 @@ class Rebuilds:
                 group.attach(inner, self.generation)
                 group.history.strategy = "recreate"
         if not wanted:
+            # Its other members may be at work on it, and fail then: first let them know why.
+            self.told.wait()
             _discard(inner)
 
     def _store(self, index: int, construction: Construction) -> Store:

@@ -89,7 +89,9 @@ def _reload(op: Operation, how: Connect) -> Report:
             if op.each_or_fall_back("resumed", suspended, resume):
                 op.await_aborts("rebuilt", abort(suspended, GroupState.OFFLOADED))
         gone = [g for g in op.groups if g.communicator is None and g.state != GroupState.DESTROYED]
-        rebuilds = Rebuilds(op.world, job.creation_stores, op.generation, op.round.label, how)
+        rebuilds = Rebuilds(
+            op.world, job.creation_stores, op.generation, op.round.label, op.round.told, how
+        )
         op.delete_spent_keys(gone)
         rebuilds.prepare(gone)
         back = [g for g in op.groups if g in gone or (how != "none" and g in suspended)]

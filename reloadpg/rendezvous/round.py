@@ -173,6 +173,7 @@ class Round:
         outcome: the outcome that ended the round early; None before that.
         since: Unix time at which this rank arrived at the next barrier, or else began to work
             towards it.
+        told: set when the others know of this rank's failure, or cannot be told.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class Round:
         self.store_failed = False
         self.outcome: Outcome | None = None
         self.since = time.time()
+        self.told = threading.Event()
         self._rendezvous = rendezvous
         self._phases = list(phases)  # still to pass
         self._barriers: dict[str, Barrier] = {}
@@ -340,6 +342,12 @@ class Round:
             rank knows of: all had arrived at the barrier just before. None: all ranks have passed
             the last barrier, so the operation is complete in spite of the error.
         """
+        try:
+            return self._fail(error)
+        finally:
+            self.told.set()
+
+    def _fail(self, error: BaseException) -> str | None:
         if self._ended is not None or not self._phases:
             return self._ended
         if self._rendezvous.alone or self.store_failed:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import worlds
-from recovery_job import ALLOWANCE, FAR, Job, attempt, meet
+from recovery_job import ALLOWANCE, FAR, PARALLELISM, Job, attempt, meet
 
 import reloadpg
 from reloadpg.groups.registry import registry
@@ -60,12 +60,14 @@ def disagreements(rank: int, size: int) -> dict[str, Any]:
     )
     if rank == 0:
         reloadpg.uninstall()
-        reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=10), parallelism=1)
+        reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=10), parallelism=PARALLELISM)
 
     def agree_on_options() -> None:
         if rank == 0:
             reloadpg.uninstall()
-            reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=FAR), parallelism=1)
+            reloadpg.install(
+                backends={"gloo"}, timeout=timedelta(seconds=FAR), parallelism=PARALLELISM
+            )
 
     differ("other options on one rank", reloadpg.offload, agree_on_options)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import worlds
+from recovery_job import base_store
 from sampling import sampled
 from worlds import summed
 
@@ -105,6 +106,7 @@ def _most_at_once(rank: int, world_size: int, parallelism: int) -> dict[str, int
     return most
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("parallelism", [1, 4])
 def test_so_many_at_a_time(parallelism: int) -> None:
     """As many as ``install`` was told, and no more."""
@@ -169,6 +171,7 @@ def _shared_options(rank: int, world_size: int) -> tuple[int, list[str], bool]:
     return max(most), order, len(given) == 4
 
 
+@pytest.mark.matrix
 def test_groups_that_share_options_are_created_in_turn() -> None:
     """Torch writes a group's name and ranks into the object that the caller gave."""
     for most, order, same in run_ranks(_shared_options, 2):
@@ -203,6 +206,50 @@ def test_a_creation_that_fails_beside_others(action: str) -> None:
         assert "(g7)" in text
         assert (states, generation) == ({"failed"}, 1)
         assert sums == [3.0] * 12
+
+
+def _consequence(rank: int, world_size: int) -> tuple[str, str]:
+    """Rank 1 fails at one group, and drops another one at which rank 0 is still at work."""
+    simulated.register()
+    reloadpg.install(timeout=BOUND, parallelism=2)
+    worlds.init("sim")
+    first, second = (dist.new_group([0, 1]) for _ in range(2))
+    store = base_store().clone()
+    reloadpg.offload()
+    fails = simulated.inject(simulated.Fault("create", group=f"{second.group_name}@*", rank=1))
+
+    def work(_: Any) -> None:
+        if rank == 1:
+            assert fails.wait_fired(60)
+            return
+        store.wait(["dropped"], BOUND)
+        raise RuntimeError("connection closed by peer")
+
+    mine = f"{first.group_name}@*"
+    simulated.inject(simulated.Fault("create", "call", group=mine, call=work))
+    if rank == 1:
+        dropped = simulated.Fault(
+            "release", "call", group=mine, call=lambda _: store.set("dropped", "1")
+        )
+        simulated.inject(dropped)
+    try:
+        reloadpg.reload()
+        text = ""
+    except reloadpg.ReloadpgError as error:
+        text = f"{type(error).__name__}: {error}"
+    store.wait(["dropped"], BOUND)
+    reloadpg.reload()
+    return text, reloadpg.status().state
+
+
+def test_a_failure_is_told_before_other_groups_are_dropped() -> None:
+    """Else their members fail, too, and report that instead of what went wrong."""
+    (other, state), (own, _) = run_ranks(_consequence, 2)
+    assert own.startswith("RebuildError: ")
+    assert other.startswith("PeerFailedError: ")
+    assert "rank 1 failed" in other
+    assert "injected fault" in other
+    assert state == "live"
 
 
 @pytest.mark.parametrize("action", ["raise", "stall"])

@@ -100,6 +100,7 @@ def test_the_caller_goes_on_at_once(cycle: list[dict[str, Any]], operation: str)
         assert seen["early"].startswith(f"PendingError: {operation}(wait=False) has not ended")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("operation", ["offload", "reload"])
 def test_groups_refuse_until_it_has_ended(cycle: list[dict[str, Any]], operation: str) -> None:
     """Those, too, that are not released yet, or are built already."""
@@ -244,6 +245,7 @@ def _beside(rank: int, world_size: int) -> tuple[list[float], bool, str, bool, i
     return sums, waits, _raised(pending.result), dist.is_initialized(), simulated.stats().live
 
 
+@pytest.mark.matrix
 def test_groups_can_be_created_and_destroyed_meanwhile() -> None:
     """A new group is none of the operation's; the end of the job waits for the operation."""
     for seen in run_ranks(_beside, 2):
@@ -279,6 +281,7 @@ def _mixed(rank: int, world_size: int) -> tuple[list[float], str, str]:
     return sums, *refused  # type: ignore[return-value]
 
 
+@pytest.mark.matrix
 def test_the_cpu_side_of_mixed_groups_goes_on_working() -> None:
     """The other side refuses, also where it is live."""
     for sums, offloading, reloading in run_ranks(_mixed, 2):
