@@ -76,6 +76,18 @@ def matrix(session: nox.Session) -> None:
 
 
 @nox.session
+def frameworks(session: nox.Session) -> None:
+    """The hooks with the frameworks that they are for; writes the table of docs/frameworks.md."""
+    extras = "test-core,lightning,transformers,trl"
+    session.install("-c", "tests/frameworks/constraints.txt", "-e", f".[{extras}]")
+    session.run(
+        *("python", "-m", "pytest", "-m", "frameworks", "-n", "0", *session.posargs),
+        "tests/frameworks/test_hooks.py",
+        env={"RELOADPG_FRAMEWORKS_TABLE": "docs/frameworks.md"},
+    )
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Build the pages; warnings are errors."""
     install(session, "docs")

@@ -1,8 +1,9 @@
 """Small modules for the programs that reloadpg is used beside; each imports its peer when used.
 
-``slime`` (and miles), ``megatron``, ``ray``, ``torch_memory_saver``, and ``colocated`` for a
-trainer that shares its devices with a rollout engine. Importing this package imports none of the
-frameworks, and torch neither.
+``slime`` (and miles), ``megatron``, ``ray``, ``torch_memory_saver``, ``colocated`` for a trainer
+that shares its devices with a rollout engine, and hooks for trainers: ``transformers``,
+``lightning``, ``trl``, and ``optimizers`` for any other. Importing this package
+imports none of the frameworks, and torch neither.
 """
 
 from __future__ import annotations
@@ -29,7 +30,19 @@ _HOMES = {
     "MemorySaverError": "torch_memory_saver",
     "colocated": "colocation",
 }
-_MODULES = frozenset({"colocation", "megatron", "ray", "slime", "torch_memory_saver"})
+_MODULES = frozenset(
+    {
+        "colocation",
+        "lightning",
+        "megatron",
+        "optimizers",
+        "ray",
+        "slime",
+        "torch_memory_saver",
+        "transformers",
+        "trl",
+    }
+)
 
 
 def __getattr__(name: str) -> Any:

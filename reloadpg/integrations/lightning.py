@@ -1,0 +1,90 @@
+"""Lightning's ``Trainer``: a callback that runs a phase with the groups offloaded.
+
+::
+
+    Trainer(..., callbacks=[offloaded_phase(generate, when="train_batch_end", every=8)])
+
+Lightning (2.6, as ``lightning`` or ``pytorch_lightning``) is imported when the function is called.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from importlib import import_module
+from typing import Any, Literal
+
+from ..errors import InvalidOptionError, ReloadpgError
+from .optimizers import OffloadedPhase
+
+__all__ = ["offloaded_phase"]
+
+When = Literal["train_batch_end", "train_epoch_end", "validation_end"]
+MOMENTS = ("train_batch_end", "train_epoch_end", "validation_end")
+HOMES = ("lightning.pytorch", "pytorch_lightning")
+"""The two packages that Lightning comes in; their classes are not each other's."""
+
+
+def offloaded_phase(
+    phase: Callable[..., object] | None = None,
+    *,
+    when: When = "train_batch_end",
+    every: int = 1,
+    block: AbstractContextManager[Any] | None = None,
+) -> Any:
+    """Make a Lightning ``Callback`` that runs a phase while the trainer's groups are offloaded.
+
+    Local; what it does at its moments is collective over all ranks, as :func:`reloadpg.offload`
+    and :func:`reloadpg.reload` are. Lightning calls callbacks on every rank alike. Validation
+    before training (``num_sanity_val_steps``) does not count.
+
+    Args:
+        phase: called with the trainer and the module. It must not use the groups.
+        when: after a batch (with or without an optimizer step, if gradients are accumulated), a
+            training epoch, or a validation.
+        every: at each n-th of these moments.
+        block: the context manager around it; see :class:`OffloadedPhase`.
+
+    Returns:
+        The callback, with the attributes ``calls`` and ``cycles`` of :class:`OffloadedPhase`.
+
+    Raises:
+        InvalidOptionError: an argument cannot be used.
+        ReloadpgError: Lightning is not installed.
+    """
+    if when not in MOMENTS:
+        raise InvalidOptionError(
+            f"offloaded_phase(when={when!r}): not one of {', '.join(MOMENTS)}; nothing was made."
+        )
+    turn = OffloadedPhase(phase, every=every, block=block)
+    base: Any = _lightning().Callback
+
+    class OffloadedPhaseCallback(base):  # type: ignore[misc]
+        """Offload the groups, run a phase, reload the groups."""
+
+        @property
+        def calls(self) -> int:
+            return turn.calls
+
+        @property
+        def cycles(self) -> int:
+            return turn.cycles
+
+    def call(self: Any, trainer: Any, module: Any, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            turn(trainer, module)
+
+    setattr(OffloadedPhaseCallback, f"on_{when}", call)
+    return OffloadedPhaseCallback()
+
+
+def _lightning() -> Any:
+    """Return the package that the program has imported, else the one that is installed."""
+    for name in sorted(HOMES, key=lambda name: name not in sys.modules):
+        with suppress(ModuleNotFoundError):
+            return import_module(name)
+    raise ReloadpgError(
+        "reloadpg.integrations.lightning needs Lightning, which is not installed; nothing was "
+        "done. Run: pip install 'reloadpg[lightning]'"
+    )

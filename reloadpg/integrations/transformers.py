@@ -1,0 +1,86 @@
+"""transformers' ``Trainer``: a callback that runs a phase with the groups offloaded.
+
+::
+
+    Trainer(..., callbacks=[offloaded_phase(generate, when="step_end", every=8)])
+
+The trainer calls it between steps, with nothing in flight. transformers (5.23) is imported when the
+function is called; accelerate and the trainer's own backends need nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any, Literal
+
+from ..errors import InvalidOptionError, ReloadpgError
+from .optimizers import OffloadedPhase
+
+__all__ = ["offloaded_phase"]
+
+When = Literal["step_end", "epoch_end", "evaluate", "save"]
+MOMENTS = ("step_end", "epoch_end", "evaluate", "save")
+
+
+def offloaded_phase(
+    phase: Callable[..., object] | None = None,
+    *,
+    when: When = "step_end",
+    every: int = 1,
+    block: AbstractContextManager[Any] | None = None,
+) -> Any:
+    """Make a ``TrainerCallback`` that runs a phase while the trainer's groups are offloaded.
+
+    Local; what it does at its moments is collective over all ranks, as :func:`reloadpg.offload`
+    and :func:`reloadpg.reload` are. The trainer calls callbacks on every rank alike. TRL's trainers
+    take it too.
+
+    Args:
+        phase: called with what the trainer gives its callbacks: ``phase(args, state, control,
+            **kwargs)``; the model is in ``kwargs["model"]``. It must not use the groups.
+        when: after an optimizer step, an epoch, an evaluation, or a checkpoint was saved.
+        every: at each n-th of these moments.
+        block: the context manager around it; see :class:`OffloadedPhase`.
+
+    Returns:
+        The callback, with the attributes ``calls`` and ``cycles`` of :class:`OffloadedPhase`.
+
+    Raises:
+        InvalidOptionError: an argument cannot be used.
+        ReloadpgError: transformers is not installed.
+    """
+    if when not in MOMENTS:
+        raise InvalidOptionError(
+            f"offloaded_phase(when={when!r}): not one of {', '.join(MOMENTS)}; nothing was made."
+        )
+    turn = OffloadedPhase(phase, every=every, block=block)
+    base: Any = _transformers().TrainerCallback
+
+    class OffloadedPhaseCallback(base):  # type: ignore[misc]
+        """Offload the groups, run a phase, reload the groups."""
+
+        @property
+        def calls(self) -> int:
+            return turn.calls
+
+        @property
+        def cycles(self) -> int:
+            return turn.cycles
+
+    def call(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        turn(args, state, control, **kwargs)
+
+    setattr(OffloadedPhaseCallback, f"on_{when}", call)
+    return OffloadedPhaseCallback()
+
+
+def _transformers() -> Any:
+    try:
+        return import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ReloadpgError(
+            "reloadpg.integrations.transformers needs transformers, which is not installed; "
+            "nothing was done. Run: pip install 'reloadpg[transformers]'"
+        ) from error

@@ -1,0 +1,61 @@
+"""TRL's ``GRPOTrainer``: its rollouts run with the groups offloaded.
+
+::
+
+    GRPOTrainer(..., rollout_func=offloaded_rollout(rollout))
+
+TRL (1.16) calls ``rollout_func(prompts, trainer)`` on every rank whenever it needs completions.
+Weights that the engine needs are gathered before the groups go: by TRL itself with ``use_vllm``, or
+by ``prepare``. Between steps, the callback of ``reloadpg.integrations.transformers`` works in TRL's
+trainers too. TRL itself is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ..errors import InvalidOptionError
+from ..lifecycle.block import offloaded
+
+__all__ = ["offloaded_rollout"]
+
+
+def offloaded_rollout(
+    rollout: Callable[[Any, Any], Any],
+    *,
+    prepare: Callable[[Any], object] | None = None,
+    block: AbstractContextManager[Any] | None = None,
+) -> Callable[[Any, Any], Any]:
+    """Wrap a ``rollout_func`` of TRL, so that it runs while the trainer's groups are offloaded.
+
+    Local; a call of what it returns is collective over all ranks, as :func:`reloadpg.offload` and
+    :func:`reloadpg.reload` are. What the rollout raises goes on, after the groups have come back.
+
+    Args:
+        rollout: ``rollout(prompts, trainer)``, with an engine that does not use the trainer's
+            groups: no tensor parallelism over ``torch.distributed`` groups of this process.
+        prepare: called with the trainer while the groups are still live: where parameters are
+            gathered and handed to the engine.
+        block: the context manager around the rollout; by default a :class:`reloadpg.offloaded`,
+            else for example what :func:`reloadpg.integrations.colocated` returned.
+
+    Raises:
+        InvalidOptionError: an argument cannot be used.
+    """
+    for name, value in (("rollout", rollout), ("prepare", prepare)):
+        if not callable(value) and (name == "rollout" or value is not None):
+            raise InvalidOptionError(
+                f"offloaded_rollout({name}={value!r}): it cannot be called; nothing was wrapped. "
+                "Pass a function."
+            )
+    around: AbstractContextManager[Any] = offloaded() if block is None else block
+
+    def rollout_func(prompts: Any, trainer: Any) -> Any:
+        if prepare is not None:
+            prepare(trainer)
+        with around:
+            return rollout(prompts, trainer)
+
+    return rollout_func

@@ -1,0 +1,130 @@
+"""Frameworks with the hooks of ``reloadpg.integrations``: bit-equal to the same without.
+
+Not part of any other run: ``nox -s frameworks`` installs the frameworks, as
+``tests/frameworks/constraints.txt`` pins them, and runs the tests marked ``frameworks``. With
+``RELOADPG_FRAMEWORKS_TABLE`` set to a file, the table in it is replaced by what was seen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from launching import HERE, activation, ranks_of, torchrun
+
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]
+
+COMMON = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TQDM_DISABLE": "1"}
+
+
+class Framework(NamedTuple):
+    """One framework, by the name of its script."""
+
+    name: str
+    entry: str
+    """What trains."""
+    hook: str
+    cycles: int
+    """Times that the groups go and come back."""
+    equal_weights: bool = True
+    """Whether all ranks end with the same weights."""
+
+
+FRAMEWORKS = (
+    Framework("transformers", "Trainer, DDP", "transformers.offloaded_phase", 4),
+    Framework("lightning", "Trainer, DDP", "lightning.offloaded_phase", 6),
+    Framework("trl", "GRPOTrainer, DDP", "trl.offloaded_rollout", 8),
+)
+
+
+class Runs(NamedTuple):
+    """What the ranks left of a run without reloadpg, and of one with the hook."""
+
+    framework: Framework
+    plain: list[dict[str, Any]]
+    hooked: list[dict[str, Any]]
+    plain_facts: list[dict[str, Any]]
+    facts: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=FRAMEWORKS, ids=lambda framework: framework.name)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The same script twice under torchrun: as it is, and with the hook's line."""
+    framework: Framework = request.param
+    script = HERE / "scripts" / f"hook_{framework.name}.py"
+    plain, hooked = (tmp_path_factory.mktemp(name) for name in ("plain", "hooked"))
+    installing = activation(hooked)
+    torchrun(2, script, plain, **COMMON, **OFFLINE, PYTHONPATH=installing["PYTHONPATH"])
+    torchrun(2, script, hooked, "hook", **COMMON, **OFFLINE, **installing)
+    return Runs(
+        framework,
+        *(ranks_of(folder, "training") for folder in (plain, hooked)),
+        *(ranks_of(folder, "facts") for folder in (plain, hooked)),
+    )
+
+
+def test_training_is_equal_to_the_last_bit(runs: Runs) -> None:
+    """Every rank's losses, norms and weights. (JSON keeps a float exactly.)"""
+    assert runs.hooked == runs.plain
+
+
+def test_the_script_trained_in_two_processes(runs: Runs) -> None:
+    """So the comparison says something: two ranks, losses that change, the same weights."""
+    assert [rank["ranks"] for rank in runs.plain] == [2, 2]
+    assert [facts["installed"] for facts in runs.plain_facts] == [False, False]
+    for rank in runs.plain:
+        assert len(set(rank["losses"])) > len(rank["losses"]) / 2
+        assert sum(map(len, rank["weights"])) > 100
+    assert (runs.plain[0]["weights"] == runs.plain[1]["weights"]) == runs.framework.equal_weights
+
+
+def test_the_groups_went_and_came_back(runs: Runs) -> None:
+    """Within the hook's phase every group was offloaded and refused a collective."""
+    for facts in runs.facts:
+        assert facts["installed"]
+        assert facts["reloadable"] >= 1
+        assert (facts["state"], facts["generation"]) == ("live", runs.framework.cycles)
+        seen = {"refused": "GroupOffloadedError", "states": ["offloaded"]}
+        assert facts["cycles"] == [seen] * runs.framework.cycles
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table() -> Iterator[list[str]]:
+    """The rows of the table in the documents; written at the end, where that is asked for."""
+    rows: list[str] = []
+    yield rows
+    target = os.environ.get("RELOADPG_FRAMEWORKS_TABLE")
+    if target and rows:
+        write_table(Path(target), rows)
+
+
+def test_the_table_says_what_was_seen(runs: Runs, table: list[str]) -> None:
+    """One row a framework."""
+    facts, framework = runs.facts[0], runs.framework
+    equal = "yes" if runs.hooked == runs.plain else "no"
+    table.append(
+        f"| {facts['package']} | {facts['version']} | {framework.entry} | `{framework.hook}` | "
+        f"{facts['reloadable']} | {facts['bypassed']} | {len(facts['cycles'])} | {equal} |"
+    )
+    assert equal == "yes"
+
+
+HEAD = (
+    "| framework | version | entry point | hook | reloadable | bypassed | cycles | bit-equal |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
+)
+BEGIN, END = "<!-- table: written by nox -s frameworks -->\n", "<!-- end of the table -->\n"
+
+
+def write_table(page: Path, rows: list[str]) -> None:
+    """Replace the table of a page; rows of frameworks that did not run are kept."""
+    before, rest = page.read_text().split(BEGIN)
+    old, after = rest.split(END)
+    kept = [line for line in old.splitlines() if line.startswith("| ") and line not in HEAD]
+    by_name = {line.split("|")[1].strip(): line for line in [*kept, *rows]}
+    lines = "".join(f"{by_name[name]}\n" for name in sorted(by_name))
+    page.write_text(f"{before}{BEGIN}\n{HEAD}{lines}\n{END}{after}")

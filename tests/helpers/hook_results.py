@@ -1,0 +1,56 @@
+"""What a script of ``tests/frameworks/scripts/hook_*.py`` leaves for the test that started it.
+
+``python hook_NAME.py DIRECTORY`` trains; with ``hook`` as a second argument it uses the hook.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import reloadpg
+
+FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
+HOOK = "hook" in sys.argv[2:]
+STEPS = 8
+EVERY = 2
+
+_seen: list[dict[str, Any]] = []
+
+
+def phase(*_: Any, **__: Any) -> None:
+    """Stands for a rollout: notes that the groups are offloaded and refuse a collective."""
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        refused = type(error).__name__
+    else:
+        refused = ""
+    groups = reloadpg.status().groups
+    _seen.append({"refused": refused, "states": sorted({group.state for group in groups})})
+
+
+def leave(package: str, version: str, losses: Any, parameters: Iterable[torch.Tensor]) -> None:
+    """Leave this rank's losses and weights, and with the hook what happened to the groups."""
+    rank = dist.get_rank()
+    weights = [parameter.detach().double().flatten().tolist() for parameter in parameters]
+    training = {"ranks": dist.get_world_size(), "losses": losses, "weights": weights}
+    (FOLDER / f"training.{rank}.json").write_text(json.dumps(training))
+    status = reloadpg.status()
+    facts = {
+        "package": package,
+        "version": version,
+        "installed": reloadpg.is_installed(),
+        "state": status.state,
+        "generation": status.generation,
+        "reloadable": len(status.groups),
+        "bypassed": status.bypassed,
+        "cycles": _seen,
+    }
+    (FOLDER / f"facts.{rank}.json").write_text(json.dumps(facts))
