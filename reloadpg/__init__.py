@@ -57,15 +57,19 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .lifecycle.offload import offload as destroy_process_groups
     from .lifecycle.offload import offload as offload
     from .lifecycle.pending import Pending as Pending
+    from .lifecycle.recover import fault_pending as fault_pending
+    from .lifecycle.recover import recover as recover
     from .lifecycle.reload import reload as reload
     from .lifecycle.reload import reload as reload_process_groups
     from .lifecycle.report import BypassedGroup as BypassedGroup
+    from .lifecycle.report import Fault as Fault
     from .lifecycle.report import GroupReport as GroupReport
     from .lifecycle.report import GroupStatus as GroupStatus
     from .lifecycle.report import OperationStatus as OperationStatus
     from .lifecycle.report import Report as Report
     from .lifecycle.report import Reports as Reports
     from .lifecycle.report import Status as Status
+    from .lifecycle.retrying import retrying as retrying
     from .lifecycle.status import status as status
 
 __version__ = "0.1.0"
@@ -92,10 +96,12 @@ _HOMES = {
     "lifecycle.install": "Installation install is_installed uninstall",
     "lifecycle.offload": "offload",
     "lifecycle.pending": "Pending",
+    "lifecycle.recover": "fault_pending recover",
     "lifecycle.reload": "reload",
     "lifecycle.report": """
-        BypassedGroup GroupReport GroupStatus OperationStatus Report Reports Status
+        BypassedGroup Fault GroupReport GroupStatus OperationStatus Report Reports Status
     """,
+    "lifecycle.retrying": "retrying",
     "lifecycle.status": "status",
 }
 _ALIASES = {"destroy_process_groups": "offload", "reload_process_groups": "reload"}

@@ -11,6 +11,7 @@ import pytest
 pytest.register_assert_rewrite(
     "consumer_run",
     "consumer_tests",
+    "fault_job",
     "recovery_job",
     "suspend_job",
     "test_ddp",

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Backend as CppBackend
 from torch._C._distributed_c10d import (
     Store,
 )
-from torch.distributed import ProcessGroup
+from torch.distributed import DistError, ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 
 __all__ = [
@@ -22,9 +22,11 @@ __all__ = [
     "add_backends",
     "get_timeouts",
     "group_of_backends",
+    "is_communication_error",
     "live_backends",
     "memory_stats",
     "options_of",
+    "recovery_settings",
     "release_cautions",
     "set_timeouts",
     "suspend_obstacle",
@@ -96,6 +98,70 @@ def _cumem_obstacle() -> str:
     if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
         return "NCCL_CUMEM_ENABLE=0 makes a suspend give nothing back"
     return ""
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether an error says that a collective failed, and not the program. Pure.
+
+    Torch's own classes say it. Gloo's errors are plain RuntimeErrors, as seen on torch 2.8 to 2.15.
+    """
+    if isinstance(error, DistError):
+        return True
+    return type(error) is RuntimeError and any(part in str(error) for part in _GLOO_SAYS)
+
+
+def recovery_settings(
+    environ: Mapping[str, str], seconds: float
+) -> tuple[dict[str, str], list[str]]:
+    """Say how NCCL's part of torch must be set for a fault to reach the program. Pure.
+
+    By default its watchdog ends the process after a time-out or an error. By the documentation and
+    ``ProcessGroupNCCL.hpp`` of torch 2.8 to 2.15; not seen on a GPU.
+
+    Args:
+        environ: the variables to look at. They are read when a group is created.
+        seconds: how long an operation of this library waits.
+
+    Returns:
+        Settings that are missing; and those that are in the way, in words.
+    """
+    missing, obstacles = {}, []
+    for name, (values, why) in _RECOVERY_SETTINGS.items():
+        given = environ.get(name) or environ.get(name.removeprefix("TORCH_"))
+        if name == _MONITORING and given == "1":
+            with suppress(ValueError):
+                if float(environ.get(_HEARTBEAT, "480")) > seconds:
+                    continue
+        if not given:
+            missing[name] = values[0]
+        elif given not in values:
+            obstacles.append(f"{name}={given}: {why}; set it to {' or '.join(values)}")
+    return missing, obstacles
+
+
+_MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
+_HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+_RECOVERY_SETTINGS = {
+    "TORCH_NCCL_BLOCKING_WAIT": (
+        ("1",),
+        "a collective that failed raises nothing where it is waited for, and the step goes on",
+    ),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": (
+        ("0", "2"),
+        "the watchdog ends the process after an error",
+    ),
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": (
+        ("0",),
+        "the watchdog raises errors of the device, which ends the process",
+    ),
+    _MONITORING: (
+        ("0",),
+        f"the process is ended if the watchdog hangs for {_HEARTBEAT}, which is no longer than "
+        "the timeout given to install",
+    ),
+}
+
+_GLOO_SAYS = ("/gloo/", "Application timeout caused pair closure", "Connection closed by peer")
 
 
 def release_cautions(environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -121,6 +121,7 @@ def diagnose(
         ("nccl", check_nccl),
         ("nccl settings", lambda: check_nccl_settings(variables, suspends=suspends)),
         *([("suspend", lambda: check_suspend(variables))] if suspends else []),
+        ("recovery", lambda: check_recovery(variables)),
         ("import", lambda: import_modules(modules)),
         ("foreign wrapper", check_foreign_wrappers),
         ("early alias", check_early_aliases),
@@ -384,6 +385,27 @@ def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) ->
     everything |= {n: value for n, value in environ.items() if n.startswith(prefixes)}
     shown = ", ".join(f"{name}={value}" for name, value in sorted(everything.items()))
     yield Finding("nccl settings", "ok" if cumem is None else "note", shown or "none are set")
+
+
+def check_recovery(environ: Mapping[str, str]) -> Findings:
+    """Check whether a fault of an NCCL communicator reaches the program, for ``recover``.
+
+    Silent if nothing is said about it: only some jobs call ``recover``.
+    """
+    from .. import status
+    from ..c10d import recovery_settings
+
+    options = status().options
+    asked = bool(options) and options["recoverable"]
+    missing, obstacles = recovery_settings(environ, options["timeout_s"] if options else 300.0)
+    for obstacle in obstacles:
+        why, _, remedy = obstacle.rpartition("; ")
+        yield Finding("recovery", "problem" if asked else "note", why, f"for recover(), {remedy}")
+    if not obstacles and (asked or not missing):
+        shown = ", ".join(f"{name}={value}" for name, value in sorted(missing.items()))
+        found = f"missing: {shown}" if missing else "a fault of a communicator reaches the program"
+        remedy = "install(recoverable=True) sets them; somebody has unset them since"
+        yield Finding("recovery", "problem" if missing else "ok", found, remedy)
 
 
 def _cumem(environ: Mapping[str, str]) -> str | None:

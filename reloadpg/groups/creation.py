@@ -241,7 +241,9 @@ class Construction:
         """Return the name of a new generation: the parts of a split can have one name."""
         return f"{self.name}@{suffix}.{self.ranks[0]}"
 
-    def replay(self, name: str, store: Store, device: torch.device | None) -> ProcessGroup:
+    def replay(
+        self, name: str, store: Store, device: torch.device | None, *, whole: bool = False
+    ) -> ProcessGroup:
         """Create the group again. Collective over the members; blocking as its backend is.
 
         Args:
@@ -249,6 +251,7 @@ class Construction:
             store: a client of the job's store, for this thread alone; with the prefix of the
                 default group, except for the default group itself.
             device: the device that the group is bound to, or None.
+            whole: whether to create the backends too that stay alive in an offload.
 
         Returns:
             The group; it is in c10d's tables.
@@ -257,8 +260,8 @@ class Construction:
             with verbatim():
                 return self.rebuild()
         # Of a mixed group only the selected backends are made again: the others never went away.
-        backend = self.backend
-        if self.is_mixed:
+        backend, part = self.backend, self.is_mixed and not whole
+        if part:
             backend = ",".join(f"{device}:{self.devices[device]}" for device in self.selected)
         c10d.forget_parent(self.options)
         if self.is_world:
@@ -276,7 +279,7 @@ class Construction:
         call = self.call
         if call.function.__name__ == "split_group":
             call = self._as_new_group(backend)
-        elif self.is_mixed:
+        elif part:
             call = call.replacing("backend", backend)
         with verbatim(), c10d.Creation(name, store, device):
             made = call()

@@ -47,7 +47,8 @@ class GroupState(str, Enum):
 NEXT_CALL = {
     GroupState.OFFLOADED: "Call reloadpg.reload() on all ranks, then use the group again.",
     GroupState.FAILED: (
-        "Its last offload or reload did not finish. Call reloadpg.reload() on all ranks again."
+        "Its last offload or reload did not finish. Call reloadpg.reload() on all ranks again, or "
+        "reloadpg.recover() after a fault of its communicator."
     ),
     GroupState.DESTROYED: "It was destroyed and is not rebuilt; create a new group.",
 }

@@ -306,6 +306,11 @@ class ReloadableProcessGroup(Dispatch):
         self._make_live(inner)
         self.generation = generation
 
+    def release_kept(self) -> list[ProcessGroup]:
+        """Return what stays alive of a group without communicator, if anything, and forget it."""
+        kept, self._inner.kept = self._inner.kept, None
+        return [] if kept is None else [kept]
+
     def suspend(self) -> Any:
         """Set the live group aside, whole, and refuse its use; the caller suspends it."""
         inner = self._current

@@ -55,6 +55,7 @@ class Options:
     strategy: StrategyPolicy
     timeout: timedelta
     parallelism: int = 8
+    recoverable: bool = False
 
 
 class Unfinished(NamedTuple):
@@ -185,6 +186,8 @@ class Registry:
         """Whether the installation is that of ``RELOADPG_AUTOINSTALL``."""
         self.callbacks = Callbacks()
         self.warned: set[str] = set()
+        self.variables: dict[str, str] = {}
+        """Variables of the environment that the installation has set."""
         self.left_alone: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
         """Groups that the selection would take, and that cannot be managed, with the reason."""
         self._job: Job | None = None
@@ -198,10 +201,11 @@ class Registry:
         parent's conversation, so they are refused until the child starts a job of its own.
         """
         options, patches, callbacks = self.options, self.patches, self.callbacks
-        by_environment = self.by_environment
+        by_environment, variables = self.by_environment, self.variables
         c10d.forget_saves()
         self._clear()
         self.options, self.patches, self.by_environment = options, patches, by_environment
+        self.variables = variables
         self.callbacks.install, self.callbacks.uninstall = callbacks.install, callbacks.uninstall
         self._inherited = c10d.world()
 

@@ -73,6 +73,7 @@ def install(
     timeout: timedelta | float = timedelta(minutes=5),
     parallelism: int = Options.parallelism,
     exclude: Iterable[str] | str = (),
+    recoverable: bool = False,
 ) -> Installation:
     """Make process groups reloadable from now on.
 
@@ -96,17 +97,24 @@ def install(
         exclude: a pattern (``fnmatch``), or several, of the description or name of groups that
             are left as torch makes them, for example ``"*_SERVICE"``. The name and description
             at their creation count. Equal on all ranks.
+        recoverable: whether to see to it that a fault of an NCCL communicator reaches the program,
+            which can then call :func:`recover`, instead of ending the process: sets variables such
+            as ``TORCH_NCCL_BLOCKING_WAIT`` that are unset, until :func:`uninstall`. With them, each
+            ``wait()`` of a collective blocks the process until it is done.
 
     Returns:
         A handle; as a context manager it uninstalls at the end of the block.
 
     Raises:
         InvalidOptionError: an option cannot be used, or the environment has a variable that
-            begins with ``RELOADPG_`` and is unknown.
+            begins with ``RELOADPG_`` and is unknown; with ``recoverable``, a variable is set
+            otherwise, or NCCL groups exist that were created without.
         PatchConflictError: installed already with other options.
     """
     selection = Selection.of(backends, min_size, world, exclude)
-    return _install(_options(selection, strategy, timeout, parallelism), by_environment=False)
+    return _install(
+        _options(selection, strategy, timeout, parallelism, recoverable), by_environment=False
+    )
 
 
 def install_by_environment(
@@ -129,13 +137,16 @@ def _options(
     strategy: str | StrategyPolicy = "recreate",
     timeout: timedelta | float = timedelta(minutes=5),
     parallelism: int = Options.parallelism,
+    recoverable: bool = False,
 ) -> Options:
     if isinstance(parallelism, bool) or not isinstance(parallelism, int) or parallelism < 1:
         raise InvalidOptionError(
             f"install(parallelism={parallelism!r}): not a positive number; nothing was installed. "
             "Pass 1 to release groups one after the other."
         )
-    return Options(selection, StrategyPolicy.of(strategy), _bound(timeout), parallelism)
+    return Options(
+        selection, StrategyPolicy.of(strategy), _bound(timeout), parallelism, recoverable
+    )
 
 
 def _install(options: Options, *, by_environment: bool) -> Installation:
@@ -155,13 +166,17 @@ def _install(options: Options, *, by_environment: bool) -> Installation:
                 "changed. Call reloadpg.uninstall() first, or install once with the options that "
                 "all of the program needs."
             )
+        variables = _recovery_variables(options) if options.recoverable else {}
         patches = Patches.apply()
         registry.options, registry.patches = options, patches
         registry.by_environment = by_environment
+        registry.variables = variables
+        os.environ.update(variables)
         try:
             manage_world(None)
         except BaseException:
             patches.undo()
+            _unset_variables()
             registry.options = registry.patches = None
             raise
         _warn_of_torch()
@@ -223,6 +238,7 @@ def uninstall() -> None:
                 f"{offloaded[0]!r}. Nothing was changed. Call reloadpg.reload() on all ranks first."
             )
         patches.undo()
+        _unset_variables()
         registry.options = registry.patches = None
         registry.by_environment = False
         while registry.callbacks.uninstall:
@@ -232,6 +248,35 @@ def uninstall() -> None:
 def is_installed() -> bool:
     """Whether the patches are in place in this process. Local, at any time."""
     return registry.patches is not None
+
+
+def _recovery_variables(options: Options) -> dict[str, str]:
+    """Return the variables to set, or refuse."""
+    missing, obstacles = c10d.recovery_settings(os.environ, options.timeout.total_seconds())
+    if obstacles:
+        raise InvalidOptionError(
+            f"install(recoverable=True): {'; '.join(obstacles)}. Nothing was installed."
+        )
+    made = [
+        c10d.name_of(group)
+        for group in c10d.known_groups()
+        if "nccl" in c10d.device_backends(group).values()
+    ]
+    if missing and made:
+        names = ", ".join(sorted(missing))
+        raise InvalidOptionError(
+            f"install(recoverable=True): NCCL groups were created before ({', '.join(made)}), "
+            f"without {names}; nothing was installed. Install earlier, or set these variables "
+            "before the process starts."
+        )
+    return missing
+
+
+def _unset_variables() -> None:
+    variables, registry.variables = registry.variables, {}
+    for name, value in variables.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
 
 
 def _tell_of_installation() -> None:

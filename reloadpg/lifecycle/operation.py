@@ -25,11 +25,12 @@ from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Job, Options, Unfinished, registry
 from ..rendezvous.outcome import Outcome
 from ..rendezvous.plan import GroupPlan, Plan, Proposal
+from ..rendezvous.round import Round
 from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Attempt, Wait
 from . import memory
 from .recreate import Releases, spent_keys
-from .report import GroupReport, OperationStatus, Report, Span
+from .report import Fault, GroupReport, OperationStatus, Report, Span
 from .strategy import Strategy
 
 __all__ = ["Operation", "settings_of", "why_nothing"]
@@ -39,11 +40,12 @@ logger = logging.getLogger("reloadpg")
 PHASES = {
     "offload": ("enter", "quiesced", "suspended", "released"),
     "reload": ("enter", "room", "resumed", "rebuilt", "done"),
+    "recover": ("enter", "agreed", "rebuilt", "done"),
 }
 SUSPENDING = ("suspended", "room", "resumed")
 """The phases of jobs that may suspend groups; others do without."""
 
-TOUCHING = ("suspended", "released", "resumed", "rebuilt", "done")
+TOUCHING = ("suspended", "released", "resumed", "agreed", "rebuilt", "done")
 """The phases in which groups are touched: a round that ends there leaves them failed."""
 
 Action = Callable[[ReloadableProcessGroup, Attempt, int], object]
@@ -61,7 +63,7 @@ class Operation:
     """One lifecycle operation on this rank, from its first barrier to its report.
 
     Args:
-        name: ``offload`` or ``reload``.
+        name: ``offload``, ``reload`` or ``recover``.
         frame: of the function that runs it.
 
     Attributes:
@@ -73,6 +75,7 @@ class Operation:
         releases: the communicators that are destroyed.
         warnings: for the report.
         done: what was done, group by group.
+        faults: of a recovery, what ranks brought to it.
         was_released: whether the groups were offloaded when it began.
         generations: of each group when it began.
         generation: the job's generation once this operation is complete.
@@ -96,6 +99,7 @@ class Operation:
         self.report = Report(name, False, 0, note="torch.distributed is not initialized")
         self.warnings: list[str] = []
         self.done: list[GroupReport] = []
+        self.faults: tuple[Fault, ...] = ()
         self.releases = Releases()
         self._spans: list[Span] = []
         self._memory: dict[str, dict[str, int]] = {}
@@ -123,9 +127,14 @@ class Operation:
         self.generations = {group: group.generation for group in self.groups}
         self.generation = job.generation + (self.name == "reload" and job.released)
         self.strategy = Strategy(self.options.strategy, job)
-        job.round = self.round = job.rendezvous.open(
-            self.name, phases, self.options.timeout.total_seconds()
-        )
+        if self.name != "recover":  # that one asks the store for its round
+            self.begin(
+                job, job.rendezvous.open(self.name, phases, self.options.timeout.total_seconds())
+            )
+
+    def begin(self, job: Job, round_: Round) -> None:
+        """Begin the round of this operation. Local."""
+        job.round = self.round = round_
         job.last_error = ""
         self.opened = True
         self.measure("before")
@@ -338,10 +347,12 @@ class Operation:
                         f"{self.name}: callback {name} raised {type(cause).__name__}: {cause}"
                     ) from cause
 
-    def delete_spent_keys(self, groups: Sequence[ReloadableProcessGroup]) -> None:
+    def delete_spent_keys(
+        self, groups: Sequence[ReloadableProcessGroup], *, whole: bool = False
+    ) -> None:
         """Delete the keys that earlier generations of groups left in the job's store. Bounded."""
         job = self.job
-        spent = [key for group in groups for key in spent_keys(group, self.world)]
+        spent = [key for group in groups for key in spent_keys(group, self.world, whole=whole)]
         if job is None or not spent or job.rendezvous.alone:
             return
 
@@ -438,6 +449,7 @@ class Operation:
             self.world.size(),
             tuple(str(one) for one in job.unfinished if not one.task.ended),
             self._moments,
+            self.faults,
         )
 
     def _late_warnings(self, job: Job) -> list[str]:
@@ -524,6 +536,7 @@ def settings_of(options: Options) -> dict[str, Any]:
         "timeout_s": options.timeout.total_seconds(),
         "parallelism": options.parallelism,
         "exclude": list(selection.exclude),
+        "recoverable": options.recoverable,
     }
 
 

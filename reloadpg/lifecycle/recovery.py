@@ -47,7 +47,7 @@ def end_early(op: Operation, error: BaseException) -> None:
         with suppress(BaseException):
             if phase is None:
                 op.complete()
-            elif phase in TOUCHING:
+            elif phase in TOUCHING or op.name == "recover":
                 _leave_failed(op, job, error)
             break
     op.fail(error)
@@ -63,7 +63,7 @@ def _leave_failed(op: Operation, job: Job, error: BaseException) -> None:
     # ranks would disagree in every attempt to come.
     for group, generation in op.generations.items():
         group.generation = generation
-    creates = op.name == "reload"
+    creates = op.name != "offload"
     while op.round.unfinished:
         job.unfinished.append(Unfinished(op.doing, op.round.unfinished.pop(), creates))
     aborts = abort(list(reversed(op.groups)), GroupState.FAILED, reason, op.releases)

@@ -72,6 +72,7 @@ class Rebuilds:
             a job that ended, is ever read by the next one.
         told: set when the other ranks know that this reload has failed, or it has ended.
         connect: whether to connect the communicators too.
+        whole: whether to create the backends too that stay alive in an offload.
     """
 
     world: ProcessGroup
@@ -80,6 +81,7 @@ class Rebuilds:
     label: str
     told: threading.Event
     connect: Connect = "none"
+    whole: bool = False
     _created: dict[ReloadableProcessGroup, threading.Event] = field(default_factory=dict)
     _after: dict[ReloadableProcessGroup, threading.Event] = field(default_factory=dict)
 
@@ -130,7 +132,7 @@ class Rebuilds:
         if device is not None and device.type not in made.devices:
             device = None  # torch binds a split to the default group's device, whatever it serves
         with c10d.NameFreed(group) if made.is_handed_over else nullcontext():
-            inner = made.replay(self._name(group), store, device)
+            inner = made.replay(self._name(group), store, device, whole=self.whole)
         if isinstance(inner, ReloadableProcessGroup) or inner is group.last_inner:
             raise RuntimeError(
                 "its backend returned the object that was released: such a group manages itself; "
@@ -156,10 +158,13 @@ class Rebuilds:
         return group.construction.name_of_generation(f"{self.generation}.{self.label}")
 
 
-def spent_keys(group: ReloadableProcessGroup, world: ProcessGroup) -> list[str]:
+def spent_keys(
+    group: ReloadableProcessGroup, world: ProcessGroup, *, whole: bool = False
+) -> list[str]:
     """List the keys in the job's store that nobody reads any more; each is listed once. Local.
 
-    Asked before a rebuild, when all members have left the generations before.
+    Asked before a rebuild, when all members have left the generations before; with ``whole`` also
+    those of the backends that stay alive in an offload.
     """
     names, group.names_in_store = group.names_in_store, []
     made = group.construction
@@ -167,7 +172,9 @@ def spent_keys(group: ReloadableProcessGroup, world: ProcessGroup) -> list[str]:
     return [
         under + key
         for name in names
-        for key in c10d.rendezvous_keys(name, made.released, made.rank, len(made.ranks))
+        for key in c10d.rendezvous_keys(
+            name, made.devices if whole else made.released, made.rank, len(made.ranks)
+        )
     ]
 
 
@@ -176,12 +183,21 @@ def abort(
     state: GroupState,
     reason: str = "",
     releases: Releases | None = None,
+    *,
+    whole: bool = False,
 ) -> list[Unfinished]:
     """Leave groups without communicators, waiting for no other rank. Local, at once.
 
     All groups are marked first. Their communicators, and those that an offload was destroying,
     are then aborted, each in a thread: an abort can hang beside one that is stuck, and several
     aborts of one job one after the other have hung (pytorch#119797, #150690).
+
+    Args:
+        groups: in the order in which they are marked.
+        state: what they are in from then on.
+        reason: why, for messages.
+        releases: what an offload was destroying.
+        whole: whether to abort the backends too that stay alive in an offload.
 
     Returns:
         The aborts that are going on.
@@ -190,12 +206,17 @@ def abort(
     for group in groups:
         if group.state is GroupState.DESTROYED:
             continue
+        shown, parts = repr(group), []
         if group.communicator is not None:
-            shown = repr(group)
             inner = group.detach(state, reason)
-            ended.append((shown, _parts(inner, group.construction)))
+            parts = [inner] if whole else _parts(inner, group.construction)
+            del inner  # the thread that aborts it must hold the last reference
         elif state is GroupState.FAILED:
             group.fail(reason)
+        if whole:
+            parts += group.release_kept()
+        if parts:
+            ended.append((shown, parts))
     if releases is not None:
         ended += [(repr(group), parts) for group, parts in releases.current.items()]
     return [
@@ -204,10 +225,13 @@ def abort(
     ]
 
 
-def _abort(parts: Sequence[Any]) -> None:
-    for part in parts:
+def _abort(parts: list[Any]) -> None:
+    # Gloo has no abort: its destructor waits for the work that is pending, and then closes the
+    # connections. So the communicators are let go of here, not in the thread of the caller.
+    while parts:
         with suppress(RuntimeError):
-            part.abort()
+            parts[-1].abort()
+        parts.pop()
 
 
 def _discard(inner: ProcessGroup) -> None:

@@ -12,6 +12,7 @@ from ..errors import counted, described, mebibytes, table
 
 __all__ = [
     "BypassedGroup",
+    "Fault",
     "GroupReport",
     "GroupStatus",
     "OperationStatus",
@@ -64,11 +65,37 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Report:
-    """The record of one call of ``offload`` or ``reload`` on this rank.
+class Fault:
+    """What one rank brought to a recovery.
 
     Attributes:
-        operation: ``offload`` or ``reload``.
+        rank: the rank.
+        reason: its error, or what it gave to ``recover``; empty if it was called in.
+        where: the collective and the line of the program that raised it, as far as known.
+        late: groups in which it had begun fewer collectives than another member.
+        repeats: whether the step may be repeated; False for an error that ``retrying`` does not
+            repeat.
+    """
+
+    rank: int
+    reason: str = ""
+    where: str = ""
+    late: tuple[str, ...] = ()
+    repeats: bool = True
+
+    def __str__(self) -> str:
+        parts = [self.where, self.reason.partition("\n")[0]]
+        if self.late:
+            parts.append(f"had begun fewer collectives than others in group {', '.join(self.late)}")
+        return f"rank {self.rank}: " + ("; ".join(filter(None, parts)) or "called in")
+
+
+@dataclass(frozen=True)
+class Report:
+    """The record of one call of ``offload``, ``reload`` or ``recover`` on this rank.
+
+    Attributes:
+        operation: ``offload``, ``reload`` or ``recover``.
         changed: False if there was nothing to do.
         generation: number of completed reloads of the job.
         groups: the groups that were released or rebuilt, in the order in which it was done.
@@ -86,6 +113,8 @@ class Report:
         unfinished: what operations that failed have left running, in words: communicators that
             are still being destroyed, or created; what they hold is not free.
         moments_ms: when each moment of ``memory`` was, in milliseconds since the start.
+        faults: of ``recover``, what ranks brought to it, those first that were late in a group;
+            the same on all ranks, and at most 32. Ranks that were only called in are left out.
     """
 
     operation: str
@@ -103,6 +132,7 @@ class Report:
     world_size: int | None = None
     unfinished: tuple[str, ...] = ()
     moments_ms: Mapping[str, float] = field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()
 
     @property
     def phases_ms(self) -> dict[str, float]:
@@ -203,6 +233,7 @@ class Report:
         return (
             f"{self.operation}: {counted(len(self.groups), 'group')} in {self.total_ms:.1f} ms"
             f"{memory}, generation {self.generation}"
+            + "".join(f"; {fault}" for fault in self.faults)
         )
 
 

@@ -68,7 +68,7 @@ class ReloadpgCollector:
             ) from error
         self._core: Any = core
         self._lock = threading.Lock()
-        self._totals = {"offload": _Totals(), "reload": _Totals()}
+        self._totals = {"offload": _Totals(), "reload": _Totals(), "recover": _Totals()}
         self._remove = subscribe("the Prometheus collector", self._add)
 
     def close(self) -> None:

@@ -16,7 +16,11 @@ from ..errors import (
 
 __all__ = ["Outcome", "store_lost", "store_silent"]
 
-TIMEOUT_SETTING = {"offload": "install(timeout=...)", "reload": "install(timeout=...)"}
+TIMEOUT_SETTING = {
+    "offload": "install(timeout=...)",
+    "reload": "install(timeout=...)",
+    "recover": "recover(wait_for_ranks=...)",
+}
 """The setting that bounds an operation, by its name; others are given their bound by the call."""
 
 
@@ -26,8 +30,9 @@ class Outcome:
 
     Attributes:
         kind: ``ok``; ``fall_back`` (a communicator could not be suspended or resumed: all ranks
-            go on, and recreate); ``failed``, ``timeout`` or ``disagree``.
-        rank: the rank that failed, or that reached its bound.
+            go on, and recreate); ``failed``, ``timeout``, ``disagree``, or ``recover`` (a rank does
+            not come: it calls all ranks to a recovery).
+        rank: the rank that failed, that reached its bound, or that calls.
         text: why it failed, or in what the ranks differ.
         missing: ranks that gave no sign of life before the bound.
         stuck: ranks that were here and did not finish their own part before the bound.
@@ -71,9 +76,15 @@ class Outcome:
         """Build the error that ``rank`` raises for an outcome that ends the round. Pure."""
         if self.kind == "disagree":
             return DisagreementError(
-                f"{operation}: the ranks do not agree: {self.text}. Nothing was changed on any "
-                "rank. Make the ranks call the same operation on the same groups, then call it "
-                "again."
+                f"{operation}: the ranks do not agree: {self.text}. {_unchanged(operation)} Make "
+                "the ranks call the same operation on the same groups, then call it again."
+            )
+        if self.kind == "recover":
+            return PeerFailedError(
+                f"{operation}: rank {self.rank} has called recover(): {self.text}. Nothing was "
+                "changed by this call; call reloadpg.recover() on this rank too.",
+                rank=self.rank,
+                phase=phase,
             )
         if self.kind == "failed":
             return PeerFailedError(
@@ -163,7 +174,15 @@ def store_lost(operation: str, phase: str, cause: Exception) -> ReloadpgError:
     )
 
 
+def _unchanged(operation: str) -> str:
+    if operation == "recover":
+        return "Every group is without a communicator."
+    return "Nothing was changed on any rank."
+
+
 def _next_step(operation: str) -> str:
     if operation == "exit":  # of a scope: this rank's groups are aborted when it has raised
         return "restart the job: its process groups are aborted"
+    if operation == "step":  # of retrying()
+        return "call reloadpg.recover() on all ranks"
     return f"call {operation.split()[0]}() again on all ranks"

@@ -18,6 +18,9 @@ that on the store, and every rank that sees the count change starts its bound ag
 A rank that is interrupted just as the last rank arrives does not know how the barrier ended until
 it tries to write its failure: the outcome that was written first says it, see :meth:`Round.fail`.
 
+A recovery (:meth:`Rendezvous.recover`) begins an era: a count of rounds of its own, with a number
+that the store gives. So ranks that have ended different rounds, or hang in one, meet in it.
+
 A barrier costs each rank five short store operations, whatever the number of ranks. Agreement adds
 one: each group's members add numbers whose sum is zero exactly if all of them describe the group
 alike; plans are exchanged in full only after that sum has shown a difference. A proposal is kept
@@ -59,6 +62,18 @@ _NEXT_S = 0.2
 _TELL_S = 5.0
 """Seconds in which a rank that fails tries to tell the others."""
 
+_CALL_S = 10.0
+"""Seconds in which a rank tries to call the others to a recovery."""
+
+_FLAG_S = 0.5
+"""Seconds in which the store is to answer whether a recovery has begun."""
+
+_SILENT_S = 60.0
+"""Seconds for which a store that did not answer that is not asked again."""
+
+_RECOVERY = "recovery"
+"""The key that holds the number of the last recovery that a rank has called to."""
+
 
 class Rendezvous:
     """The place on the store where the ranks of a job, or of a group, find each other.
@@ -67,6 +82,9 @@ class Rendezvous:
         root: finds the store; None for a rank that has no peers.
         rank: this rank.
         size: number of ranks.
+
+    Attributes:
+        era: number of the recovery that this rank took part in last; 0 before the first.
     """
 
     def __init__(self, root: Root | None, rank: int, size: int) -> None:
@@ -77,7 +95,10 @@ class Rendezvous:
         self._client = StoreClient(root) if root is not None else None
         self._instance: int | None = None
         self._counting = threading.Lock()
+        self.era = 0
         self._sequence = 0
+        self._last = 0
+        self._ask_again = 0.0
 
     @classmethod
     def of_world(cls, world: ProcessGroup) -> Rendezvous:
@@ -132,6 +153,70 @@ class Rendezvous:
         self._sequence += 1
         return Round(self, operation, self._sequence, phases, seconds)
 
+    def recover(self, phases: Sequence[str], reason: str, report: str, seconds: float) -> Round:
+        """Call all ranks to a recovery, and begin its round. Local, bounded.
+
+        From then on :meth:`called` is true on ranks that have not begun it, and those that wait at
+        the first barrier of the round that this rank would begin next learn of it there.
+
+        Args:
+            phases: its barriers, in order.
+            reason: why, for ranks that are called in.
+            report: what this rank has to say to :meth:`gather`.
+            seconds: how long to wait for a rank that makes no progress.
+
+        Raises:
+            ReloadpgError: the store is lost.
+            RendezvousTimeoutError: it does not answer.
+        """
+        era, following = self.era, f"{self.era}.{self._sequence + 1}/{phases[0]}"
+
+        def call(store: Store) -> int:
+            while True:
+                number = store.add(_RECOVERY, 0)
+                ended = f"{number}.0/{phases[0]}/outcome"
+                if number > era and not store.check([ended]):
+                    break
+                store.compare_set(_RECOVERY, str(number), str(number + 1))
+            store.set(self._keys.add(f"{_RECOVERY}/{number}/{self.rank}"), report)
+            self.barrier(following).settle(store, Outcome("recover", self.rank, reason))
+            return number
+
+        if self.alone:
+            self.era += 1
+        else:
+            self.era = self._ask("recover", "flag", call, min(seconds, _CALL_S))
+        self._sequence = 0
+        return Round(self, "recover", 0, phases, seconds)
+
+    def called(self, every: float) -> bool:
+        """Whether a recovery has begun in which this rank takes no part yet. Local, bounded.
+
+        Asks the store if it was last asked so many seconds ago, and else answers as then; False
+        while the store does not answer, and then it is left alone for a minute.
+        """
+        if self.alone or time.monotonic() < self._ask_again:
+            return self._last > self.era
+        self._ask_again = time.monotonic() + every
+        try:
+            self._last = self.ask(lambda store: store.add(_RECOVERY, 0), Wait("flag", _FLAG_S))
+        except (StoreLost, StoreSilent):
+            self._ask_again = time.monotonic() + _SILENT_S
+        return self._last > self.era
+
+    def gather(self, store: Store, summary: Callable[[list[str]], str]) -> None:
+        """Read what all ranks report to this recovery, and leave a summary for them. Blocking.
+
+        Called on one rank, between two barriers of the recovery.
+        """
+        own = f"{_RECOVERY}/{self.era}"
+        reports = [store.get(f"{own}/{rank}").decode() for rank in range(self.size)]
+        store.set(self._keys.add(f"{own}/summary"), summary(reports))
+
+    def summary(self, store: Store) -> str:
+        """Read the summary, once all ranks have reached the barrier after :meth:`gather`."""
+        return store.get(f"{_RECOVERY}/{self.era}/summary").decode()
+
     def skip(self, sequence: int) -> int:
         """Count a round that the others have ended without this rank; the number of the next."""
         self._sequence = max(self._sequence, sequence + 1)
@@ -144,6 +229,17 @@ class Rendezvous:
     def ask(self, question: Callable[[Store], T], wait: Wait) -> T:
         """Ask this rendezvous' own part of the store; see :meth:`StoreClient.ask`."""
         return self.ask_root(lambda root: question(self._own_keys(root)), wait)
+
+    def _ask(self, operation: str, phase: str, question: Callable[[Store], T], seconds: float) -> T:
+        """Ask this rendezvous' own part of the store, and raise what the user is to read."""
+        try:
+            return self.ask(question, Wait(f"{operation}, {phase}", seconds))
+        except StoreLost as error:
+            raise store_lost(operation, phase, error) from error
+        except StoreSilent:
+            raise store_silent(
+                operation, phase, seconds=seconds, rank=self.rank, size=self.size
+            ) from None
 
     def ask_root(self, question: Callable[[Store], T], wait: Wait) -> T:
         """Ask the whole store; see :meth:`StoreClient.ask`."""
@@ -195,6 +291,7 @@ class Round:
         self.since = time.time()
         self.told = threading.Event()
         self._rendezvous = rendezvous
+        self._era = rendezvous.era
         self._phases = list(phases)  # still to pass
         self._barriers: dict[str, Barrier] = {}
         self._arrived = ""  # the last phase at which this rank may have been counted
@@ -204,7 +301,7 @@ class Round:
     @property
     def label(self) -> str:
         """A label that no other round on the same store has, of this job or of one before it."""
-        return f"{self._rendezvous.instance}.{self.sequence}"
+        return f"{self._rendezvous.instance}.{self._era}.{self.sequence}"
 
     @property
     def phase(self) -> str:
@@ -396,7 +493,9 @@ class Round:
     def _barrier(self, phase: str) -> Barrier:
         barrier = self._barriers.get(phase)
         if barrier is None:
-            barrier = self._barriers[phase] = self._rendezvous.barrier(f"{self.sequence}/{phase}")
+            barrier = self._barriers[phase] = self._rendezvous.barrier(
+                f"{self._era}.{self.sequence}/{phase}"
+            )
         return barrier
 
     def _reach(
@@ -472,7 +571,7 @@ class Round:
                 self._ended = self.outcome = None
 
     def _next_has_begun(self, store: Store) -> bool:
-        key = f"{self.sequence + 1}/{self._phases[0]}/count"
+        key = f"{self._era}.{self.sequence + 1}/{self._phases[0]}/count"
         with suppress(RuntimeError):
             store.wait([key], timedelta(seconds=_NEXT_S))
         return bool(store.check([key]))

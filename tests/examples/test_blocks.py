@@ -105,6 +105,13 @@ def the_injected_fault(ranks: list[dict[str, Any]]) -> None:
     assert [(rank["state"], rank["generation"]) for rank in ranks] == [("live", 1)] * 2
 
 
+def the_repeated_steps(ranks: list[dict[str, Any]]) -> None:
+    """Without a fault each step is made once, and nothing is made anew."""
+    for rank in ranks:
+        assert rank["seen"] == [("train", "live", 4.0)] * CYCLES
+        assert (rank["generation"], rank["groups"]) == (0, 2)
+
+
 RL = "docs/colocated-rl.md"
 CHECKS: dict[tuple[str, str], tuple[int, Any]] = {
     ("README.md", "with reloadpg.offloaded()"): (2, the_colocated_loop),
@@ -112,6 +119,8 @@ CHECKS: dict[tuple[str, str], tuple[int, Any]] = {
     ("docs/start.md", "with reloadpg.offloaded()"): (2, the_colocated_loop),
     ("docs/fsdp2.md", "with reloadpg.offloaded()"): (2, the_reloaded_mesh),
     ("docs/checkpoints.md", "with reloadpg.offloaded()"): (2, the_save_during_a_rollout),
+    ("docs/recovery.md", "retrying("): (2, the_repeated_steps),
+    ("docs/recovery.md", "fault_pending()"): (2, the_repeated_steps),
     ("docs/testing.md", "simulated.inject"): (2, the_injected_fault),
     ("README.md", "StrategyPolicy("): (2, the_report),
     (RL, "engine.sleep("): (2, the_start_with_the_engine_asleep),

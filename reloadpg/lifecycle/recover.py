@@ -1,0 +1,331 @@
+"""Recover: make all communicators of a job anew after a fault, behind the same objects.
+
+A fault is anything after which the ranks are not in step: a collective that raised, timed out or
+was skipped, an operation that ended on some ranks only. So nothing here supposes that the ranks
+have ended equal rounds, or that their groups are in equal states. They meet in a recovery, whose
+number the store gives, and begin to count their rounds anew.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import c10d
+from ..c10d import devices
+from ..errors import InvalidOptionError, PeerFailedError
+from ..groups.proxy import GroupState, ReloadableProcessGroup
+from ..groups.registry import Job, registry
+from ..rendezvous.plan import GroupPlan, Plan
+from ..rendezvous.worker_thread import Wait
+from .operation import PHASES, Operation, settings_of
+from .recovery import await_unfinished, end_early
+from .recreate import Rebuilds, abort
+from .report import Fault, Report
+
+__all__ = ["Meeting", "Position", "fault_pending", "longest_wait", "meet", "recover"]
+
+_MOST = 32
+"""The most faults in a report: each rank reads them all from the store."""
+
+_ASK_S = 0.1
+"""``fault_pending`` asks the store at most once in so many seconds."""
+
+
+class Position(NamedTuple):
+    """Where a rank is in a loop: the number of its step, and of its attempt at that."""
+
+    step: int = 0
+    attempt: int = 0
+
+
+START = Position()
+
+
+class Meeting(NamedTuple):
+    """What came of a recovery on this rank.
+
+    Attributes:
+        report: what was done.
+        position: the furthest of all ranks'.
+    """
+
+    report: Report
+    position: Position
+
+
+def recover(
+    reason: str | BaseException | None = None,
+    *,
+    wait_for_ranks: timedelta | float | None = None,
+) -> Report:
+    """Abort all communicators, and build all groups again behind the same objects.
+
+    Collective over all ranks of the job; blocking, bounded. To be called after a collective raised,
+    timed out, or was found hanging, in any state: live, offloaded, failed, or while other ranks are
+    in an offload or reload, which then raises ``PeerFailedError`` there. Ranks that are not in
+    trouble learn of it by :func:`fault_pending`, or by their own collectives, which fail since
+    their peers have aborted. It may be called again after it has failed.
+
+    All groups are live afterwards, those too that were offloaded. Each has run a small all-reduce,
+    checked by value. The results of collectives that were going on are lost: the caller goes back
+    to what it had before the step, and repeats it. Groups that bypass are left as they are.
+
+    Args:
+        reason: why, for the reports and logs of all ranks: text or an exception; the one that is
+            being handled if None.
+        wait_for_ranks: how long to wait for ranks that do not come; None means as long as a
+            collective may take: the longest timeout of the groups, or that of ``install`` if it is
+            longer. A number is in seconds.
+
+    Returns:
+        What was done on this rank, and which ranks were stuck where, as ``faults``.
+
+    Raises:
+        NotInstalledError: ``install`` was not called.
+        DisagreementError: the ranks have different groups, as after a fault in the middle of their
+            creation; every group stays failed.
+        RendezvousTimeoutError: ranks are missing; it names them.
+        PeerFailedError: another rank failed in the recovery; it names it.
+        RebuildError: a group could not be built or connected on this rank; the cause is chained.
+        ReloadpgError: the store is lost, and with it the job.
+        InvalidOptionError: ``wait_for_ranks`` is not positive; nothing was changed.
+    """
+    return meet(reason, seconds=_seconds(wait_for_ranks)).report
+
+
+def fault_pending() -> bool:
+    """Whether :func:`recover` has to be called: another rank has, or groups are failed here.
+
+    No collective; for use once a step. Asks the store at most every 100 ms, bounded, and else
+    answers as it did the last time. While the store does not answer, and without a job, False.
+    """
+    job = registry.job("fault_pending")
+    if job is None:
+        return False
+    for group in c10d.known_groups():
+        if isinstance(group, ReloadableProcessGroup) and group.state is GroupState.FAILED:
+            return True
+    return not registry.busy and job.rendezvous.called(_ASK_S)
+
+
+def meet(
+    reason: str | BaseException | None = None,
+    *,
+    seconds: float | None = None,
+    position: Position = START,
+    repeats: bool = True,
+) -> Meeting:
+    """Recover, and tell the other ranks where this one is in its loop; see :func:`recover`."""
+    op = Operation("recover", sys._getframe())
+    try:
+        job = op.job
+        if job is None:
+            return Meeting(op.report, position)
+        fault = _fault(op, reason, repeats)
+        report = json.dumps(
+            {
+                "fault": asdict(fault),
+                "begun": _collectives_begun(op.groups),
+                "generation": max([job.generation, *(group.generation for group in op.groups)]),
+                "position": position,
+            }
+        )
+        bound = op.options.timeout.total_seconds()
+        if seconds is None:
+            seconds = max([bound, *map(longest_wait, op.groups)])
+        was_offloaded = job.released
+        try:  # the flag first: a collective that fails since peers have aborted finds it raised
+            with op.timed("wait.flag", measure=False):
+                round_ = job.rendezvous.recover(PHASES["recover"], str(fault), report, seconds)
+        finally:
+            _abort_all(op, job, str(fault))
+        op.begin(job, round_)
+        await_unfinished(op)
+        with op.timed("wait.enter", measure=False):
+            op.round.agree("enter", _plan(op))
+        op.round.seconds = bound
+        agreed = _agree(op, job, report)
+        op.generation, op.faults = agreed.generation, agreed.faults
+        if was_offloaded:
+            op.call(registry.callbacks.before_reload)
+        with op.timed("device"):
+            devices.empty_cache()
+        gone = [g for g in op.groups if g.state is not GroupState.DESTROYED]
+        rebuilds = Rebuilds(
+            op.world,
+            job.creation_stores,
+            op.generation,
+            op.round.label,
+            op.round.told,
+            "canary",
+            whole=True,
+        )
+        op.delete_spent_keys(gone, whole=True)
+        rebuilds.prepare(gone)
+        op.each("rebuilt", gone, rebuilds.rebuild, parallelism=op.creators)
+        op.each("rebuilt", gone, rebuilds.check, parallelism=1)
+        op.measure("rebuilt")
+        op.barrier("rebuilt")
+        op.call(registry.callbacks.reload)
+        op.barrier("done")
+        op.complete("" if op.done else "no reloadable group here")
+    except BaseException as error:
+        end_early(op, error)
+        raise
+    finally:
+        op.close()
+    return Meeting(op.report, agreed.position)
+
+
+# -- what this rank reports ---------------------------------------------------------------------
+
+
+def _fault(op: Operation, reason: str | BaseException | None, repeats: bool) -> Fault:
+    """What this rank brings to the recovery. Local.
+
+    Torch's frames are cleared of what they hold: a gloo connection stays open, and the peers go on
+    waiting at its other end, as long as the work that failed is in a variable.
+    """
+    error = sys.exc_info()[1] if reason is None else reason
+    text, where = "", ""
+    if isinstance(error, BaseException):
+        if not isinstance(error, PeerFailedError):  # what the peer reports itself
+            text, where = f"{type(error).__name__}: {error}"[:1000], _where(error)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if _module(frame.f_globals) == "torch":
+                with suppress(RuntimeError):  # it is running: this was called from it
+                    frame.clear()
+    elif error is not None:
+        text = str(error)[:1000]
+    return Fault(op.world.rank(), text, where, repeats=repeats)
+
+
+def _where(error: BaseException) -> str:
+    """The line of the program that an error comes from, and the collective that it called there."""
+    collective = line = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if _module(frame.f_globals) not in ("torch", "reloadpg"):
+            line, collective = f"{Path(code.co_filename).name}:{number} ({code.co_name})", ""
+        elif not collective and code.co_name != "wrapper" and line:
+            collective = f"{code.co_name} at "
+    return collective + line
+
+
+def _module(variables: dict[str, Any]) -> str:
+    return str(variables.get("__name__", "")).partition(".")[0]
+
+
+def _collectives_begun(groups: Sequence[ReloadableProcessGroup]) -> dict[str, int]:
+    """How many collectives this rank has begun on each live group, by group and generation."""
+    found = {}
+    for group in groups:
+        with suppress(RuntimeError):  # a backend need not count
+            if group.is_live:
+                key = f"{group.group_name}/{group.construction.ranks[0]}/{group.generation}"
+                found[key] = int(group._get_sequence_number_for_group())
+    return found
+
+
+def longest_wait(group: ReloadableProcessGroup) -> float:
+    """Seconds that a collective of the group may last, and with it the arrival of its members."""
+    timeouts = group.current_timeouts().values()
+    return max((one.total_seconds() for one in timeouts), default=0.0) + 10.0
+
+
+def _seconds(given: timedelta | float | None) -> float | None:
+    if given is None:
+        return None
+    seconds = given.total_seconds() if isinstance(given, timedelta) else float(given)
+    if not seconds > 0:
+        raise InvalidOptionError(
+            f"recover(wait_for_ranks={given!r}): not a positive timedelta, or number of seconds; "
+            "nothing was changed."
+        )
+    return seconds
+
+
+# -- the steps ----------------------------------------------------------------------------------
+
+
+def _abort_all(op: Operation, job: Job, reason: str) -> None:
+    """Leave all groups failed, and abort their communicators in parallel. Local, at once."""
+    job.released = op.was_released = True
+    if job.creation_stores is not None:
+        job.creation_stores = job.creation_stores.replaced()
+    for group in op.groups:
+        c10d.close_coalescing(group)
+    job.unfinished += abort(list(reversed(op.groups)), GroupState.FAILED, reason, whole=True)
+
+
+def _plan(op: Operation) -> Plan:
+    """What all ranks must have alike: options and groups, and not what they have done with them."""
+    settings = {name: str(value) for name, value in settings_of(op.options).items()}
+    groups = tuple(
+        GroupPlan(group.group_name, made.ranks, 0, "recreate", made.digest)
+        for group in op.groups
+        if group.state is not GroupState.DESTROYED
+        and not (made := group.construction).is_handed_over
+    )
+    return Plan("recover", settings, groups)
+
+
+class _Agreed(NamedTuple):
+    generation: int
+    faults: tuple[Fault, ...]
+    position: Position
+
+
+def _agree(op: Operation, job: Job, report: str) -> _Agreed:
+    """Find out what all ranks report: rank 0 reads it and leaves a summary. Collective, bounded."""
+    rendezvous = job.rendezvous
+    if rendezvous.alone:
+        op.barrier("agreed")
+        return _read(_summary([report]))
+
+    def gather() -> None:
+        rendezvous.ask(
+            lambda store: rendezvous.gather(store, _summary),
+            Wait("recover, reports", op.round.seconds),
+        )
+
+    if rendezvous.rank == 0:
+        op.do("agreed", gather, "reading what the ranks report")
+    op.barrier("agreed")
+    return _read(rendezvous.ask(rendezvous.summary, Wait("recover, summary", op.round.seconds)))
+
+
+def _summary(reports: Sequence[str]) -> str:
+    """Put together what all ranks report. Pure."""
+    read = [json.loads(report) for report in reports]
+    most: dict[str, int] = {}
+    for one in read:
+        for key, begun in one["begun"].items():
+            most[key] = max(begun, most.get(key, 0))
+    faults = []
+    for one in read:
+        late = [key.split("/")[0] for key, begun in one["begun"].items() if begun < most[key]]
+        if late or one["fault"]["reason"]:
+            faults.append({**one["fault"], "late": late})
+    faults.sort(key=lambda fault: (fault["repeats"], not fault["late"], fault["rank"]))
+    return json.dumps(
+        {
+            "generation": max(one["generation"] for one in read) + 1,
+            "faults": faults[:_MOST],
+            "position": max(one["position"] for one in read),
+        }
+    )
+
+
+def _read(summary: str) -> _Agreed:
+    found = json.loads(summary)
+    faults = tuple(replace(Fault(**one), late=tuple(one["late"])) for one in found["faults"])
+    return _Agreed(found["generation"], faults, Position(*found["position"]))

@@ -1,0 +1,108 @@
+"""Faults that the tests bring about in a running job, and a job that is to survive them."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import worlds
+from recovery_job import meet
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+import reloadpg
+
+RING = ((0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 2, 3))
+PATIENCE = timedelta(seconds=120)
+"""The timeout of collectives and of the library: reached only if something hangs."""
+IMPATIENCE = timedelta(seconds=2)
+"""The timeout of a collective that is never to complete."""
+
+
+class FaultJob:
+    """One rank's part of a job of overlapping gloo groups, with the sockets of each group."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        reloadpg.install(backends={"gloo"}, timeout=PATIENCE)
+        worlds.init("gloo", timeout=PATIENCE)
+        self.groups: list[Any] = [dist.group.WORLD]
+        for ranks in RING:
+            group = dist.new_group(list(ranks), timeout=PATIENCE)
+            if rank in ranks:
+                self.groups.append(group)
+        self.ring = self.groups[-1]
+        """The last group, of all ranks: faults happen in it."""
+        worlds.barrier()
+        self.names = [group.group_name for group in self.groups]
+        self.ids = [id(group) for group in self.groups]
+
+    def meet(self, name: str) -> None:
+        """Wait for all ranks, by other means than groups and the library's."""
+        meet(name, self.size, 120.0)
+
+    def sums(self) -> bool:
+        """Whether each group sums over its own members."""
+        for group in self.groups:
+            value = torch.tensor([float(2**self.rank)])
+            dist.all_reduce(value, group=group)
+            if value.item() != sum(2**rank for rank in dist.get_process_group_ranks(group)):
+                return False
+        return True
+
+    def whole(self) -> dict[str, Any]:
+        """What must hold after each recovery."""
+        return {
+            "same": [id(group) for group in self.groups] == self.ids
+            and [group.group_name for group in self.groups] == self.names,
+            "states": {str(group.state) for group in self.groups},
+            "sums": self.sums(),
+            "generation": reloadpg.status().generation,
+            "generations": {group.generation for group in self.groups},
+            "pending": reloadpg.fault_pending(),
+        }
+
+
+def sockets() -> set[int]:
+    """The descriptors of this process's sockets."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if re.match(r"socket:", os.readlink(f"/proc/self/fd/{name}")):
+                found.add(int(name))
+    return found
+
+
+def cut(descriptors: set[int]) -> int:
+    """Shut connections down past the library that holds them; return how many there were."""
+    count = 0
+    for descriptor in descriptors:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.getpeername()  # of a listening socket: raises
+            connection.shutdown(socket.SHUT_RDWR)
+            count += 1
+    return count
+
+
+def impatient(group: Any, call: Callable[[], object]) -> str:
+    """Call something whose collective on a group has a short timeout; return what it raised."""
+    _set_pg_timeout(IMPATIENCE, group)
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        with suppress(RuntimeError):
+            _set_pg_timeout(PATIENCE, group)
+    return ""
+
+
+def all_reduce(group: Any) -> None:
+    dist.all_reduce(torch.ones(1), group=group)

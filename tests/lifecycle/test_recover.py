@@ -1,0 +1,388 @@
+"""After a fault, recover() makes all communicators anew behind the same objects."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fault_job import FaultJob, all_reduce, cut, impatient, sockets
+from recovery_job import attempt, base_store, interfere
+from sampling import sampled
+
+import reloadpg
+from reloadpg.groups.registry import registry
+from reloadpg.lifecycle.recreate import Rebuilds, Releases
+from reloadpg.rendezvous.round import Round
+from reloadpg.testing import run_ranks
+
+FAULTY = 1
+
+Facts = dict[str, Any]
+
+
+# -- one function a fault: what each rank does before it calls recover() -------------------------
+
+
+def connections_cut(job: FaultJob) -> Facts:
+    """The connections of one group end, of which nobody is told."""
+    before = sockets()
+    group = dist.new_group([0, 1, 2, 3])
+    mine = sockets() - before
+    all_reduce(group)
+    job.groups.append(group)
+    job.ids.append(id(group))
+    job.names.append(group.group_name)
+    ended = cut(mine) if job.rank == FAULTY else 0
+    return {"cut": ended, "error": attempt(lambda: all_reduce(group)).text}
+
+
+def collective_skipped(job: FaultJob) -> Facts:
+    """One rank does not take part, and learns of the fault by the flag alone."""
+    if job.rank != FAULTY:
+        return {"error": impatient(job.ring, lambda: all_reduce(job.ring))}
+    before = reloadpg.fault_pending()
+    end = time.monotonic() + 120
+    while not reloadpg.fault_pending() and time.monotonic() < end:
+        time.sleep(0.01)
+    return {"before": before, "called": reloadpg.fault_pending()}
+
+
+def work_pending(job: FaultJob) -> Facts:
+    """A rank leaves work behind that no peer will ever take part in."""
+    if job.rank == FAULTY:
+        job.pending = dist.all_reduce(torch.ones(1), group=job.ring, async_op=True)  # type: ignore[attr-defined]
+    return {}
+
+
+def offloaded(job: FaultJob) -> Facts:
+    """The job is offloaded as a whole."""
+    reloadpg.offload()
+    return {}
+
+
+def offload_half_way(job: FaultJob) -> Facts:
+    """One rank does not come to an offload: those that wait there are called in."""
+    if job.rank == FAULTY:
+        return {}
+    seen = attempt(reloadpg.offload)
+    return {"kind": seen.kind, "text": seen.text, "states": {str(g.state) for g in job.groups}}
+
+
+def offload_failed(job: FaultJob) -> Facts:
+    """An offload has failed, and left all groups failed."""
+    if job.rank == FAULTY:
+        interfere("offload.group1", _raise)
+    seen = attempt(reloadpg.offload)
+    _restore()
+    return {"kind": seen.kind, "pending": reloadpg.fault_pending()}
+
+
+def rounds_differ(job: FaultJob) -> Facts:
+    """One rank has ended rounds that the others have not begun."""
+    if job.rank == FAULTY:
+        job_of_rank = registry.job("test")
+        assert job_of_rank is not None
+        for _ in range(3):
+            job_of_rank.rendezvous.open("offload", ["enter"], 1.0)
+    return {}
+
+
+def coalescing_left_open(job: FaultJob) -> Facts:
+    """A block that collects operations was left by an error: torch would collect for ever."""
+    seen = attempt(lambda: _in_coalescing_block(job))
+    return {"kind": seen.kind}
+
+
+def stopped(job: FaultJob) -> Facts:
+    """A rank stands still for longer than the timeout of a collective, and then goes on."""
+    store = base_store().clone()
+    store.set(f"test/pid/{job.rank}", str(os.getpid()))
+    job.meet("stopped")
+    if job.rank == FAULTY:
+        signal.pthread_sigmask(signal.SIG_BLOCK, ())  # where the signal finds it
+        end = time.monotonic() + 120
+        while not reloadpg.fault_pending() and time.monotonic() < end:
+            time.sleep(0.01)
+        return {}
+    pid = int(store.get(f"test/pid/{FAULTY}"))
+    if job.rank == 0:
+        os.kill(pid, signal.SIGSTOP)
+    store.add("test/stopped/after", 0)
+    error = impatient(job.ring, lambda: all_reduce(job.ring))
+    if job.rank == 0:
+        os.kill(pid, signal.SIGCONT)
+    return {"error": error}
+
+
+def _in_coalescing_block(job: FaultJob) -> None:
+    with dist._coalescing_manager(group=job.ring):  # type: ignore[attr-defined]
+        raise OSError("in the block")
+
+
+def _raise() -> None:
+    raise OSError("injected")
+
+
+ORIGINALS = Releases.release, Rebuilds.rebuild, Round._reach
+
+
+def _restore() -> None:
+    Releases.release, Rebuilds.rebuild, Round._reach = ORIGINALS  # type: ignore[method-assign]
+
+
+CORE: tuple[Callable[[FaultJob], Facts], ...] = (
+    connections_cut,
+    collective_skipped,
+    offloaded,
+    offload_half_way,
+    offload_failed,
+)
+MORE: tuple[Callable[[FaultJob], Facts], ...] = (
+    work_pending,
+    rounds_differ,
+    coalescing_left_open,
+    stopped,
+)
+
+
+# -- the runs ---------------------------------------------------------------------------------
+
+
+def survive(rank: int, size: int, names: list[str]) -> dict[str, Facts]:
+    """One fault after the other in one job; after each, recover, and use all groups."""
+    job = FaultJob(rank, size)
+    found = {}
+    for name in names:
+        facts = globals()[name](job)
+        report = reloadpg.recover(f"test of {name}" if rank == FAULTY else None)
+        found[name] = {
+            **facts,
+            "report": report,
+            "after": job.whole(),
+            "keys": base_store().num_keys(),
+        }
+        job.meet(name)
+    reloadpg.offload()
+    reloadpg.reload()
+    found["cycle"] = {"after": job.whole()}
+    return found
+
+
+@pytest.fixture(
+    scope="module",
+    params=sampled(["core", "more"], "core"),
+)
+def survived(request: pytest.FixtureRequest) -> list[dict[str, Facts]]:
+    """What each rank has seen, by fault."""
+    faults = CORE if request.param == "core" else MORE
+    return run_ranks(survive, 4, args=([fault.__name__ for fault in faults],), timeout=280)
+
+
+@pytest.mark.matrix
+class TestOneFaultAfterTheOther:
+    """Whatever the fault, and whatever state the ranks are in, the same job goes on."""
+
+    def test_all_groups_are_live_again(self, survived: list[dict[str, Facts]]) -> None:
+        """The same objects under the same names, one generation on all ranks, and right sums."""
+        for rank, found in enumerate(survived):
+            for count, (name, facts) in enumerate(found.items()):
+                assert facts["after"] == {
+                    "same": True,
+                    "states": {"live"},
+                    "sums": True,
+                    "generation": count + 1,
+                    "generations": {count + 1},
+                    "pending": False,
+                }, (rank, name)
+
+    def test_the_report_names_the_rank_and_its_reason(self, survived: Any) -> None:
+        """The same on all ranks."""
+        for found in survived:
+            for name, facts in found.items():
+                if name == "cycle":
+                    continue
+                report = facts["report"]
+                assert (report.operation, report.changed, report.error) == ("recover", True, "")
+                assert report.faults == survived[0][name]["report"].faults
+                reasons = {fault.rank: fault.reason for fault in report.faults}
+                assert reasons[FAULTY] == f"test of {name}"
+
+    def test_the_store_does_not_grow(self, survived: Any) -> None:
+        """A recovery leaves some keys until the next one, and no more of them each time."""
+        for found in survived:
+            keys = [facts["keys"] for name, facts in found.items() if name != "cycle"]
+            assert keys[-1] - keys[0] <= 5 * len(keys), keys
+
+    def test_each_rank_saw_what_the_fault_makes_it_see(self, survived: Any) -> None:
+        """So that none of the faults was one in name only."""
+        for rank, found in enumerate(survived):
+            for name, facts in found.items():
+                check = CHECKS.get(name)
+                if check is not None:
+                    check(facts, rank == FAULTY)
+
+
+def _check_cut(facts: Facts, faulty: bool) -> None:
+    assert facts["cut"] == (3 if faulty else 0)
+    assert "Connection closed by peer" in facts["error"]
+
+
+def _check_skipped(facts: Facts, faulty: bool) -> None:
+    if faulty:
+        assert (facts["before"], facts["called"]) == (False, True)
+    else:
+        assert "Timed out" in facts["error"] or "closed" in facts["error"]
+    (fault,) = [fault for fault in facts["report"].faults if fault.late]
+    assert fault.rank == FAULTY
+
+
+def _check_half_way(facts: Facts, faulty: bool) -> None:
+    if not faulty:
+        assert facts["kind"] == "PeerFailedError"
+        assert f"rank {FAULTY} has called recover()" in facts["text"]
+        assert facts["states"] == {"live"}
+
+
+def _check_failed(facts: Facts, faulty: bool) -> None:
+    assert facts["kind"] == ("ReleaseError" if faulty else "PeerFailedError")
+    assert facts["pending"]
+
+
+def _check_stopped(facts: Facts, faulty: bool) -> None:
+    if not faulty:
+        assert facts["error"]
+
+
+CHECKS = {
+    "connections_cut": _check_cut,
+    "collective_skipped": _check_skipped,
+    "offload_half_way": _check_half_way,
+    "offload_failed": _check_failed,
+    "stopped": _check_stopped,
+}
+
+
+# -- faults of the recovery itself --------------------------------------------------------------
+
+POINTS = (
+    "recover.enter",
+    "recover.agreed",
+    "recover.group0",
+    "recover.group2",
+    "recover.rebuilt",
+    "recover.done",
+)
+
+
+def fail_while_recovering(rank: int, size: int, points: list[str]) -> list[Facts]:
+    """One rank fails at a point of the recovery; all call it again."""
+    job = FaultJob(rank, size)
+    found = []
+    for point in points:
+        if rank == FAULTY:
+            interfere(point, _raise)
+        seen = attempt(lambda: reloadpg.recover("first"))
+        _restore()
+        states, pending = {str(group.state) for group in job.groups}, reloadpg.fault_pending()
+        report = reloadpg.recover("again")
+        found.append(
+            {
+                "seen": seen,
+                "states": states,
+                "pending": pending,
+                "faults": len(report.faults),
+                "after": job.whole(),
+            }
+        )
+        job.meet(point)
+    return found
+
+
+@pytest.mark.parametrize(
+    "points", sampled([("recover.group2",), POINTS], ("recover.group2",)), ids=len
+)
+def test_a_recovery_that_fails_is_called_again(points: tuple[str, ...]) -> None:
+    """All ranks raise, all groups are failed, the flag is up; the second call succeeds."""
+    for rank, found in enumerate(run_ranks(fail_while_recovering, 4, args=(points,), timeout=280)):
+        for point, facts in zip(points, found, strict=True):
+            own = "RebuildError" if "group" in point else "OSError"
+            assert facts["seen"].kind == (own if rank == FAULTY else "PeerFailedError"), point
+            assert facts["states"] == {"failed"}, point
+            assert facts["pending"], point
+            assert facts["faults"] == 4
+            assert facts["after"]["sums"], point
+            assert facts["after"]["states"] == {"live"}, point
+            assert not facts["after"]["pending"], point
+
+
+# -- ranks that do not come, and jobs without groups ----------------------------------------------
+
+
+def come_late(rank: int, size: int) -> Facts:
+    """One rank comes only after the others have waited for it in vain."""
+    job = FaultJob(rank, size)
+    if rank == FAULTY:
+        job.meet("gave up")
+        seen = None
+    else:
+        seen = attempt(lambda: reloadpg.recover(wait_for_ranks=1))
+        job.meet("gave up")
+    pending = reloadpg.fault_pending()
+    reloadpg.recover()
+    return {"seen": seen, "pending": pending, "after": job.whole()}
+
+
+def test_a_rank_that_does_not_come_is_named_and_may_come_later() -> None:
+    """The bound is ``wait_for_ranks``; all meet in the next call, whoever was in the first."""
+    for rank, found in enumerate(run_ranks(come_late, 4, timeout=200)):
+        if rank != FAULTY:
+            assert found["seen"].kind == "RendezvousTimeoutError"
+            assert found["seen"].missing == (FAULTY,)
+            assert "recover(wait_for_ranks=...)" in found["seen"].text
+        assert found["pending"]
+        assert found["after"]["sums"]
+        assert not found["after"]["pending"]
+
+
+def differ_in_groups(rank: int, size: int) -> Any:
+    """One rank has destroyed a group that the others have."""
+    job = FaultJob(rank, size)
+    if rank == FAULTY:
+        dist.destroy_process_group(job.ring)
+    return attempt(reloadpg.recover), {str(group.state) for group in job.groups[:-1]}
+
+
+def test_ranks_with_different_groups_cannot_recover() -> None:
+    """All ranks say which group it is, and that nothing is live."""
+    for seen, states in run_ranks(differ_in_groups, 4, timeout=200):
+        assert seen.kind == "DisagreementError"
+        assert "group '5'" in seen.text
+        assert "without a communicator" in seen.text
+        assert states == {"failed"}
+
+
+def without_a_job(rank: int, size: int) -> Any:
+    reloadpg.install(backends={"gloo"})
+    report = reloadpg.recover("nothing")
+    return report.changed, report.note, reloadpg.fault_pending()
+
+
+def test_without_a_job_there_is_nothing_to_recover() -> None:
+    """As for the other operations."""
+    ((changed, note, pending),) = run_ranks(without_a_job, 1)
+    assert not changed
+    assert "not initialized" in note
+    assert not pending
+
+
+@pytest.mark.parametrize("given", [0, -1.0, float("nan")])
+def test_a_bound_that_is_not_positive_is_refused(given: float) -> None:
+    """Before anything is touched."""
+    with pytest.raises(reloadpg.InvalidOptionError, match="wait_for_ranks"):
+        reloadpg.recover(wait_for_ranks=given)

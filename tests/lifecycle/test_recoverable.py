@@ -1,0 +1,125 @@
+"""install(recoverable=True): the watchdog must not end the process before recover() is called."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+import reloadpg
+from reloadpg import c10d
+from reloadpg.cli.doctor import diagnose
+
+NEEDED = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in (*NEEDED, "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.removeprefix("TORCH_"), raising=False)
+    yield
+    reloadpg.uninstall()
+
+
+def settings() -> dict[str, str]:
+    return {name: os.environ[name] for name in NEEDED if name in os.environ}
+
+
+def findings() -> list[tuple[str, str]]:
+    return [(one.level, one.message) for one in diagnose().findings if one.check == "recovery"]
+
+
+def test_what_is_unset_is_set_and_unset_again() -> None:
+    """A plain installation sets nothing."""
+    reloadpg.install()
+    assert settings() == {}
+    assert findings() == []
+    reloadpg.uninstall()
+    with reloadpg.install(recoverable=True):
+        assert settings() == NEEDED
+        assert reloadpg.status().options["recoverable"] is True
+        assert findings() == [("ok", "a fault of a communicator reaches the program")]
+    assert settings() == {}
+
+
+def test_what_is_set_well_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its old name too; and a heartbeat that is longer than the operations of this library."""
+    given = {
+        "NCCL_BLOCKING_WAIT": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+        "TORCH_NCCL_ENABLE_MONITORING": "1",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "900",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with reloadpg.install(recoverable=True):
+        assert settings() == {
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+            "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+            "TORCH_NCCL_ENABLE_MONITORING": "1",
+        }
+    assert "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in os.environ
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TORCH_NCCL_BLOCKING_WAIT", "0"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        ("NCCL_ASYNC_ERROR_HANDLING", "3"),
+        ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "1"),
+        ("TORCH_NCCL_ENABLE_MONITORING", "1"),
+    ],
+)
+def test_what_is_in_the_way_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """By name; nothing is installed or set. Doctor says it too, and it is a problem once asked."""
+    monkeypatch.setenv(name, value)
+    if name.endswith("MONITORING"):
+        monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "60")
+    current = name if name.startswith("TORCH") else f"TORCH_{name}"
+    with pytest.raises(reloadpg.InvalidOptionError, match=f"{current}={value}.*set it to"):
+        reloadpg.install(recoverable=True)
+    assert not reloadpg.is_installed()
+    assert settings().keys() <= {name}
+    ((level, message),) = findings()
+    assert level == "note"
+    assert message.startswith(f"{current}={value}")
+
+
+def test_a_variable_that_was_changed_since_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For doctor, in a process that was to be recoverable."""
+    with reloadpg.install(recoverable=True):
+        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        ((level, message),) = findings()
+        assert level == "problem"
+        assert message.startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING=1")
+        monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+        assert findings() == [("problem", "missing: TORCH_NCCL_ASYNC_ERROR_HANDLING=0")]
+
+
+def test_groups_that_exist_already_have_read_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An NCCL group made before is refused, since its watchdog runs with other settings."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        config = c10d.device_backends(dist.group.WORLD)  # type: ignore[arg-type]
+        table = dist.distributed_c10d._world.pg_backend_config  # type: ignore[attr-defined]
+        monkeypatch.setitem(table, dist.group.WORLD, ",".join(f"{d}:nccl" for d in config))
+        with pytest.raises(reloadpg.InvalidOptionError, match="NCCL groups were created before"):
+            reloadpg.install(recoverable=True)
+        assert not reloadpg.is_installed()
+        assert settings() == {}
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,220 @@
+"""retrying() repeats a step on all ranks alike, and nothing on one rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from fault_job import FaultJob, all_reduce
+from recovery_job import Seen, attempt, interfere
+
+import reloadpg
+from reloadpg.lifecycle.recreate import Rebuilds, Releases
+from reloadpg.rendezvous.round import Round
+from reloadpg.testing import run_ranks
+
+FAULTY = 1
+
+Log = list[tuple[int, int]]
+
+
+class Injected(Exception):
+    """The error of a fault that the tests bring about."""
+
+
+def steps(job: FaultJob, fault: Callable[[int, int], object], **options: Any) -> tuple[Seen, Log]:
+    """Run four steps of a collective each; what was raised, and each attempt at a step."""
+    log: Log = []
+
+    def run() -> None:
+        for step in reloadpg.retrying("abcd", **options):
+            with step as letter:
+                assert letter == "abcd"[step.number]
+                log.append((step.number, step.attempt))
+                if job.rank == FAULTY:
+                    fault(step.number, step.attempt)
+                all_reduce(job.ring)
+                if job.rank == FAULTY:
+                    fault(-step.number, step.attempt)
+
+    return attempt(run), log
+
+
+def raising(at: int, times: int = 1, error: type[BaseException] = Injected) -> Callable[..., None]:
+    """A fault at a step, before its collective; after it if the number is negative."""
+
+    def fault(number: int, attempt: int) -> None:
+        if number == at and attempt <= times:
+            raise error(f"injected at {at}")
+
+    return fault
+
+
+def none(number: int, attempt: int) -> None:
+    """No fault."""
+
+
+def fault_before(job: FaultJob) -> tuple[Seen, Log]:
+    """The other ranks are in the collective of the step: they fail there."""
+    return steps(job, raising(2), on=(Injected, RuntimeError))
+
+
+def fault_after(job: FaultJob) -> tuple[Seen, Log]:
+    """The other ranks have finished the step, and wait for this one."""
+    return steps(job, raising(-2, 2), on=Injected)
+
+
+def too_many(job: FaultJob) -> tuple[Seen, Log]:
+    """A step that never succeeds."""
+    return steps(job, raising(-1, 9), attempts=2, on=lambda error: isinstance(error, Injected))
+
+
+def own_error(job: FaultJob) -> tuple[Seen, Log]:
+    """An error of the program, while the others wait in a collective for this rank."""
+    return steps(job, raising(1, error=ValueError), on=(Injected, RuntimeError))
+
+
+def backend_errors(job: FaultJob) -> tuple[Seen, Log]:
+    """Without ``on``, errors of communication are repeated."""
+
+    def fault(number: int, attempt: int) -> None:
+        if (number, attempt) == (2, 1):
+            raise dist.DistNetworkError("injected")
+
+    return steps(job, fault)
+
+
+def interrupted(job: FaultJob) -> tuple[Seen, Log]:
+    """An interrupt is no fault: the others, which wait for this rank, raise at once."""
+    seen = steps(job, raising(-1, error=KeyboardInterrupt))
+    reloadpg.recover("after an interrupt")
+    return seen
+
+
+def recovery_fails(job: FaultJob) -> tuple[Seen, Log]:
+    """A fault of the recovery itself counts as an attempt."""
+    if job.rank == FAULTY:
+        interfere("recover.rebuilt", _raise)
+    try:
+        return steps(job, raising(-2), on=Injected)
+    finally:
+        Releases.release, Rebuilds.rebuild, Round._reach = ORIGINALS  # type: ignore[method-assign]
+
+
+def items_fail(job: FaultJob) -> tuple[Seen, Log]:
+    """The loader of one rank raises between two steps."""
+    log: Log = []
+
+    def items() -> Iterator[int]:
+        yield 0
+        if job.rank == FAULTY:
+            raise Injected("in the loader")
+        yield 1
+
+    def run() -> None:
+        for step in reloadpg.retrying(items(), on=(Injected, RuntimeError)):
+            with step:
+                log.append((step.number, step.attempt))
+                all_reduce(job.ring)
+
+    return attempt(run), log
+
+
+def no_fault(job: FaultJob) -> tuple[Seen, Log]:
+    return steps(job, none)
+
+
+ORIGINALS = Releases.release, Rebuilds.rebuild, Round._reach
+CASES = (
+    no_fault,
+    fault_before,
+    fault_after,
+    too_many,
+    own_error,
+    backend_errors,
+    interrupted,
+    recovery_fails,
+    items_fail,
+)
+
+
+def _raise() -> None:
+    raise Injected("in the recovery")
+
+
+def every_case(rank: int, size: int) -> dict[str, Any]:
+    job = FaultJob(rank, size)
+    found: dict[str, Any] = {}
+    for case in CASES:
+        seen, log = case(job)
+        found[case.__name__] = {
+            "seen": seen,
+            "log": log,
+            "generation": job.ring.generation,
+            "sums": job.sums(),
+        }
+    dist.destroy_process_group(job.ring)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[dict[str, Any]]:
+    """What each rank has seen, by case."""
+    return run_ranks(every_case, 4, timeout=280)
+
+
+ONCE = [(0, 1), (1, 1), (2, 1), (3, 1)]
+
+EXPECTED: dict[str, tuple[Log, str, str]] = {
+    # the attempts, and what the faulty rank and the others raise
+    "no_fault": (ONCE, "", ""),
+    "fault_before": ([(0, 1), (1, 1), (2, 1), (2, 2), (3, 1)], "", ""),
+    "fault_after": ([(0, 1), (1, 1), (2, 1), (2, 2), (2, 3), (3, 1)], "", ""),
+    "too_many": ([(0, 1), (1, 1), (1, 2)], "Injected", "PeerFailedError"),
+    "own_error": ([(0, 1), (1, 1)], "ValueError", "PeerFailedError"),
+    "backend_errors": ([(0, 1), (1, 1), (2, 1), (2, 2), (3, 1)], "", ""),
+    "interrupted": ([(0, 1), (1, 1)], "KeyboardInterrupt", "PeerFailedError"),
+    "recovery_fails": ([(0, 1), (1, 1), (2, 1), (2, 3), (3, 1)], "", ""),
+    "items_fail": ([(0, 1), (1, 1)], "Injected", "PeerFailedError"),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", EXPECTED)
+class TestAStep:
+    """Whatever happens in it on one rank, all ranks end it alike."""
+
+    def test_all_ranks_make_the_same_attempts(self, cases: Any, case: str) -> None:
+        """Also the ranks that had finished the step. A loader that fails ends its own loop."""
+        log, _, _ = EXPECTED[case]
+        for rank, found in enumerate(cases):
+            mine = log[:-1] if case == "items_fail" and rank == FAULTY else log
+            assert found[case]["log"] == mine, (rank, found[case]["seen"])
+
+    def test_each_rank_raises_its_own_error_or_names_the_rank(self, cases: Any, case: str) -> None:
+        """With the text of the error; the groups are live afterwards, on all ranks."""
+        _, own, others = EXPECTED[case]
+        for rank, found in enumerate(cases):
+            seen = found[case]["seen"]
+            assert seen.kind == (own if rank == FAULTY else others), (rank, seen)
+            if others and rank != FAULTY:
+                assert seen.rank == FAULTY
+                assert own in seen.text
+            assert found[case]["sums"]
+            assert found[case]["generation"] == cases[0][case]["generation"]
+
+
+def test_a_step_is_a_context_manager() -> None:
+    """Nothing else says how it ended."""
+    with pytest.raises(reloadpg.ReloadpgError, match="context manager"):
+        for _ in reloadpg.retrying(range(2)):
+            pass
+
+
+@pytest.mark.parametrize("attempts", [0, -1, True, 1.5])
+def test_attempts_are_a_positive_number(attempts: Any) -> None:
+    """Said before the first step."""
+    with pytest.raises(reloadpg.InvalidOptionError, match="attempts"):
+        reloadpg.retrying(range(2), attempts=attempts)
