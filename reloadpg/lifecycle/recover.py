@@ -8,6 +8,7 @@ number the store gives, and begin to count their rounds anew.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import traceback
@@ -264,6 +265,7 @@ def _abort_all(op: Operation, job: Job, reason: str) -> None:
     for group in op.groups:
         c10d.close_coalescing(group)
     job.unfinished += abort(list(reversed(op.groups)), GroupState.FAILED, reason, whole=True)
+    gc.collect()  # gloo's connections stay open as long as a cycle holds work of them
 
 
 def _plan(op: Operation) -> Plan:
