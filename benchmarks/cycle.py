@@ -7,17 +7,18 @@ cycle is a release of all pairs and their rebuild, between two barriers:
 ``reloadable``
     ``reloadpg.offload()`` and ``reload()``.
 ``by hand``
-    ``destroy_process_group`` and ``new_group``, each rank for its own groups
-    (``use_local_synchronization=True``, without which torch needs all ranks in the call).
-``replay all``
-    the same, but every rank makes every call of the job again, in order, as systems do that do not
-    know which calls concern them.
+    ``destroy_process_group`` for the rank's own groups, then ``new_group`` for all groups of the
+    job, in order: torch names a group by counting calls, so all ranks take part in all. (With
+    ``use_local_synchronization=True`` the members alone do; a group created again then has the name
+    of the one before, finds its addresses in the store, and hangs.) At four ranks this is also what
+    systems do that replay all calls in order.
 
 ``MiB`` is by how much the resident memory of rank 0's process shrinks in the release. The gloo
 groups hold next to none.
 
 By number of ranks: one rank's groups of a Megatron-style trainer on the fake backend, as
-``benchmarks/reload.py`` measures them; CPU time there, wall time above.
+``benchmarks/reload.py`` measures them: ``reload``, torch's creation of the rank's own groups, and
+``replay all``, every call of the job. CPU time there, wall time above.
 
 ``benchmarks/plot.py`` draws the picture from the file that ``--json`` writes.
 
@@ -49,7 +50,7 @@ from reloadpg.testing import run_ranks, simulated
 RANKS = 4
 GROUPS = (2, 8, 16, 32)
 BACKENDS = ("sim", "gloo")
-WAYS = ("reloadable", "by hand", "replay all")
+WAYS = ("reloadable", "by hand")
 SIM = {"bytes_per_communicator": 4 << 20, "creation_seconds": 0.02, "release_seconds": 0.01}
 FIGURES = ("release_ms", "rebuild_ms", "cycle_ms", "ratio", "freed_mb")
 TIME_LIMIT_S = 500
@@ -68,25 +69,20 @@ def rank_of_job(
     ours = way == "reloadable"
     with reloadpg.install(backends={backend}, world=False) if ours else nullcontext():
         dist.init_process_group(backend)
-        rows = [_cycles(rank, way, count, cycles) for count in counts]
+        rows = [_cycles(way, count, cycles) for count in counts]
         dist.destroy_process_group()
     return rows
 
 
-def _cycles(rank: int, way: str, count: int, cycles: int) -> dict[str, float]:
+def _cycles(way: str, count: int, cycles: int) -> dict[str, float]:
     first, second = [0, 1], [2, 3]
     calls = [pair for _ in range(count) for pair in (first, second)]
-    mine = [pair for pair in calls if rank in pair]
 
-    def create(*, everyone: bool) -> list[Any]:
-        # A group's name is counted where all ranks call, and a hash where its members do.
-        made = [
-            dist.new_group(pair, use_local_synchronization=not everyone)
-            for pair in (calls if everyone else mine)
-        ]
+    def create() -> list[Any]:
+        made = [dist.new_group(pair) for pair in calls]
         return [group for group in made if isinstance(group, dist.ProcessGroup)]
 
-    held = create(everyone=way != "by hand")
+    held = create()
 
     def release() -> None:
         if way == "reloadable":
@@ -98,7 +94,7 @@ def _cycles(rank: int, way: str, count: int, cycles: int) -> dict[str, float]:
         if way == "reloadable":
             reloadpg.reload()
         else:
-            held.extend(create(everyone=way == "replay all"))
+            held.extend(create())
 
     rows = []
     for _ in range(cycles + 1):
