@@ -120,7 +120,7 @@ def _offload(op: Operation, collect: bool) -> Report:
     if not op.groups and "nothing to release" not in registry.warned:
         registry.warned.add("nothing to release")
         for text in why_nothing(op.options):
-            warnings.warn(f"reloadpg.offload(): {text}", stacklevel=2)
+            warnings.warn(f"reloadpg.offload(): {text}", stacklevel=3)
     return op.report
 
 
