@@ -78,8 +78,11 @@ def matrix(session: nox.Session) -> None:
 @nox.session
 def frameworks(session: nox.Session) -> None:
     """The hooks with the frameworks that they are for; writes the table of docs/frameworks.md."""
-    extras = "test-core,lightning,transformers,trl"
-    session.install("-c", "tests/frameworks/constraints.txt", "-e", f".[{extras}]")
+    pins = ("-c", "tests/frameworks/constraints.txt")
+    session.install(*pins, "torch", "ninja", "setuptools")
+    extras = "test-core,deepspeed,lightning,transformers,trl"
+    # DeepSpeed's own build reads the torch that is installed.
+    session.install(*pins, "--no-build-isolation", "-e", f".[{extras}]", "datasets")
     session.run(
         *("python", "-m", "pytest", "-m", "frameworks", "-n", "0", *session.posargs),
         "tests/frameworks/test_hooks.py",

@@ -2,7 +2,7 @@
 
 ``slime`` (and miles), ``megatron``, ``ray``, ``torch_memory_saver``, ``colocated`` for a trainer
 that shares its devices with a rollout engine, and hooks for trainers: ``transformers``,
-``lightning``, ``trl``, and ``optimizers`` for any other. Importing this package
+``lightning``, ``trl``, ``deepspeed``, and ``optimizers`` for any other. Importing this package
 imports none of the frameworks, and torch neither.
 """
 
@@ -33,6 +33,7 @@ _HOMES = {
 _MODULES = frozenset(
     {
         "colocation",
+        "deepspeed",
         "lightning",
         "megatron",
         "optimizers",

@@ -8,6 +8,8 @@ Not part of any other run: ``nox -s frameworks`` installs the frameworks, as
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +19,10 @@ from launching import HERE, activation, ranks_of, torchrun
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]
 
-COMMON = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+"""One ninja for DeepSpeed's build and for the ranks: another one builds all of it again."""
+
+COMMON = {"PATH": PATH, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TQDM_DISABLE": "1"}
 
 
@@ -38,6 +43,7 @@ FRAMEWORKS = (
     Framework("transformers", "Trainer, DDP", "transformers.offloaded_phase", 4),
     Framework("lightning", "Trainer, DDP", "lightning.offloaded_phase", 6),
     Framework("trl", "GRPOTrainer, DDP", "trl.offloaded_rollout", 8),
+    Framework("deepspeed", "engine, ZeRO 1, 2, 3", "deepspeed.offloaded", 12),
 )
 
 
@@ -55,6 +61,8 @@ class Runs(NamedTuple):
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """The same script twice under torchrun: as it is, and with the hook's line."""
     framework: Framework = request.param
+    if framework.name == "deepspeed":
+        build_deepspeed()
     script = HERE / "scripts" / f"hook_{framework.name}.py"
     plain, hooked = (tmp_path_factory.mktemp(name) for name in ("plain", "hooked"))
     installing = activation(hooked)
@@ -65,6 +73,13 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         *(ranks_of(folder, "training") for folder in (plain, hooked)),
         *(ranks_of(folder, "facts") for folder in (plain, hooked)),
     )
+
+
+def build_deepspeed() -> None:
+    """Build what DeepSpeed compiles at its first use on a CPU: longer than ranks wait."""
+    code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": PATH}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=800)
 
 
 def test_training_is_equal_to_the_last_bit(runs: Runs) -> None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import reloadpg
 from reloadpg.errors import InvalidOptionError, ReloadpgError
-from reloadpg.integrations import lightning, optimizers, transformers, trl
+from reloadpg.integrations import deepspeed, lightning, optimizers, transformers, trl
 from reloadpg.testing import run_ranks
 
 STEPS = 6
@@ -129,6 +129,8 @@ def test_hooks_refuse_what_they_cannot_use() -> None:
         lightning.offloaded_phase(when="never")  # type: ignore[arg-type]
     with pytest.raises(InvalidOptionError, match=r"rollout=None.*nothing was wrapped"):
         trl.offloaded_rollout(None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidOptionError, match=r"offloaded\(Linear\).*deepspeed.initialize"):
+        deepspeed.offloaded(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -169,3 +171,18 @@ def test_a_rollout_is_prepared_with_live_groups() -> None:
     )
     assert rollout("prompts", "trainer") == "done"
     assert order.seen == ["prepare trainer", "enter", "rollout prompts trainer", "exit"]
+
+
+def test_a_deepspeed_engine_drops_its_handles_before_its_groups_go() -> None:
+    """The engine's own call, before the block; entered again and again."""
+    order = Order()
+
+    class Engine:
+        def empty_partition_cache(self) -> None:
+            order.seen.append("empty")
+
+    around = deepspeed.offloaded(Engine(), block=order)
+    for _ in range(2):
+        with around:
+            order.seen.append("body")
+    assert order.seen == ["empty", "enter", "body", "exit"] * 2
