@@ -15,7 +15,7 @@ def main():
 
 
 def train(stage, weights):
-    torch.manual_seed(7)
+    torch.manual_seed(7 + stage)
     layers = [torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh()]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(16, 1))
     engine, *_ = deepspeed.initialize(
@@ -33,7 +33,7 @@ def train(stage, weights):
             },
         },
     )
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(10 * stage + dist.get_rank())
     losses = []
     for step in range(results.STEPS):
         batch = torch.randn(4, 8, generator=generator)
