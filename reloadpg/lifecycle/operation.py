@@ -163,6 +163,10 @@ class Operation:
             self._to_do,
         )
 
+    def current(self, index: int) -> str:
+        """The group that a thread works at, or worked at last, for messages."""
+        return self._current.get(index, self.doing)
+
     @property
     def may_suspend(self) -> bool:
         """Whether this job may suspend groups: equal on all ranks with equal options."""

@@ -65,7 +65,8 @@ def _leave_failed(op: Operation, job: Job, error: BaseException) -> None:
         group.generation = generation
     creates = op.name != "offload"
     while op.round.unfinished:
-        job.unfinished.append(Unfinished(op.doing, op.round.unfinished.pop(), creates))
+        index, task = op.round.unfinished.pop()
+        job.unfinished.append(Unfinished(op.current(index), task, creates))
     aborts = abort(list(reversed(op.groups)), GroupState.FAILED, reason, op.releases)
     job.unfinished += aborts  # before any wait: an interrupt here must not lose them
     end = Wait(op.name, _ABORT_S)

@@ -264,7 +264,8 @@ class Round:
         seconds: the bound of each wait.
         waited_ms: time spent waiting for other ranks, by phase.
         wait: the wait that is going on, or None.
-        unfinished: the tasks of abandoned work that had not ended when it was abandoned.
+        unfinished: the tasks of abandoned work that had not ended when it was abandoned, with the
+            numbers of their threads.
         store_failed: whether the store has failed this round.
         outcome: the outcome that ended the round early; None before that.
         since: Unix time at which this rank arrived at the next barrier, or else began to work
@@ -285,7 +286,7 @@ class Round:
         self.seconds = seconds
         self.waited_ms: dict[str, float] = {}
         self.wait: Wait | None = None
-        self.unfinished: list[Task[object]] = []
+        self.unfinished: list[tuple[int, Task[object]]] = []
         self.store_failed = False
         self.outcome: Outcome | None = None
         self.since = time.time()
@@ -420,7 +421,7 @@ class Round:
         finally:
             if not done:
                 attempt.abandon()
-                self.unfinished += [task for task in tasks if not task.ended]
+                self.unfinished += [one for one in enumerate(tasks) if not one[1].ended]
         return outcome
 
     def advance(self) -> None:

@@ -199,6 +199,41 @@ def _creation_fault(
     return text, states, reloadpg.status().generation, [summed(g, rank) for g in groups]
 
 
+def _still_creating(rank: int, world_size: int) -> list[str]:
+    """The groups whose abandoned creations are under way after a reload that has failed."""
+    simulated.register()
+    reloadpg.install(timeout=BOUND, parallelism=8)
+    worlds.init("sim")
+    groups = [dist.new_group([0, 1], group_desc=f"g{k}") for k in range(4)]
+    reloadpg.offload()
+    held = [
+        simulated.inject(simulated.Fault("create", "stall", group=f"{group.group_name}@*"))
+        for group in groups[:3]
+    ]
+
+    def fail(_: Any) -> None:
+        assert all(one.wait_fired(60) for one in held)
+        raise RuntimeError("after the others have begun")
+
+    last = f"{groups[3].group_name}@*"
+    simulated.inject(simulated.Fault("create", "call", group=last, call=fail))
+    with pytest.raises(reloadpg.ReloadpgError):
+        reloadpg.reload()
+    unfinished = reloadpg.status().unfinished
+    simulated.clear_faults()
+    reloadpg.reload()
+    return sorted(unfinished)
+
+
+def test_each_abandoned_creation_is_named_once() -> None:
+    """By its own group."""
+    for unfinished in run_ranks(_still_creating, 2):
+        assert len(unfinished) == 3
+        for k, text in enumerate(unfinished):
+            assert f"<ReloadableProcessGroup '{k + 1}'" in text
+            assert text.count("ReloadableProcessGroup") == 1
+
+
 @pytest.mark.parametrize("action", ["raise", "stall"])
 def test_a_creation_that_fails_beside_others(action: str) -> None:
     """It is named on all ranks; all groups end failed, and the next reload brings them back."""
