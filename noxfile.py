@@ -108,5 +108,5 @@ def demo(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure: calls on a reloadable group, and a cycle by number of groups."""
     install(session, "test-core")
-    for script in ("dispatch.py", "reload.py", "startup.py"):
+    for script in ("dispatch.py", "reload.py", "startup.py", "creation.py"):
         session.run("python", f"benchmarks/{script}", "--check", *session.posargs)

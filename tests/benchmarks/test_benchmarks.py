@@ -133,6 +133,64 @@ print(reload.judge([group], [jobs[0], {**jobs[1], "speedup": 49.0}], 50)["ok"])
     assert done.stdout.split() == ["True", "False", "False", "False", "False"], done.stderr
 
 
+def test_creation_measures_all_calls_of_a_job(tmp_path: Path) -> None:
+    """The job's, those for groups of other ranks, those for the rank's own: 80, 77 and 3."""
+    rows = quick("creation.py", tmp_path / "figures.json")["rows"]
+    assert [(row["part"], row["calls"]) for row in rows] == [
+        ("job", 80),
+        ("others", 77),
+        ("members", 3),
+    ]
+    assert all(row[f"{kind}_us"] > 0 for row in rows for kind in ("torch", "reloadable"))
+
+
+def test_creation_fails_over_a_limit() -> None:
+    """The limit itself passes, and a row without one always does."""
+    code = """
+import creation
+row = {"part": "others", "ranks": 64, "limit": 1.2}
+print(creation.judge([{**row, "reloadable_ratio": 1.2}])["ok"])
+print(creation.judge([{**row, "reloadable_ratio": 1.21}])["over"])
+print(creation.judge([{**row, "reloadable_ratio": 9.0, "limit": None}])["ok"])
+"""
+    done = run("-c", code)
+    assert done.stdout.split("\n")[:3] == ["True", "['others at 64 ranks']", "True"], done.stderr
+
+
+@pytest.fixture(scope="module")
+def cycle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cycle") / "figures.json"
+    quick("cycle.py", path)
+    return path
+
+
+def test_cycle_measures_both_ways_on_both_backends(cycle: Path) -> None:
+    """The memory of the simulated communicators is given back: 4 MiB each, two of them."""
+    rows = json.loads(cycle.read_text())["by_groups"]
+    assert [(row["backend"], row["way"]) for row in rows] == [
+        ("sim", "reloadable"),
+        ("sim", "by hand"),
+        ("gloo", "reloadable"),
+        ("gloo", "by hand"),
+    ]
+    for row in rows:
+        assert row["cycle_ms"] > 0
+        assert row["backend"] == "gloo" or row["freed_mb"] > 7
+
+
+def test_plot_draws_what_the_cycle_benchmark_wrote(cycle: Path, tmp_path: Path) -> None:
+    """One picture with a line for each way; equal figures give an equal file."""
+    pytest.importorskip("matplotlib")
+    pictures = [tmp_path / "one.svg", tmp_path / "two.svg"]
+    for picture in pictures:
+        done = run(str(BENCHMARKS / "plot.py"), str(cycle), str(picture))
+        assert done.returncode == 0, done.stderr
+    text = pictures[0].read_text()
+    for label in ("gloo, by hand", "simulated, reloadable", "all calls of the job again"):
+        assert label in text
+    assert text == pictures[1].read_text()
+
+
 def test_rendezvous_counts_the_store_operations_of_a_barrier(tmp_path: Path) -> None:
     """A few for each rank, whatever the number of ranks, and hardly a key stays."""
     path = tmp_path / "figures.json"
