@@ -386,3 +386,30 @@ def test_a_bound_that_is_not_positive_is_refused(given: float) -> None:
     """Before anything is touched."""
     with pytest.raises(reloadpg.InvalidOptionError, match="wait_for_ranks"):
         reloadpg.recover(wait_for_ranks=given)
+
+
+def _second(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def recover_mixed(rank: int, size: int) -> Any:
+    """A default group with a backend that an offload leaves alive."""
+    dist.Backend.register_backend("second", _second, devices=["meta"])
+    reloadpg.install(backends={"gloo"})
+    dist.init_process_group("cpu:gloo,meta:second")
+    world: Any = dist.group.WORLD
+    meta = torch.device("meta")
+    kept = world._get_backend(meta)
+    reloadpg.offload()
+    same = world._get_backend(meta) is kept
+    reloadpg.recover("test")
+    tensors = [torch.ones(1), torch.ones(1)]
+    dist.all_reduce(tensors[0])
+    world._get_backend(meta).allreduce([tensors[1]]).wait()
+    return same, world._get_backend(meta) is kept, [tensor.item() for tensor in tensors]
+
+
+def test_both_sides_of_a_mixed_group_are_made_anew() -> None:
+    """Either may have been hit by the fault; an offload leaves one of them alive."""
+    for same, still, sums in run_ranks(recover_mixed, 2, timeout=120):
+        assert (same, still, sums) == (True, False, [2.0, 2.0])
