@@ -149,25 +149,21 @@ class Callbacks:
 class _Running:
     """A lifecycle operation that has begun.
 
-    It runs as long as its function is on the stack of a thread: an interrupt can end the function
-    at any instruction, and a traceback can keep its frame alive. Another frame can be where one
-    was that is gone; what the function had in its locals is gone then, too.
+    It runs as long as its function does: an interrupt can end the function at any instruction.
     """
 
     operation: str
-    frame: int
-    local: weakref.ref[object]
+    frame: FrameType
     progress: Callable[[], Any]
 
     def is_active(self) -> bool:
-        if self.local() is None:
-            return False
-        for top in sys._current_frames().values():
-            frame: FrameType | None = top
-            while frame is not None:
-                if id(frame) == self.frame:
-                    return True
-                frame = frame.f_back
+        # Python refuses to clear a frame that is executing, in whatever thread. Looking for it on
+        # the stacks of all threads (sys._current_frames) can deadlock in a garbage collection, or
+        # crash, where other threads start meanwhile: seen on Python 3.11.7 (python#106883).
+        try:
+            self.frame.clear()
+        except RuntimeError:
+            return True
         return False
 
 
@@ -316,7 +312,6 @@ class Registry:
         self,
         operation: str,
         frame: FrameType,
-        local: object,
         progress: Callable[[], Any],
     ) -> None:
         """Refuse a second lifecycle operation while one runs, from any thread or callback.
@@ -324,7 +319,6 @@ class Registry:
         Args:
             operation: its name.
             frame: of the function that runs it.
-            local: an object that this function holds for as long as it runs.
             progress: says how far it is, to any thread; must not keep the operation alive.
         """
         with self._lock:
@@ -336,13 +330,13 @@ class Registry:
                     "not from a callback; after one with wait=False, when result() on its handle "
                     "has returned."
                 )
-            self._running = _Running(operation, id(frame), weakref.ref(local), progress)
+            self._running = _Running(operation, frame, progress)
 
     def continue_in(self, frame: FrameType) -> None:
         """Note that the operation goes on in another function, of another thread."""
         with self._lock:
             if self._running is not None:
-                self._running = replace(self._running, frame=id(frame))
+                self._running = replace(self._running, frame=frame)
 
     def end(self) -> None:
         """End the operation that was begun."""

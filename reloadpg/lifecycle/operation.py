@@ -112,7 +112,7 @@ class Operation:
         self.activity = ""
         self.opened = False
         self.job: Job | None = None
-        registry.begin(name, frame, self, _progress_of(weakref.ref(self)))
+        registry.begin(name, frame, _progress_of(weakref.ref(self)))
         self.job = registry.job(name)
         if self.job is not None:
             self._open(self.job)
