@@ -1,18 +1,21 @@
-"""The lifecycle of a job's reloadable groups: install, offload, reload, and what they report.
+"""The lifecycle of a job's reloadable groups: install, offload, reload, recover, and reports.
 
-``offload`` and ``reload`` each read from top to bottom; what they share is ``operation``.
+``offload``, ``reload`` and ``recover`` each read from top to bottom, and share ``operation``.
 
 =================  ===============================================================================
 ``install``        put the patches in place, and take them off again
 ``autoinstall``    the same by ``RELOADPG_AUTOINSTALL=1``
 ``offload``        release the communicators of all groups
 ``reload``         build them again
-``operation``      one of the two on this rank: its barriers, steps and report
+``recover``        make all communicators anew after a fault, whatever state the ranks are in
+``retrying``       repeat the steps of a loop on all ranks alike, with ``recover`` between
+``pending``        the handle of an operation that goes on beside its caller
+``operation``      one of the three on this rank: its barriers, steps and report
 ``strategy``       the decision of how each group is released
 ``recreate``       destroy communicators; replay the calls that created them
 ``suspend``        keep communicators, and let the backend give back their memory
 ``connect``        connect rebuilt communicators before anybody needs them
-``recovery``       what all ranks do if an operation does not complete
+``failure``        what all ranks do if an operation does not complete
 ``block``          ``offloaded()``: both operations around a block of code
 ``callbacks``      ``on_offload``, ``on_reload``, ``on_report``
 ``memory``         memory in use, by the sources that can say it

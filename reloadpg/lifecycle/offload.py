@@ -14,9 +14,9 @@ from .. import c10d
 from ..c10d import devices, release_cautions
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import registry
+from .failure import await_unfinished, end_early
 from .operation import Operation, why_nothing
 from .pending import Pending
-from .recovery import await_unfinished, end_early
 from .recreate import abort
 from .report import Report
 from .suspend import suspend

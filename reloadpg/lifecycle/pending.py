@@ -13,8 +13,8 @@ from ..errors import PendingError
 from ..groups.offloaded import UnderWay
 from ..groups.registry import registry
 from ..rendezvous.worker_thread import Attempt, Task
+from .failure import end_early
 from .operation import Operation
-from .recovery import end_early
 from .report import Report
 
 __all__ = ["Pending"]

@@ -26,8 +26,8 @@ from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Job, registry
 from ..rendezvous.plan import GroupPlan, Plan
 from ..rendezvous.worker_thread import Wait
+from .failure import await_unfinished, end_early
 from .operation import PHASES, Operation, settings_of
-from .recovery import await_unfinished, end_early
 from .recreate import Rebuilds, abort
 from .report import Fault, Report
 

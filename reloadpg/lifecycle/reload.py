@@ -10,9 +10,9 @@ from ..c10d import devices
 from ..groups.proxy import GroupState
 from ..groups.registry import registry
 from .connect import Connect, connects_alone, validate
+from .failure import await_unfinished, end_early
 from .operation import Operation
 from .pending import Pending
-from .recovery import await_unfinished, end_early
 from .recreate import Rebuilds, abort
 from .report import Report
 from .suspend import check_room, resume

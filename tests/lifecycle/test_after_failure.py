@@ -12,7 +12,7 @@ import torch.distributed as dist
 import worlds
 
 import reloadpg
-from reloadpg.lifecycle import recovery
+from reloadpg.lifecycle import failure
 from reloadpg.lifecycle.recreate import Rebuilds
 from reloadpg.rendezvous.round import Round
 from reloadpg.testing import run_ranks, simulated
@@ -149,7 +149,7 @@ def interrupted_twice(rank: int, size: int, at: str) -> dict[str, Any]:
         if at == "telling the others":
             Round.fail = once(Round.fail)  # type: ignore[method-assign]
         else:
-            recovery.abort = once(recovery.abort)  # type: ignore[method-assign]
+            failure.abort = once(failure.abort)  # type: ignore[method-assign]
     try:
         reloadpg.reload()
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Recovery from an offload or reload that did not complete: all ranks end it alike."""
+"""The end of an operation that did not complete: all ranks end it alike."""
 
 from __future__ import annotations
 
