@@ -184,9 +184,11 @@ def survived(request: pytest.FixtureRequest) -> list[dict[str, Facts]]:
     return run_ranks(survive, 4, args=([fault.__name__ for fault in faults],), timeout=280)
 
 
-@pytest.mark.matrix
 class TestOneFaultAfterTheOther:
-    """Whatever the fault, and whatever state the ranks are in, the same job goes on."""
+    """Whatever the fault, and whatever state the ranks are in, the same job goes on.
+
+    Not in the matrix: torch 2.8 does not change the timeout of a gloo group that exists.
+    """
 
     def test_all_groups_are_live_again(self, survived: list[dict[str, Facts]]) -> None:
         """The same objects under the same names, one generation on all ranks, and right sums."""
