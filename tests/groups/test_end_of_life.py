@@ -48,6 +48,7 @@ def _ends(rank, world_size, how):
     return stuck.log, str(group.state)
 
 
+@worlds.unbound_only  # there torch asks every new group for a backend of the device
 def test_only_a_shutdown_waits_for_pending_work():
     """An abort of what is stuck must not wait for it, as torch's does not."""
     assert run_ranks(_ends, 1, args=("shutdown",)) == [(["wait", "shutdown"], "destroyed")]
