@@ -455,6 +455,7 @@ def _spawned(rank, world_size):
     return installed, generation
 
 
+@pytest.mark.slow
 def test_a_spawned_child_installs_for_itself():
     """A fresh interpreter starts unpatched."""
     assert run_ranks(_spawned, 2, start_method="spawn") == [(False, 1)] * 2

@@ -325,6 +325,7 @@ print([str(one.message) for one in caught])
 """
 
 
+@pytest.mark.slow
 def test_a_backend_that_is_registered_later_may_be_named(tmp_path):
     """It counts from then on; one still unknown when there are groups is warned of, once."""
     code = LATER.format(known=True, backend="sim")

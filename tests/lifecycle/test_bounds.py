@@ -35,6 +35,7 @@ def _many_slow_groups(rank, world_size):
 
 
 @pytest.mark.matrix
+@pytest.mark.slow
 def test_many_groups_that_are_slow_to_build_do_not_hit_the_bound():
     """Each is progress; they failed at the same group for ever."""
     for count, seconds, total in run_ranks(_many_slow_groups, 2):

@@ -85,6 +85,7 @@ def test_exit_while_offloaded() -> None:
     assert_quiet(run_interpreters("reloadpg.offload()"), [0, 0])
 
 
+@pytest.mark.slow
 def test_cycles_make_torch_say_nothing() -> None:
     """Torch warns on stderr when a group without a default backend is asked for its hooks."""
     body = """
@@ -227,6 +228,7 @@ def test_interrupt_while_waiting_at_a_barrier() -> None:
     assert [end.said for end in ended] == ["True", "True"]
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_when_the_operation_has() -> None:
     """With its own exit code; the operation completes, as on the ranks that wait for it."""
     ended = run_interpreters(

@@ -128,6 +128,7 @@ def one_is_late(rank: int, size: int) -> dict[str, Any]:
     return {"seen": seen, "failed": failed, "again": again, "sums": job.sums()}
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_after_the_bound() -> None:
     """It gets the others' outcome as soon as it comes, and a second reload completes."""
     results = run_ranks(one_is_late, 4, timeout=120)

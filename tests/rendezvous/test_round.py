@@ -153,6 +153,7 @@ def test_keys_of_proposals_are_retired() -> None:
     assert job.store.num_keys() == before
 
 
+@pytest.mark.slow
 def test_keys_of_failed_rounds_are_retired() -> None:
     """A time-out, a failure and a disagreement leave nothing once a round has passed."""
     job = tcp_job(3)

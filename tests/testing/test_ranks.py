@@ -656,6 +656,7 @@ def test_main_modules(tmp_path: Path) -> None:
     assert "TypeError: fn or an argument is defined in an interactive __main__" in done.stderr
 
 
+@pytest.mark.slow
 def test_another_reloadpg_in_the_working_directory_is_refused(tmp_path: Path) -> None:
     """The fork server would find it first, though the caller's path does not have it."""
     shutil.copytree(f"{ROOT}/reloadpg", tmp_path / "reloadpg")
