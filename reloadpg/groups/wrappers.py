@@ -134,7 +134,8 @@ def _manage(made: Any, captured: Callable[[], Call]) -> Any:
         return made
     group = cast(ProcessGroup, made)
     devices, ranks = c10d.device_backends(group), c10d.ranks_of(group)
-    if bypass_of(group, options.selection) is not None:
+    name, desc = c10d.name_of(group), c10d.desc_of(group)
+    if options.selection.bypass(devices, len(ranks), name=name, desc=desc) is not None:
         return group
     selected = options.selection.selected(devices, len(ranks))
     obstacle = _obstacle(group, len(ranks))
@@ -150,7 +151,6 @@ def _manage(made: Any, captured: Callable[[], Call]) -> Any:
     timeout = given.get("timeout")
     if timeout is None and split:
         timeout = next(iter(c10d.get_timeouts(group, selected).values()), None)
-    name = c10d.name_of(group)
     construction = Construction(
         call,
         name,
