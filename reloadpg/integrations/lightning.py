@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from typing import Any, Literal
 
-from ..errors import InvalidOptionError, ReloadpgError
+from ..errors import ReloadpgError
 from .optimizers import OffloadedPhase
 
 __all__ = ["offloaded_phase"]
@@ -53,30 +53,13 @@ def offloaded_phase(
         InvalidOptionError: an argument cannot be used.
         ReloadpgError: Lightning is not installed.
     """
-    if when not in MOMENTS:
-        raise InvalidOptionError(
-            f"offloaded_phase(when={when!r}): not one of {', '.join(MOMENTS)}; nothing was made."
-        )
     turn = OffloadedPhase(phase, every=every, block=block)
-    base: Any = _lightning().Callback
 
-    class OffloadedPhaseCallback(base):  # type: ignore[misc]
-        """Offload the groups, run a phase, reload the groups."""
-
-        @property
-        def calls(self) -> int:
-            return turn.calls
-
-        @property
-        def cycles(self) -> int:
-            return turn.cycles
-
-    def call(self: Any, trainer: Any, module: Any, *_: Any) -> None:
+    def call(trainer: Any, module: Any, *_: Any) -> None:
         if not trainer.sanity_checking:
             turn(trainer, module)
 
-    setattr(OffloadedPhaseCallback, f"on_{when}", call)
-    return OffloadedPhaseCallback()
+    return turn.as_callback(_lightning().Callback, when, MOMENTS, call)
 
 
 def _lightning() -> Any:

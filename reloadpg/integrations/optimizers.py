@@ -12,7 +12,7 @@ gradients. Do not assume that for an optimizer that starts collectives within it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -87,6 +87,35 @@ class OffloadedPhase:
             if self._phase is not None:
                 self._phase(*args, **kwargs)
         self.cycles += 1
+
+    def as_callback(
+        self, base: Any, when: str, moments: Sequence[str], hook: Callable[..., object]
+    ) -> Any:
+        """Make a callback for a trainer that runs this at one of the moments it names. Local.
+
+        Args:
+            base: the trainer's class of callbacks.
+            when: the moment; the callback's method is named ``on_`` and it.
+            moments: those that there are.
+            hook: what that method does with what the trainer gives it.
+
+        Returns:
+            The callback, with the attributes ``calls`` and ``cycles`` of this.
+
+        Raises:
+            InvalidOptionError: there is no such moment; nothing was made.
+        """
+        if when not in moments:
+            raise InvalidOptionError(
+                f"offloaded_phase(when={when!r}): not one of {', '.join(moments)}; nothing was "
+                "made."
+            )
+        shown = {
+            name: property(lambda _, name=name: getattr(self, name))  # type: ignore[misc]
+            for name in ("calls", "cycles")
+        }
+        method = {f"on_{when}": lambda _, *args, **kwargs: hook(*args, **kwargs)}
+        return type("OffloadedPhaseCallback", (base,), {**shown, **method})()
 
 
 class Every:

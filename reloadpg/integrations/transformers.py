@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, Literal
 
-from ..errors import InvalidOptionError, ReloadpgError
+from ..errors import ReloadpgError
 from .optimizers import OffloadedPhase
 
 __all__ = ["offloaded_phase"]
@@ -51,29 +51,8 @@ def offloaded_phase(
         InvalidOptionError: an argument cannot be used.
         ReloadpgError: transformers is not installed.
     """
-    if when not in MOMENTS:
-        raise InvalidOptionError(
-            f"offloaded_phase(when={when!r}): not one of {', '.join(MOMENTS)}; nothing was made."
-        )
     turn = OffloadedPhase(phase, every=every, block=block)
-    base: Any = _transformers().TrainerCallback
-
-    class OffloadedPhaseCallback(base):  # type: ignore[misc]
-        """Offload the groups, run a phase, reload the groups."""
-
-        @property
-        def calls(self) -> int:
-            return turn.calls
-
-        @property
-        def cycles(self) -> int:
-            return turn.cycles
-
-    def call(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        turn(args, state, control, **kwargs)
-
-    setattr(OffloadedPhaseCallback, f"on_{when}", call)
-    return OffloadedPhaseCallback()
+    return turn.as_callback(_transformers().TrainerCallback, when, MOMENTS, turn)
 
 
 def _transformers() -> Any:

@@ -637,6 +637,7 @@ def test_a_job_is_counted_without_a_question(monkeypatch: pytest.MonkeyPatch, ea
         job = Rendezvous.of_world(World())  # type: ignore[arg-type]
         if early:
             job.count_job(store)
+            assert job.instance == number  # in the call itself, before any connection is made
         for task in job.connect_ahead():
             assert task.wait(30)
         assert job.instance == number
