@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
 import pickle
 import socket
@@ -519,10 +520,10 @@ def test_nothing_of_ours_outlives_the_default_group(world, tmp_path):
 
 
 def _held(rank, world_size, world, delay):
-    connect = store_client.c10d.clone_store
+    connect, numbers = store_client.c10d.clone_store, itertools.count(1)
 
     def connect_late(store):
-        time.sleep(delay)
+        time.sleep(delay * next(numbers))  # the first is the one that an operation waits for
         return connect(store)
 
     store_client.c10d.clone_store = connect_late
@@ -532,6 +533,8 @@ def _held(rank, world_size, world, delay):
     port = int(os.environ["MASTER_PORT"])
     if not delay:
         _cycle()
+    elif not world:
+        reloadpg.offload()  # with no group to manage, the job begins here
     meet_at_rank_0(rank, "end")
     dist.destroy_process_group()
     with socket.socket() as client:
