@@ -59,7 +59,7 @@ def offloaded_phase(
         if not trainer.sanity_checking:
             turn(trainer, module)
 
-    return turn.as_callback(_lightning().Callback, when, MOMENTS, call)
+    return turn.as_callback(lambda: _lightning().Callback, when, MOMENTS, call)
 
 
 def _lightning() -> Any:

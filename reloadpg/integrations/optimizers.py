@@ -89,12 +89,16 @@ class OffloadedPhase:
         self.cycles += 1
 
     def as_callback(
-        self, base: Any, when: str, moments: Sequence[str], hook: Callable[..., object]
+        self,
+        base: Callable[[], Any],
+        when: str,
+        moments: Sequence[str],
+        hook: Callable[..., object],
     ) -> Any:
         """Make a callback for a trainer that runs this at one of the moments it names. Local.
 
         Args:
-            base: the trainer's class of callbacks.
+            base: gives the trainer's class of callbacks; imports it if need be.
             when: the moment; the callback's method is named ``on_`` and it.
             moments: those that there are.
             hook: what that method does with what the trainer gives it.
@@ -115,7 +119,7 @@ class OffloadedPhase:
             for name in ("calls", "cycles")
         }
         method = {f"on_{when}": lambda _, *args, **kwargs: hook(*args, **kwargs)}
-        return type("OffloadedPhaseCallback", (base,), {**shown, **method})()
+        return type("OffloadedPhaseCallback", (base(),), {**shown, **method})()
 
 
 class Every:

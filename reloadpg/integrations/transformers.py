@@ -52,7 +52,7 @@ def offloaded_phase(
         ReloadpgError: transformers is not installed.
     """
     turn = OffloadedPhase(phase, every=every, block=block)
-    return turn.as_callback(_transformers().TrainerCallback, when, MOMENTS, turn)
+    return turn.as_callback(lambda: _transformers().TrainerCallback, when, MOMENTS, turn)
 
 
 def _transformers() -> Any:

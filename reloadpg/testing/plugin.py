@@ -28,7 +28,7 @@ load the test's module anew and no ``conftest.py``; ``setup_method`` and the lik
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,20 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
 
 # ---------------------------------------------------------------------------------------------
 # fixtures
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Keep the line of the summary to the rank and the reason. pytest gives the whole message
+    there where it runs on CI, so that what the ranks printed would be told twice.
+    """
+    report = yield
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if call.when == "call" and crash is not None and mark_of(item, RanksMark) is not None:
+        crash.message = crash.message.partition("\n")[0]
+    return report
 
 
 @pytest.fixture
