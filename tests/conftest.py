@@ -20,6 +20,29 @@ pytest.register_assert_rewrite(
     "test_mesh",
 )
 
+# What makes no world of its own, or always the same one, runs once: not in a bound world again.
+collect_ignore = [
+    f"{name}.py"
+    for name in (
+        "groups/test_batching",
+        "groups/test_creation",
+        "groups/test_dispatch",
+        "groups/test_patches",
+        "groups/test_selection",
+        "lifecycle/test_autoinstall",
+        "lifecycle/test_callbacks",
+        "lifecycle/test_exits",
+        "lifecycle/test_memory",
+        "lifecycle/test_recoverable",
+        "lifecycle/test_strategy",
+        "rendezvous/test_plan",
+        "rendezvous/test_round",
+        "rendezvous/test_worker_thread",
+        "observability/test_trace",
+    )
+    if os.environ.get("TEST_WORLD") == "bound"
+]
+
 # A TCPStore server looks up the host name of each client; one that cannot be found costs it 5 s by
 # default, in which it serves nobody. Read by the C library at its first look-up in a process.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

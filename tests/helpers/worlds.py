@@ -32,15 +32,20 @@ The tests run in both worlds: most trainers bind theirs, and torch then takes ot
 
 def init(backend: str, *, bound: bool = BOUND, **kwargs: Any) -> None:
     """Make the default group with torch's own function, and bind it to a device if asked to."""
-    if bound and not hasattr(dist.ProcessGroupGloo, "perform_nocolor_split"):
+    dist.init_process_group(backend, **kwargs)
+    if bound:
+        bind()
+
+
+def bind() -> None:
+    """Bind the default group to a device, as ``init_process_group(device_id=...)`` does."""
+    if not hasattr(dist.ProcessGroupGloo, "perform_nocolor_split"):
         # Torch before 2.15 lets gloo split, and asks those that are not in the new group to take
         # part as NCCL's must; gloo has no such function, and needs none.
         dist.ProcessGroupGloo.perform_nocolor_split = lambda self, device: None  # type: ignore[attr-defined]
-    dist.init_process_group(backend, **kwargs)
-    if bound:
-        world: Any = dist.group.WORLD
-        served = {device.type for device in world._device_types}
-        world.bound_device_id = torch.device("cuda" if "cuda" in served else "privateuseone", 0)
+    world: Any = dist.group.WORLD
+    served = {device.type for device in world._device_types}
+    world.bound_device_id = torch.device("cuda" if "cuda" in served else "privateuseone", 0)
 
 
 unbound_only = pytest.mark.skipif(
