@@ -13,8 +13,9 @@ import worlds
 
 import reloadpg
 from reloadpg.lifecycle import failure
-from reloadpg.lifecycle.recreate import Rebuilds
+from reloadpg.lifecycle.recreate import Rebuilds, Releases
 from reloadpg.rendezvous.round import Round
+from reloadpg.rendezvous.worker_thread import Attempt
 from reloadpg.testing import run_ranks, simulated
 
 BOUND_S = 60.0
@@ -123,6 +124,21 @@ def test_a_group_whose_creation_ends_after_it_was_given_up_is_discarded() -> Non
     """Nothing of it stays in c10d's tables, and the next reload builds another one."""
     expected = ("RendezvousTimeoutError", [], {2.0})
     assert run_ranks(created_too_late, 2, timeout=200) == [expected] * 2
+
+
+def release_given_up(rank: int, size: int) -> tuple[bool, float]:
+    reloadpg.install(backends={"gloo"})
+    worlds.init("gloo")
+    pair = dist.new_group([0, 1])
+    attempt = Attempt()
+    attempt.abandon()
+    Releases().release(pair, attempt, 0)
+    return pair.is_live, summed(pair)
+
+
+def test_a_release_that_was_given_up_before_it_began_touches_nothing() -> None:
+    """The thread may come to the group just after the operation has failed."""
+    assert run_ranks(release_given_up, 2, timeout=200) == [(True, 2.0)] * 2
 
 
 def interrupted_twice(rank: int, size: int, at: str) -> dict[str, Any]:
