@@ -12,6 +12,7 @@ import worlds
 from worlds import summed
 
 import reloadpg
+from reloadpg.rendezvous.round import Round
 from reloadpg.testing import run_ranks, simulated
 
 GROUPS = 45
@@ -42,6 +43,29 @@ def test_many_groups_that_are_slow_to_build_do_not_hit_the_bound():
         assert count == GROUPS + 1
         assert seconds > 1.3 * BOUND_S
         assert total == 3.0
+
+
+def _counting_progress(rank, world_size):
+    reloadpg.install(backends={"gloo"})
+    worlds.init("gloo")
+    for _ in range(3):
+        dist.new_group([0, 1])
+    counts, advance = [], Round.advance
+
+    def counted(self):
+        counts[-1] += 1
+        advance(self)
+
+    Round.advance = counted
+    for operation in (reloadpg.offload, reloadpg.reload):
+        counts.append(0)
+        operation()
+    return counts
+
+
+def test_each_group_is_progress():
+    """The others are told of each group that is released or built, not of the last one alone."""
+    assert run_ranks(_counting_progress, 2, timeout=200) == [[4, 4]] * 2
 
 
 def _one_hangs(rank, world_size):
