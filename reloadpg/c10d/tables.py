@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -26,6 +27,7 @@ __all__ = [
     "desc_of",
     "device_backends",
     "drop_generation",
+    "entry_of",
     "evict",
     "has_peers",
     "is_initialized",
@@ -101,6 +103,26 @@ def store_of(group: ProcessGroup) -> Store:
     return _c10d._world.pg_map[group][1]
 
 
+def entry_of(
+    group: ProcessGroup,
+) -> tuple[str, Mapping[int, int], str, Mapping[str, str]]:
+    """Read what the tables say of a group that one of torch's creating functions has returned.
+
+    Nothing is copied, since a job creates groups by the thousand; torch changes none of it later.
+
+    Returns:
+        The name; the members, by global rank in the order of their group ranks; the backend string
+        as asked for; the backend by device type.
+    """
+    tables = _c10d._world
+    return (
+        tables.pg_names[group],
+        tables.pg_group_ranks[group],
+        tables.pg_map[group][0],
+        _devices_of(tables.pg_backend_config[group]),
+    )
+
+
 def device_backends(group: ProcessGroup) -> dict[str, str]:
     """Backend by device type, as c10d resolved it: ``{"cpu": "gloo", "cuda": "nccl"}``."""
     return dict(_devices_of(str(_c10d._world.pg_backend_config[group])))
@@ -138,25 +160,24 @@ def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
     in no table. Local, not idempotent.
     """
     tables = _c10d._world
-    name = tables.pg_names[inner]
+    name, tag = tables.pg_names[inner], tables.pg_to_tag.get(inner)
     for table in _tables_by_group():
         if inner in table:
             table[proxy] = table.pop(inner)
-    for tag in {"", tables.pg_to_tag.get(proxy)}:
-        with _changing_lists:
-            _replace_last(tables.tags_to_pg.get(cast(str, tag), []), inner, proxy)
+    tags = tables.tags_to_pg
+    with _changing_lists:
+        for groups in (tags.get("", []), tags.get(tag, []) if tag else []):
+            # Torch appends: a new group is the last. Its index does not change meanwhile.
+            index = len(groups) - 1
+            while index >= 0:
+                if groups[index] is inner:
+                    groups[index] = proxy
+                    break
+                index -= 1
     _unregister_process_group(name)
     _register_process_group(name, proxy)
     if tables.default_pg is inner:
         tables.default_pg = proxy
-
-
-def _replace_last(groups: list[Any], old: object, new: object) -> None:
-    """Replace an element, searched for from the end: torch appends, and a new group is the last."""
-    for index in reversed(range(len(groups))):
-        if groups[index] is old:
-            groups[index] = new
-            return
 
 
 def take_generation(inner: ProcessGroup, proxy: ProcessGroup) -> None:
@@ -241,4 +262,5 @@ def _tables_by_group() -> tuple[dict[Any, Any], ...]:
 
 def _flight_recorder_hooks() -> dict[Any, Any]:
     # 2.15 keeps the recorder of a group here; earlier versions have no such table.
-    return cast("dict[Any, Any]", getattr(_c10d._world, "pg_flight_recorder_hooks", {}))
+    hooks: dict[Any, Any] = getattr(_c10d._world, "pg_flight_recorder_hooks", {})
+    return hooks

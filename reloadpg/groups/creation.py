@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, lru_cache
 from types import MappingProxyType, TracebackType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -35,6 +35,7 @@ __all__ = [
     "WORLD_ORDER",
     "Call",
     "Construction",
+    "Facts",
     "Order",
     "group_order",
     "parameters_of",
@@ -118,8 +119,10 @@ def _read_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 _known_parameters = lru_cache(maxsize=64)(_read_parameters)
 
 
-@dataclass(frozen=True)
-class Call:
+_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
+
+
+class Call(NamedTuple):
     """One call: the original function and what the caller passed.
 
     Attributes:
@@ -138,8 +141,10 @@ class Call:
     ) -> Call:
         return cls(
             function,
-            tuple(_copied(value) for value in args),
-            MappingProxyType({name: _copied(value) for name, value in kwargs.items()}),
+            tuple(map(_copied, args)),
+            MappingProxyType({name: _copied(value) for name, value in kwargs.items()})
+            if kwargs
+            else _NO_KEYWORDS,
         )
 
     @property
@@ -162,6 +167,20 @@ class Call:
             *(_copied(value) for value in self.args),
             **{name: _copied(value) for name, value in self.kwargs.items()},
         )
+
+
+Facts = tuple[
+    Call,
+    str,
+    Mapping[int, int],
+    str,
+    Mapping[str, str],
+    tuple[str, ...],
+    int,
+    str,
+    "tuple[object, timedelta | None] | None",
+]
+"""What is read when a group is created: the arguments of :meth:`Construction.of`."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +217,50 @@ class Construction:
     desc: str = ""
     rebuild: Callable[[], ProcessGroup] | None = None
     destroy: Callable[[ProcessGroup], object] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        name: str,
+        ranks: Mapping[int, int],
+        backend: str,
+        devices: Mapping[str, str],
+        selected: tuple[str, ...],
+        rank: int,
+        desc: str,
+        parents: tuple[object, timedelta | None] | None,
+    ) -> Construction:
+        """Build the record from the call and what was read when it returned.
+
+        Args:
+            call: see above, as for the others.
+            name: likewise.
+            ranks: the members, as :func:`c10d.entry_of` returns them.
+            backend: likewise.
+            devices: likewise.
+            selected: likewise.
+            rank: likewise.
+            desc: likewise.
+            parents: the options and timeout that the group has if the call gave none.
+        """
+        given = call.given
+        options, timeout = parents or (None, None)
+        given_options = given.get("pg_options", given.get("backend_options"))
+        given_timeout = given.get("timeout")
+        return cls(
+            call,
+            name,
+            tuple(ranks),
+            backend,
+            devices,
+            selected,
+            group_order(name),
+            rank,
+            options if given_options is None else given_options,
+            timeout if given_timeout is None else given_timeout,
+            desc,
+        )
 
     @property
     def args(self) -> tuple[Any, ...]:

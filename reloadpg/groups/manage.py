@@ -80,6 +80,13 @@ def manage(
         rebuild=rebuild,
         destroy=destroy,
     )
-    proxy = ReloadableProcessGroup(group, construction)
+    proxy = ReloadableProcessGroup(
+        group,
+        construction,
+        name=name,
+        rank=construction.rank,
+        size=len(construction.ranks),
+        desc=construction.desc,
+    )
     c10d.take_place(group, proxy)
     return proxy

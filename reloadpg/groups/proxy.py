@@ -15,15 +15,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..errors import GroupPickleError
-from .creation import Construction
+from .creation import Construction, Facts
 from .dispatch import Dispatch
 from .offloaded import GroupState, Offloaded, UnderWay
 
@@ -53,16 +55,6 @@ class History:
     reload_ms: float | None = None
 
 
-@dataclass
-class _Settings:
-    """Changes made to the live group after its creation; the next generation gets them too."""
-
-    timeouts: dict[str, timedelta] = field(default_factory=dict)
-    desc: str = ""
-    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    symm_mem: Any = None
-
-
 _LIVE = GroupState.LIVE  # an enumeration's member takes longer to look up
 _BOUND_DEVICE: property = ProcessGroup.__dict__["bound_device_id"]
 
@@ -82,32 +74,72 @@ class ReloadableProcessGroup(Dispatch):
         last_error: why it failed; empty if it did not.
         history: what was done with it.
         under_way: the operation whose threads alone can use it now; None if all can.
+        names_in_store: names of the generations that have keys in the job's store.
+        before_end: called before the group is destroyed for good.
+
+    Args:
+        inner: the live group.
+        record: how it was made, or the facts from which that is built when it is first read.
+        name: its stable name.
+        rank: this process's rank in it.
+        size: its number of members.
+        desc: its description.
     """
 
-    def __init__(self, inner: ProcessGroup, construction: Construction) -> None:
-        self._rank, self._size = construction.rank, len(construction.ranks)
+    # Every member makes one of these for every group of the job: what most groups never change is
+    # of the class, and no container is made before it is needed.
+    generation = 0
+    state = _LIVE
+    last_error = ""
+    under_way: UnderWay | None = None
+    before_end: Callable[[], object] | None = None
+    _released: weakref.ref[Any] | None = None
+
+    # Changes made to the live group after its creation; the next generation gets them too.
+    _timeouts: Mapping[str, timedelta] = MappingProxyType({})
+    _calls: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...] = ()
+    _symm_mem: Any = None
+
+    def __init__(
+        self,
+        inner: ProcessGroup,
+        record: Construction | Facts,
+        *,
+        name: str,
+        rank: int,
+        size: int,
+        desc: str,
+    ) -> None:
         # The (store, rank, size) form, the only one in torch's stubs, fails for subclasses.
-        super().__init__(self._rank, self._size)  # type: ignore[call-arg, arg-type]
-        self.construction = construction
-        self.generation = 0
-        self.state = GroupState.LIVE
-        self.last_error = ""
-        self.history = History()
-        self.under_way: UnderWay | None = None
-        self._put(inner)
-        self._released: weakref.ref[Any] | None = None
-        self._name = construction.name
-        self._backend_name = str(inner.name())
-        self._devices = list(inner._device_types)
-        self._settings = _Settings(desc=construction.desc)
-        self.names_in_store = [construction.name]
-        """Names of the generations that have keys in the job's store."""
-        self.before_end: Callable[[], object] | None = None
-        """Called before the group is destroyed for good."""
+        ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg, arg-type]
+        self._current: Any = inner
+        self._inner = inner
+        self._record = record
+        self._name = name
+        self._rank = rank
+        self._size = size
+        self._desc = desc
+        self._backend_name = inner.name()
+        self._devices = inner._device_types
         device = inner.bound_device_id
         if device is not None:
             # The C++ getter is not virtual: the proxy's own C++ object must hold the device.
             _BOUND_DEVICE.__set__(self, device)
+
+    @property
+    def construction(self) -> Construction:
+        record = self._record
+        if not isinstance(record, Construction):
+            record = self._record = Construction.of(*record)
+        return record
+
+    @cached_property
+    def history(self) -> History:
+        return History()
+
+    @cached_property
+    def names_in_store(self) -> list[str]:
+        return [self._name]
 
     @property
     def is_live(self) -> bool:
@@ -136,10 +168,10 @@ class ReloadableProcessGroup(Dispatch):
 
     @property
     def group_desc(self) -> str:
-        return self._settings.desc
+        return self._desc
 
     def getGroupDesc(self) -> str:  # noqa: N802 - looked up by C++
-        return self._settings.desc
+        return self._desc
 
     def getBackendName(self) -> str:  # noqa: N802 - looked up by C++
         # Not the live backend's name: DDP's logger, told "gloo", fetches a gloo backend from the
@@ -169,11 +201,11 @@ class ReloadableProcessGroup(Dispatch):
     def use_pg_for_symm_mem_rendezvous(self) -> Any:
         if self.is_live:
             return self._current.use_pg_for_symm_mem_rendezvous
-        return self._settings.symm_mem
+        return self._symm_mem
 
     @use_pg_for_symm_mem_rendezvous.setter
     def use_pg_for_symm_mem_rendezvous(self, value: Any) -> None:
-        self._settings.symm_mem = value
+        self._symm_mem = value
         if self.is_live:
             self._current.use_pg_for_symm_mem_rendezvous = value
 
@@ -188,14 +220,14 @@ class ReloadableProcessGroup(Dispatch):
             )
 
     def _set_group_desc(self, desc: str) -> None:
-        self._settings.desc = desc
+        self._desc = desc
         if self.is_live:
             self._current._set_group_desc(desc)
 
     def _has_hooks(self) -> bool:
         # Not asked of the live group: torch writes a warning to stderr for one without a default
         # backend, which mixed groups can be.
-        return any(name == "_register_on_completion_hook" for name, *_ in self._settings.calls)
+        return any(name == "_register_on_completion_hook" for name, *_ in self._calls)
 
     def _wait_for_pending_works(self) -> None:
         if self.is_live:
@@ -203,7 +235,7 @@ class ReloadableProcessGroup(Dispatch):
 
     def _carry(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = getattr(self._inner, name)(*args, **kwargs)
-        self._settings.calls.append((name, args, kwargs))
+        self._calls = (*self._calls, (name, args, kwargs))
         return result
 
     def __copy__(self) -> ReloadableProcessGroup:
@@ -296,12 +328,12 @@ class ReloadableProcessGroup(Dispatch):
         if isinstance(self._current, Offloaded) and self._current.kept is not None:
             c10d.add_backends(inner, self._kept_backends(self._current.kept))
         c10d.take_generation(inner, self)
-        c10d.set_timeouts(inner, self._settings.timeouts)
+        c10d.set_timeouts(inner, self._timeouts)
         if self.construction.is_world:
             c10d.complete_ranks(inner, tuple(self.construction.devices))
         if inner.bound_device_id != self.bound_device_id:
             inner.bound_device_id = self.bound_device_id
-        for name, args, kwargs in self._settings.calls:
+        for name, args, kwargs in self._calls:
             getattr(inner, name)(*args, **kwargs)
         self._make_live(inner)
         self.generation = generation
@@ -339,14 +371,14 @@ class ReloadableProcessGroup(Dispatch):
         """Return the timeouts by device type: the live group's, or those of the next one."""
         if self.is_live:
             return c10d.get_timeouts(self._current, tuple(self.construction.devices))
-        return dict(self._settings.timeouts)
+        return dict(self._timeouts)
 
     def set_default_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the reloadable backends, now or from the next generation on. Local."""
         timeouts = dict.fromkeys(self.construction.selected, timeout)
         if self.is_live:
             c10d.set_timeouts(self._current, timeouts)
-        self._settings.timeouts.update(timeouts)
+        self._timeouts = {**self._timeouts, **timeouts}
 
     def memory_stats(self) -> dict[str, int] | None:
         """Return the bytes that the communicator says it holds, by NCCL's names; None if unknown.
@@ -376,19 +408,18 @@ class ReloadableProcessGroup(Dispatch):
         self._current, self._inner = current, target
 
     def _make_live(self, inner: Any) -> None:
-        inner._set_group_desc(self._settings.desc)
-        if self._settings.symm_mem:
-            inner.use_pg_for_symm_mem_rendezvous = self._settings.symm_mem
+        inner._set_group_desc(self._desc)
+        if self._symm_mem:
+            inner.use_pg_for_symm_mem_rendezvous = self._symm_mem
         self._put(inner)
         self.state = GroupState.LIVE
         self.last_error = ""
 
     def _remember(self, inner: Any) -> None:
-        settings = self._settings
-        settings.timeouts = c10d.get_timeouts(inner, tuple(self.construction.devices))
+        self._timeouts = c10d.get_timeouts(inner, tuple(self.construction.devices))
         # A group made by a Python backend has no C++ backend, and torch's getter then raises.
         with suppress(RuntimeError):
-            settings.symm_mem = getattr(inner, "use_pg_for_symm_mem_rendezvous", settings.symm_mem)
+            self._symm_mem = getattr(inner, "use_pg_for_symm_mem_rendezvous", self._symm_mem)
 
     def _kept_group(self, inner: Any) -> ProcessGroup | None:
         if not self.construction.is_mixed:

@@ -130,11 +130,13 @@ class Selection:
         names = self.backends
         if names is None:
             names = frozenset(
-                backend
-                for device, backend in devices.items()
-                if device != "cpu" and backend not in BYPASS
+                [
+                    backend
+                    for device, backend in devices.items()
+                    if device != "cpu" and backend not in BYPASS
+                ]
             )
-        return tuple(device for device, backend in devices.items() if backend in names)
+        return tuple([device for device, backend in devices.items() if backend in names])
 
     def excluded_by(self, name: str, desc: str) -> str:
         """Return the pattern that leaves a group of that name or description alone, or empty."""

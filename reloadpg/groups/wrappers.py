@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -17,7 +17,6 @@ from .creation import (
     WORLD_ORDER,
     Call,
     Construction,
-    group_order,
     parameters_of,
     thread,
     verbatim,
@@ -72,7 +71,7 @@ def _new_group(wrapped: Function) -> Function:
             thread.verbatim = False
         if c10d.is_non_member(made):
             return made
-        return _manage(made, lambda: call or Call.capture(wrapped, args, kwargs))
+        return _manage(made, call, wrapped, args, kwargs)
 
     return new_group
 
@@ -87,7 +86,7 @@ def _split_group(wrapped: Function) -> Function:
         if c10d.is_non_member(made):
             return made
         # The replay needs no parent: the record must not keep one alive, nor WORLD's store.
-        return _manage(made, lambda: call.replacing("parent_pg", None))
+        return _manage(made, call.replacing("parent_pg", None), wrapped, args, kwargs)
 
     return split_group
 
@@ -127,46 +126,53 @@ def _create_alone(call: Call) -> Any:
         return call()
 
 
-def _manage(made: Any, captured: Callable[[], Call]) -> Any:
-    """Put a proxy in the place of a group that is selected; only then the call is recorded."""
+def _manage(
+    made: Any, call: Call | None, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Put a proxy in the place of a new group that is selected, unless it manages itself.
+
+    Every member makes this call for every group: what only an operation needs is left to
+    ``Construction.of``, which runs when the record is first read.
+
+    Args:
+        made: the group as torch made it.
+        call: the call that made it; None to capture it now, if the group is selected.
+        function: what was called.
+        args: likewise.
+        kwargs: likewise.
+    """
     options = registry.options
     if options is None or type(made) is ReloadableProcessGroup:
         return made
-    group = cast(ProcessGroup, made)
-    devices, ranks = c10d.device_backends(group), c10d.ranks_of(group)
-    name, desc = c10d.name_of(group), c10d.desc_of(group)
-    if options.selection.bypass(devices, len(ranks), name=name, desc=desc) is not None:
-        return group
-    selected = options.selection.selected(devices, len(ranks))
-    obstacle = _obstacle(group, len(ranks))
+    selection = options.selection
+    name, ranks, backend, devices = c10d.entry_of(made)
+    if selection.exclude and selection.excluded_by(name, c10d.desc_of(made)):
+        return made
+    size = len(ranks)
+    selected = selection.selected(devices, size)
+    if not selected:
+        return made
+    obstacle = _obstacle(made, size)
     if obstacle:
-        registry.left_alone[group] = obstacle
-        return group
-    call = captured()
-    given = call.given
-    split = call.function.__name__ == "split_group"
-    pg_options = given.get("pg_options", given.get("backend_options"))
-    if pg_options is None and split:
-        pg_options = c10d.options_of(group, selected)  # torch copied the parent's
-    timeout = given.get("timeout")
-    if timeout is None and split:
-        timeout = next(iter(c10d.get_timeouts(group, selected).values()), None)
-    construction = Construction(
-        call,
-        name,
-        ranks,
-        c10d.backend_of(group),
-        devices,
-        selected,
-        group_order(name),
-        group.rank(),
-        pg_options,
-        timeout,
-        str(group.group_desc),
-    )
+        registry.left_alone[made] = obstacle
+        return made
+    if call is None:
+        call = Call.capture(function, args, kwargs)
+    parents = None
+    if function.__name__ == "split_group":  # torch has copied the parent's
+        timeouts = c10d.get_timeouts(made, selected).values()
+        parents = c10d.options_of(made, selected), next(iter(timeouts), None)
+        c10d.forget_parent(parents[0])
     # Torch has split the communicator by now; the options must not keep the parent alive.
-    c10d.forget_parent(pg_options)
-    return _install_proxy(group, construction)
+    for value in call.args[1:]:  # before the options come the ranks, or the parent itself
+        c10d.forget_parent(value)
+    for value in call.kwargs.values():
+        c10d.forget_parent(value)
+    rank, desc = made.rank(), str(made.group_desc)
+    facts = (call, name, ranks, backend, devices, selected, rank, desc, parents)
+    proxy = ReloadableProcessGroup(made, facts, name=name, rank=rank, size=size, desc=desc)
+    c10d.take_place(made, proxy)
+    return proxy
 
 
 def _obstacle(group: ProcessGroup, size: int) -> str:
@@ -178,12 +184,6 @@ def _obstacle(group: ProcessGroup, size: int) -> str:
     if stated != size:
         return f"its size() is {stated}, and c10d has {size} ranks for it: it manages itself"
     return ""
-
-
-def _install_proxy(group: ProcessGroup, construction: Construction) -> ReloadableProcessGroup:
-    proxy = ReloadableProcessGroup(group, construction)
-    c10d.take_place(group, proxy)
-    return proxy
 
 
 def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
@@ -226,7 +226,15 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
         str(world.group_desc),
     )
     c10d.complete_ranks(world, tuple(devices))
-    proxy = _install_proxy(world, construction)
+    proxy = ReloadableProcessGroup(
+        world,
+        construction,
+        name=construction.name,
+        rank=construction.rank,
+        size=len(ranks),
+        desc=construction.desc,
+    )
+    c10d.take_place(world, proxy)
     registry.job("install")  # its connection to the store is made meanwhile
     return proxy
 
