@@ -100,9 +100,13 @@ def rendezvous_keys(name: str, backends: Mapping[str, str], rank: int, size: int
         rank: rank in the group.
         size: number of members.
     """
-    places = [f"{name}//{device}//" for device in backends] + [f"{name}//"]
-    keys = [f"0/{rank}"] + ["0"] * (rank == 0)
-    found = [f"{place}{key}" for place in places for key in keys]
+    places = {f"{name}//{device}//": backend for device, backend in backends.items()}
+    places[f"{name}//"] = next((one for one in backends.values() if one != "gloo"), "gloo")
+    found = []
+    for place, backend in places.items():
+        found.append(f"{place}0/{rank}")
+        if rank == 0 and backend != "gloo":
+            found.append(f"{place}0")
     for device, backend in backends.items():
         if backend.startswith("nccl"):
             roots = -(-size // _RANKS_PER_ROOT) if rank == 0 and size > _RANKS_PER_ROOT else 0

@@ -168,13 +168,14 @@ def spent_keys(
     """
     names, group.names_in_store = group.names_in_store, []
     made = group.construction
+    backends = made.devices if whole else made.released
+    if len(set(made.devices.values())) == 1:  # torch makes one for all, in the first one's place
+        backends = dict(list(backends.items())[:1])
     under = "" if made.is_world else f"{c10d.name_of(world)}//"
     return [
         under + key
         for name in names
-        for key in c10d.rendezvous_keys(
-            name, made.devices if whole else made.released, made.rank, len(made.ranks)
-        )
+        for key in c10d.rendezvous_keys(name, backends, made.rank, len(made.ranks))
     ]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -11,6 +13,8 @@ import worlds
 
 import reloadpg
 from reloadpg import c10d
+from reloadpg.groups.creation import WORLD_ORDER, Call, Construction
+from reloadpg.lifecycle.recreate import spent_keys
 from reloadpg.testing import run_ranks
 
 HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
@@ -65,5 +69,27 @@ def test_keys_of_nccl(rank: int, size: int, more: list[str]) -> None:
     assert [key for key in keys if key.rpartition("//")[2] in more] == [
         f"7@1.1.2//cuda//{key}" for key in more
     ]
-    plain = c10d.rendezvous_keys("7@1.1.2", {"cpu": "gloo", "cuda": "gloo"}, rank, size)
+    plain = c10d.rendezvous_keys("7@1.1.2", {"cpu": "gloo", "cuda": "other"}, rank, size)
     assert len(keys) - len(plain) == len(more)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_keys_of_gloo(rank: int) -> None:
+    """Each key costs the reload a question to the store: none is listed that nobody writes.
+
+    Torch makes one backend for all device types where all have the same, and gloo writes one key,
+    in a group that torch has split without the device's prefix.
+    """
+    made = Construction(
+        Call(print, (), {}),
+        *("0", (0, 1), "gloo"),
+        {"cpu": "gloo", "cuda": "gloo"},
+        ("cpu", "cuda"),
+        WORLD_ORDER,
+        rank,
+    )
+    group: Any = SimpleNamespace(construction=made, names_in_store=["0", "0@1.1.0"])
+    assert spent_keys(group, group) == [
+        f"{name}//{place}0/{rank}" for name in ("0", "0@1.1.0") for place in ("cpu//", "")
+    ]
+    assert spent_keys(group, group) == []
