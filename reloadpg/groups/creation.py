@@ -86,9 +86,12 @@ def group_order(name: str) -> Order:
     return (1, 0, int(name)) if name.isdecimal() else (1, 1, name)
 
 
+_ONLY_INTEGERS = frozenset({int})
+
+
 def _copied(value: Any) -> Any:
     """Copy what ranks can be given as; keep all else as it is. Iterators are drained."""
-    if isinstance(value, list) and set(map(type, value)) == {int}:
+    if isinstance(value, list) and _ONLY_INTEGERS.issuperset(map(type, value)):
         return value.copy()  # thousands of ranks in a large job: 20 times as fast as one by one
     if isinstance(value, list):
         return [_copied(item) for item in value]

@@ -10,8 +10,9 @@
 
 Into the block: synchronize, release groups (``reloadpg.on_offload`` callbacks first), collect and
 empty the allocator's cache, pause the memory saver, wake the engine. Out of it: put the engine to
-sleep, resume the saver, empty the cache, reload the groups. A step of the way back that fails does
-not keep the later ones from being done, and each failure is named.
+sleep, resume the saver, empty the cache, reload the groups and, beside that, copy the weights back.
+A step of the way back that fails does not keep the later ones from being done, and each failure is
+named.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..errors import InvalidOptionError, ReloadpgError
 from ..groups.registry import registry
 from ..lifecycle.block import Block
 from ..lifecycle.connect import Connect, validate
+from ..lifecycle.pending import Pending
 from ..lifecycle.reload import reload
 from ..lifecycle.report import Report
 from ..lifecycle.status import status
@@ -64,6 +66,7 @@ def colocated(
     sleep_level: int = 1,
     connect: Connect = "none",
     collect: bool = True,
+    copy_back: Callable[[], object] | None = None,
 ) -> Colocation:
     """A context manager around a rollout: the trainer's groups and memory out, the engine in.
 
@@ -82,6 +85,12 @@ def colocated(
         sleep_level: vLLM's sleep level.
         connect: as for :func:`reloadpg.reload`.
         collect: also run a full garbage collection before the cache is emptied.
+        copy_back: brings the trainer's weights back to the device, such as
+            ``lambda: model.load_state_dict(weights)``; None for nothing to bring. Called in the
+            caller's thread when the engine is asleep and the saver resumed, while the groups are
+            reloaded (:func:`reloadpg.reload` with ``wait=False``). It must call no collective:
+            groups refuse until the reload has ended. It may be called again after a failure, and
+            where entering the block failed. Need not be given on all ranks.
 
     Raises:
         InvalidOptionError: an argument cannot be used; nothing was changed.
@@ -93,6 +102,7 @@ def colocated(
         _listed(wake_tags, "colocated(wake_tags"),
         validate(connect),
         collect,
+        _callable(copy_back),
     )
 
 
@@ -113,6 +123,7 @@ class Colocation:
         wake_tags: list[str] | None,
         connect: Connect,
         collect: bool,
+        copy_back: Callable[[], object] | None,
     ) -> None:
         if saver_tags is not None and (saver is None or isinstance(saver, MemorySaver)):
             raise InvalidOptionError(
@@ -125,6 +136,9 @@ class Colocation:
         self._wake_tags = wake_tags
         self._connect: Connect = connect
         self._collect = collect
+        self._copy_back = copy_back
+        self._copied = True
+        self._pending: Pending | None = None
         self._block = Block()
         self._inside = False
         self._awake = False
@@ -172,7 +186,7 @@ class Colocation:
         # Fails alike on all ranks, with errors that say what to call: nothing to undo here.
         block = Block()
         self.offload_report = self._step("offload groups", block.enter)
-        self._block, self._inside = block, True
+        self._block, self._inside, self._copied = block, True, self._copy_back is None
         step = ""
         try:
             for step, action in self._way_in():
@@ -216,8 +230,15 @@ class Colocation:
             steps.append(("put engine to sleep", self._sleep_engine))
         if self._saver is not None:
             steps.append(("resume saver", self._saver.resume_all))
-        if self._groups_offloaded() and not self._block.nested:
-            steps += [("empty cache", devices.empty_cache), ("reload groups", self._reload)]
+        reloads = self._groups_offloaded() and not self._block.nested
+        if reloads:
+            steps.append(("empty cache", devices.empty_cache))
+        if not self._copied:
+            if reloads:
+                steps.append(("begin reload", self._begin_reload))
+            steps.append(("copy weights back", self._copy_weights_back))
+        if reloads:
+            steps.append(("reload groups", self._reload))
         failures: list[tuple[str, Exception]] = []
         try:
             for step, action in steps:
@@ -226,6 +247,11 @@ class Colocation:
                 except Exception as error:
                     failures.append((step, error))
         finally:  # an interrupt, too, ends the block
+            if self._pending is not None:
+                try:
+                    self._reload()
+                except Exception as failed:
+                    self._log([("reload groups", failed)])
             self._block.close()
             self._inside = self._groups_offloaded() and not self._block.nested
         return failures
@@ -247,9 +273,19 @@ class Colocation:
             self._engine.sleep()
         self._awake = False
 
+    def _begin_reload(self) -> None:
+        self._pending = reload(connect=self._connect, wait=False)
+
+    def _copy_weights_back(self) -> None:
+        if self._copy_back is None or (self._saver is not None and self._saver.paused):
+            return  # the saver's failure is named; there is no memory to copy to
+        self._copy_back()
+        self._copied = True
+
     def _reload(self) -> None:
         # While a saver could not be resumed on a rank, this fails on all of them.
-        self.reload_report = reload(connect=self._connect)
+        pending, self._pending = self._pending, None
+        self.reload_report = reload(connect=self._connect) if pending is None else pending.result()
 
     # -- what to say ------------------------------------------------------------------------
 
@@ -264,6 +300,7 @@ class Colocation:
             f"groups {status().state}",
             f"saver {'paused (' + ', '.join(paused) + ')' if paused else 'active'}",
             f"engine {'awake' if self._awake else 'asleep'}",
+            *([] if self._copied else ["weights not copied back"]),
         ]
         failure = ColocationError(
             f"colocated: could not {doing} the block on this rank: {told}. Every other step of "
@@ -279,6 +316,15 @@ class Colocation:
     def _log(self, failures: list[tuple[str, Exception]]) -> None:
         if failures:
             logger.error("%s", self._error("leave", failures))
+
+
+def _callable(copy_back: Any) -> Callable[[], object] | None:
+    if copy_back is None or callable(copy_back):
+        return copy_back  # type: ignore[no-any-return]
+    raise InvalidOptionError(
+        f"colocated(copy_back={copy_back!r}): it cannot be called; nothing was changed. Pass a "
+        "function without arguments that copies the weights to the device."
+    )
 
 
 def _listed(tags: Any, where: str) -> list[str] | None:

@@ -6,6 +6,7 @@ only when the communicators and the trainer's memory are gone, and these only wh
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -196,6 +197,77 @@ def without(side: Side) -> dict[str, Any]:
     return seen
 
 
+def copying(side: Side) -> dict[str, Any]:
+    """The weights' copy and the reload begin, each waiting until the other one has begun."""
+    engine = VllmEngine(side.device, side.log)
+    copies, rebuilds = threading.Event(), threading.Event()
+    seen: dict[str, Any] = {}
+
+    def before_reload() -> None:
+        rebuilds.set()
+        seen["copy had begun"] = copies.wait(60)
+
+    def copy_back() -> None:
+        side.log.append("copy")
+        copies.set()
+        seen["reload had begun"] = rebuilds.wait(60)
+        seen["sum"] = attempt(side.right)
+
+    rollout = colocated(engine, saver=side.bare, copy_back=copy_back)
+    remove = reloadpg.on_reload(before_reload, before=True)
+    side.log.clear()
+    with rollout:
+        pass
+    remove()
+    return seen | {"log": list(side.log), "steps": rollout.steps[-4:], "after": side.state()}
+
+
+def interrupted(side: Side, error: type[BaseException]) -> dict[str, Any]:
+    """The copy ends in an exception, once, on rank 1."""
+    engine = VllmEngine(side.device, side.log)
+    left = [error("copy")] if side.rank == 1 else []
+
+    def copy_back() -> None:
+        side.log.append("copy")
+        if left:
+            raise left.pop()
+
+    rollout = colocated(engine, saver=side.bare, copy_back=copy_back)
+
+    def block() -> None:
+        with rollout:
+            pass
+
+    side.log.clear()
+    try:
+        block()
+        raised = ""
+    except BaseException as failure:
+        raised = f"{type(failure).__name__}: {failure}"
+    seen: dict[str, Any] = {"raised": raised, "after": side.state()}
+    rollout.restore()
+    rollout.restore()
+    return seen | {"copies": side.log.count("copy")}
+
+
+def not_resumed(side: Side) -> dict[str, Any]:
+    """The saver cannot resume on rank 1, so that there is no memory to copy to."""
+    engine = VllmEngine(side.device, side.log)
+    rollout = colocated(engine, saver=side.bare, copy_back=lambda: side.log.append("copy"))
+    if side.rank == 1:
+        side.bare.fail.append("resume")
+    side.log.clear()
+    seen: dict[str, Any] = {}
+    try:
+        with rollout:
+            pass
+    except ColocationError as error:
+        seen["error"] = str(error)
+    seen["copied"] = side.log.count("copy")
+    rollout.restore()
+    return seen | {"copies": side.log.count("copy"), "after": side.state()}
+
+
 def colocated_job(rank: int, size: int) -> dict[str, Any]:
     simulated.register()
     simulated.configure(bytes_per_communicator=BYTES)
@@ -217,6 +289,10 @@ def colocated_job(rank: int, size: int) -> dict[str, Any]:
         "raising": raising,
         "asynchronous": asynchronous,
         "without": without,
+        "copying": copying,
+        "copy failed": lambda side: interrupted(side, OSError),
+        "copy interrupted": lambda side: interrupted(side, KeyboardInterrupt),
+        "not resumed": not_resumed,
     }
     for name, scenario in scenarios.items():
         side = Side(rank)
@@ -392,6 +468,52 @@ def test_ranks_without_an_engine(ranks: list[dict[str, Any]]) -> None:
         assert seen["without"]["again"] == "offloaded"
 
 
+def test_weights_come_back_beside_the_reload(ranks: list[dict[str, Any]]) -> None:
+    """Copy and reload go on at the same time, after the saver's resume; groups refuse meanwhile,
+    and when the block ends both are done."""
+    for seen in ranks:
+        found = seen["copying"]
+        assert found["copy had begun"]
+        assert found["reload had begun"]
+        kind, text = found["sum"]
+        assert kind == "GroupOffloadedError"
+        assert "a reload is under way" in text
+        order = ["callback", "pause", "wake_up", "sleep 1", "resume", "copy", "rebuilt"]
+        assert found["log"] == order
+        assert [step for step, _ in found["steps"]] == [
+            "empty cache",
+            "begin reload",
+            "copy weights back",
+            "reload groups",
+        ]
+        assert found["after"] == LIVE
+
+
+@pytest.mark.parametrize("how", ["copy failed", "copy interrupted"])
+def test_a_copy_that_fails(ranks: list[dict[str, Any]], how: str) -> None:
+    """The reload completes on all ranks all the same, and restore() copies again, on the rank that
+    failed alone; an interrupt goes on as it is."""
+    for rank, seen in enumerate(ranks):
+        assert seen[how]["after"] == LIVE
+        assert seen[how]["copies"] == 1 + rank
+    assert ranks[0][how]["raised"] == ""
+    if how == "copy interrupted":
+        assert ranks[1][how]["raised"] == "KeyboardInterrupt: copy"
+    else:
+        assert "copy weights back: OSError: copy" in ranks[1][how]["raised"]
+        assert "engine asleep, weights not copied back" in ranks[1][how]["raised"]
+
+
+def test_nothing_is_copied_to_memory_that_is_paused(ranks: list[dict[str, Any]]) -> None:
+    """Where the saver cannot resume nothing is copied until restore() has resumed it."""
+    for rank, seen in enumerate(ranks):
+        found = seen["not resumed"]
+        assert found["copied"] == 1 - rank
+        assert found["copies"] == 1
+        assert found["after"] == LIVE
+    assert "saver paused (*), engine asleep, weights not copied" in ranks[1]["not resumed"]["error"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -402,6 +524,7 @@ def test_ranks_without_an_engine(ranks: list[dict[str, Any]]) -> None:
         ({"wake_tags": "kv_cache"}, "wake_tags='kv_cache'.: not a sequence of tags"),
         ({"wake_tags": 3}, "wake_tags=3.: not a sequence of tags"),
         ({"wake_tags": [b"weights"]}, "not a sequence of tags"),
+        ({"copy_back": {}}, "copy_back=.*: it cannot be called; nothing was changed"),
     ],
 )
 def test_arguments_that_cannot_be_used(arguments: dict[str, Any], said: str) -> None:
