@@ -177,6 +177,8 @@ def _manage(
 
 def _obstacle(group: ProcessGroup, size: int) -> str:
     """Say why a selected group cannot be managed; empty if it can."""
+    if callable(getattr(group, "configure", None)):  # no group of torch's own has it
+        return "its configure() makes its communicators anew, as torchft's does: it manages itself"
     try:
         stated = group.size()
     except Exception as error:  # written in Python, and not ready yet

@@ -268,8 +268,10 @@ class _Python(dist.ProcessGroup):
 
 
 def _foreign(rank, world_size, kind):
-    count = {"not ready": 2, "other size": 5, "one object": 2}[kind]
+    count = {"not ready": 2, "other size": 5, "one object": 2, "configured": 2}[kind]
     only = _Python(rank, count, ready=kind != "not ready")
+    if kind == "configured":
+        only.configure = lambda *_: None
     dist.Backend.register_backend("python", lambda *_: only, extended_api=True, devices=["cpu"])
     reloadpg.install(backends={"python", "gloo"}, timeout=timedelta(seconds=10))
     dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -300,6 +302,15 @@ def test_a_python_group_of_another_size_is_left_alone():
         assert (ended, text) == (0, "")
         (reason,) = unmanaged.values()
         assert "its size() is 5" in reason
+
+
+def test_a_python_group_that_is_configured_anew_is_left_alone():
+    """As torchft's are, which could be selected where ``min_size`` is 1: it is one object."""
+    for same, ended, unmanaged, text in run_ranks(_foreign, 2, args=("configured",)):
+        assert same
+        assert (ended, text) == (0, "")
+        (reason,) = unmanaged.values()
+        assert "its configure()" in reason
 
 
 def test_a_replay_that_returns_the_released_object_is_refused():
