@@ -83,9 +83,13 @@ def frameworks(session: nox.Session) -> None:
     extras = "test-core,deepspeed,lightning,transformers,trl"
     # DeepSpeed's own build reads the torch that is installed.
     session.install(*pins, "--no-build-isolation", "-e", f".[{extras}]", "datasets")
+    # verl states an older transformers than the other hooks; its workers do with this one.
+    session.install(*pins, "--no-deps", "verl", "tensordict", "pyvers", "omegaconf")
+    session.install(*pins, "ray", "cloudpickle", "codetiming", "orjson", "fastapi", "uvicorn")
+    session.install(*pins, "torchft")
     session.run(
         *("python", "-m", "pytest", "-m", "frameworks", "-n", "0", *session.posargs),
-        "tests/frameworks/test_hooks.py",
+        *(f"tests/frameworks/test_{name}.py" for name in ("hooks", "verl", "torchft")),
         env={"RELOADPG_FRAMEWORKS_TABLE": "docs/frameworks.md"},
     )
 

@@ -2,8 +2,8 @@
 
 ``slime`` (and miles), ``megatron``, ``ray``, ``torch_memory_saver``, ``colocated`` for a trainer
 that shares its devices with a rollout engine, and hooks for trainers: ``transformers``,
-``lightning``, ``trl``, ``deepspeed``, and ``optimizers`` for any other. Importing this package
-imports none of the frameworks, and torch neither.
+``lightning``, ``trl``, ``deepspeed``, ``verl``, and ``optimizers`` for any other. Importing this
+package imports none of the frameworks, and torch neither.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _MODULES = frozenset(
         "torch_memory_saver",
         "transformers",
         "trl",
+        "verl",
     }
 )
 

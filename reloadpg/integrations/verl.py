@@ -1,0 +1,282 @@
+"""verl's hybrid engine: the groups of a worker are offloaded while its rollout engine generates.
+
+::
+
+    offloaded_rollouts()  # in each worker process, before its model is built
+
+A module that ``actor_rollout_ref.model.external_lib`` names is imported there in time. verl sends
+the weights to the engine and then gives the engine its KV cache; the groups go in between, after
+everything that gathers parameters. They come back when the driver next calls a method of the worker
+that runs on all ranks (log probabilities, an update, a checkpoint), whatever became of the
+generation meanwhile. Nothing of verl is changed but the methods of the classes.
+
+Followed here: ``ActorRolloutRefWorker.update_weights`` of ``verl/workers/engine_workers.py``
+(0.9.1), ``rollout_mode`` and ``trainer_mode`` of ``verl/workers/fsdp_workers.py`` (0.6 and 0.7),
+and the sharding managers of ``verl/workers/sharding_manager`` (up to 0.6), which are entered before
+a generation and left after it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+import wrapt
+
+from ..errors import InvalidOptionError, ReloadpgError
+from ..lifecycle.block import offloaded
+
+__all__ = ["OffloadedRollouts", "offloaded_rollouts"]
+
+REMOTE = "attrs_3141562937"
+"""Attribute of a method that the driver can call (``verl/single_controller/base/decorator.py``)."""
+
+MARK = "_reloadpg_rollouts"
+"""Attribute of a method that was replaced."""
+
+DURING_ROLLOUTS = (
+    "start_profile",
+    "stop_profile",
+    "step_profile",
+    "_query_dispatch_info",
+    "_query_collect_info",
+)
+"""Methods on all ranks that the driver also calls while the engine generates; none uses groups."""
+
+
+def offloaded_rollouts(
+    *classes: type, block: AbstractContextManager[Any] | None = None
+) -> OffloadedRollouts:
+    """Let the workers of verl offload the groups of their process during each rollout.
+
+    Local; call it alike in every worker process, once. From then on the end of a transfer of
+    weights is collective over all ranks, as :func:`reloadpg.offload` is, and so is the first call
+    of a worker after a rollout, as :func:`reloadpg.reload` is. A transfer to an engine that does
+    not share the worker's GPU offloads nothing. What verl's methods raise goes on, with the groups
+    live.
+
+    Args:
+        classes: workers of verl or subclasses, or classes of sharding managers; their methods are
+            replaced. None: ``ActorRolloutRefWorker`` and ``TrainingWorker`` of verl 0.9. Name all
+            workers that share a process, a critic too, in one call.
+        block: the context manager between the two; by default a :class:`reloadpg.offloaded`, else
+            for example what :func:`reloadpg.integrations.colocated` returned.
+
+    Returns:
+        A handle, to undo it.
+
+    Raises:
+        InvalidOptionError: a class has none of the methods, or was given before; nothing was
+            changed.
+        ReloadpgError: no class was given, and verl 0.9 is not installed; nothing was changed.
+    """
+    return OffloadedRollouts(classes or _workers(), offloaded() if block is None else block)
+
+
+class OffloadedRollouts:
+    """Handle on what :func:`offloaded_rollouts` replaced.
+
+    Attributes:
+        cycles: how often the groups came back.
+    """
+
+    def __init__(self, classes: tuple[type, ...], block: AbstractContextManager[Any]) -> None:
+        self.cycles = 0
+        self._block, self._inside = block, False
+        found = [(owner, self._replacements(owner)) for owner in classes]
+        self._undo: list[tuple[type, str, Any]] = []
+        for owner, replacements in found:
+            for name, replacement in replacements.items():
+                self._undo.append((owner, name, vars(owner).get(name)))
+                setattr(owner, name, replacement)
+
+    def remove(self) -> None:
+        """Give the classes their own methods back. Idempotent.
+
+        Local, between rollouts. During one it is collective over all ranks: the groups come back.
+        """
+        self.end()
+        while self._undo:
+            owner, name, own = self._undo.pop()
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+    def begin(self) -> None:
+        """Offload the groups; nothing where they are. Collective over all ranks."""
+        if not self._inside:
+            self._block.__enter__()
+            self._inside = True
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Reload the groups; nothing where :meth:`begin` did not. Collective over all ranks.
+
+        Args:
+            error: what goes on being raised afterwards, so that a failed reload is logged.
+        """
+        if self._inside:
+            self._inside = False
+            self._block.__exit__(type(error) if error else None, error, None)
+            self.cycles += 1
+
+    # -- what replaces methods ----------------------------------------------------------------
+
+    def _replacements(self, owner: type) -> dict[str, Any]:
+        methods = {
+            name: method
+            for name, method in ((name, getattr(owner, name, None)) for name in dir(owner))
+            if inspect.isfunction(method)
+        }
+        if any(hasattr(method, MARK) for method in methods.values()):
+            raise InvalidOptionError(
+                f"offloaded_rollouts({owner.__qualname__}): it was given before; nothing was "
+                "changed. Call remove() of what that call returned first."
+            )
+        replacements = {
+            name: self._before(method) for name, method in methods.items() if _on_all_ranks(method)
+        }
+        for name in ("rollout_mode", "update_weights"):
+            if inspect.iscoroutinefunction(methods.get(name)):
+                replacements[name] = self._transfer(methods[name])
+                break
+        if "trainer_mode" in methods:
+            replacements["trainer_mode"] = self._after(methods["trainer_mode"])
+        if "__enter__" in methods and "__exit__" in methods:
+            replacements["__enter__"] = self._enter(methods["__enter__"], methods["__exit__"])
+            replacements["__exit__"] = self._after(methods["__exit__"])
+        if not replacements:
+            raise InvalidOptionError(
+                f"offloaded_rollouts({owner.__qualname__}): it has no method that verl's driver "
+                "calls, and is no context manager; nothing was changed. Pass a worker of verl or "
+                "a sharding manager."
+            )
+        for replacement in replacements.values():
+            setattr(replacement, MARK, True)
+        return replacements
+
+    def _before(self, method: Callable[..., Any]) -> Any:
+        """End a rollout before a method, and one that the method began and did not end."""
+
+        @wraps(method)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.end()
+            try:
+                return method(*args, **kwargs)
+            except BaseException as error:
+                self.end(error)
+                raise
+
+        @wraps(method)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            self.end()
+            try:
+                return await method(*args, **kwargs)
+            except BaseException as error:
+                self.end(error)
+                raise
+
+        return awaited if inspect.iscoroutinefunction(method) else called
+
+    def _transfer(self, method: Callable[..., Any]) -> Any:
+        """Begin a rollout when the engine has the weights and is about to get its KV cache."""
+
+        @wraps(method)
+        async def transfer(worker: Any, *args: Any, **kwargs: Any) -> Any:
+            self.end()
+            engine = getattr(worker, "rollout", None)
+            if engine is None:  # a worker of another role
+                return await method(worker, *args, **kwargs)
+            worker.rollout = watched = _Engine(engine, self.begin)
+            try:
+                result = await method(worker, *args, **kwargs)
+            except BaseException as error:
+                self.end(error)
+                raise
+            finally:
+                worker.rollout = engine
+            if watched._self_has_weights:  # one that keeps its KV cache was not given it
+                self.begin()
+            return result
+
+        return transfer
+
+    def _enter(self, enter: Callable[..., Any], leave: Callable[..., Any]) -> Any:
+        """Begin a rollout when a sharding manager has sent the weights."""
+
+        @wraps(enter)
+        def entered(manager: Any) -> Any:
+            value = enter(manager)
+            try:
+                self.begin()
+            except BaseException as error:
+                leave(manager, type(error), error, error.__traceback__)
+                raise
+            return value
+
+        return entered
+
+    def _after(self, method: Callable[..., Any]) -> Any:
+        """End a rollout after the engine has given back its memory, or failed to."""
+
+        @wraps(method)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.end(sys.exc_info()[1])
+
+        @wraps(method)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return await method(*args, **kwargs)
+            finally:
+                self.end(sys.exc_info()[1])
+
+        return awaited if inspect.iscoroutinefunction(method) else called
+
+
+class _Engine(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """A worker's rollout engine while weights are sent to it."""
+
+    def __init__(self, engine: Any, begin: Callable[[], None]) -> None:
+        super().__init__(engine)
+        self._self_begin = begin
+        self._self_has_weights = False
+
+    async def update_weights(self, *args: Any, **kwargs: Any) -> Any:
+        result = await self.__wrapped__.update_weights(*args, **kwargs)
+        self._self_has_weights = True
+        return result
+
+    async def resume(self, tags: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._self_has_weights and "kv_cache" in tags:
+            self._self_begin()
+        return await self.__wrapped__.resume(tags, *args, **kwargs)
+
+
+def _on_all_ranks(method: Any) -> bool:
+    """Tell whether the driver calls a method on all ranks, with nothing generating."""
+    called = getattr(method, REMOTE, None)
+    if called is None or method.__name__ in DURING_ROLLOUTS:
+        return False
+    dispatch, execute = called["dispatch_mode"], called["execute_mode"]
+    # Of verl's own enumerations; the dispatch over a mesh is a dictionary.
+    direct = getattr(dispatch, "name", "") == "DIRECT_ROLLOUT_METHOD"
+    return not direct and getattr(execute, "name", "ALL") == "ALL"
+
+
+def _workers() -> tuple[type, ...]:
+    try:
+        workers = import_module("verl.workers.engine_workers")
+        return workers.ActorRolloutRefWorker, workers.TrainingWorker
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ReloadpgError(
+            "offloaded_rollouts() needs verl 0.9, which cannot be imported here "
+            f"({error}); nothing was changed. Install it, or pass the classes of your workers."
+        ) from error
