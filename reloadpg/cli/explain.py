@@ -29,6 +29,8 @@ SOURCE = (
     "512 MiB more for network buffers"
 )
 
+ALONE = "It ran as one rank alone: what other ranks would send it keeps the value that it had."
+
 Record = Mapping[str, Any]
 
 
@@ -100,6 +102,7 @@ def _run(options: argparse.Namespace) -> int:
         return 2
     result |= {"rank": options.rank, "world_size": options.world_size}
     result |= {name: run[name] for name in ("error", "traceback", "timed_out")}
+    result["device_is_here"] = _is_here(options.device)
     if options.json:
         say(json.dumps(result, indent=1))
     else:
@@ -119,6 +122,16 @@ def _refusal(options: argparse.Namespace) -> str:
         known_here = ", ".join(known)
         return f"torch knows no device {options.device!r} here ({known_here}); nothing was run."
     return ""
+
+
+def _is_here(device: str) -> bool:
+    """Tell whether this machine has a device of that type, as scripts ask for it."""
+    import torch
+
+    try:
+        return bool(torch.get_device_module(device).is_available())
+    except (RuntimeError, AttributeError):  # torch is built without it
+        return False
 
 
 # -- what install would do --------------------------------------------------------------------
@@ -221,7 +234,7 @@ def _page(options: argparse.Namespace, result: Record, output: str) -> Page:
     head = f"reloadpg explain: {options.script}, rank {result['rank']} of {result['world_size']}"
     parts: list[Line | Table] = [Line(head, "head")]
     if result["groups"]:
-        parts += [Line(""), _table(result["groups"]), Line(""), *_summary(result)]
+        parts += [Line(""), _table(result["groups"]), Line(""), *_summary(result, options.device)]
     else:
         parts.append(Line("The script created no process group.", "warning"))
         parts.append(Line("Groups of other processes that the script starts are not seen."))
@@ -239,6 +252,9 @@ def _page(options: argparse.Namespace, result: Record, output: str) -> Page:
         lines = result["traceback"].strip().splitlines()[:-1] or output.strip().splitlines()
         parts += [Line(f"  {line}", "note") for line in lines[-8:]]
         parts.append(Line("Groups that it would have created after that are not shown."))
+        if result["traceback"] and result["groups"]:
+            further = " Rank 0 receives less, and may get further." if result["rank"] else ""
+            parts.append(Line(ALONE + further, "note"))
     return Page(parts)
 
 
@@ -256,11 +272,20 @@ def _table(groups: Sequence[Record]) -> Table:
     return Table(["group", "desc", "size", "ranks", "backend", "reloadpg", "why"], rows, tones)
 
 
-def _summary(result: Record) -> list[Line]:
+def _summary(result: Record, device: str) -> list[Line]:
     groups, memory = result["groups"], result["memory"]
     share = f"{sum(one['reloadable'] for one in groups)} of {counted(len(groups), 'group')}"
     lines = [Line(f"{share} of this rank would be reloadable.", "head")]
     lines += [Line(f"  {n} would not: {reason}") for reason, n in result["bypassed"].items()]
+    none = not any(one["reloadable"] for one in groups)
+    if none and not result["device_is_here"] and all("gloo" in one["backend"] for one in groups):
+        lines.append(
+            Line(
+                f"No {device} device is here: a script that looks for one asks for gloo. Run this "
+                "where there is one, or with --backends gloo to see these groups as its.",
+                "warning",
+            )
+        )
     if result["groups_of_others"]:
         lines.append(Line(f"  {result['groups_of_others']} more are other ranks' (not a member)"))
     if not result["script_installs"]:

@@ -120,6 +120,8 @@ def test_groups_of_gpus_are_explained_where_there_are_none(tmp_path):
     assert "The script did not end well: ValueError: broken on purpose" in page
     assert 'raise ValueError("broken on purpose")' in page
     assert "explain_rank.py" not in page
+    assert "It ran as one rank alone" in page
+    assert "Rank 0 receives less" in page
     assert "does not call reloadpg.install()" in page
     assert process.returncode == 1
 
@@ -225,6 +227,42 @@ def test_scripts_of_trainers_run_to_their_end(explained):
     assert ranks["mesh_dp"] == [1, 3, 5, 7]
     assert ranks["mesh_tp"] == [4, 5]
     assert ranks["node"] == ranks["half"] == [4, 5, 6, 7]
+
+
+DEGREES = """
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+world = init_device_mesh("cuda", (4,))
+mesh = init_device_mesh(
+    "cuda", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"), backend_override={"pp": "fake"}
+)
+assert dist.get_backend(mesh.get_group("pp")) == "fake"
+assert dist.get_backend() == dist.get_backend(mesh.get_group("dp")) != "fake"
+"""
+
+
+def test_fake_groups_that_the_script_asks_for_are_no_others(explained):
+    """As torchtitan asks for them, for the dimensions of a mesh that have one rank."""
+    _, found = explained(DEGREES, "--world-size", "4")
+    assert found["error"] == "", found["traceback"]
+    assert [(one["desc"], one["backend"], one["reloadable"]) for one in found["groups"]] == [
+        ("", "cuda:nccl", True),
+        ("mesh_pp", "fake", False),
+        ("mesh_dp", "cuda:nccl", True),
+        ("mesh_tp", "cuda:nccl", True),
+    ]
+
+
+@pytest.mark.parametrize("options", [[], ["--backends", "gloo"]])
+def test_gloo_groups_of_a_script_that_found_no_device(tmp_path, capsys, options):
+    """As accelerate asks for them; the page says what to do, until it is done."""
+    path = tmp_path / "script.py"
+    path.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
+    assert main(["explain", str(path), "--world-size", "2", "--device", "xpu", *options]) == 0
+    page = capsys.readouterr().out
+    assert ("No xpu device is here" in page) == (not options)
+    assert f"{len(options) // 2} of 1 group of this rank would be reloadable" in page
 
 
 def test_reloadpgs_own_bring_up_needs_no_other_rank(explained):
