@@ -105,6 +105,12 @@ class Outcome:
             "or busy."
         )
 
+    def earlier_failure(self, rank: int) -> str:
+        """Say which other rank failed before ``rank`` did, as its cause may be; else empty."""
+        if self.kind != "failed" or self.rank == rank:
+            return ""
+        return f"\nRank {self.rank} had failed before: {self.text}"
+
     def _remedy(self, operation: str) -> str:
         if self.silent:
             return (

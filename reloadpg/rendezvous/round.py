@@ -470,7 +470,7 @@ class Round:
             self._ended, written = self._ask(tell, phases[0], _TELL_S)
             self._phases.clear()
             self.outcome = written
-            _append(error, written.silence())
+            _append(error, written.earlier_failure(self._rendezvous.rank) + written.silence())
         except ReloadpgError as lost:
             logger.warning("could not tell the other ranks of a failure: %s", lost)
             _append(error, f"\nThe other ranks could not be told: {lost}")

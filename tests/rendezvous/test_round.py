@@ -260,6 +260,29 @@ def test_who_does_not_answer_after_a_failure_is_named() -> None:
     assert all(seconds < SOON for _, seconds in results)
 
 
+def test_a_failure_that_another_one_came_before_names_it() -> None:
+    """A peer that aborts fails the collectives of others, who may not have heard of it yet."""
+    job = tcp_job(2)
+    told = threading.Event()
+    own = ReloadpgError("connection closed by peer")
+
+    def body(rdv: Rendezvous) -> None:
+        round_ = rdv.open("recover", ("enter", "rebuilt"), FAR)
+        if rdv.rank == 0:
+            round_.fail(KeyboardInterrupt("by the user"))
+            told.set()
+            return
+        assert told.wait(SOON)
+        round_.fail(own)
+        raise own
+
+    ((error, _),) = job.run(body)[1:]
+    assert str(error).splitlines() == [
+        "connection closed by peer",
+        "Rank 0 had failed before: KeyboardInterrupt: by the user",
+    ]
+
+
 def test_a_disagreement_is_told_to_all() -> None:
     """The same text on all ranks, and the next round passes."""
     job = tcp_job(5)
