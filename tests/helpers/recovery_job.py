@@ -3,7 +3,9 @@
 A *point* is a place in an operation, written ``operation.place``: ``offload.enter``,
 ``offload.callbacks``, ``offload.quiesced``, ``offload.group3`` (releasing the fourth group),
 ``offload.released``, ``reload.enter``, ``reload.group0`` (rebuilding WORLD), ``reload.rebuilt``,
-``reload.callbacks``, ``reload.done``. A barrier's point is the moment before this rank arrives.
+``reload.callbacks``, ``reload.done``. A barrier's point is the moment before this rank arrives. A
+recovery has ``recover.enter``, ``recover.agreed``, ``recover.group0``, ``recover.check0`` (the
+canary of WORLD), ``recover.rebuilt``, ``recover.callbacks`` and ``recover.done``.
 """
 
 from __future__ import annotations
@@ -201,8 +203,10 @@ def interfere(point: str, action: Callable[[], object], *, times: int = 1) -> No
     if place == "callbacks":
         register = reloadpg.on_offload if operation == "offload" else reloadpg.on_reload
         register(now, name="interfering")
-    elif place.startswith("group"):
-        _interfere_with_group(operation, int(place[5:]), now)
+    elif place.startswith(("group", "check")):
+        owner, name = (Releases, "release") if operation == "offload" else (Rebuilds, "rebuild")
+        name = "check" if place.startswith("check") else name
+        _interfere_with_group(owner, name, int(place[5:]), now)
     else:
         passing = Round._reach
 
@@ -214,13 +218,21 @@ def interfere(point: str, action: Callable[[], object], *, times: int = 1) -> No
         Round._reach = _pass  # type: ignore[method-assign]
 
 
-def _interfere_with_group(operation: str, index: int, now: Callable[[], object]) -> None:
-    owner, name = (Releases, "release") if operation == "offload" else (Rebuilds, "rebuild")
-    original = getattr(owner, name)
+_ORIGINALS = Releases.release, Rebuilds.rebuild, Rebuilds.check, Round._reach
+
+
+def stop_interfering() -> None:
+    """Undo what :func:`interfere` did, but for callbacks."""
+    Releases.release, Rebuilds.rebuild, Rebuilds.check, Round._reach = _ORIGINALS  # type: ignore[method-assign]
+
+
+def _interfere_with_group(owner: Any, name: str, index: int, now: Callable[[], object]) -> None:
+    original, counter = getattr(owner, name), f"seen by {name}"
 
     def method(self: Any, group: Any, *args: Any) -> Any:
-        self.seen = getattr(self, "seen", -1) + 1  # one object does one operation's groups
-        if self.seen == index:
+        seen = getattr(self, counter, -1) + 1  # one object does one operation's groups
+        setattr(self, counter, seen)
+        if seen == index:
             now()
         return original(self, group, *args)
 

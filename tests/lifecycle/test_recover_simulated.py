@@ -1,0 +1,256 @@
+"""Recovery on the simulated accelerator: its memory is what it was, whatever the fault."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import worlds
+from fault_job import RING
+from recovery_job import attempt, meet
+from sampling import sampled
+
+import reloadpg
+from reloadpg.testing import run_ranks, simulated
+from reloadpg.testing.simulated import Fault, SimState
+
+FAULTY = 1
+RANKS = 4
+BYTES = 1 << 20
+PATIENCE = timedelta(seconds=120)
+IMPATIENCE = timedelta(seconds=1)
+"""The timeout of a collective that is never to complete."""
+OURS = "*@*"
+"""Groups that the library has built: torch's own names have no generation in them."""
+
+
+class SimulatedJob:
+    """One rank's part of a job of overlapping simulated groups, all of them connected."""
+
+    def __init__(self, rank: int, parallelism: int) -> None:
+        simulated.register()
+        simulated.configure(bytes_per_communicator=BYTES)
+        reloadpg.install(timeout=PATIENCE, parallelism=parallelism)
+        worlds.init("sim", timeout=PATIENCE)
+        self.rank = rank
+        made = [dist.new_group(list(ranks), timeout=PATIENCE) for ranks in RING]
+        self.groups: list[Any] = [dist.group.WORLD]
+        self.groups += [g for g, ranks in zip(made, RING, strict=True) if rank in ranks]
+        self.ring = self.groups[-1]
+        self.sums()
+        self.ids = [id(group) for group in self.groups]
+
+    def sums(self) -> bool:
+        """Whether each group sums over its own members."""
+        for group in self.groups:
+            value = torch.tensor([float(2**self.rank)])
+            dist.all_reduce(value, group=group)
+            if value.item() != sum(2**rank for rank in dist.get_process_group_ranks(group)):
+                return False
+        return True
+
+    def account(self) -> dict[str, Any]:
+        """What the accelerator holds now, by its own count and by each group."""
+        stats, groups = simulated.stats(), simulated.groups()
+        return {
+            "held": stats.held_bytes,
+            "by group": sum(group.held_bytes for group in groups),
+            "live": stats.live,
+            "leaked": stats.leaked,
+            "names": sorted(group.name.partition("@")[0] for group in groups),
+            "states": {group.state for group in groups},
+            "generations": {group.name.partition("@")[2].partition(".")[0] for group in groups},
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """What must hold after each recovery; the account is taken before any use of the groups."""
+        account = self.account()
+        return {
+            "account": account,
+            "same": [id(group) for group in self.groups] == self.ids,
+            "live": {str(group.state) for group in self.groups},
+            "generations": {group.generation for group in self.groups},
+            "sums": self.sums(),
+            "unfinished": reloadpg.status().unfinished,
+        }
+
+    def all_reduce(self) -> None:
+        dist.all_reduce(torch.ones(1), group=self.ring)
+
+
+# -- one function a fault: what each rank sees before it calls recover() --------------------------
+
+
+def collective_raises(job: SimulatedJob) -> str:
+    """A collective raises on one rank; the others are left waiting for it."""
+    with simulated.inject(Fault("collective", rank=FAULTY, operation="allreduce")):
+        return attempt(job.all_reduce).text
+
+
+def collective_stalls(job: SimulatedJob) -> str:
+    """A rank stalls in a collective until another one has called it in; then it goes on."""
+
+    def stall(_: object) -> None:
+        end = time.monotonic() + 120
+        while not reloadpg.fault_pending() and time.monotonic() < end:
+            time.sleep(0.05)
+
+    fault = Fault("collective", "call", rank=FAULTY, operation="allreduce", call=stall)
+    if job.rank != FAULTY:
+        job.ring.set_timeout(IMPATIENCE)
+    with simulated.inject(fault):
+        text = attempt(job.all_reduce).text
+    job.ring.set_timeout(PATIENCE)
+    return text
+
+
+def abort_raises(job: SimulatedJob) -> str:
+    """Communicators cannot be aborted on one rank: they are dropped all the same."""
+    simulated.inject(Fault("release", rank=FAULTY, operation="abort", times=None))
+    return collective_raises(job)
+
+
+def fails_in(at: str, nth: int) -> Callable[[SimulatedJob], str]:
+    """The recovery itself fails on one rank, in the creation or connection of a group."""
+
+    def fault(job: SimulatedJob) -> str:
+        with simulated.inject(Fault(at, rank=FAULTY, group=OURS, nth=nth)):  # type: ignore[arg-type]
+            text = attempt(lambda: reloadpg.recover("first")).text
+        assert simulated.stats().leaked == 0
+        return text
+
+    fault.__name__ = f"fails_in_{at}_{nth}"
+    return fault
+
+
+def offloaded_meanwhile(job: SimulatedJob) -> str:
+    """One rank fails in an offload that others have not begun to end."""
+    with simulated.inject(Fault("release", rank=FAULTY, operation="shutdown", nth=2)):
+        return attempt(reloadpg.offload).text
+
+
+CORE = (collective_raises, fails_in("create", 3))
+ALL = (
+    collective_raises,
+    collective_stalls,
+    abort_raises,
+    fails_in("create", 1),
+    fails_in("create", 3),
+    fails_in("connect", 2),
+    fails_in("collective", 2),
+    offloaded_meanwhile,
+)
+
+
+def recover_after_each(rank: int, size: int, parallelism: int, which: str) -> list[dict[str, Any]]:
+    job = SimulatedJob(rank, parallelism)
+    found = [{"name": "", "text": "", "after": job.whole()}]
+    for fault in {"core": CORE, "all": ALL}[which]:
+        text = fault(job)
+        reloadpg.recover(f"test of {fault.__name__}")
+        simulated.clear_faults()
+        found.append({"name": fault.__name__, "text": text, "after": job.whole()})
+        meet(fault.__name__, size, 120.0)
+    reloadpg.offload()
+    found.append({"held": simulated.stats().held_bytes, "leaked": simulated.stats().leaked})
+    return found
+
+
+@pytest.fixture(
+    scope="module", params=sampled([(8, "core"), (1, "all"), (8, "all")], (8, "core")), ids=str
+)
+def recovered(request: pytest.FixtureRequest) -> list[list[dict[str, Any]]]:
+    """What each rank has seen before any fault, after each, and while offloaded at the end."""
+    return run_ranks(recover_after_each, RANKS, args=request.param, timeout=280)
+
+
+class TestMemory:
+    """One fault after the other in one job."""
+
+    def test_each_fault_was_seen(self, recovered: Any) -> None:
+        """On the rank that has it, by the text of its own error."""
+        for found in recovered[FAULTY][1:-1]:
+            assert found["text"], found["name"]
+            if found["name"] != "collective_stalls":
+                assert "injected fault" in found["text"], found
+
+    def test_the_accelerator_holds_what_it_held_before(self, recovered: Any) -> None:
+        """Before the groups are used again: the canary has connected each of them."""
+        for seen in recovered:
+            before = seen[0]["after"]["account"]
+            assert before["held"] == before["by group"] == BYTES * len(before["names"])
+            for found in seen[1:-1]:
+                account = found["after"]["account"]
+                for name in ("held", "by group", "live", "names"):
+                    assert account[name] == before[name], (found["name"], name, account)
+
+    def test_nothing_is_left_of_the_failed_generation(self, recovered: Any) -> None:
+        """Each communicator is of the generation that the groups are in; none was dropped."""
+        for seen in recovered:
+            for found in seen[1:-1]:
+                account, (generation,) = found["after"]["account"], found["after"]["generations"]
+                assert account["generations"] == {str(generation)}, found
+                assert account["states"] == {SimState.CONNECTED}
+                assert account["leaked"] == 0
+                # Gloo has no abort: who waits for a rank that has failed waits for its timeout.
+                assert not [text for text in found["after"]["unfinished"] if "destroyed" in text]
+
+    def test_the_groups_are_the_same_and_right(self, recovered: Any) -> None:
+        """By value, over their own members; and all can be offloaded afterwards."""
+        for seen in recovered:
+            for found in seen[:-1]:
+                assert found["after"]["same"]
+                assert found["after"]["sums"], found["name"]
+                assert found["after"]["live"] == {"live"}
+            assert seen[-1] == {"held": 0, "leaked": 0}
+
+
+def abort_stalls(rank: int, size: int, parallelism: int) -> dict[str, Any]:
+    """An abort does not come back on one rank, until long after the recovery."""
+    job = SimulatedJob(rank, parallelism)
+    before = job.account()
+    stall = simulated.inject(
+        Fault("release", "stall", rank=FAULTY, operation="abort", group=job.ring.group_name)
+    )
+    # The peers of a rank that does not abort have to wait for the timeout of the collective.
+    job.ring.set_timeout(IMPATIENCE)
+    collective_raises(job)
+    job.ring.set_timeout(PATIENCE)
+    report = reloadpg.recover("test")
+    during = job.whole()
+    left = [group.name for group in simulated.groups() if "@" not in group.name]
+    stall.clear()
+    reloadpg.recover("again")
+    return {
+        "before": before,
+        "during": during,
+        "left": left,
+        "unfinished": report.unfinished,
+        "warnings": report.warnings,
+        "after": job.whole(),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallelism", [1, 8])
+def test_an_abort_that_does_not_end_is_named_and_its_memory_comes_back_with_it(
+    parallelism: int,
+) -> None:
+    """The job goes on meanwhile, with one communicator's memory more; the report says so."""
+    results = run_ranks(abort_stalls, RANKS, args=(parallelism,), timeout=280)
+    for rank, found in enumerate(results):
+        before, during, after = found["before"], found["during"], found["after"]
+        assert during["sums"]
+        assert after["sums"]
+        more = BYTES if rank == FAULTY else 0
+        assert during["account"]["held"] == before["held"] + more
+        assert bool(found["left"]) == bool(found["unfinished"]) == (rank == FAULTY)
+        assert after["account"]["held"] == before["held"]
+        assert after["unfinished"] == ()
+        if rank == FAULTY:
+            assert any("what it holds is not free" in text for text in found["warnings"])
