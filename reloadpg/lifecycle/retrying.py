@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -20,10 +22,12 @@ from ..errors import (
 )
 from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import registry
-from .recover import Position, longest_wait, meet
+from .recover import Meeting, Position, longest_wait, meet
 from .report import Fault
 
 __all__ = ["Step", "retrying"]
+
+logger = logging.getLogger("reloadpg")
 
 T = TypeVar("T")
 
@@ -38,6 +42,9 @@ _OWN = (
     RendezvousTimeoutError,
 )
 """Errors of this library that say that ranks are not in step."""
+
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
+"""Seconds between a recovery that failed and the next one: a link that is down comes back."""
 
 
 def retrying(items: Iterable[T], *, attempts: int = 3, on: On | None = None) -> Iterator[Step[T]]:
@@ -67,7 +74,9 @@ def retrying(items: Iterable[T], *, attempts: int = 3, on: On | None = None) -> 
 
     Args:
         items: one item a step; an item is kept until its step is complete.
-        attempts: how often a step is begun; recoveries that fail count too.
+        attempts: how often a step is begun. A recovery that fails itself is called again, four
+            times at most, after 1, 2, 4 and 8 s: a link that is down for some seconds fails it at
+            once. One to which ranks did not come within its bound is not.
         on: the errors after which a step is repeated: types, or a function that is called with the
             error. None means those that backends and this library raise for a fault of
             communication.
@@ -197,17 +206,8 @@ class _Progress:
             raise error
         if repeats is None:
             repeats = self._is_fault(error)
-        while True:
-            self.failed += 1
-            here = Position(self._number, self.failed)
-            try:
-                report, furthest = meet(error, position=here, repeats=repeats)
-                break
-            except DisagreementError:  # raised on all ranks, now and in any further attempt
-                raise
-            except Exception:  # whatever it is: the other ranks know that it failed, and try again
-                if self.failed >= self._attempts:
-                    raise
+        self.failed += 1
+        report, furthest = self._recover(error, repeats)
         if furthest.step > self._number:
             self.complete = True
             return
@@ -221,6 +221,23 @@ class _Progress:
             if isinstance(error, PeerFailedError):
                 raise self._peer_failed(report.faults) from error
             raise error
+
+    def _recover(self, error: Exception, repeats: bool) -> Meeting:
+        """Recover, again if that fails: on all ranks alike, since it has failed on all of them."""
+        pauses = iter(_PAUSES_S)
+        while True:
+            try:
+                here = Position(self._number, self.failed)
+                return meet(error, position=here, repeats=repeats)
+            except DisagreementError:  # raised on all ranks, now and in any further attempt
+                raise
+            except Exception as failed:
+                pause = next(pauses, None)
+                gone = isinstance(failed, RendezvousTimeoutError) and failed.missing
+                if pause is None or gone:
+                    raise
+                logger.warning("step %d: recovering again in %g s: %s", here.step, pause, failed)
+                time.sleep(pause)
 
     def _is_fault(self, error: Exception) -> bool:
         if isinstance(error, _OWN):

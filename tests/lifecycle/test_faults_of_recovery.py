@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 from fault_job import FaultJob
 from recovery_job import (
     ALLOWANCE,
@@ -118,6 +120,40 @@ def test_a_rank_that_dies_is_named_within_the_bound(death: tuple[str, int]) -> N
         assert found["pending"] == [True] * 2
         assert found["refused"]
         assert found["status"] == "failed"
+
+
+def loop_where_one_dies(rank: int, size: int) -> dict[str, Any]:
+    """A loop whose second step one rank does not survive."""
+    reloadpg.install(backends={"gloo"}, timeout=BOUND)
+    worlds.init("gloo", timeout=timedelta(seconds=5))
+    recoveries: list[str] = []
+    reloadpg.on_report(lambda report: recoveries.append(report.operation))
+    attempts = []
+
+    def loop() -> None:
+        for step in reloadpg.retrying(range(3)):
+            with step:
+                attempts.append((step.number, step.attempt))
+                if rank == VICTIM and step.number == 1:
+                    die()
+                dist.all_reduce(torch.ones(1))
+
+    return {"seen": attempt(loop), "attempts": attempts, "recoveries": recoveries}
+
+
+@pytest.mark.slow
+def test_a_loop_ends_when_a_rank_has_died() -> None:
+    """It recovers once, waits for the rank as long as that does, and names it."""
+    outcomes = run_ranks(loop_where_one_dies, 4, timeout=280, check=False)
+    assert outcomes[VICTIM].signal == signal.SIGKILL
+    for outcome in outcomes:
+        if outcome.rank != VICTIM:
+            assert outcome.exception is None
+            found = outcome.result
+            assert found["seen"].kind == "RendezvousTimeoutError", found
+            assert found["seen"].missing == (VICTIM,)
+            assert found["attempts"] == [(0, 1), (1, 1)]
+            assert found["recoveries"] == ["recover"]
 
 
 # -- a recovery that is interrupted, hangs, or fails on two ranks ---------------------------------

@@ -29,6 +29,11 @@ LIMIT_S = 180.0
 """Seconds for everything that runs on the two hosts."""
 ADDRESSES = ("10.199.0.1", "10.199.0.2")
 LINK = "veth0"
+STORE_ADDRESSES = ("10.199.1.1", "10.199.1.2")
+STORE_LINK = "veth1"
+"""Of hosts whose store is on a network of its own, as with InfiniBand beside Ethernet."""
+DOWN_S = 5.0
+"""Seconds for which a link is down that comes back."""
 
 HOST_PROGRAM = '''
 import json, os, sys, time
@@ -114,6 +119,138 @@ if seen["error"]:
 dist.destroy_process_group()
 '''
 
+RECOVERING_PROGRAM = '''
+import json, os, sys, time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+import reloadpg
+from reloadpg.lifecycle.recreate import Rebuilds
+
+way, where, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+PATIENCE, IMPATIENCE = timedelta(seconds=90), timedelta(seconds=3)
+CUT = 2
+reloadpg.install(backends={"gloo"}, timeout=PATIENCE)
+dist.init_process_group("gloo", timeout=PATIENCE)
+rank, size = dist.get_rank(), dist.get_world_size()
+made = [dist.new_group(ranks, timeout=PATIENCE) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+groups = [dist.group.WORLD, *(g for g in made if g is not dist.GroupMember.NON_GROUP_MEMBER)]
+ids = [id(group) for group in groups]
+log, results = [], {}
+
+
+def write(name, text):
+    (folder / f"{name}.new").write_text(text)
+    os.replace(folder / f"{name}.new", folder / name)
+
+
+def cut_here():
+    """Let the parent cut the link, and go on when it has."""
+    write(f"here.{rank}", "")
+    (folder / f"go.{rank}").read_text()
+
+
+def sums(number):
+    for group in groups:
+        value = torch.tensor([2.0**rank + number])
+        dist.all_reduce(value, group=group)
+        ranks = dist.get_process_group_ranks(group)
+        assert value.item() == sum(2.0**one + number for one in ranks), (value, ranks)
+
+
+def run(number, attempt):
+    log.append((number, attempt))
+    begins = number == CUT and attempt == 1
+    if not begins or where == "commit":
+        sums(number)
+        if begins:
+            cut_here()
+        return
+    if where == "recover":
+        armed.append(True)
+        raise dist.DistNetworkError("a fault, in the recovery of which the link goes down")
+    for group in groups:
+        _set_pg_timeout(IMPATIENCE, group)
+    cut_here()
+    try:
+        sums(number)
+    finally:
+        for group in groups:
+            with suppress(RuntimeError):
+                _set_pg_timeout(PATIENCE, group)
+
+
+armed = []
+rebuild = Rebuilds.rebuild
+
+
+def rebuild_after_cut(self, group, *args):
+    if armed and group is groups[1]:
+        armed.clear()
+        cut_here()
+    return rebuild(self, group, *args)
+
+
+Rebuilds.rebuild = rebuild_after_cut
+
+
+def by_hand():
+    for number in range(5):
+        for attempt in range(1, 20):
+            try:
+                run(number, attempt)
+            except RuntimeError:
+                errors.append(repr(sys.exc_info()[1])[:2000])
+                recovered = False
+                while not recovered and len(errors) < 20:
+                    try:
+                        reloadpg.recover()
+                        recovered = True
+                    except reloadpg.ReloadpgError as error:
+                        errors.append(repr(error)[:2000])
+            else:
+                if not reloadpg.fault_pending():
+                    break
+                reloadpg.recover()
+
+
+def with_retrying():
+    for step in reloadpg.retrying(range(5)):
+        with step as number:
+            try:
+                run(number, step.attempt)
+            except RuntimeError as error:
+                errors.append(repr(error)[:2000])
+                raise
+
+
+errors = []
+begun = time.monotonic()
+raised = ""
+try:
+    {"by hand": by_hand, "retrying": with_retrying}[way]()
+except Exception as error:
+    raised = repr(error)
+seen = {
+    "raised": raised,
+    "log": log,
+    "errors": errors,
+    "same": [id(group) for group in groups] == ids,
+    "states": [str(group.state) for group in groups],
+    "generations": [group.generation for group in groups],
+    "seconds": time.monotonic() - begun,
+}
+write(f"rank{rank}.json", json.dumps(seen))
+if raised:
+    os._exit(0)
+dist.destroy_process_group()
+'''
+
 
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, timeout=20, capture_output=True, text=True)
@@ -149,23 +286,45 @@ class Hosts:
         for name in self.names:
             ip("netns", "add", name)
         first, second = self.names
-        # Both ends are born inside: the machine's own namespace never has the link.
-        ip("-n", first, "link", "add", LINK, "type", "veth", "peer", LINK, "netns", second)
-        for name, address in zip(self.names, ADDRESSES, strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", LINK)
+        for name in self.names:
             ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", LINK, "up")
+        for link, addresses in ((LINK, ADDRESSES), (STORE_LINK, STORE_ADDRESSES)):
+            # Both ends are born inside: the machine's own namespace never has the link.
+            ip("-n", first, "link", "add", link, "type", "veth", "peer", link, "netns", second)
+            for name, address in zip(self.names, addresses, strict=True):
+                ip("-n", name, "address", "add", f"{address}/24", "dev", link)
+                ip("-n", name, "link", "set", link, "up")
 
     def cut(self) -> None:
-        for name in self.names:
-            ip("-n", name, "link", "set", LINK, "down")
+        self._set_link("down")
 
-    def launch(self, *arguments: str) -> None:
-        """Start torchrun on both hosts, with the first as its rendezvous."""
+    def join(self) -> None:
+        """Undo :meth:`cut`."""
+        self._set_link("up")
+
+    def _set_link(self, state: str) -> None:
+        for name in self.names:
+            ip("-n", name, "link", "set", LINK, state)
+
+    def launch(
+        self,
+        *arguments: str,
+        text: str = HOST_PROGRAM,
+        ranks_of_a_host: int = 1,
+        addresses: tuple[str, str] = ADDRESSES,
+    ) -> None:
+        """Start torchrun on both hosts, with the first as its rendezvous.
+
+        Args:
+            arguments: of the program, before the folder.
+            text: the program.
+            ranks_of_a_host: how many ranks each host has.
+            addresses: the hosts' addresses for the store.
+        """
         program = self.folder / "host_program.py"
-        program.write_text(HOST_PROGRAM)
+        program.write_text(text)
         root = str(Path(reloadpg.__file__).parents[1])
-        for name, address in zip(self.names, ADDRESSES, strict=True):
+        for name, address in zip(self.names, addresses, strict=True):
             variables = {
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
@@ -173,11 +332,12 @@ class Hosts:
                 "OMP_NUM_THREADS": "1",
             }
             command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
-            command += ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "0"]
-            command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29511"]
+            command += ["--nnodes", "2", "--nproc-per-node", str(ranks_of_a_host)]
+            command += ["--max-restarts", "0"]
+            command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{addresses[0]}:29511"]
             command += ["--rdzv-id", "two-hosts", "--local-addr", address]
             # Without it each host looks its own name up, which both have alike, and neither serves.
-            command += ["--rdzv-conf", f"is_host={address == ADDRESSES[0]}"]
+            command += ["--rdzv-conf", f"is_host={address == addresses[0]}"]
             command += [str(program), *arguments, str(self.folder)]
             with (self.folder / f"{name}.log").open("wb") as log:
                 self.launchers.append(
@@ -232,8 +392,8 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
         hosts.end()
 
 
-def results(hosts: Hosts) -> list[dict[str, Any]]:
-    return [json.loads((hosts.folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+def results(hosts: Hosts, ranks: int = 2) -> list[dict[str, Any]]:
+    return [json.loads((hosts.folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -306,3 +466,44 @@ class TestLinkCutDuringReload:
         for seen in cut_cycle:
             assert "live" not in seen["states"], seen
             assert len(set(seen["states"])) == 1, seen
+
+
+@pytest.mark.parametrize("store", ["same link", "other link"])
+@pytest.mark.parametrize("way", ["retrying", "by hand"])
+@pytest.mark.parametrize("where", ["step", "commit", "recover"])
+def test_a_link_that_is_down_for_five_seconds(
+    where: str, way: str, store: str, tmp_path: Path
+) -> None:
+    """In a step, at its end, or in a recovery: all ranks repeat what failed, with right sums.
+
+    The store is on the link that goes down, or on another one.
+    """
+    ranks = range(4)
+    files = [f"rank{rank}.json" for rank in ranks]
+    with two_hosts(tmp_path) as hosts:
+        fifos = [hosts.folder / f"go.{rank}" for rank in ranks]
+        for fifo in fifos:
+            os.mkfifo(fifo)
+        addresses = ADDRESSES if store == "same link" else STORE_ADDRESSES
+        program = {"text": RECOVERING_PROGRAM, "addresses": addresses, "ranks_of_a_host": 2}
+        hosts.launch(way, where, **program)  # type: ignore[arg-type]
+        hosts.await_files([f"here.{rank}" for rank in ranks], time.monotonic() + LIMIT_S)
+        hosts.cut()
+        for fifo in fifos:
+            fifo.write_text("")
+        time.sleep(DOWN_S)
+        hosts.join()
+        hosts.await_files(files, time.monotonic() + LIMIT_S)
+        seen = results(hosts, len(ranks))
+    for rank, found in zip(ranks, seen, strict=True):
+        assert found["raised"] == "", (rank, found, hosts.folder)
+        assert found["same"]
+        assert found["states"] == ["live"] * 3
+        assert found["log"] == seen[0]["log"]
+        numbers = [number for number, _ in found["log"]]
+        assert sorted({*numbers}) == list(range(5))
+        if where != "commit":
+            assert found["errors"]
+            assert numbers.count(2) > 1
+            assert min(found["generations"]) >= 1
+        assert found["generations"] == seen[0]["generations"]
