@@ -89,95 +89,120 @@ def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tupl
     return model(**next(batches)), loss_of
 
 
-def train(store: dist.Store, between: Callable[[], None]) -> dict[str, Any]:
-    """One job of four ranks, tensor 2 x pipeline 2; `between` is called after some steps."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import TransformerConfig
+class GptTraining:
+    """One rank's part of a training of four ranks, tensor 2 x pipeline 2, on an initialised job."""
 
-    torch.manual_seed(1234)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    worlds.init("gloo", store=store, rank=rank, world_size=world_size)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=2, pipeline_model_parallel_size=2
-    )
-    model_parallel_cuda_manual_seed(1234)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=4,
-        ffn_hidden_size=32,
-        hidden_dropout=0.1,
-        attention_dropout=0.1,
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=2,
-        pipeline_dtype=torch.float32,
-        use_cpu_initialization=True,
-        batch_p2p_sync=False,  # a wait for the CUDA device
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        persist_layer_norm=False,
-        finalize_model_grads_func=finalize_model_grads,
-    )
-    gpt = GPTModel(
-        config,
-        get_gpt_layer_local_spec(),
-        vocab_size=VOCABULARY,
-        max_sequence_length=LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=True,
-    )
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.02, clip_grad=0.0), [model])
-    config.grad_scale_func = optimizer.scale_loss
-    schedule = get_forward_backward_func()
-    losses, norms = [], []
-    for step in range(STEPS):
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        outputs = schedule(
+    def __init__(self) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        torch.manual_seed(1234)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=2, pipeline_model_parallel_size=2
+        )
+        model_parallel_cuda_manual_seed(1234)
+        config = TransformerConfig(
+            num_layers=2,
+            hidden_size=16,
+            num_attention_heads=4,
+            ffn_hidden_size=32,
+            hidden_dropout=0.1,
+            attention_dropout=0.1,
+            tensor_model_parallel_size=2,
+            pipeline_model_parallel_size=2,
+            pipeline_dtype=torch.float32,
+            use_cpu_initialization=True,
+            batch_p2p_sync=False,  # a wait for the CUDA device
+            gradient_accumulation_fusion=False,
+            bias_dropout_fusion=False,
+            masked_softmax_fusion=False,
+            bias_activation_fusion=False,
+            persist_layer_norm=False,
+            finalize_model_grads_func=finalize_model_grads,
+        )
+        self.gpt = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            vocab_size=VOCABULARY,
+            max_sequence_length=LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=True,
+        )
+        self.model = DistributedDataParallel(config, DistributedDataParallelConfig(), self.gpt)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(lr=0.02, clip_grad=0.0), [self.model]
+        )
+        config.grad_scale_func = self.optimizer.scale_loss
+        self.schedule = get_forward_backward_func()
+        self.groups = {
+            "tensor": parallel_state.get_tensor_model_parallel_group(),
+            "pipeline": parallel_state.get_pipeline_model_parallel_group(),
+        }
+
+    def step(self, number: int) -> tuple[list[float], float]:
+        """One step with all its microbatches; the losses, on the last stage, and the norm."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        outputs = self.schedule(
             forward_step_func=forward_step,
-            data_iterator=microbatches(step),
-            model=[model],
+            data_iterator=microbatches(number),
+            model=[self.model],
             num_microbatches=MICROBATCHES,
             seq_length=LENGTH,
             micro_batch_size=MICROBATCH,
             forward_only=False,
         )
-        norms.append(float(optimizer.get_grad_norm()))
-        optimizer.step()
-        losses.append([output["loss"].item() for output in outputs])
+        norm = float(self.optimizer.get_grad_norm())
+        self.optimizer.step()
+        return [output["loss"].item() for output in outputs], norm
+
+    def weights(self) -> dict[str, Any]:
+        return {name: weight.tolist() for name, weight in self.gpt.named_parameters()}
+
+    def end(self) -> None:
+        """End the job: Megatron's groups, and all others."""
+        from megatron.core import parallel_state
+
+        del self.model, self.optimizer, self.gpt, self.schedule
+        self.groups.clear()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def train(store: dist.Store, between: Callable[[], None]) -> dict[str, Any]:
+    """One job; `between` is called after some steps."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    worlds.init("gloo", store=store, rank=rank, world_size=world_size)
+    training = GptTraining()
+    losses, norms = [], []
+    for step in range(STEPS):
+        of_step, norm = training.step(step)
+        losses.append(of_step)
+        norms.append(norm)
         if step in AFTER_STEPS:
             between()
     seen = {
-        "schedule": schedule.__name__,
+        "schedule": training.schedule.__name__,
         "losses": losses,
         "norms": norms,
-        "weights": {name: weight.tolist() for name, weight in gpt.named_parameters()},
+        "weights": training.weights(),
         "groups": {
-            "tensor": parallel_state.get_tensor_model_parallel_group(),
-            "pipeline": parallel_state.get_pipeline_model_parallel_group(),
+            name: (isinstance(group, reloadpg.ReloadableProcessGroup), group.size())
+            for name, group in training.groups.items()
         },
     }
-    seen["groups"] = {
-        name: (isinstance(group, reloadpg.ReloadableProcessGroup), group.size())
-        for name, group in seen["groups"].items()
-    }
-    del model, optimizer, gpt
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    training.end()
     return seen
 
 
