@@ -59,6 +59,7 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .lifecycle.pending import Pending as Pending
     from .lifecycle.recover import fault_pending as fault_pending
     from .lifecycle.recover import recover as recover
+    from .lifecycle.rejoin import rejoin as rejoin
     from .lifecycle.reload import reload as reload
     from .lifecycle.reload import reload as reload_process_groups
     from .lifecycle.report import BypassedGroup as BypassedGroup
@@ -97,6 +98,7 @@ _HOMES = {
     "lifecycle.offload": "offload",
     "lifecycle.pending": "Pending",
     "lifecycle.recover": "fault_pending recover",
+    "lifecycle.rejoin": "rejoin",
     "lifecycle.reload": "reload",
     "lifecycle.report": """
         BypassedGroup Fault GroupReport GroupStatus OperationStatus Report Reports Status

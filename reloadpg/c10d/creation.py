@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType, TracebackType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -17,8 +17,10 @@ from torch.distributed import ProcessGroup, device_mesh
 from torch.distributed import distributed_c10d as _c10d
 
 from .backends import live_backends
+from .tables import create_without_backends, ranks_of, store_of
 
 __all__ = [
+    "Asked",
     "Creation",
     "batch_coalesced",
     "batching_refuses_subclasses",
@@ -28,7 +30,9 @@ __all__ = [
     "creator_modules",
     "forget_parent",
     "is_creating",
+    "non_member",
     "original",
+    "part_of_split",
     "sorts_ranks",
 ]
 
@@ -73,6 +77,28 @@ def batch_coalesced(operations: Sequence[Any]) -> list[Any]:
     return cast("list[Any]", manager.works)
 
 
+class Asked(NamedTuple):
+    """A group that torch is about to create, with this rank as a member.
+
+    Attributes:
+        store: the store that it is given, without the prefix of its name.
+        name: its name.
+        desc: its description.
+        rank: this process's rank in it.
+        size: number of members.
+        devices: backend by device type.
+        is_world: whether it is to be the default group.
+    """
+
+    store: Store
+    name: str
+    desc: str
+    rank: int
+    size: int
+    devices: dict[str, str]
+    is_world: bool
+
+
 @dataclass
 class Creation:
     """A block in which this thread's groups are created on their own, never split from WORLD.
@@ -88,11 +114,17 @@ class Creation:
             that all ranks advance alike.
         store: the store beneath the name's prefix; None for the default group's.
         device: the device that groups are bound to, if ``name`` is given.
+        without_backends: asked for each group whether it is to be created without any backend,
+            which waits for no other rank; None for none.
+        waits: whether creating functions may wait for other ranks (``TORCH_DIST_INIT_BARRIER=1``)
+            if ``name`` is None; not, once a group was created without backends.
     """
 
     name: str | None = None
     store: Store | None = None
     device: torch.device | None = None
+    without_backends: Callable[[Asked], bool] | None = None
+    waits: bool = True
 
     def __enter__(self) -> Creation:
         _hooks.enter(self)
@@ -155,7 +187,7 @@ class _Hooks:
 
     def _is_barrier_after_init(self) -> Any:
         creation = self.creation
-        if creation is not None and creation.name is not None:
+        if creation is not None and (creation.name is not None or not creation.waits):
             return 0
         return self._originals["_is_barrier_after_init"]()
 
@@ -167,8 +199,72 @@ class _Hooks:
             store = creation.store or store
             kwargs["device_id"] = creation.device
             kwargs["pg_tag"] = None  # or torch finds the group that has the tag already
+        if creation is not None and creation.without_backends is not None:
+            made = _without_backends(creation, size, rank, ranks, backend, store, *args, **kwargs)
+            if made is not None:
+                return made
         helper = self._originals["_new_process_group_helper"]
         return helper(size, rank, ranks, backend, store, *args, **kwargs)
+
+
+def _without_backends(
+    creation: Creation,
+    size: Any,
+    rank: Any,
+    ranks: Any,
+    backend: Any,
+    store: Any,
+    name: Any,
+    backend_options: Any = None,
+    timeout: Any = None,
+    pg_tag: Any = None,
+    device_id: Any = None,
+    group_desc: Any = None,
+    **_: Any,
+) -> tuple[ProcessGroup, Store] | None:
+    """Do what the helper does, but for the backends, if that is what is wanted."""
+    if rank is None or rank < 0:  # no member; or MPI, which knows the rank itself
+        return None
+    config = _c10d.BackendConfig(_c10d.Backend(backend))
+    desc = "undefined" if group_desc is None else str(group_desc)
+    devices = {device: str(one) for device, one in config.get_device_backend_map().items()}
+    asked = Asked(store, str(name), desc, rank, size, devices, not ranks)
+    if not cast(Any, creation.without_backends)(asked):
+        return None
+    creation.waits = False
+    if pg_tag:
+        existing = _c10d._find_pg_by_ranks_and_tag(pg_tag, ranks)
+        if existing:
+            return existing, store_of(existing)
+    if name in _c10d._world.pg_names.values():
+        raise ValueError(f"The group name {name!r} has already been created")
+    return create_without_backends(
+        store, asked.name, rank, size, str(backend), str(config), desc, device_id, pg_tag
+    )
+
+
+def part_of_split(
+    parent: ProcessGroup, split_ranks: Sequence[Sequence[int]]
+) -> tuple[str, list[int] | None]:
+    """Name the part of a split that this rank is in, as ``split_group`` does. Local.
+
+    To be called once for each split: torch counts it in the names of the groups to come.
+
+    Returns:
+        The name, and the global ranks; None if this rank is in no part.
+    """
+    # Torch before 2.15 sorts the ranks of the parts.
+    sorts = "sorted" in inspect.unwrap(original("split_group")).__code__.co_names
+    parts = [sorted(part) if sorts else list(part) for part in split_ranks]
+    mine = next((part for part in parts if parent.rank() in part), None)
+    name = str(_c10d._process_group_name(mine or parts[0], use_hashed_name=True))
+    members = ranks_of(parent)
+    return name, None if mine is None else [members[rank] for rank in mine]
+
+
+def non_member() -> Any:
+    """What a creating function returns on a rank that is no member."""
+    return _c10d.GroupMember.NON_GROUP_MEMBER
 
 
 _hooks = _Hooks()

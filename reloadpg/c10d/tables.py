@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, cast
 
 from torch._C._distributed_c10d import (
+    PrefixStore,
     Store,
     _register_process_group,
     _unregister_process_group,
@@ -23,12 +24,14 @@ __all__ = [
     "NameFreed",
     "backend_of",
     "close_coalescing",
+    "create_without_backends",
     "default_timeout",
     "desc_of",
     "device_backends",
     "drop_generation",
     "entry_of",
     "evict",
+    "has_backends",
     "has_peers",
     "is_initialized",
     "is_known",
@@ -151,6 +154,49 @@ def has_peers() -> bool:
     """Whether other processes take part: not so with the fake backend, which has no real store."""
     group = world()
     return group is not None and group.size() > 1 and "fake" not in device_backends(group).values()
+
+
+def has_backends(group: ProcessGroup) -> bool:
+    """Whether a group that torch has made has any backend; one written in Python counts."""
+    return type(group) is not ProcessGroup or bool(group._device_types)
+
+
+def create_without_backends(
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
+    backend: str,
+    config: str,
+    desc: str,
+    device: Any,
+    tag: str | None,
+) -> tuple[ProcessGroup, Store]:
+    """Create a group that has no backend, and enter it into the tables as torch does. Local.
+
+    Its maker enters the ranks. Torch 2.8 to 2.15 enter a group into the same tables.
+
+    Returns:
+        The group, and its store.
+    """
+    own = PrefixStore(f"{name}/", store)
+    group = ProcessGroup(own, rank, size)
+    group._set_group_name(cast(Any, name))
+    group._set_group_desc(desc)
+    if device is not None:
+        group.bound_device_id = device
+    tables = cast(Any, _c10d._world)
+    tables.pg_map[group] = (backend, own)
+    tables.pg_names[group] = name
+    tables.pg_backend_config[group] = config
+    _register_process_group(cast(Any, name), group)
+    with _changing_lists:
+        if not tag:
+            tables.tags_to_pg.setdefault("", []).append(group)
+        entered = f"user:{tag}" if tag else f"ptd:{name}"
+        tables.tags_to_pg.setdefault(entered, []).append(group)
+    tables.pg_to_tag[group] = entered
+    return group, own
 
 
 def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:

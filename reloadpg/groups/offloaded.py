@@ -128,6 +128,8 @@ class Offloaded:
         self.suspended = suspended
         self.under_way = under_way
         self.current = current
+        self.remedy = ""
+        """What to call, if it is not what the state says."""
 
     def refusal(self, operation: str) -> GroupOffloadedError | GroupDestroyedError:
         """Build the error for an operation that needs a communicator."""
@@ -148,7 +150,7 @@ class Offloaded:
         if state is GroupState.OFFLOADED and Offloaded.block_is_open():
             text = f"{text} {IN_BLOCK}"
         else:
-            text = f"{text} {NEXT_CALL[state]}"
+            text = f"{text} {self.remedy or NEXT_CALL[state]}"
         if owner is None or state is GroupState.DESTROYED:
             return GroupDestroyedError(text)
         return GroupOffloadedError(text, group=owner.group_name, operation=operation)

@@ -21,6 +21,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch.distributed import ProcessGroup
 
 from .. import c10d
@@ -337,6 +338,21 @@ class ReloadableProcessGroup(Dispatch):
             getattr(inner, name)(*args, **kwargs)
         self._make_live(inner)
         self.generation = generation
+
+    def await_members(self, reason: str, remedy: str, timeout: timedelta) -> None:
+        """Leave a group that was made without backends failed, until a recovery builds it. Local.
+
+        Args:
+            reason: why, for messages.
+            remedy: what to call, for messages.
+            timeout: that the group was given.
+        """
+        devices = self.construction.devices
+        self.detach(GroupState.FAILED, reason)
+        self._current.kept, self._current.remedy = None, remedy
+        self._devices = [torch.device(device) for device in devices]
+        self._backend_name = next(iter(devices.values()))
+        self._timeouts = dict.fromkeys(devices, timeout)
 
     def release_kept(self) -> list[ProcessGroup]:
         """Return what stays alive of a group without communicator, if anything, and forget it."""

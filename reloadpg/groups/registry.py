@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..errors import ReloadpgError
+from ..rendezvous.predecessor import Predecessor
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Task, Wait
@@ -30,7 +31,16 @@ from .offloaded import Offloaded
 from .proxy import GroupState, ReloadableProcessGroup
 from .selection import Bypass, Selection, StrategyPolicy
 
-__all__ = ["Callbacks", "Job", "Options", "Registry", "Unfinished", "bypass_of", "registry"]
+__all__ = [
+    "Callbacks",
+    "Job",
+    "Options",
+    "Position",
+    "Registry",
+    "Unfinished",
+    "bypass_of",
+    "registry",
+]
 
 
 _CONNECT_S = 6.0
@@ -76,6 +86,20 @@ class Unfinished(NamedTuple):
         return f"the communicator of {self.group} is still being {doing}"
 
 
+class Position(NamedTuple):
+    """Where a rank is in the loops of ``retrying``, from 0: the next step that is not complete.
+
+    Attributes:
+        loop: number of the loop.
+        step: number of the step in it.
+        attempt: number of attempts at it that have failed.
+    """
+
+    loop: int = 0
+    step: int = 0
+    attempt: int = 0
+
+
 @dataclass
 class Job:
     """One initialised ``torch.distributed``: from ``init_process_group`` to its destruction.
@@ -93,6 +117,10 @@ class Job:
         last_error: the error that the last operation raised on this rank; empty if none.
         round: the round that is going on, or the last one.
         blocks: open ``offloaded()`` blocks; they hold this set, and not the job.
+        position: where this rank is in the loops of ``retrying``.
+        loops: number of these loops that this rank has begun.
+        replaced: the ranks that were replaced since the last complete step; equal on all ranks
+            that are at one step.
     """
 
     of: weakref.ref[ProcessGroup]
@@ -107,6 +135,9 @@ class Job:
     last_error: str = ""
     round: Round | None = None
     blocks: set[object] = field(default_factory=set)
+    position: Position = Position()  # noqa: RUF009 - immutable
+    loops: int = 0
+    replaced: tuple[int, ...] = ()
 
     @property
     def world(self) -> ProcessGroup:
@@ -114,6 +145,11 @@ class Job:
         if world is None:
             raise ReloadpgError("the default group of this job was destroyed; this is a bug")
         return world
+
+    def end(self) -> None:
+        """End the job on this rank: its default group is about to be destroyed. Local, bounded."""
+        self.rendezvous.end()
+        self.await_connections()
 
     def await_connections(self) -> None:
         """Wait for connections that are being made: they hold rank 0's store. Bounded.
@@ -207,8 +243,12 @@ class Registry:
 
     # -- the job ----------------------------------------------------------------------------
 
-    def job(self, operation: str) -> Job | None:
+    def job(self, operation: str, predecessor: Predecessor | None = None) -> Job | None:
         """Return the job of the current default group; None when nothing is initialised.
+
+        Args:
+            operation: who asks, for messages.
+            predecessor: the place that this process takes in a job that goes on.
 
         Raises:
             ReloadpgError: the default group was inherited from a parent process.
@@ -227,13 +267,15 @@ class Registry:
             if self._job is None or self._job.of() is not world:
                 # A job ends with its default group: rank 0's store, and the server in it, must
                 # not outlive it, or the next job would find the keys of this one.
-                job = Job(weakref.ref(world, self._forget), Rendezvous.of_world(world))
+                marks = self.options is not None and self.options.recoverable
+                rendezvous = Rendezvous.of_world(world, predecessor=predecessor, marks=marks)
+                job = Job(weakref.ref(world, self._forget), rendezvous)
                 job.connecting += job.rendezvous.connect_ahead()
                 if c10d.has_peers():
                     job.creation_stores = StorePool(c10d.root_store_of_job(world))
                     job.connecting.append(job.creation_stores.connect_ahead())
                 if isinstance(world, ReloadableProcessGroup):
-                    world.before_end = job.await_connections
+                    world.before_end = job.end
                 self._job = job
             return self._job
 

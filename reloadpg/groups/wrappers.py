@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from .. import c10d
+from ..rendezvous.predecessor import Predecessor
 from .creation import (
     WORLD_ORDER,
     Call,
@@ -23,6 +24,7 @@ from .creation import (
 )
 from .proxy import ReloadableProcessGroup
 from .registry import bypass_of, registry
+from .replacement import Places, await_members, is_without_backends, replaces, split_alone
 
 __all__ = ["Wrapper", "manage_world", "wrappers"]
 
@@ -81,8 +83,11 @@ def _split_group(wrapped: Function) -> Function:
         if thread.verbatim:
             return wrapped(*args, **kwargs)
         call = Call.capture(wrapped, args, kwargs)
-        with verbatim():
-            made = call()
+        if replaces():
+            made = split_alone(call)
+        else:
+            with verbatim():
+                made = call()
         if c10d.is_non_member(made):
             return made
         # The replay needs no parent: the record must not keep one alive, nor WORLD's store.
@@ -96,9 +101,14 @@ def _init_process_group(wrapped: Function) -> Function:
         if thread.verbatim:
             return wrapped(*args, **kwargs)
         call = Call.capture(wrapped, args, kwargs)
-        with verbatim():
-            result = wrapped(*call.args, **call.kwargs)
-        if manage_world(call) is not None:
+        options, places = registry.options, Places()
+        if options is not None and options.recoverable:
+            with verbatim(), c10d.Creation(without_backends=places.take):
+                result = wrapped(*call.args, **call.kwargs)
+        else:
+            with verbatim():
+                result = wrapped(*call.args, **call.kwargs)
+        if manage_world(call, places.taken) is not None:
             registry.begin_job()
         _warn_of_unknown_backends()
         return result
@@ -122,7 +132,9 @@ def _create_alone(call: Call) -> Any:
     """Let torch create a group on its own: WORLD has no communicator to split from."""
     for value in (*call.args, *call.kwargs.values()):
         c10d.forget_parent(value)
-    with c10d.Creation():
+    alone = replaces()
+    without = is_without_backends if alone else None
+    with c10d.Creation(without_backends=without, waits=not alone):
         return call()
 
 
@@ -158,10 +170,15 @@ def _manage(
         return made
     if call is None:
         call = Call.capture(function, args, kwargs)
+    bare = replaces() and not c10d.has_backends(made)
     parents = None
     if function.__name__ == "split_group":  # torch has copied the parent's
         timeouts = c10d.get_timeouts(made, selected).values()
-        parents = c10d.options_of(made, selected), next(iter(timeouts), None)
+        parent = Call(function, args, kwargs).given.get("parent_pg") or c10d.world()
+        if bare and isinstance(parent, ReloadableProcessGroup):
+            parents = parent.construction.options, next(iter(timeouts), None)
+        else:
+            parents = c10d.options_of(made, selected), next(iter(timeouts), None)
         c10d.forget_parent(parents[0])
     # Torch has split the communicator by now; the options must not keep the parent alive.
     for value in call.args[1:]:  # before the options come the ranks, or the parent itself
@@ -172,6 +189,8 @@ def _manage(
     facts = (call, name, ranks, backend, devices, selected, rank, desc, parents)
     proxy = ReloadableProcessGroup(made, facts, name=name, rank=rank, size=size, desc=desc)
     c10d.take_place(made, proxy)
+    if bare:
+        await_members(proxy)
     return proxy
 
 
@@ -188,12 +207,15 @@ def _obstacle(group: ProcessGroup, size: int) -> str:
     return ""
 
 
-def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
+def manage_world(
+    call: Call | None, predecessor: Predecessor | None = None
+) -> ReloadableProcessGroup | None:
     """Make the default group reloadable if it is selected. Local, idempotent.
 
     Args:
         call: the captured ``init_process_group``; None when it ran before ``install``, in which
             case what it was given is read from the live group.
+        predecessor: the place that this process takes in a job that goes on; None otherwise.
     """
     options = registry.options
     world = c10d.world()
@@ -237,7 +259,9 @@ def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
         desc=construction.desc,
     )
     c10d.take_place(world, proxy)
-    registry.job("install")  # its connection to the store is made meanwhile
+    if predecessor is not None:
+        await_members(proxy)
+    registry.job("install", predecessor)  # its connection to the store is made meanwhile
     return proxy
 
 

@@ -76,6 +76,7 @@ class Operation:
         warnings: for the report.
         done: what was done, group by group.
         faults: of a recovery, what ranks brought to it.
+        replaced: of a recovery, the ranks that came to it with a new process.
         was_released: whether the groups were offloaded when it began.
         generations: of each group when it began.
         generation: the job's generation once this operation is complete.
@@ -100,6 +101,7 @@ class Operation:
         self.warnings: list[str] = []
         self.done: list[GroupReport] = []
         self.faults: tuple[Fault, ...] = ()
+        self.replaced: tuple[int, ...] = ()
         self.releases = Releases()
         self._spans: list[Span] = []
         self._memory: dict[str, dict[str, int]] = {}
@@ -454,6 +456,7 @@ class Operation:
             tuple(str(one) for one in job.unfinished if not one.task.ended),
             self._moments,
             self.faults,
+            self.replaced,
         )
 
     def _late_warnings(self, job: Job) -> list[str]:
@@ -491,6 +494,8 @@ class Operation:
         elif self.was_released:
             job.generation = self.generation
             job.released = False
+        if self.name == "recover":
+            job.rendezvous.replaces = False
         self.report = self._build_report(job, note)
 
     def fail(self, error: BaseException) -> None:

@@ -23,7 +23,7 @@ from .. import c10d
 from ..c10d import devices
 from ..errors import InvalidOptionError, PeerFailedError
 from ..groups.proxy import GroupState, ReloadableProcessGroup
-from ..groups.registry import Job, registry
+from ..groups.registry import Job, Position, registry
 from ..rendezvous.plan import GroupPlan, Plan
 from ..rendezvous.worker_thread import Wait
 from .failure import await_unfinished, end_early
@@ -31,23 +31,16 @@ from .operation import PHASES, Operation, settings_of
 from .recreate import Rebuilds, abort
 from .report import Fault, Report
 
-__all__ = ["Meeting", "Position", "fault_pending", "longest_wait", "meet", "recover"]
+__all__ = ["Meeting", "fault_pending", "longest_wait", "meet", "recover", "seconds_of"]
 
 _MOST = 32
 """The most faults in a report: each rank reads them all from the store."""
 
+_LEAST_S = 1.0
+"""Seconds, at least, in which the other ranks meet one that has been replaced meanwhile."""
+
 _ASK_S = 0.1
 """``fault_pending`` asks the store at most once in so many seconds."""
-
-
-class Position(NamedTuple):
-    """Where a rank is in a loop: the number of its step, and of its attempt at that."""
-
-    step: int = 0
-    attempt: int = 0
-
-
-START = Position()
 
 
 class Meeting(NamedTuple):
@@ -84,10 +77,12 @@ def recover(
             being handled if None.
         wait_for_ranks: how long to wait for ranks that do not come; None means as long as a
             collective may take: the longest timeout of the groups, or that of ``install`` if it is
-            longer. A number is in seconds.
+            longer. A number is in seconds. One that has died and is started again comes by
+            :func:`rejoin`; on each rank that waits, the time that is left then goes on.
 
     Returns:
-        What was done on this rank, and which ranks were stuck where, as ``faults``.
+        What was done on this rank; which ranks were stuck where, as ``faults``; and which have a
+        new process, as ``replaced``.
 
     Raises:
         NotInstalledError: ``install`` was not called.
@@ -99,7 +94,7 @@ def recover(
         ReloadpgError: the store is lost, and with it the job.
         InvalidOptionError: ``wait_for_ranks`` is not positive; nothing was changed.
     """
-    return meet(reason, seconds=_seconds(wait_for_ranks)).report
+    return meet(reason, seconds=seconds_of(wait_for_ranks)).report
 
 
 def fault_pending() -> bool:
@@ -121,28 +116,37 @@ def meet(
     reason: str | BaseException | None = None,
     *,
     seconds: float | None = None,
-    position: Position = START,
     repeats: bool = True,
 ) -> Meeting:
-    """Recover, and tell the other ranks where this one is in its loop; see :func:`recover`."""
+    """Recover, and agree on where all ranks are in their loops; see :func:`recover`.
+
+    Args:
+        reason: see :func:`recover`.
+        seconds: how long to wait for ranks that do not come; None as in :func:`recover`.
+        repeats: whether the other ranks may repeat the step.
+    """
     op = Operation("recover", sys._getframe())
     try:
         job = op.job
         if job is None:
-            return Meeting(op.report, position)
+            return Meeting(op.report, Position())
+        replaces = job.rendezvous.replaces
         fault = _fault(op, reason, repeats)
         report = json.dumps(
             {
                 "fault": asdict(fault),
                 "begun": _collectives_begun(op.groups),
                 "generation": max([job.generation, *(group.generation for group in op.groups)]),
-                "position": position,
+                "position": job.position,
+                "replaces": replaces,
+                "replaced": job.replaced,
             }
         )
         bound = op.options.timeout.total_seconds()
         if seconds is None:
             seconds = max([bound, *map(longest_wait, op.groups)])
         was_offloaded = job.released
+        waited = Wait("recover", seconds)
         try:  # the flag first: a collective that fails since peers have aborted finds it raised
             with op.timed("wait.flag", measure=False):
                 round_ = job.rendezvous.recover(PHASES["recover"], str(fault), report, seconds)
@@ -151,10 +155,21 @@ def meet(
         op.begin(job, round_)
         await_unfinished(op)
         with op.timed("wait.enter", measure=False):
-            op.round.agree("enter", _plan(op))
+            while True:
+                try:
+                    op.round.agree("enter", _plan(op))
+                    break
+                except PeerFailedError:
+                    if op.round.outcome is None or op.round.outcome.kind != "recover":
+                        raise
+                # A process has come that replaces one that is counted in this recovery.
+                left = max(waited.left, _LEAST_S)
+                job.round = op.round = job.rendezvous.recover(
+                    PHASES["recover"], str(fault), report, left
+                )
         op.round.seconds = bound
         agreed = _agree(op, job, report)
-        op.generation, op.faults = agreed.generation, agreed.faults
+        op.generation, op.faults, op.replaced = agreed.generation, agreed.faults, agreed.new
         if was_offloaded:
             op.call(registry.callbacks.before_reload)
         with op.timed("device"):
@@ -178,6 +193,9 @@ def meet(
         op.call(registry.callbacks.reload)
         op.barrier("done")
         op.complete("" if op.done else "no reloadable group here")
+        job.replaced = agreed.replaced
+        if replaces:
+            job.position = agreed.position
     except BaseException as error:
         end_early(op, error)
         raise
@@ -242,14 +260,15 @@ def longest_wait(group: ReloadableProcessGroup) -> float:
     return max((one.total_seconds() for one in timeouts), default=0.0) + 10.0
 
 
-def _seconds(given: timedelta | float | None) -> float | None:
+def seconds_of(given: timedelta | float | None, operation: str = "recover") -> float | None:
+    """Read ``wait_for_ranks``. Raises InvalidOptionError."""
     if given is None:
         return None
     seconds = given.total_seconds() if isinstance(given, timedelta) else float(given)
     if not seconds > 0:
         raise InvalidOptionError(
-            f"recover(wait_for_ranks={given!r}): not a positive timedelta, or number of seconds; "
-            "nothing was changed."
+            f"{operation}(wait_for_ranks={given!r}): not a positive timedelta, or number of "
+            "seconds; nothing was changed."
         )
     return seconds
 
@@ -281,9 +300,21 @@ def _plan(op: Operation) -> Plan:
 
 
 class _Agreed(NamedTuple):
+    """What all ranks know of a recovery.
+
+    Attributes:
+        generation: of the groups that are built now.
+        faults: what ranks brought to it.
+        position: the furthest of all ranks'.
+        new: the ranks that came to it with a new process.
+        replaced: those, and the ones that did so before, in the same step.
+    """
+
     generation: int
     faults: tuple[Fault, ...]
     position: Position
+    new: tuple[int, ...]
+    replaced: tuple[int, ...]
 
 
 def _agree(op: Operation, job: Job, report: str) -> _Agreed:
@@ -317,12 +348,20 @@ def _summary(reports: Sequence[str]) -> str:
         late = [key.split("/")[0] for key, begun in one["begun"].items() if begun < most[key]]
         if late or one["fault"]["reason"]:
             faults.append({**one["fault"], "late": late})
+    furthest = max(one["position"] for one in read)
+    new = [one["fault"]["rank"] for one in read if one["replaces"]]
+    replaced: set[int] = set()
+    for one in read:
+        if one["position"][:2] == furthest[:2]:
+            replaced.update(one["replaced"])
     faults.sort(key=lambda fault: (fault["repeats"], not fault["late"], fault["rank"]))
     return json.dumps(
         {
             "generation": max(one["generation"] for one in read) + 1,
             "faults": faults[:_MOST],
-            "position": max(one["position"] for one in read),
+            "position": furthest,
+            "new": new,
+            "replaced": sorted(replaced.union(new)),
         }
     )
 
@@ -330,4 +369,10 @@ def _summary(reports: Sequence[str]) -> str:
 def _read(summary: str) -> _Agreed:
     found = json.loads(summary)
     faults = tuple(replace(Fault(**one), late=tuple(one["late"])) for one in found["faults"])
-    return _Agreed(found["generation"], faults, Position(*found["position"]))
+    return _Agreed(
+        found["generation"],
+        faults,
+        Position(*found["position"]),
+        tuple(found["new"]),
+        tuple(found["replaced"]),
+    )

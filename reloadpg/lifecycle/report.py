@@ -115,6 +115,8 @@ class Report:
         moments_ms: when each moment of ``memory`` was, in milliseconds since the start.
         faults: of ``recover``, what ranks brought to it, those first that were late in a group;
             the same on all ranks, and at most 32. Ranks that were only called in are left out.
+        replaced: of ``recover``, the ranks that came to it with a new process, by ``rejoin``; the
+            same on all ranks.
     """
 
     operation: str
@@ -133,6 +135,7 @@ class Report:
     unfinished: tuple[str, ...] = ()
     moments_ms: Mapping[str, float] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
+    replaced: tuple[int, ...] = ()
 
     @property
     def phases_ms(self) -> dict[str, float]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from .. import c10d
 from ..c10d import devices
@@ -21,8 +22,8 @@ from ..errors import (
     RendezvousTimeoutError,
 )
 from ..groups.proxy import ReloadableProcessGroup
-from ..groups.registry import registry
-from .recover import Meeting, Position, longest_wait, meet
+from ..groups.registry import Position, registry
+from .recover import Meeting, longest_wait, meet, seconds_of
 from .report import Fault
 
 __all__ = ["Step", "retrying"]
@@ -47,7 +48,13 @@ _PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 """Seconds between a recovery that failed and the next one: a link that is down comes back."""
 
 
-def retrying(items: Iterable[T], *, attempts: int = 3, on: On | None = None) -> Iterator[Step[T]]:
+def retrying(
+    items: Iterable[T],
+    *,
+    attempts: int = 3,
+    on: On | None = None,
+    wait_for_ranks: timedelta | float | None = None,
+) -> Iterator[Step[T]]:
     """Iterate over the steps of a loop, each of which is repeated on all ranks after a fault.
 
     Each step is a context manager, which holds all that is to be repeated::
@@ -72,6 +79,11 @@ def retrying(items: Iterable[T], *, attempts: int = 3, on: On | None = None) -> 
     anew, it goes on where it was raised, and the other ranks raise ``PeerFailedError`` with its
     text. An interrupt (``KeyboardInterrupt``, ``SystemExit``) is told and goes on at once.
 
+    A process that replaces one that has ended (:func:`rejoin`) begins with the step that the others
+    repeat: it draws the items before it and drops them, and passes over loops that the others have
+    completed. ``step.replaced`` says on all ranks alike for which ones the caller has to bring the
+    state, before the step can be done.
+
     Args:
         items: one item a step; an item is kept until its step is complete.
         attempts: how often a step is begun. A recovery that fails itself is called again, four
@@ -80,38 +92,52 @@ def retrying(items: Iterable[T], *, attempts: int = 3, on: On | None = None) -> 
         on: the errors after which a step is repeated: types, or a function that is called with the
             error. None means those that backends and this library raise for a fault of
             communication.
+        wait_for_ranks: how long a recovery waits for ranks that do not come, as for
+            :func:`recover`; each counts as an attempt.
 
     Yields:
         The steps; ``with step`` gives the item. ``step.number`` counts from 0, ``step.attempt``
-        from 1.
+        from 1, on a process that has rejoined too; ``step.replaced`` are the ranks that have.
 
     Raises:
         PeerFailedError: another rank has raised what is not to be repeated; or the step has failed
             ``attempts`` times and not by an error of this rank.
         Exception: what this rank raised, if it is not repeated any more, or what
             :func:`recover` raises.
-        InvalidOptionError: ``attempts`` is not positive.
+        InvalidOptionError: ``attempts`` or ``wait_for_ranks`` is not positive.
     """
     if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
         raise InvalidOptionError(
             f"retrying(attempts={attempts!r}): not a positive number; nothing was begun."
         )
-    return _steps(iter(items), attempts, on)
+    rules = _Rules(attempts, on, seconds_of(wait_for_ranks, "retrying"))
+    return _steps(iter(items), rules)
 
 
-def _steps(items: Iterator[T], attempts: int, on: On | None) -> Iterator[Step[T]]:
-    number = 0
+class _Rules(NamedTuple):
+    """The arguments of :func:`retrying`; ``seconds`` is how long to wait for ranks."""
+
+    attempts: int
+    on: On | None
+    seconds: float | None
+
+
+def _steps(items: Iterator[T], rules: _Rules) -> Iterator[Step[T]]:
+    job, loop, number = registry.job("retrying"), 0, 0
+    if job is not None:
+        loop, job.loops = job.loops, job.loops + 1
     while True:
-        progress = _Progress(number, attempts, on)
+        progress = _Progress(loop, number, rules)
         try:
             item = next(items)
         except StopIteration:
+            _note(Position(loop + 1))
             return
         except Exception as error:  # as much this rank's own as one in the block
             progress.fail(error, repeats=False)
             raise
         while not progress.complete:
-            step = Step(item, number, progress.failed + 1, progress)
+            step = Step(item, number, progress.failed + 1, progress, _replaced())
             yield step
             if not step.left:
                 raise ReloadpgError(
@@ -130,13 +156,23 @@ class Step(Generic[T]):
         number: number of the step, from 0.
         attempt: number of this attempt, from 1.
         left: whether its block has ended.
+        replaced: the ranks that were replaced since the last complete step, the same on all ranks:
+            they have the state of a program that begins.
     """
 
-    def __init__(self, value: T, number: int, attempt: int, progress: _Progress) -> None:
+    def __init__(
+        self,
+        value: T,
+        number: int,
+        attempt: int,
+        progress: _Progress,
+        replaced: tuple[int, ...] = (),
+    ) -> None:
         self.value = value
         self.number = number
         self.attempt = attempt
         self.left = False
+        self.replaced = replaced
         self._progress = progress
 
     def __enter__(self) -> T:
@@ -170,13 +206,18 @@ class _Progress:
         failed: how many attempts have failed, on all ranks alike.
     """
 
-    def __init__(self, number: int, attempts: int, on: On | None) -> None:
-        self.complete = False
+    def __init__(self, loop: int, number: int, rules: _Rules) -> None:
         self.failed = 0
+        self._loop = loop
         self._number = number
-        self._attempts = attempts
-        self._on = on
+        self._attempts = rules.attempts
+        self._rules = rules
         self._ended = False
+        job = registry.job("retrying")
+        # Of a process that has rejoined: complete before it came.
+        self.complete = job is not None and (loop, number) < job.position[:2]
+        if not self.complete:
+            _note(Position(loop, number))
 
     def commit(self) -> None:
         """Wait until all ranks have finished the step. Collective, blocking, bounded."""
@@ -188,6 +229,7 @@ class _Progress:
                 round_.barrier("enter")
             finally:  # a rank that was interrupted takes no part in a recovery
                 self._ended = round_.outcome is not None and round_.outcome.kind == "failed"
+            job.replaced = ()
         self.complete = True
 
     def tell(self, error: BaseException) -> None:
@@ -208,7 +250,7 @@ class _Progress:
             repeats = self._is_fault(error)
         self.failed += 1
         report, furthest = self._recover(error, repeats)
-        if furthest.step > self._number:
+        if furthest[:2] > (self._loop, self._number):
             self.complete = True
             return
         self.failed = furthest.attempt
@@ -224,11 +266,11 @@ class _Progress:
 
     def _recover(self, error: Exception, repeats: bool) -> Meeting:
         """Recover, again if that fails: on all ranks alike, since it has failed on all of them."""
+        _note(Position(self._loop, self._number, self.failed))
         pauses = iter(_PAUSES_S)
         while True:
             try:
-                here = Position(self._number, self.failed)
-                return meet(error, position=here, repeats=repeats)
+                return meet(error, seconds=self._rules.seconds, repeats=repeats)
             except DisagreementError:  # raised on all ranks, now and in any further attempt
                 raise
             except Exception as failed:
@@ -236,17 +278,18 @@ class _Progress:
                 gone = isinstance(failed, RendezvousTimeoutError) and failed.missing
                 if pause is None or gone:
                     raise
-                logger.warning("step %d: recovering again in %g s: %s", here.step, pause, failed)
+                logger.warning("step %d: recovering again in %g s: %s", self._number, pause, failed)
                 time.sleep(pause)
 
     def _is_fault(self, error: Exception) -> bool:
         if isinstance(error, _OWN):
             return True
-        if self._on is None:
+        on = self._rules.on
+        if on is None:
             return c10d.is_communication_error(error)
-        if isinstance(self._on, (type, tuple)):
-            return isinstance(error, self._on)
-        return self._on(error)
+        if isinstance(on, (type, tuple)):
+            return isinstance(error, on)
+        return on(error)
 
     def _peer_failed(self, faults: list[Fault] | tuple[Fault, ...]) -> PeerFailedError:
         causes = "; ".join(map(str, faults)) or "no rank said why"
@@ -256,6 +299,18 @@ class _Progress:
             rank=faults[0].rank if faults else -1,
             phase="step",
         )
+
+
+def _note(position: Position) -> None:
+    """Note where this rank is, for recoveries; it never goes back."""
+    job = registry.job("retrying")
+    if job is not None:
+        job.position = max(job.position, position)
+
+
+def _replaced() -> tuple[int, ...]:
+    job = registry.job("retrying")
+    return () if job is None else job.replaced
 
 
 def _seconds() -> float:

@@ -54,16 +54,24 @@ class Barrier:
         rank: this rank.
         size: number of ranks.
         is_host: whether the store's server is in this process.
+        call: reads the outcome of all barriers that a recovery has ended; None if none has.
     """
 
     def __init__(
-        self, name: str, keys: Keys, rank: int, size: int, is_host: Callable[[], bool]
+        self,
+        name: str,
+        keys: Keys,
+        rank: int,
+        size: int,
+        is_host: Callable[[], bool],
+        call: Callable[[Store], Outcome | None],
     ) -> None:
         self._name = name
         self._keys = keys
         self._rank = rank
         self._size = size
         self._is_host = is_host
+        self._call = call
         self._answered = False
         self._failed = False  # this rank has failed here: a question that still waits may end
         self._progress = 0
@@ -104,7 +112,8 @@ class Barrier:
         """
         self._note_progress(store, progress, wait)
         if not store.check([self._key("outcome")]):
-            return None
+            called = self._call(store)
+            return None if called is None else self._settle(store, called)
         return Outcome.from_json(store.get(self._key("outcome")))
 
     def judge(self, store: Store, *, working: bool = False, doing: str = "") -> Outcome:
@@ -202,10 +211,17 @@ class Barrier:
         return Outcome.from_json(store.compare_set(self._key("outcome"), "", outcome.to_json()))
 
     def _await_outcome(self, store: Store, wait: Wait) -> Outcome | None:
-        text = self._await(store, "outcome", wait)
+        def end_if_called() -> None:
+            called = self._call(store)
+            if called is not None:
+                self._settle(store, called)
+
+        text = self._await(store, "outcome", wait, end_if_called)
         return None if text is None else Outcome.from_json(text)
 
-    def _await(self, store: Store, name: str, wait: Wait) -> str | None:
+    def _await(
+        self, store: Store, name: str, wait: Wait, meanwhile: Callable[[], object] = lambda: None
+    ) -> str | None:
         """The value of a shared key once it is there; None if it is not there at the bound."""
         key = self._key(name)
         # Torch writes two warnings to stderr for each of its waits that ends without the key, so
@@ -218,6 +234,7 @@ class Barrier:
                 if wait.left == 0 or self._failed:
                     return None
                 self._note_progress(store, 0, wait)
+                meanwhile()
                 wait.log(lambda: self._missing(store))
                 time.sleep(min(self.pause_s, wait.left))
         return store.get(key).decode()

@@ -81,8 +81,8 @@ class Outcome:
             )
         if self.kind == "recover":
             return PeerFailedError(
-                f"{operation}: rank {self.rank} has called recover(): {self.text}. Nothing was "
-                "changed by this call; call reloadpg.recover() on this rank too.",
+                f"{operation}: rank {self.rank} has called recover(): {self.text}. "
+                f"{_state_after_call(operation, phase)}; call reloadpg.recover() on this rank too.",
                 rank=self.rank,
                 phase=phase,
             )
@@ -114,7 +114,7 @@ class Outcome:
     def _remedy(self, operation: str) -> str:
         if self.silent:
             return (
-                f"if rank {format_ranks(self.silent)} has ended, restart the job; otherwise "
+                f"if rank {format_ranks(self.silent)} has ended, {_replace(operation)}; otherwise "
                 f"{_next_step(operation)}"
             )
         return f"once the cause on rank {self.rank} is removed, {_next_step(operation)}"
@@ -142,7 +142,7 @@ class Outcome:
             text += " This rank came too late."
         steps = f" Find out what holds them up, then {_next_step(operation)}"
         if self.missing:
-            steps += f"; if rank {format_ranks(self.missing)} has ended, restart the job"
+            steps += f"; if rank {format_ranks(self.missing)} has ended, {_replace(operation)}"
         name = operation.split()[0]
         if name in TIMEOUT_SETTING:
             steps += f"; if they only need longer, raise {TIMEOUT_SETTING[name]}"
@@ -164,7 +164,7 @@ def store_silent(
         f"{operation}: rank {rank} waited {seconds:g} s in phase {phase!r}, and the rendezvous "
         f"store does not answer: whether rank {format_ranks(unknown)} arrived is unknown. Its "
         "server, usually in rank 0's process or the launcher's agent, is gone or cut off: restart "
-        "the job.",
+        f"the job.{_host(operation)}",
         phase=phase,
         seconds=seconds,
         arrived=1,
@@ -177,6 +177,31 @@ def store_lost(operation: str, phase: str, cause: Exception) -> ReloadpgError:
     return ReloadpgError(
         f"{operation}, phase {phase!r}: the rendezvous store is lost: {cause}. Its server, usually "
         "in rank 0's process or the launcher's agent, has ended: restart the job."
+        f"{_host(operation)}"
+    )
+
+
+def _state_after_call(operation: str, phase: str) -> str:
+    if operation != "recover" and phase == "enter":
+        return "Nothing was changed by this call"
+    return "See reloadpg.status()"
+
+
+def _replace(operation: str) -> str:
+    if operation == "recover":
+        return (
+            "restart the job, or that process alone, if the job is recoverable: it comes to the "
+            "next recover() by reloadpg.rejoin()"
+        )
+    return "restart the job"
+
+
+def _host(operation: str) -> str:
+    if operation not in ("recover", "step"):
+        return ""
+    return (
+        " The process that hosts the store cannot be replaced; with a store elsewhere all ranks "
+        "can (docs/recovery.md)."
     )
 
 

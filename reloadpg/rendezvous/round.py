@@ -41,7 +41,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
 from .. import c10d
@@ -49,6 +49,14 @@ from ..errors import PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from .barrier import Barrier, Keys
 from .outcome import Outcome, store_lost, store_silent
 from .plan import Plan, Proposal
+from .predecessor import (
+    RECOVERY,
+    Predecessor,
+    job_keys,
+    mark_begun,
+    mark_ended,
+    next_instance,
+)
 from .store_client import GRACE_S, Root, StoreClient, StoreLost, StoreSilent
 from .worker_thread import Attempt, Task, Wait, logger
 
@@ -71,9 +79,6 @@ _FLAG_S = 0.5
 _SILENT_S = 60.0
 """Seconds for which a store that did not answer that is not asked again."""
 
-_RECOVERY = "recovery"
-"""The key that holds the number of the last recovery that a rank has called to."""
-
 
 class Rendezvous:
     """The place on the store where the ranks of a job, or of a group, find each other.
@@ -82,29 +87,44 @@ class Rendezvous:
         root: finds the store; None for a rank that has no peers.
         rank: this rank.
         size: number of ranks.
+        predecessor: the place that this process takes in a job that goes on; None otherwise.
+        marks: whether to leave marks by which a process that takes this one's place knows it.
 
     Attributes:
         era: number of the recovery that this rank took part in last; 0 before the first.
+        replaces: whether this process takes another one's place, and no recovery has let it in yet.
     """
 
-    def __init__(self, root: Root | None, rank: int, size: int) -> None:
+    def __init__(
+        self,
+        root: Root | None,
+        rank: int,
+        size: int,
+        *,
+        predecessor: Predecessor | None = None,
+        marks: bool = False,
+    ) -> None:
         self.rank = rank
         self.size = size
         self._keys = Keys()
         self._root = root
         self._client = StoreClient(root) if root is not None else None
-        self._instance: int | None = None
+        self._instance = None if predecessor is None else predecessor.instance
         self._counting = threading.Lock()
-        self.era = 0
+        self._marks = marks
+        self.era = 0 if predecessor is None else predecessor.era
+        self.replaces = predecessor is not None
         self._sequence = 0
         self._last = 0
         self._ask_again = 0.0
 
     @classmethod
-    def of_world(cls, world: ProcessGroup) -> Rendezvous:
+    def of_world(
+        cls, world: ProcessGroup, *, predecessor: Predecessor | None = None, marks: bool = False
+    ) -> Rendezvous:
         """Return the rendezvous of the job that ``world`` is the default group of. Local."""
         root = c10d.root_store_of_job(world) if c10d.has_peers() else None
-        return cls(root, world.rank(), world.size())
+        return cls(root, world.rank(), world.size(), predecessor=predecessor, marks=marks)
 
     def count_job(self, root: Store) -> None:
         """Count this job on its store, which must be the same on all ranks. One store operation.
@@ -122,6 +142,12 @@ class Rendezvous:
             The tasks that connect.
         """
         return [] if self._client is None else [self._client.connect_ahead(self._own_keys)]
+
+    def end(self) -> None:
+        """Note that this rank has ended the job: nothing is left to replace. Local, bounded."""
+        if self._marks and not self.alone:
+            with suppress(StoreLost, StoreSilent, RuntimeError):
+                self.ask(lambda store: mark_ended(store, self.rank), Wait("end", _FLAG_S))
 
     @property
     def instance(self) -> int:
@@ -149,7 +175,16 @@ class Rendezvous:
             operation: its name, for messages.
             phases: its barriers, in order.
             seconds: how long to wait for a rank that makes no progress.
+
+        Raises:
+            ReloadpgError: this process has to rejoin the job first.
         """
+        if self.replaces:
+            raise ReloadpgError(
+                f"{operation}: this process replaces one of rank {self.rank} that has ended, and "
+                "the other ranks do not know it yet; nothing was changed. Call reloadpg.rejoin() "
+                "first, once its groups are created."
+            )
         self._sequence += 1
         return Round(self, operation, self._sequence, phases, seconds)
 
@@ -157,7 +192,9 @@ class Rendezvous:
         """Call all ranks to a recovery, and begin its round. Local, bounded.
 
         From then on :meth:`called` is true on ranks that have not begun it, and those that wait at
-        the first barrier of the round that this rank would begin next learn of it there.
+        a barrier of an earlier round learn of it there: at once at the first one of the round that
+        this rank would begin next, and at those of a recovery that cannot end since the process
+        that this one replaces took part in it.
 
         Args:
             phases: its barriers, in order.
@@ -169,17 +206,24 @@ class Rendezvous:
             ReloadpgError: the store is lost.
             RendezvousTimeoutError: it does not answer.
         """
-        era, following = self.era, f"{self.era}.{self._sequence + 1}/{phases[0]}"
+        era, ends = self.era, [f"{self.era}.{self._sequence + 1}/{phases[0]}"]
+        if self.replaces:
+            ends += [f"{era}.0/{phase}" for phase in phases]
+        outcome = Outcome("recover", self.rank, reason)
 
         def call(store: Store) -> int:
             while True:
-                number = store.add(_RECOVERY, 0)
+                number = store.add(RECOVERY, 0)
                 ended = f"{number}.0/{phases[0]}/outcome"
                 if number > era and not store.check([ended]):
                     break
-                store.compare_set(_RECOVERY, str(number), str(number + 1))
-            store.set(self._keys.add(f"{_RECOVERY}/{number}/{self.rank}"), report)
-            self.barrier(following).settle(store, Outcome("recover", self.rank, reason))
+                store.compare_set(RECOVERY, str(number), str(number + 1))
+            own = f"{RECOVERY}/{number}"
+            store.set(self._keys.add(f"{own}/{self.rank}"), report)
+            store.compare_set(self._keys.add(f"{own}/call"), "", outcome.to_json())
+            for name in ends:
+                self._keys.add(f"{name}/outcome")
+                self.barrier(name).settle(store, outcome)
             return number
 
         if self.alone:
@@ -199,7 +243,7 @@ class Rendezvous:
             return self._last > self.era
         self._ask_again = time.monotonic() + every
         try:
-            self._last = self.ask(lambda store: store.add(_RECOVERY, 0), Wait("flag", _FLAG_S))
+            self._last = self.ask(lambda store: store.add(RECOVERY, 0), Wait("flag", _FLAG_S))
         except (StoreLost, StoreSilent):
             self._ask_again = time.monotonic() + _SILENT_S
         return self._last > self.era
@@ -209,13 +253,13 @@ class Rendezvous:
 
         Called on one rank, between two barriers of the recovery.
         """
-        own = f"{_RECOVERY}/{self.era}"
+        own = f"{RECOVERY}/{self.era}"
         reports = [store.get(f"{own}/{rank}").decode() for rank in range(self.size)]
         store.set(self._keys.add(f"{own}/summary"), summary(reports))
 
     def summary(self, store: Store) -> str:
         """Read the summary, once all ranks have reached the barrier after :meth:`gather`."""
-        return store.get(f"{_RECOVERY}/{self.era}/summary").decode()
+        return store.get(f"{RECOVERY}/{self.era}/summary").decode()
 
     def skip(self, sequence: int) -> int:
         """Count a round that the others have ended without this rank; the number of the next."""
@@ -224,7 +268,17 @@ class Rendezvous:
 
     def barrier(self, name: str) -> Barrier:
         """Return a barrier of that name for this rank."""
-        return Barrier(name, self._keys, self.rank, self.size, self.is_host)
+        return Barrier(
+            name, self._keys, self.rank, self.size, self.is_host, partial(self._call, self.era)
+        )
+
+    def _call(self, era: int, store: Store) -> Outcome | None:
+        """The outcome of a barrier of an era that a recovery has ended; None if none has."""
+        number = store.add(RECOVERY, 0)
+        key = f"{RECOVERY}/{number}/call"
+        if number <= era or not store.check([key]):
+            return None
+        return Outcome.from_json(store.get(key))
 
     def ask(self, question: Callable[[Store], T], wait: Wait) -> T:
         """Ask this rendezvous' own part of the store; see :meth:`StoreClient.ask`."""
@@ -251,8 +305,10 @@ class Rendezvous:
         # A second job on the same store gets keys of its own: each rank counts its jobs there.
         with self._counting:
             if self._instance is None:
-                self._instance = root.add(f"reloadpg/instance/{self.rank}", 1)
-        return PrefixStore(f"reloadpg/{self._instance}", root)
+                self._instance = next_instance(root, self.rank)
+                if self._marks:
+                    mark_begun(job_keys(root, self._instance), self.rank)
+        return job_keys(root, self._instance)
 
 
 class Round:

@@ -455,7 +455,7 @@ class Counting:
 @pytest.mark.parametrize("missing", [[], [0], [999], [500], [3, 4, 900]])
 def test_few_missing_ranks_are_found_with_few_questions(missing: list[int]) -> None:
     """At most twenty or so for each of a thousand ranks that is missing."""
-    barrier = Barrier("1/enter", Keys(), 5, 1000, lambda: False)
+    barrier = Barrier("1/enter", Keys(), 5, 1000, lambda: False, lambda _: None)
     store: Any = Counting({f"1/enter/here/{rank}" for rank in range(1000) if rank not in missing})
     assert barrier._without(store, "here") == missing
     assert store.checks <= 1 + 20 * len(missing)

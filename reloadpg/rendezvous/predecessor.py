@@ -1,0 +1,92 @@
+"""Whether this process takes the place of one that has ended, as the job's store tells it.
+
+A process of a recoverable job leaves a mark on the store when it has begun the job, and another
+when it has ended it. A process that finds the mark of another one under its own rank replaces it,
+as long as any rank has not ended the job.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import NamedTuple
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+__all__ = ["RECOVERY", "Predecessor", "job_keys", "mark_begun", "mark_ended", "next_instance"]
+
+RECOVERY = "recovery"
+"""The key that holds the number of the last recovery that a rank has called to."""
+
+_tokens: dict[int, str] = {}
+
+
+class Predecessor(NamedTuple):
+    """The place that another process has left in a job.
+
+    Attributes:
+        instance: number of the job among those on its store.
+        era: number of the last recovery that was begun before this process: it may have counted
+            the other one.
+    """
+
+    instance: int
+    era: int
+
+    @classmethod
+    def find(cls, root: Store, rank: int, size: int) -> Predecessor | None:
+        """Find the place that this process takes, and mark it as taken; None in a job that begins.
+
+        Args:
+            root: the job's store.
+            rank: this rank.
+            size: number of ranks.
+        """
+        instance = root.add(_count(rank), 0)
+        store = job_keys(root, instance)
+        if not instance or not store.check([_begun(rank)]):
+            return None
+        if store.get(_begun(rank)).decode() == _process():
+            return None  # this process has ended that job, and begins another one
+        if store.check([_ended(other) for other in range(size)]):
+            return None
+        store.delete_key(_ended(rank))
+        mark_begun(store, rank)
+        return cls(instance, store.add(RECOVERY, 0))
+
+
+def next_instance(root: Store, rank: int) -> int:
+    """Count a job that begins on its store; its number, equal on all ranks."""
+    return root.add(_count(rank), 1)
+
+
+def job_keys(root: Store, instance: int) -> Store:
+    """Return the part of the store that belongs to one job."""
+    return PrefixStore(f"reloadpg/{instance}", root)
+
+
+def mark_begun(store: Store, rank: int) -> None:
+    """Leave the mark of this process in the job."""
+    store.set(_begun(rank), _process())
+
+
+def mark_ended(store: Store, rank: int) -> None:
+    """Note that this rank has ended the job."""
+    store.set(_ended(rank), "1")
+
+
+def _count(rank: int) -> str:
+    return f"reloadpg/instance/{rank}"
+
+
+def _begun(rank: int) -> str:
+    return f"process/{rank}"
+
+
+def _ended(rank: int) -> str:
+    return f"ended/{rank}"
+
+
+def _process() -> str:
+    """A word that no other process has; a forked child has its own."""
+    return _tokens.setdefault(os.getpid(), secrets.token_hex(8))

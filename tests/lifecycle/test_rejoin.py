@@ -1,0 +1,511 @@
+"""A process that has died is replaced: the new one rejoins the job by rejoin()."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import worlds
+from recovery_job import RING, attempt, interfere
+from replacing import RANKS, VICTIM, die, incarnation, run_replaced, store
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import reloadpg
+from reloadpg.testing import run_ranks
+
+PATIENCE = timedelta(seconds=120)
+"""The timeout of collectives: reached only if something hangs."""
+STEPS = 3
+
+
+class Injected(Exception):
+    """The error of a fault that the tests bring about."""
+
+
+class Member:
+    """One rank's program: overlapping groups, a mesh, and a model that is three numbers."""
+
+    def __init__(self, rank: int, *, bound: float = 60.0, backends: Any = "gloo") -> None:
+        self.rank = rank
+        reloadpg.install(
+            backends=backends, recoverable=True, timeout=timedelta(seconds=bound), parallelism=1
+        )
+        worlds.init("gloo", timeout=PATIENCE)
+        self.groups: list[Any] = [dist.group.WORLD]
+        for ranks in RING:
+            group = dist.new_group(list(ranks), timeout=PATIENCE)
+            if rank in ranks:
+                self.groups.append(group)
+        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
+        self.groups += [self.mesh.get_group("row"), self.mesh.get_group("column")]
+        self.made = {
+            "names": [group.group_name for group in self.groups],
+            "ranks": [dist.get_process_group_ranks(group) for group in self.groups],
+            "backends": [dist.get_backend(group) for group in self.groups],
+            "states": {str(group.state) for group in self.groups},
+        }
+        self.ids = [id(group) for group in self.groups]
+        self.weights = torch.zeros(3)
+
+    def sums(self) -> bool:
+        """Whether each group sums over its own members."""
+        return all(
+            self.sum_in(group).item()
+            == sum(2**rank for rank in dist.get_process_group_ranks(group))
+            for group in self.groups
+        )
+
+    def sum_in(self, group: Any) -> torch.Tensor:
+        value = torch.tensor([float(2**self.rank)])
+        dist.all_reduce(value, group=group)
+        return value
+
+    def whole(self) -> dict[str, Any]:
+        """What must hold once the job goes on."""
+        return {
+            "same": [id(group) for group in self.groups] == self.ids,
+            "states": {str(group.state) for group in self.groups},
+            "sums": self.sums(),
+            "pending": reloadpg.fault_pending(),
+        }
+
+    def begin(self, step: Any, snapshot: Any) -> Any:
+        """What every program does at the beginning of a step; returns the new snapshot."""
+        if step.attempt > 1:
+            self.weights = snapshot.clone()
+        if step.replaced:
+            source = next(rank for rank in range(RANKS) if rank not in step.replaced)
+            dist.broadcast(self.weights, source)
+        return self.weights.clone()
+
+    def train(
+        self, steps: int, fault: Callable[[int, int], object], **options: Any
+    ) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Run steps of collectives and of cycles; each attempt at a step.
+
+        Args:
+            steps: how many.
+            fault: called in each step at several places, with the step and the place.
+            options: of ``retrying``.
+        """
+        log, snapshot = [], None
+        for step in reloadpg.retrying(range(steps), attempts=9, **options):
+            with step as number:
+                log.append((number, step.attempt, step.replaced))
+                snapshot = self.begin(step, snapshot)
+                fault(number, 0)
+                for group in self.groups:
+                    self.weights += self.sum_in(group) * (number + 1) / 7
+                dist.all_reduce(self.weights)
+                self.weights /= RANKS
+                fault(number, 1)
+                reloadpg.offload()
+                fault(number, 2)
+                reloadpg.reload()
+                self.weights += self.sum_in(self.groups[-1])
+                dist.all_reduce(self.weights)
+                self.weights /= RANKS
+                fault(number, 3)
+        return log
+
+
+def no_fault(step: int, place: int) -> None:
+    """None."""
+
+
+# -- one process is killed in a step --------------------------------------------------------------
+
+
+def one_replaced(rank: int, size: int, dies: bool) -> dict[str, Any]:
+    """Rank 2 is killed in the second loop, while the others are in a collective with it."""
+    job = Member(rank)
+    found: dict[str, Any] = {"made": job.made}
+    if incarnation():
+        found |= {
+            "use": attempt(lambda: job.sum_in(job.groups[1])),
+            "offload": attempt(reloadpg.offload),
+            "pending": reloadpg.fault_pending(),
+        }
+    report = reloadpg.rejoin()
+    found |= {"rejoined": report.changed, "replaced": report.replaced, "note": report.note}
+
+    def fault(step: int, place: int) -> None:
+        if dies and (rank, step, place, incarnation()) == (VICTIM, 1, 1, 0):
+            dist.all_reduce(torch.ones(1), async_op=True)
+            die()
+
+    log = [*job.train(1, no_fault), *job.train(STEPS, fault)]
+    found |= {"log": log, "weights": job.weights.tolist(), "after": job.whole()}
+    return found | {"again": reloadpg.rejoin().changed}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    """What each process has seen; the last is the one that takes rank 2's place."""
+    return run_replaced(one_replaced, True)
+
+
+@pytest.fixture(scope="module")
+def whole_job(found: list[Any]) -> list[Any]:
+    """What the four ranks have seen that are there in the end, in rank order."""
+    return [found[RANKS] if rank == VICTIM else found[rank] for rank in range(RANKS)]
+
+
+@pytest.mark.matrix
+class TestOneProcessIsReplaced:
+    """In the middle of a training step, in a collective; bound or not as ``TEST_WORLD`` says."""
+
+    def test_its_groups_are_made_without_the_others(self, found: Any) -> None:
+        """Names, ranks and backends as on a rank that began the job; no communicator."""
+        new, other = found[RANKS], found[3]
+        assert new["made"]["states"] == {"failed"}
+        assert other["made"]["states"] == {"live"}
+        names = {tuple(r): n for one in found if one for n, r in _named(one)}
+        assert all(names[tuple(r)] == n for n, r in _named(new))
+        assert len(new["made"]["names"]) == 6
+        assert set(new["made"]["backends"]) == {"gloo"}
+        assert new["pending"]
+
+    def test_nothing_else_works_before_it_has_rejoined(self, found: Any) -> None:
+        """Each refusal says what to call."""
+        new = found[RANKS]
+        assert new["use"].kind == "GroupOffloadedError"
+        assert "replaces one that has ended. Call reloadpg.rejoin()" in new["use"].text
+        assert new["offload"].kind == "ReloadpgError"
+        assert "Call reloadpg.rejoin() first" in new["offload"].text
+
+    def test_all_groups_are_live_on_all_ranks(self, whole_job: Any) -> None:
+        """The same objects, and right sums."""
+        for rank, facts in enumerate(whole_job):
+            assert facts["after"] == {
+                "same": True,
+                "states": {"live"},
+                "sums": True,
+                "pending": False,
+            }, rank
+
+    def test_the_loop_goes_on_where_the_others_are(self, whole_job: Any) -> None:
+        """All know which rank has a new process, in that step and in no other."""
+        for rank, facts in enumerate(whole_job):
+            if rank == VICTIM:
+                assert facts["log"] == [(1, 1, (VICTIM,)), (2, 1, ())]
+            else:
+                log = [(0, 1, ()), (0, 1, ()), (1, 1, ()), (1, 2, (VICTIM,)), (2, 1, ())]
+                assert facts["log"] == log
+
+    def test_only_the_new_process_rejoins(self, whole_job: Any) -> None:
+        """On the others, and once it has, ``rejoin`` does nothing."""
+        for rank, facts in enumerate(whole_job):
+            assert facts["rejoined"] == (rank == VICTIM)
+            assert facts["replaced"] == ((VICTIM,) if rank == VICTIM else ())
+            assert not facts["again"]
+
+    def test_training_ends_as_without_it(self, whole_job: Any) -> None:
+        """Bit by bit, on all ranks."""
+        expected = run_replaced(one_replaced, False, deaths=0)
+        assert [one["weights"] for one in whole_job] == [one["weights"] for one in expected]
+
+
+def _named(facts: Any) -> list[tuple[str, list[int]]]:
+    """The groups with a number for a name: those are one to a list of ranks, but for WORLD."""
+    made = facts["made"]
+    return list(zip(made["names"], made["ranks"], strict=True))[1:5]
+
+
+# -- killed at any phase --------------------------------------------------------------------------
+
+PHASES = {
+    "offload": ("offload.enter", "offload.quiesced", "offload.group3", "offload.released"),
+    "reload": ("reload.enter", "reload.group1", "reload.group3", "reload.rebuilt", "reload.done"),
+    "recover": ("recover.enter", "recover.agreed", "recover.group2", "recover.done"),
+    "step": ("step.0", "step.1", "step.2", "step.3"),
+}
+
+
+def killed_at(rank: int, size: int, points: tuple[str, ...]) -> dict[str, Any]:
+    """In each step a process of another rank is killed, at its point."""
+    job = Member(rank, bound=4.0)
+    reloadpg.rejoin()
+    deaths = store()
+
+    def fault(step: int, place: int) -> None:
+        if step >= len(points) or step % size != rank or deaths.add("test/deaths", 0) != step:
+            return
+        operation, where = points[step].split(".")
+        if operation == "step":
+            if place == int(where):
+                die()
+        elif place == 1:
+            interfere(points[step], die)
+            if operation == "recover":
+                raise Injected
+
+    job.train(len(points) + 1, fault, on=(Injected, RuntimeError))
+    return {"weights": job.weights.tolist(), "after": job.whole()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PHASES)
+def test_a_process_killed_at_any_phase_is_replaced(kind: str) -> None:
+    """One after the other, each rank in its turn; training ends as without."""
+    points = PHASES[kind]
+    found = run_replaced(killed_at, points, deaths=len(points))
+    there = [one for one in found if one is not None]
+    assert len(there) == RANKS
+    expected = run_replaced(undisturbed, len(points) + 1, deaths=0)
+    for facts in there:
+        assert facts["weights"] == expected[0]
+        assert facts["after"]["sums"]
+        assert facts["after"]["states"] == {"live"}
+
+
+def undisturbed(rank: int, size: int, steps: int) -> list[float]:
+    job = Member(rank)
+    job.train(steps, no_fault)
+    return job.weights.tolist()
+
+
+# -- DDP, killed in the backward pass -------------------------------------------------------------
+
+
+def train_ddp(rank: int, size: int, dies: int) -> list[Any]:
+    """The wrapper is made anew in each attempt; weights and momentum come from another rank."""
+    reloadpg.install(backends={"gloo"}, recoverable=True, timeout=PATIENCE)
+    worlds.init("gloo", timeout=PATIENCE)
+    reloadpg.rejoin()
+    torch.manual_seed(incarnation())  # a new process begins with other weights
+    layers = [torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)]
+    model = torch.nn.Sequential(*layers)
+    momentum = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    state = [*(parameter.data for parameter in model.parameters()), *momentum]
+    snapshot: list[torch.Tensor] = []
+    log = []
+    for step in reloadpg.retrying(range(5)):
+        with step as number:
+            log.append((number, step.attempt))
+            if step.attempt > 1:
+                for tensor, before in zip(state, snapshot, strict=True):
+                    tensor.copy_(before)
+            if step.replaced:
+                source = next(one for one in range(size) if one not in step.replaced)
+                for tensor in state:
+                    dist.broadcast(tensor, source)
+            snapshot = copy.deepcopy(state)
+            if (rank, number, incarnation()) == (VICTIM, dies, 0):
+                layers[0].register_full_backward_hook(lambda *_: die())
+            wrapped = DistributedDataParallel(
+                model, find_unused_parameters=True, init_sync=False, bucket_cap_mb=1e-4
+            )
+            generator = torch.Generator().manual_seed(100 * rank + number)
+            inputs = torch.randn(4, 8, generator=generator)
+            model.zero_grad()
+            (wrapped(inputs) - inputs.roll(1, 1)).pow(2).mean().backward()
+            del wrapped
+            with torch.no_grad():
+                for parameter, mean in zip(model.parameters(), momentum, strict=True):
+                    mean.mul_(0.9).add_(parameter.grad)  # type: ignore[arg-type]
+                    parameter.sub_(0.1 * mean)
+    return [[tensor.tolist() for tensor in state], log]
+
+
+@pytest.mark.slow
+def test_ddp_ends_as_without_it() -> None:
+    """Killed in the backward pass, where the gradients of the last layers are being reduced."""
+    found = [one for one in run_replaced(train_ddp, 2) if one is not None]
+    expected = run_replaced(train_ddp, -1, deaths=0)
+    assert [weights for weights, _ in found] == [expected[0][0]] * RANKS
+    assert found[0][1] == [(0, 1), (1, 1), (2, 1), (2, 2), (3, 1), (4, 1)]
+
+
+# -- when the new process comes -------------------------------------------------------------------
+
+
+def comes_first(job: Member, meeting: Any) -> list[Any]:
+    """The others are in no trouble, and learn of the new process by the flag."""
+    if incarnation():
+        return [reloadpg.rejoin().replaced]
+    if job.rank == VICTIM:
+        die()
+    while not reloadpg.fault_pending():
+        meeting.wait(["test/death/1"])
+    return [reloadpg.recover().replaced]
+
+
+def comes_late(job: Member, meeting: Any) -> list[Any]:
+    """The others have given up; the new process waits for their next call."""
+    if incarnation():
+        return [reloadpg.rejoin().replaced]
+    if job.rank == VICTIM:
+        meeting.wait(["test/gave up"])
+        die()
+    seen = attempt(lambda: reloadpg.recover(wait_for_ranks=1))
+    if meeting.add("test/count", 1) == RANKS - 1:
+        meeting.set("test/gave up", "1")
+    return [seen, reloadpg.recover().replaced]
+
+
+def dies_before_it_rejoins(job: Member, meeting: Any) -> list[Any]:
+    """The first new process ends after its groups are created."""
+    if incarnation() == 1 or (job.rank == VICTIM and not incarnation()):
+        die()
+    return [(reloadpg.rejoin() if incarnation() else reloadpg.recover()).replaced]
+
+
+def dies_as_it_rejoins(job: Member, meeting: Any) -> list[Any]:
+    """The first new process ends while the groups are rebuilt: all call again."""
+    if job.rank == VICTIM and not incarnation():
+        die()
+    if incarnation() == 1:
+        interfere("recover.group2", die)
+    seen = None
+    if not incarnation():
+        seen = attempt(reloadpg.recover)
+    return [seen, (reloadpg.rejoin() if incarnation() else reloadpg.recover()).replaced]
+
+
+def counted_at_the_barrier(job: Member, meeting: Any) -> list[Any]:
+    """It dies at the first barrier of a recovery, where the others will count it."""
+    if job.rank == VICTIM and not incarnation():
+        arrive = attempt(lambda: reloadpg.recover(wait_for_ranks=1))
+        assert arrive.missing == (0, 1, 3)
+        die()
+    if not incarnation():
+        meeting.wait(["test/death/1"])
+    return [(reloadpg.rejoin() if incarnation() else reloadpg.recover()).replaced]
+
+
+def two_at_once(job: Member, meeting: Any) -> list[Any]:
+    """Half of the job is new."""
+    if not incarnation() and job.rank in (1, VICTIM):
+        die()
+    return [(reloadpg.rejoin() if incarnation() else reloadpg.recover()).replaced]
+
+
+def all_of_them(job: Member, meeting: Any) -> list[Any]:
+    """All processes are new: the store alone has lived on."""
+    if not incarnation():
+        die()
+    return [reloadpg.rejoin().replaced]
+
+
+def at_a_moment(rank: int, size: int, name: str) -> dict[str, Any]:
+    job = Member(rank, bound=4.0)
+    found = globals()[name](job, store())
+    return {"found": found, "after": job.whole(), "new": incarnation()}
+
+
+MOMENTS = {
+    comes_first: ((VICTIM,), 1),
+    comes_late: ((VICTIM,), 1),
+    dies_before_it_rejoins: ((VICTIM,), 2),
+    dies_as_it_rejoins: ((VICTIM,), 2),
+    counted_at_the_barrier: ((VICTIM,), 1),
+    two_at_once: ((1, VICTIM), 2),
+    all_of_them: ((0, 1, 2, 3), 4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.__name__)
+def test_the_moment_does_not_matter(moment: Callable[..., Any]) -> None:
+    """All ranks are live in the end and know which of them are new."""
+    replaced, deaths = MOMENTS[moment]
+    there = [
+        one for one in run_replaced(at_a_moment, moment.__name__, deaths=deaths) if one is not None
+    ]
+    assert len(there) == RANKS
+    for one in there:
+        assert one["after"] == {"same": True, "states": {"live"}, "sums": True, "pending": False}
+        assert one["found"][-1] == replaced
+        if moment is comes_late and not one["new"]:
+            assert one["found"][0].missing == (VICTIM,)
+            assert "reloadpg.rejoin()" in one["found"][0].text
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def refuse(rank: int, size: int) -> Any:
+    """A group of a backend that is not reloadable; then other groups than the others have."""
+    reloadpg.install(backends={"gloo"}, recoverable=True, timeout=PATIENCE, exclude="left*")
+    worlds.init("gloo", timeout=PATIENCE)
+    if incarnation():
+        alone = dist.new_group([rank])
+        refused = attempt(lambda: dist.new_group([0, 1, 2, 3], group_desc="left alone"))
+        value = torch.ones(1)
+        dist.all_reduce(value, group=alone)
+        return refused, attempt(reloadpg.rejoin), value.item()
+    if rank == VICTIM:
+        die()
+    return attempt(reloadpg.recover)
+
+
+@pytest.mark.slow
+def test_what_the_new_process_cannot_have() -> None:
+    """It says so: a group that is not reloadable, and one that the others do not have."""
+    found = run_replaced(refuse)
+    refused, seen, alone = found.pop()
+    assert refused.kind == "ReloadpgError"
+    assert "it is not reloadable: matches exclude 'left*'" in refused.text
+    assert alone == 1.0
+    for one in [seen, *filter(None, found)]:
+        assert one.kind == "", one
+
+
+def host_dies(rank: int, size: int) -> Any:
+    reloadpg.install(backends={"gloo"}, recoverable=True, timeout=PATIENCE)
+    worlds.init("gloo", timeout=PATIENCE)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return attempt(reloadpg.recover)
+
+
+def test_the_process_that_hosts_the_store_cannot_be_replaced() -> None:
+    """The others say so, whether they find the store lost or silent."""
+    outcomes = run_ranks(host_dies, 3, timeout=120, check=False, store="rank0")
+    for one in outcomes[1:]:
+        assert one.exception is None, one.exception
+        assert "rendezvous store" in one.result.text
+        assert "The process that hosts the store cannot be replaced" in one.result.text
+
+
+def two_jobs(rank: int, size: int) -> Any:
+    """The same processes, on one store; each job has its own prefix, as gloo needs it."""
+    reloadpg.install(backends={"gloo"}, recoverable=True, timeout=PATIENCE)
+    found = []
+    for _ in range(2):
+        worlds.init("gloo", timeout=PATIENCE)
+        found.append((str(dist.group.WORLD.state), reloadpg.rejoin().changed))
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.slow
+def test_a_second_job_of_the_same_processes_replaces_nothing() -> None:
+    """Its groups are created by all ranks."""
+    for found in run_ranks(two_jobs, 2, timeout=120, store="rank0"):
+        assert found == [("live", False), ("live", False)]
+
+
+def test_without_a_job_there_is_nothing_to_rejoin() -> None:
+    """As for the other operations; without an installation it says what to call."""
+    with pytest.raises(reloadpg.NotInstalledError, match="recoverable=True"):
+        reloadpg.rejoin()
+    with reloadpg.install(backends={"gloo"}):
+        report = reloadpg.rejoin()
+    assert (report.changed, report.note) == (False, "this process replaces no other one")
+
+
+@pytest.mark.parametrize("given", [0, -1.0, float("nan")])
+def test_a_bound_that_is_not_positive_is_refused(given: float) -> None:
+    """Before anything is touched."""
+    with pytest.raises(reloadpg.InvalidOptionError, match=r"rejoin\(wait_for_ranks"):
+        reloadpg.rejoin(wait_for_ranks=given)
