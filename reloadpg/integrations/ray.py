@@ -12,6 +12,13 @@
 The place of an actor in the list is its rank: pass the same list to each function. With
 ``RELOADPG_AUTOINSTALL=1`` in ``runtime_env={"env_vars": ...}`` the actors need no ``install``.
 
+An actor that died is replaced, in a job whose actors call ``reloadpg.install(recoverable=True)``::
+
+    job = setup_actors(trainers, store="driver")  # so that the actor of rank 0 can be replaced
+    ...
+    replace_actor(job, rank, Trainer.remote())
+    job.actors[rank].train.remote()  # the same program: it calls reloadpg.rejoin()
+
 The actors are asked first whether they answer: one that is dead or busy is named before a group is
 touched. Do not assume that a call which the driver abandons is abandoned by the actors: Ray runs
 what was sent, and a later call waits its turn behind it. Ray (2.60) is imported when one of these
@@ -25,9 +32,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..environment.variables import as_timedelta
 from ..errors import (
@@ -42,7 +50,15 @@ if TYPE_CHECKING:
     from ..lifecycle.connect import Connect
     from ..lifecycle.report import Report, Reports
 
-__all__ = ["ActorFailedError", "ActorTimeoutError", "offload_all", "reload_all", "setup_actors"]
+__all__ = [
+    "ActorFailedError",
+    "ActorJob",
+    "ActorTimeoutError",
+    "offload_all",
+    "reload_all",
+    "replace_actor",
+    "setup_actors",
+]
 
 GRACE_S = 5.0
 """Seconds that the other actors get to end by themselves after the first failure."""
@@ -78,7 +94,31 @@ class ActorTimeoutError(ActorFailedError, TimeoutError):
     """Not all actors answered within the bound, and none failed."""
 
 
-def setup_actors(actors: Sequence[Any], *, timeout: timedelta | float = 60.0) -> None:
+@dataclass
+class ActorJob:
+    """The actors of one job, as :func:`setup_actors` has made them its ranks.
+
+    Attributes:
+        actors: one handle a rank, in rank order; those that were replaced are the new ones.
+        nodes: Ray's name of each one's node.
+        address: where the job's store listens.
+        port: its port.
+        store: the store, if it is in the driver: it lives as long as this object.
+    """
+
+    actors: list[Any]
+    nodes: list[str]
+    address: str
+    port: int
+    store: Any = None
+
+
+def setup_actors(
+    actors: Sequence[Any],
+    *,
+    timeout: timedelta | float = 60.0,
+    store: Literal["rank0", "driver"] = "rank0",
+) -> ActorJob:
     """Make the actors the ranks of one job, by the environment variables that torchrun sets.
 
     Afterwards ``init_process_group`` and ``reloadpg.init_distributed`` find rank, size and address
@@ -90,6 +130,11 @@ def setup_actors(actors: Sequence[Any], *, timeout: timedelta | float = 60.0) ->
         actors: one handle a rank, in rank order; actors of any class, on any nodes.
         timeout: bound of the whole call, a timedelta or seconds; actors that are not scheduled
             yet count.
+        store: whose process hosts the job's store. With ``driver`` the actor of rank 0 can be
+            replaced, too; the actors must then reach the driver's node.
+
+    Returns:
+        The job, for :func:`replace_actor`. It holds the handles.
 
     Raises:
         ActorFailedError: an actor is dead, failed, or is in a job already.
@@ -99,10 +144,62 @@ def setup_actors(actors: Sequence[Any], *, timeout: timedelta | float = 60.0) ->
     """
     call = _Call("setup_actors", actors, timeout)
     places: list[tuple[str, str]] = call.on_all(_place, UNTOUCHED)
-    address = places[0][1]
-    [port] = call.on_all(_serve, UNTOUCHED, [address], first=True)
-    variables = job_variables([node for node, _ in places], address, port)
-    call.on_all(_set_variables, NO_JOB, variables)
+    job = ActorJob(list(actors), [node for node, _ in places], places[0][1], 0)
+    if store == "driver":
+        job.address = _ray().util.get_node_ip_address()
+        job.store = _open_store(job.address)
+        job.port = job.store.port
+    else:
+        [job.port] = call.on_all(_serve, UNTOUCHED, [job.address], first=True)
+    call.on_all(_set_variables, NO_JOB, job_variables(job.nodes, job.address, job.port))
+    return job
+
+
+def replace_actor(
+    job: ActorJob, rank: int, actor: Any, *, timeout: timedelta | float = 60.0
+) -> None:
+    """Put a new actor in the place of one that died, or hangs, while the others live.
+
+    The old one is killed if it still runs. Afterwards the new one has the variables of its rank,
+    and the caller lets it run the same program as the others: ``install(recoverable=True)``,
+    ``init_process_group``, the same groups, ``rejoin``. The others have to come to ``recover``, as
+    ``retrying`` does; nothing is asked of them here, since they are busy. Blocking; called in the
+    driver.
+
+    Args:
+        job: what :func:`setup_actors` returned; the new actor is entered there.
+        rank: the rank to replace.
+        actor: a new actor, on any node.
+        timeout: bound of the whole call, a timedelta or seconds.
+
+    Raises:
+        ActorFailedError: the new actor is dead, failed, or is in a job already.
+        ActorTimeoutError: it did not answer in time.
+        InvalidOptionError: rank 0 was to be replaced, and its process hosted the job's store; or an
+            argument is wrong. Nothing was done.
+    """
+    if not isinstance(job, ActorJob) or rank not in range(len(job.actors)):
+        raise InvalidOptionError(
+            f"replace_actor({job!r}, {rank!r}): not a job and one of its ranks; nothing was done. "
+            "Pass what setup_actors() returned, and the rank."
+        )
+    if rank == 0 and job.store is None:
+        raise InvalidOptionError(
+            "replace_actor(rank=0): its process hosts the job's store, which ended with it; "
+            "nothing was done. Start all actors anew; with setup_actors(actors, store='driver') "
+            "rank 0 can be replaced, too."
+        )
+    call = _Call("replace_actor", [actor], timeout, first_rank=rank)
+    if actor in job.actors:
+        raise InvalidOptionError(
+            f"replace_actor(): {actor!r} is rank {job.actors.index(actor)} of the job; nothing was "
+            "done. Pass a new actor."
+        )
+    [(node, _)] = call.on_all(_place, UNTOUCHED)
+    _ray().kill(job.actors[rank])
+    nodes = [*job.nodes[:rank], node, *job.nodes[rank + 1 :]]
+    call.on_all(_set_variables, NO_JOB, [job_variables(nodes, job.address, job.port)[rank]])
+    job.actors[rank], job.nodes = actor, nodes
 
 
 def offload_all(
@@ -214,21 +311,24 @@ def _answer(_: object) -> None:
 
 
 def _serve(_: object, address: str) -> int:
-    """Open the job's store in this process; returns the port."""
+    """Open the job's store in this process, for as long as it lives; returns the port."""
+    _served[:] = [_open_store(address)]
+    port: int = _served[0].port
+    return port
+
+
+def _open_store(address: str) -> Any:
+    """Open a job's store in this process, on a port that the system picks."""
     distributed: Any = import_module("torch.distributed")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family, backlog=1024)
-    port: int = listener.getsockname()[1]
-    _served[:] = [
-        distributed.TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    ]
-    return port
+    return distributed.TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _set_variables(_: object, variables: Mapping[str, str]) -> None:
@@ -256,7 +356,10 @@ TOUCHED = (
     "reload_all() tries again"
 )
 NO_JOB = "The actors are not a job yet: call {what}() again once all of them can answer"
-REPLACE = "An actor that died cannot come back into its job: start all of them anew."
+REPLACE = (
+    "An actor that died cannot come back into its job: replace_actor() puts another one in its "
+    "place if the job is recoverable; else start all of them anew."
+)
 
 
 def _ray() -> Any:
@@ -288,9 +391,17 @@ class _Call:
         what: the public function, for messages.
         actors: one handle a rank.
         timeout: bound of all steps together; a timedelta, or seconds.
+        first_rank: the rank of the first, for messages.
     """
 
-    def __init__(self, what: str, actors: Sequence[Any], timeout: timedelta | float) -> None:
+    def __init__(
+        self,
+        what: str,
+        actors: Sequence[Any],
+        timeout: timedelta | float,
+        *,
+        first_rank: int = 0,
+    ) -> None:
         self._ray = _ray()
         self._what = what
         wrong = _what_is_wrong(actors)
@@ -299,6 +410,7 @@ class _Call:
                 f"{what}(actors): {wrong}; nothing was done. Pass one handle a rank, in rank order."
             )
         self._actors = list(actors)
+        self._first_rank = first_rank
         self._timeout = as_timedelta(timeout, "timeout").total_seconds()
         self._deadline = time.monotonic() + self._timeout
 
@@ -357,8 +469,8 @@ class _Call:
         error = ActorFailedError(
             f"{self._what}: actor {self._names([rank])} failed: {text}.{told} {state}."
             f"{f' {REPLACE}' if dead else ''}",
-            rank=rank,
-            errors=errors,
+            rank=rank + self._first_rank,
+            errors={other + self._first_rank: one for other, one in errors.items()},
             waiting=silent,
         )
         error.__cause__ = errors[rank]  # as Ray gives it, with the actor's traceback
@@ -368,9 +480,9 @@ class _Call:
         return ActorTimeoutError(
             f"{self._what}: {len(silent)} of {len(self._actors)} actors did not answer within "
             f"{self._timeout:g} s: {self._names(silent)}. {state}.",
-            rank=silent[0],
-            waiting=silent,
+            rank=silent[0] + self._first_rank,
+            waiting=[rank + self._first_rank for rank in silent],
         )
 
     def _names(self, ranks: Sequence[int]) -> str:
-        return ", ".join(f"{rank} {self._actors[rank]!r}" for rank in ranks)
+        return ", ".join(f"{rank + self._first_rank} {self._actors[rank]!r}" for rank in ranks)

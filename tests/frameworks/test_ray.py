@@ -118,6 +118,33 @@ def test_an_actor_that_dies_is_named(seen: dict[str, Any], when: str) -> None:
     assert len(died["text"]) < 500
 
 
+def test_an_actor_that_died_is_replaced(seen: dict[str, Any]) -> None:
+    """Rank 0, killed in the third step: the store is the driver's. All end with the same weight."""
+    assert seen["replaced died"] == "ActorDiedError"
+    new, *others = seen["trained"]
+    assert new == {"rejoined": True, "weight": 300.0, "log": [(2, (0,)), (3, ())]}
+    for other in others:
+        log = [(0, ()), (1, ()), (2, ()), (2, (0,)), (3, ())]
+        assert other == {"rejoined": False, "weight": 300.0, "log": log}
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("no rank", "not a job and one of its ranks"),
+        ("same actor", "is rank 1 of the job"),
+        ("no store", "its process hosts the job's store"),
+    ],
+)
+def test_a_replacement_that_cannot_be_is_refused(
+    seen: dict[str, Any], what: str, said: str
+) -> None:
+    """Before anything is sent to the new actor."""
+    assert seen[what]["type"] == "InvalidOptionError"
+    assert said in seen[what]["text"]
+    assert "nothing was done" in " ".join(seen[what]["text"].split())
+
+
 @pytest.mark.parametrize(
     ("what", "said"), [("none", "there are no actors"), ("twice", "an actor is listed twice")]
 )

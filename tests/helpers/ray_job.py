@@ -77,6 +77,40 @@ class Trainer:
         dist.destroy_process_group()
 
 
+class Recoverable:
+    """A trainer that goes on when one of its ranks is replaced."""
+
+    def train(self, dies: int) -> dict[str, Any]:
+        import signal
+
+        import torch
+        import torch.distributed as dist
+
+        import reloadpg
+
+        reloadpg.install(backends={"gloo"}, recoverable=True)
+        dist.init_process_group("gloo")
+        pair = [dist.new_group(ranks) for ranks in PAIRS][dist.get_rank() % 2]
+        rejoined = reloadpg.rejoin().changed
+        weight, before, log = torch.zeros(1), torch.zeros(1), []
+        for step in reloadpg.retrying(range(4)):
+            with step as number:
+                log.append((number, step.replaced))
+                if step.attempt > 1:
+                    weight.copy_(before)
+                if step.replaced:
+                    source = next(r for r in range(RANKS) if r not in step.replaced)
+                    dist.broadcast(weight, source)
+                before = weight.clone()
+                update = torch.tensor([2.0 ** dist.get_rank() * (number + 1)])
+                dist.all_reduce(update, group=pair)
+                if (dist.get_rank(), number, rejoined) == (dies, 2, False):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                dist.all_reduce(update)
+                weight += update
+        return {"rejoined": rejoined, "weight": weight.item(), "log": log}
+
+
 def caught(call: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     try:
         call(*args, **kwargs)
@@ -115,6 +149,8 @@ def drive(rank: int, world_size: int, variables: dict[str, str]) -> dict[str, An
         finally:
             ray.shutdown()
         _, left = psutil.wait_procs(set(started), timeout=30)
+        # One that has ended, and whose parent ended before it, is left to be waited for.
+        left = [one for one in left if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
         seen["started"], seen["left"] = len(set(started)), [str(process) for process in left]
         return seen
 
@@ -177,4 +213,29 @@ def _loop(ray: Any, folder: Path) -> dict[str, Any]:
     ray.get(actors[3].die.remote(), timeout=BOUND_S)
     seen["died"] = caught(ours.offload_all, actors, timeout=BOUND_S)
     seen["dead"] = caught(ours.offload_all, actors, timeout=BOUND_S)
+    for actor in actors:
+        ray.kill(actor)
+    return seen | _replace(ray, ours)
+
+
+def _replace(ray: Any, ours: Any) -> dict[str, Any]:
+    """The actor of rank 0 dies in training, and another one takes its place."""
+    plain = {"env_vars": {"RELOADPG_AUTOINSTALL": "0"}}
+    remote = ray.remote(Recoverable).options(num_cpus=1, runtime_env=plain)
+    job = ours.setup_actors(
+        [remote.remote() for _ in range(RANKS)], timeout=2 * BOUND_S, store="driver"
+    )
+    results = [actor.train.remote(0) for actor in job.actors]
+    seen: dict[str, Any] = {}
+    try:
+        ray.get(results[0], timeout=2 * BOUND_S)
+    except ray.exceptions.RayActorError as error:
+        seen["replaced died"] = type(error).__name__
+    new = remote.remote()
+    seen["no rank"] = caught(ours.replace_actor, job, RANKS, new)
+    seen["same actor"] = caught(ours.replace_actor, job, 0, job.actors[1])
+    seen["no store"] = caught(ours.replace_actor, ours.ActorJob(job.actors, [], "", 0), 0, new)
+    ours.replace_actor(job, 0, new, timeout=2 * BOUND_S)
+    results[0] = job.actors[0].train.remote(0)
+    seen["trained"] = ray.get(results, timeout=2 * BOUND_S)
     return seen

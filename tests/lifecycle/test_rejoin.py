@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import reloadpg
+from reloadpg.rendezvous.outcome import store_lost, store_silent
 from reloadpg.testing import run_ranks
 
 PATIENCE = timedelta(seconds=120)
@@ -463,11 +464,13 @@ def test_what_the_new_process_cannot_have() -> None:
 def host_dies(rank: int, size: int) -> Any:
     reloadpg.install(backends={"gloo"}, recoverable=True, timeout=PATIENCE)
     worlds.init("gloo", timeout=PATIENCE)
+    worlds.barrier()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     return attempt(reloadpg.recover)
 
 
+@pytest.mark.slow
 def test_the_process_that_hosts_the_store_cannot_be_replaced() -> None:
     """The others say so, whether they find the store lost or silent."""
     outcomes = run_ranks(host_dies, 3, timeout=120, check=False, store="rank0")
@@ -475,6 +478,16 @@ def test_the_process_that_hosts_the_store_cannot_be_replaced() -> None:
         assert one.exception is None, one.exception
         assert "rendezvous store" in one.result.text
         assert "The process that hosts the store cannot be replaced" in one.result.text
+
+
+@pytest.mark.parametrize("operation", ["recover", "step", "reload"])
+def test_the_errors_of_a_lost_store_say_who_cannot_be_replaced(operation: str) -> None:
+    """Those of the operations that a process could be replaced in."""
+    lost = store_lost(operation, "enter", RuntimeError("gone"))
+    silent = store_silent(operation, "enter", seconds=1.0, rank=1, size=2)
+    for error in (lost, silent):
+        said = "The process that hosts the store cannot be replaced" in str(error)
+        assert said == (operation != "reload")
 
 
 def two_jobs(rank: int, size: int) -> Any:
