@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from .. import c10d
 from ..errors import InvalidOptionError, ReloadpgError, RendezvousTimeoutError, format_ranks
+from ..groups.registry import registry
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.worker_thread import Wait
 from .launchers import identify
@@ -33,11 +34,15 @@ __all__ = ["barrier", "exit_round", "job_round", "leave_together", "rank_zero_fi
 
 
 class _Rendezvouses:
-    """The rendezvous of each group and purpose, made at the first use of it."""
+    """The rendezvous of each group and purpose, made at the first use of it.
+
+    After a recovery it is made anew: the ranks may have been at different barriers, and those that
+    have a new process were at none.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: weakref.WeakKeyDictionary[ProcessGroup, dict[str, Rendezvous]] = (
+        self._known: weakref.WeakKeyDictionary[ProcessGroup, dict[str, tuple[int, Rendezvous]]] = (
             weakref.WeakKeyDictionary()
         )
         self._pid = 0
@@ -48,21 +53,25 @@ class _Rendezvouses:
                 # After a fork the child would share the parent's connection and its count.
                 self._pid = os.getpid()
                 self._known = weakref.WeakKeyDictionary()
+            job = registry.known_job
+            recovered = 0 if job is None else job.rendezvous.recovered
             known = self._known.setdefault(group, {})
-            if purpose not in known:
-                known[purpose] = _rendezvous_of(group, purpose)
-            return known[purpose]
+            if purpose not in known or known[purpose][0] != recovered:
+                known[purpose] = recovered, _rendezvous_of(group, purpose, recovered)
+            return known[purpose][1]
 
 
 _rendezvouses = _Rendezvouses()
 
 
-def _rendezvous_of(group: ProcessGroup, purpose: str) -> Rendezvous:
+def _rendezvous_of(group: ProcessGroup, purpose: str, recovered: int) -> Rendezvous:
     world = c10d.world()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1 or world is None or not c10d.has_peers():
         return Rendezvous(None, rank, size)
     prefix = f"reloadpg/{purpose}/{c10d.name_of(group)}"
+    if recovered:
+        prefix += f"/after {recovered}"
     find = c10d.root_store_of_job(world)
     return Rendezvous(lambda: PrefixStore(prefix, find()), rank, size)
 
@@ -86,6 +95,7 @@ def barrier(timeout: timedelta | float, reason: str, group: ProcessGroup | None 
         RendezvousTimeoutError: not all ranks came. Names reason, seconds and the missing ranks;
             also a TimeoutError.
         GroupNotInitializedError: several ranks, but no group yet.
+        ReloadpgError: this process replaces another one, and has to call ``rejoin`` first.
         InvalidOptionError: the timeout is not a time, or the group no group. Also a ValueError.
     """
     bound = as_timedelta(timeout, "timeout")
@@ -99,6 +109,7 @@ def barrier(timeout: timedelta | float, reason: str, group: ProcessGroup | None 
     chosen = _group_or_world(group, f"barrier({reason!r})")
     if chosen is None:
         return
+    _check_rejoined(f"barrier({reason!r})")
     seconds = bound.total_seconds()
     round_ = _rendezvouses.of(chosen, "barrier").open(f"barrier {reason!r}", ("arrive",), seconds)
     with _in_job_ranks(chosen, f"barrier {reason!r}"):
@@ -111,7 +122,14 @@ def job_round(purpose: str, phases: tuple[str, ...], bound: timedelta) -> Round:
     Raises:
         GroupNotInitializedError: there is no default group.
     """
+    _check_rejoined(purpose)
     return _group_rendezvous(None, purpose).open(purpose, phases, bound.total_seconds())
+
+
+def _check_rejoined(what: str) -> None:
+    job = registry.known_job
+    if job is not None:
+        job.rendezvous.check_rejoined(what)
 
 
 def leave_together(

@@ -495,7 +495,7 @@ class Operation:
             job.generation = self.generation
             job.released = False
         if self.name == "recover":
-            job.rendezvous.replaces = False
+            job.rendezvous.complete_recovery()
         self.report = self._build_report(job, note)
 
     def fail(self, error: BaseException) -> None:

@@ -92,6 +92,7 @@ class Rendezvous:
 
     Attributes:
         era: number of the recovery that this rank took part in last; 0 before the first.
+        recovered: number of the last recovery that is complete; 0 before the first.
         replaces: whether this process takes another one's place, and no recovery has let it in yet.
     """
 
@@ -113,6 +114,7 @@ class Rendezvous:
         self._counting = threading.Lock()
         self._marks = marks
         self.era = 0 if predecessor is None else predecessor.era
+        self.recovered = 0
         self.replaces = predecessor is not None
         self._sequence = 0
         self._last = 0
@@ -179,14 +181,22 @@ class Rendezvous:
         Raises:
             ReloadpgError: this process has to rejoin the job first.
         """
+        self.check_rejoined(operation)
+        self._sequence += 1
+        return Round(self, operation, self._sequence, phases, seconds)
+
+    def check_rejoined(self, operation: str) -> None:
+        """Raise if this process replaces another one, and the other ranks do not know it. Local."""
         if self.replaces:
             raise ReloadpgError(
                 f"{operation}: this process replaces one of rank {self.rank} that has ended, and "
                 "the other ranks do not know it yet; nothing was changed. Call reloadpg.rejoin() "
                 "first, once its groups are created."
             )
-        self._sequence += 1
-        return Round(self, operation, self._sequence, phases, seconds)
+
+    def complete_recovery(self) -> None:
+        """Note that the recovery that was begun last is complete, on all ranks. Local."""
+        self.recovered, self.replaces = self.era, False
 
     def recover(self, phases: Sequence[str], reason: str, report: str, seconds: float) -> Round:
         """Call all ranks to a recovery, and begin its round. Local, bounded.

@@ -129,10 +129,13 @@ def one_replaced(rank: int, size: int, dies: bool) -> dict[str, Any]:
     """Rank 2 is killed in the second loop, while the others are in a collective with it."""
     job = Member(rank)
     found: dict[str, Any] = {"made": job.made}
+    if not incarnation():
+        reloadpg.barrier(PATIENCE, "a barrier that the new process was not at")
     if incarnation():
         found |= {
             "use": attempt(lambda: job.sum_in(job.groups[1])),
             "offload": attempt(reloadpg.offload),
+            "barrier": attempt(lambda: reloadpg.barrier(60, "test")),
             "pending": reloadpg.fault_pending(),
         }
     report = reloadpg.rejoin()
@@ -144,6 +147,7 @@ def one_replaced(rank: int, size: int, dies: bool) -> dict[str, Any]:
             die()
 
     log = [*job.train(1, no_fault), *job.train(STEPS, fault)]
+    reloadpg.barrier(PATIENCE, "one that it is at")
     found |= {"log": log, "weights": job.weights.tolist(), "after": job.whole()}
     return found | {"again": reloadpg.rejoin().changed}
 
@@ -180,8 +184,9 @@ class TestOneProcessIsReplaced:
         new = found[RANKS]
         assert new["use"].kind == "GroupOffloadedError"
         assert "replaces one that has ended. Call reloadpg.rejoin()" in new["use"].text
-        assert new["offload"].kind == "ReloadpgError"
-        assert "Call reloadpg.rejoin() first" in new["offload"].text
+        for call in ("offload", "barrier"):
+            assert new[call].kind == "ReloadpgError"
+            assert "Call reloadpg.rejoin() first" in new[call].text
 
     def test_all_groups_are_live_on_all_ranks(self, whole_job: Any) -> None:
         """The same objects, and right sums."""
