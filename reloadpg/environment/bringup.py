@@ -21,9 +21,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from .. import c10d
 from ..errors import InvalidOptionError, ReloadpgError, format_ranks
+from ..groups.registry import registry
 from ..lifecycle.connect import Connect, sum_ranks, validate
 from ..observability.logs import name_rank_in_records
 from ..rendezvous.plan import Plan
+from ..rendezvous.predecessor import Predecessor
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.worker_thread import Attempt
 from .device import Placement, choose_placement, parse_backend
@@ -109,6 +111,9 @@ def init_distributed(
     If the default group exists already, it is adopted untouched: ``owned`` is False, and
     requested settings that it does not have are logged as a warning. Without ``mesh_dims`` this
     is local.
+
+    In a process that replaces another one (see :func:`reloadpg.rejoin`) it is local, too: nothing
+    is agreed or connected, which the other ranks have done.
 
     Args:
         backend: as for ``init_process_group``; None takes the device's (gloo, nccl, ...).
@@ -209,7 +214,13 @@ def bring_up(
     bound = c10d.default_timeout(placement.backend) if timeout is None else timeout
     store = open_store(environment, init_timeout, given)
     placement.use(stream=stream)
-    if environment.world_size > 1:
+    alone = environment.world_size == 1
+    options = registry.options
+    if not alone and options is not None and options.recoverable:
+        # The other ranks are past all this: its groups are connected when it rejoins them.
+        alone = Predecessor.exists(store, environment.rank, environment.world_size)
+        connect = "none" if alone else connect
+    if not alone:
         claim = Claim(
             rank=environment.rank,
             world_size=environment.world_size,
@@ -224,7 +235,7 @@ def bring_up(
         agree(store, claim, init_timeout)
     # A peer that dies between agreement and connection would hold this rank for the whole of
     # ``timeout``, which is hours by intention: so the groups are made within a round.
-    root = None if environment.world_size == 1 else partial(PrefixStore, "barriers", store)
+    root = None if alone else partial(PrefixStore, "barriers", store)
     rendezvous = Rendezvous(root, environment.rank, environment.world_size)
     round_ = rendezvous.open("init_distributed", ("connected",), init_timeout.total_seconds())
     own = OwnGroups()

@@ -42,17 +42,29 @@ class Predecessor(NamedTuple):
             rank: this rank.
             size: number of ranks.
         """
-        instance = root.add(_count(rank), 0)
+        instance = _left(root, rank, size)
+        if not instance:
+            return None
         store = job_keys(root, instance)
-        if not instance or not store.check([_begun(rank)]):
-            return None
-        if store.get(_begun(rank)).decode() == _process():
-            return None  # this process has ended that job, and begins another one
-        if store.check([_ended(other) for other in range(size)]):
-            return None
         store.delete_key(_ended(rank))
         mark_begun(store, rank)
         return cls(instance, store.add(RECOVERY, 0))
+
+    @staticmethod
+    def exists(root: Store, rank: int, size: int) -> bool:
+        """Whether there is such a place. Takes it not."""
+        return bool(_left(root, rank, size))
+
+
+def _left(root: Store, rank: int, size: int) -> int:
+    """The number of the job in which another process has left this rank's place; 0 for none."""
+    instance = root.add(_count(rank), 0)
+    store = job_keys(root, instance)
+    if not instance or not store.check([_begun(rank)]):
+        return 0
+    if store.get(_begun(rank)).decode() == _process():
+        return 0  # this process has ended that job, and begins another one
+    return 0 if store.check([_ended(other) for other in range(size)]) else instance
 
 
 def next_instance(root: Store, rank: int) -> int:

@@ -436,6 +436,34 @@ def test_the_moment_does_not_matter(moment: Callable[..., Any]) -> None:
             assert "reloadpg.rejoin()" in one["found"][0].text
 
 
+# -- brought up by init_distributed ---------------------------------------------------------------
+
+
+def brought_up(rank: int, size: int) -> Any:
+    """A mesh, bounds and agreement by the library's own bring-up, and its exit."""
+    reloadpg.install(backends={"gloo"}, recoverable=True, timeout=PATIENCE)
+    with reloadpg.init_distributed(
+        "gloo", mesh_dims={"dp_shard": 2, "tp": 2}, timeout=PATIENCE, device="cpu"
+    ) as context:
+        report = reloadpg.rejoin()
+        if rank == VICTIM and not incarnation():
+            die()
+        if not incarnation():
+            report = reloadpg.recover()
+        mesh: Any = context.mesh
+        value = torch.ones(1)
+        for name in ("dp_shard", "tp"):
+            dist.all_reduce(value, group=mesh.get_group(name))
+        return report.replaced, value.item()
+
+
+@pytest.mark.slow
+def test_a_job_that_init_distributed_brought_up() -> None:
+    """The bring-up of the new process waits for no other rank."""
+    found = [one for one in run_replaced(brought_up) if one is not None]
+    assert found == [((VICTIM,), 4.0)] * RANKS
+
+
 # -- what is refused ------------------------------------------------------------------------------
 
 
