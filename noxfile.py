@@ -84,13 +84,13 @@ def frameworks(session: nox.Session) -> None:
     # DeepSpeed's own build reads the torch that is installed.
     session.install(*pins, "--no-build-isolation", "-e", f".[{extras}]", "datasets")
     # verl states an older transformers than the other hooks; its workers do with this one.
-    session.install(*pins, "--no-deps", "verl", "tensordict", "pyvers", "omegaconf")
-    session.install(*pins, "ray", "cloudpickle", "codetiming", "orjson", "fastapi", "uvicorn")
-    session.install(*pins, "torchft")
+    session.install(*pins, "--no-deps", "verl")
+    verl_imports = ("tensordict", "ray", "omegaconf", "codetiming", "fastapi", "uvicorn")
+    session.install(*pins, *verl_imports, "torchft")
     session.run(
         *("python", "-m", "pytest", "-m", "frameworks", "-n", "0", *session.posargs),
         *(f"tests/frameworks/test_{name}.py" for name in ("hooks", "verl", "torchft")),
-        env={"RELOADPG_FRAMEWORKS_TABLE": "docs/frameworks.md"},
+        env={"TEST_FRAMEWORKS_TABLE": "docs/frameworks.md"},
     )
 
 

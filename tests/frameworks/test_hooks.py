@@ -2,7 +2,7 @@
 
 Not part of any other run: ``nox -s frameworks`` installs the frameworks, as
 ``tests/frameworks/constraints.txt`` pins them, and runs the tests marked ``frameworks``. With
-``RELOADPG_FRAMEWORKS_TABLE`` set to a file, the table in it is replaced by what was seen.
+``TEST_FRAMEWORKS_TABLE`` set to a file, the table in it is replaced by what was seen.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def table() -> Iterator[list[str]]:
     """The rows of the table in the documents; written at the end, where that is asked for."""
     rows: list[str] = []
     yield rows
-    target = os.environ.get("RELOADPG_FRAMEWORKS_TABLE")
+    target = os.environ.get("TEST_FRAMEWORKS_TABLE")
     if target and rows:
         write_table(Path(target), rows)
 
