@@ -41,7 +41,7 @@ from reloadpg.errors import table
 JOB_SIZES = (64, 16384)
 KINDS = ("torch", "reloadable", "recorded")
 PARTS = ("job", "others", "members")
-LIMITS = {"others": 1.2, "members": 1.3}
+LIMITS = {"others": 1.2, "members": 1.7}
 TIME_LIMIT_S = 300
 
 
