@@ -9,6 +9,7 @@ number the store gives, and begin to count their rounds anew.
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import sys
 import traceback
@@ -38,6 +39,8 @@ _MOST = 32
 
 _LEAST_S = 1.0
 """Seconds, at least, in which the other ranks meet one that has been replaced meanwhile."""
+
+_GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _ASK_S = 0.1
 """``fault_pending`` asks the store at most once in so many seconds."""
@@ -74,7 +77,8 @@ def recover(
 
     Args:
         reason: why, for the reports and logs of all ranks: text or an exception; the one that is
-            being handled if None.
+            being handled if None. An exception keeps its traceback, and the functions in it lose
+            their variables: gloo waits as long as work is in one of them.
         wait_for_ranks: how long to wait for ranks that do not come; None means as long as a
             collective may take: the longest timeout of the groups, or that of ``install`` if it is
             longer. A number is in seconds. One that has died and is started again comes by
@@ -208,23 +212,40 @@ def meet(
 
 
 def _fault(op: Operation, reason: str | BaseException | None, repeats: bool) -> Fault:
-    """What this rank brings to the recovery. Local.
-
-    Torch's frames are cleared of what they hold: a gloo connection stays open, and the peers go on
-    waiting at its other end, as long as the work that failed is in a variable.
-    """
+    """What this rank brings to the recovery. Local."""
     error = sys.exc_info()[1] if reason is None else reason
     text, where = "", ""
     if isinstance(error, BaseException):
         if not isinstance(error, PeerFailedError):  # what the peer reports itself
             text, where = f"{type(error).__name__}: {error}"[:1000], _where(error)
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            if _module(frame.f_globals) == "torch":
-                with suppress(RuntimeError):  # it is running: this was called from it
-                    frame.clear()
+        _release_work(error, of_user=repeats)
     elif error is not None:
         text = str(error)[:1000]
     return Fault(op.world.rank(), text, where, repeats=repeats)
+
+
+def _release_work(error: BaseException, *, of_user: bool) -> None:
+    """Clear the variables of the functions that an error has passed through. Local.
+
+    A gloo connection stays open, and the peers wait at its other end, as long as work that was
+    begun on it is in a variable; and an exception keeps the variables of all these functions.
+
+    Args:
+        error: with what it was raised from, and while.
+        of_user: whether to clear those of functions other than torch's too. An error that is
+            raised to the user keeps them, for debuggers and logs.
+    """
+    found: list[BaseException | None] = [error]
+    for one in found:
+        if one is None:
+            continue
+        found += [other for other in (one.__cause__, one.__context__) if other not in found]
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            # A suspended generator would be closed.
+            clears = of_user and not frame.f_code.co_flags & _GENERATOR
+            if clears or _module(frame.f_globals) == "torch":
+                with suppress(RuntimeError):  # it is running: this was called from it
+                    frame.clear()
 
 
 def _where(error: BaseException) -> str:

@@ -232,7 +232,8 @@ class TestOneFaultAfterTheOther:
 
 def _check_cut(facts: Facts, faulty: bool) -> None:
     assert facts["cut"] == (3 if faulty else 0)
-    assert "Connection closed by peer" in facts["error"]
+    assert "onnection" in facts["error"]  # closed, or reset while something was on its way
+    assert "Timed out" not in facts["error"]
 
 
 def _check_skipped(facts: Facts, faulty: bool) -> None:

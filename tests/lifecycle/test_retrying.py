@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from fault_job import FaultJob, all_reduce
 from recovery_job import Seen, attempt, interfere
@@ -204,6 +205,40 @@ class TestAStep:
                 assert own in seen.text
             assert found[case]["sums"]
             assert found[case]["generation"] == cases[0][case]["generation"]
+
+
+def fail_with_work(job: FaultJob) -> None:
+    """Raise while a receive that no peer will ever serve is in a variable, as in a pipeline."""
+    work = dist.irecv(torch.ones(1), src=2, group=job.ring)
+    assert work is not None
+    raise Injected("in the middle of a schedule")
+
+
+def work_in_a_variable(rank: int, size: int) -> list[str]:
+    """What each rank's step raised, where one rank's function had begun a receive."""
+    job = FaultJob(rank, size)
+    raised = []
+    for step in reloadpg.retrying(range(2), on=(Injected, RuntimeError)):
+        with step:
+            try:
+                if rank == FAULTY and step.attempt == 1 and step.number == 0:
+                    try:
+                        fail_with_work(job)
+                    except Injected as error:
+                        raise RuntimeError("of the trainer") from error
+                all_reduce(job.ring)
+            except RuntimeError as error:
+                raised.append(str(error))
+                raise
+    return raised
+
+
+def test_work_in_a_variable_of_the_function_that_failed_holds_up_no_rank() -> None:
+    """An exception holds the function's variables; the peers must not wait for their timeouts."""
+    for rank, raised in enumerate(run_ranks(work_in_a_variable, 4, timeout=280)):
+        (text,) = raised
+        assert "Timed out" not in text
+        assert ("of the trainer" if rank == FAULTY else "onnection") in text  # closed, or reset
 
 
 def test_a_step_is_a_context_manager() -> None:
