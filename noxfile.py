@@ -110,7 +110,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure: calls on a reloadable group, and a cycle by number of groups."""
+    """Measure: calls on a reloadable group, a cycle by number of groups, a fault and a restart."""
     install(session, "test-core")
-    for script in ("dispatch.py", "reload.py", "startup.py", "creation.py"):
+    for script in ("dispatch.py", "reload.py", "startup.py", "creation.py", "recovery.py"):
         session.run("python", f"benchmarks/{script}", "--check", *session.posargs)

@@ -209,3 +209,15 @@ def test_parallel_measures_every_width_and_the_overlap(tmp_path: Path) -> None:
     assert list(figures["reload_s"]) == ["1", "2", "4", "8"]
     assert figures["ratio"] == figures["reload_s"]["8"] / figures["reload_s"]["1"]
     assert min(figures["torch_s"], figures["after_s"], figures["along_s"]) > figures["creation_s"]
+
+
+def test_recovery_measures_a_fault_in_both_ways(tmp_path: Path) -> None:
+    """Each way goes through its fault once, in place or with new processes, to equal weights."""
+    figures = quick("recovery.py", tmp_path / "figures.json")
+    assert {way: len(seconds) for way, seconds in figures["seconds"].items()} == {
+        "retrying": 1,
+        "restart": 1,
+    }
+    assert all(seconds > 0 for seconds in figures["medians"].values())
+    assert figures["ratio"] == figures["medians"]["retrying"] / figures["medians"]["restart"]
+    assert figures["equal"]

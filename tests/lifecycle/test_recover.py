@@ -240,7 +240,7 @@ def _check_skipped(facts: Facts, faulty: bool) -> None:
     if faulty:
         assert (facts["before"], facts["called"]) == (False, True)
     else:
-        assert "Timed out" in facts["error"] or "closed" in facts["error"]
+        assert "Timed out" in facts["error"] or "onnection" in facts["error"]
     (fault,) = [fault for fault in facts["report"].faults if fault.late]
     assert fault.rank == FAULTY
 
