@@ -284,6 +284,8 @@ class Rendezvous:
 
     def _call(self, era: int, store: Store) -> Outcome | None:
         """The outcome of a barrier of an era that a recovery has ended; None if none has."""
+        if not store.check([RECOVERY]):  # to add nothing to it would make the key
+            return None
         number = store.add(RECOVERY, 0)
         key = f"{RECOVERY}/{number}/call"
         if number <= era or not store.check([key]):

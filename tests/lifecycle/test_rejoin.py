@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -462,6 +463,43 @@ def test_a_job_that_init_distributed_brought_up() -> None:
     """The bring-up of the new process waits for no other rank."""
     found = [one for one in run_replaced(brought_up) if one is not None]
     assert found == [((VICTIM,), 4.0)] * RANKS
+
+
+# -- groups that torch splits ---------------------------------------------------------------------
+
+
+def split(rank: int, size: int, file: str) -> Any:
+    """Parts of the default group, and parts of those, on a FileStore that no rank hosts."""
+    worlds.start("bound late", file=file, recoverable=True, min_size=1)
+    halves = worlds.split([[0, 1], [2, 3]])
+    odd = worlds.split([[1, 3]], group_desc="odd")
+    single = worlds.split([[0], [1]], parent=halves)
+    mine = [one for one in (halves, odd, single) if isinstance(one, dist.ProcessGroup)]
+    made = [(one.group_name, dist.get_process_group_ranks(one)) for one in mine]
+    if rank == VICTIM and not incarnation():
+        die()
+    report = reloadpg.rejoin() if incarnation() else reloadpg.recover()
+    sums = []
+    for group in mine:
+        value = torch.tensor([2.0**rank])
+        dist.all_reduce(value, group=group)
+        sums.append((group.group_name, value.item()))
+    return made, sums, report.replaced
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not worlds.CAN_SPLIT, reason="this torch cannot split gloo groups")
+def test_splits_are_made_without_the_others(tmp_path: Path) -> None:
+    """Under torch's own names, whichever part the rank is in."""
+    found = run_replaced(split, str(tmp_path / "store"))
+    names: dict[tuple[int, ...], str] = {}
+    for made, sums, replaced in filter(None, found):
+        for (name, ranks), (_, total) in zip(made, sums, strict=True):
+            assert names.setdefault(tuple(ranks), name) == name
+            assert total == sum(2.0**rank for rank in ranks)
+        assert replaced == (VICTIM,)
+    assert sorted(names) == [(0,), (0, 1), (1,), (1, 3), (2,), (2, 3), (3,)]
+    assert len(found[-1][0]) == 2
 
 
 # -- what is refused ------------------------------------------------------------------------------
