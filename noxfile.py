@@ -45,7 +45,14 @@ def bound(session: nox.Session) -> None:
 def recovery(session: nox.Session) -> None:
     """The tests of recovery, with eight groups at a time instead of one."""
     install(session, "test")
-    names = ("agreement", "faults", "killed_ranks", "lost_store", "topologies")
+    names = (
+        "agreement",
+        "faults",
+        "faults_of_recovery",
+        "killed_ranks",
+        "lost_store",
+        "topologies",
+    )
     files = [f"tests/lifecycle/test_{name}.py" for name in names]
     every = ("-m", "slow or not slow")
     env = {"TEST_PARALLELISM": "8"}
