@@ -118,9 +118,12 @@ def entry_of(
         as asked for; the backend by device type.
     """
     tables = _c10d._world
+    ranks = tables.pg_group_ranks.get(group)
+    if ranks is None:  # made by hand, below another library's wrapper
+        ranks = {rank: rank for rank in range(group.size())}
     return (
         tables.pg_names[group],
-        tables.pg_group_ranks[group],
+        ranks,
         tables.pg_map[group][0],
         _devices_of(tables.pg_backend_config[group]),
     )

@@ -256,7 +256,7 @@ class Construction:
             name,
             tuple(ranks),
             backend,
-            devices,
+            dict(devices),
             selected,
             group_order(name),
             rank,

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -87,14 +86,15 @@ class ReloadableProcessGroup(Dispatch):
         desc: its description.
     """
 
-    # Every member makes one of these for every group of the job: what most groups never change is
-    # of the class, and no container is made before it is needed.
+    # Every member makes one of these for every group of the job, so what an operation changes has
+    # its first value in the class.
     generation = 0
     state = _LIVE
     last_error = ""
     under_way: UnderWay | None = None
     before_end: Callable[[], object] | None = None
     _released: weakref.ref[Any] | None = None
+    _history: History | None = None
 
     # Changes made to the live group after its creation; the next generation gets them too.
     _timeouts: Mapping[str, timedelta] = MappingProxyType({})
@@ -120,6 +120,7 @@ class ReloadableProcessGroup(Dispatch):
         self._rank = rank
         self._size = size
         self._desc = desc
+        self.names_in_store = [name]
         self._backend_name = inner.name()
         self._devices = inner._device_types
         device = inner.bound_device_id
@@ -134,13 +135,12 @@ class ReloadableProcessGroup(Dispatch):
             record = self._record = Construction.of(*record)
         return record
 
-    @cached_property
+    @property
     def history(self) -> History:
-        return History()
-
-    @cached_property
-    def names_in_store(self) -> list[str]:
-        return [self._name]
+        found = self._history
+        if found is None:  # any thread may be the first to ask
+            found = self.__dict__.setdefault("_history", History())
+        return found
 
     @property
     def is_live(self) -> bool:

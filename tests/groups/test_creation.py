@@ -261,6 +261,10 @@ def _cost_of_creations(rank, world_size):
         group = dist.new_group(ranks)
         ranks[0] = 5
         facts["replays"] = group.construction.call.args
+        by_hand, _ = dist.distributed_c10d._new_process_group_helper(
+            *(2, 1, [0, 9_999], "fake", FakeStore(), "by hand"), timeout=timedelta(seconds=60)
+        )
+        facts["by hand"] = c10d.entry_of(by_hand)[:2]
         dist.destroy_process_group()
     return facts
 
@@ -292,6 +296,12 @@ def test_a_member_builds_no_record_before_it_is_read(costs):
 def _more_calls(costs):
     pairs = zip(costs["ours"], costs["torch"], strict=True)
     return [len(ours) - len(torchs) for ours, torchs in pairs]
+
+
+@pytest.mark.matrix
+def test_a_group_whose_ranks_torch_does_not_know_has_its_own(costs):
+    """Another library's wrapper below ours may make its groups by hand, and note no ranks."""
+    assert costs["by hand"] == ("by hand", {0: 0, 1: 1})
 
 
 @pytest.mark.matrix
