@@ -22,7 +22,7 @@ from .creation import (
     thread,
     verbatim,
 )
-from .proxy import ReloadableProcessGroup
+from .proxy import GroupState, ReloadableProcessGroup
 from .registry import bypass_of, registry
 from .replacement import Places, await_members, is_without_backends, replaces, split_alone
 
@@ -31,6 +31,8 @@ __all__ = ["Wrapper", "manage_world", "wrappers"]
 Function = Callable[..., Any]
 Wrapper = Callable[[Function], Function]
 """Takes one of torch's functions and returns the function that is called in its place."""
+
+_LIVE = GroupState.LIVE  # an enumeration's member takes longer to look up
 
 _UNCHANGED = frozenset({list, tuple, range, type(None)})
 """Types of ``ranks`` that torch reads without changing them, and can be read again."""
@@ -61,7 +63,9 @@ def _new_group(wrapped: Function) -> Function:
         call = None
         thread.verbatim = True
         try:
-            if type(world) is ReloadableProcessGroup and (world.under_way or not world.is_live):
+            if type(world) is ReloadableProcessGroup and (
+                world.under_way or world.state is not _LIVE
+            ):
                 call = Call.capture(wrapped, args, kwargs)
                 made = _create_alone(call)
             elif type(ranks) in _UNCHANGED:  # nothing is copied for a rank that is no member
