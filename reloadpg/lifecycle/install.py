@@ -100,7 +100,8 @@ def install(
         recoverable: whether to see to it that a fault of an NCCL communicator reaches the program,
             which can then call :func:`recover`, instead of ending the process: sets variables such
             as ``TORCH_NCCL_BLOCKING_WAIT`` that are unset, until :func:`uninstall`. With them, each
-            ``wait()`` of a collective blocks the process until it is done.
+            ``wait()`` of a collective blocks the process until it is done. Each process leaves a
+            mark in the job's store, by which one that replaces it knows it (:func:`rejoin`).
 
     Returns:
         A handle; as a context manager it uninstalls at the end of the block.

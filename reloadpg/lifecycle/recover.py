@@ -157,10 +157,10 @@ def meet(
         finally:
             _abort_all(op, job, str(fault))
         op.begin(job, round_)
-        await_unfinished(op)
         with op.timed("wait.enter", measure=False):
             while True:
                 try:
+                    await_unfinished(op)
                     op.round.agree("enter", _plan(op))
                     break
                 except PeerFailedError:

@@ -52,7 +52,7 @@ class Predecessor(NamedTuple):
 
     @staticmethod
     def exists(root: Store, rank: int, size: int) -> bool:
-        """Whether there is such a place. Takes it not."""
+        """Whether there is such a place; it is not taken."""
         return bool(_left(root, rank, size))
 
 

@@ -35,6 +35,16 @@ def incarnation() -> int:
     return int(os.environ.get("TEST_INCARNATION", "0"))
 
 
+def all_here() -> None:
+    """Wait until all ranks that begin the job are here; nobody is replaced before."""
+    if incarnation():
+        return
+    meeting = store()
+    if meeting.add("test/here", 1) == RANKS:
+        meeting.set("test/all here", "1")
+    meeting.wait(["test/all here"])
+
+
 def die() -> None:
     """End this process as the kernel does, and let the next one take its place."""
     meeting = store()

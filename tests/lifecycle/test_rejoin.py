@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import worlds
 from recovery_job import RING, attempt, interfere
-from replacing import RANKS, VICTIM, die, incarnation, run_replaced, store
+from replacing import RANKS, VICTIM, all_here, die, incarnation, run_replaced, store
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,6 +56,7 @@ class Member:
         }
         self.ids = [id(group) for group in self.groups]
         self.weights = torch.zeros(3)
+        all_here()  # a process that dies while groups are created cannot be replaced
 
     def sums(self) -> bool:
         """Whether each group sums over its own members."""
@@ -474,6 +475,7 @@ def split(rank: int, size: int, file: str) -> Any:
     halves = worlds.split([[0, 1], [2, 3]])
     odd = worlds.split([[1, 3]], group_desc="odd")
     single = worlds.split([[0], [1]], parent=halves)
+    all_here()
     mine = [one for one in (halves, odd, single) if isinstance(one, dist.ProcessGroup)]
     made = [(one.group_name, dist.get_process_group_ranks(one)) for one in mine]
     if rank == VICTIM and not incarnation():
@@ -515,6 +517,7 @@ def refuse(rank: int, size: int) -> Any:
         value = torch.ones(1)
         dist.all_reduce(value, group=alone)
         return refused, attempt(reloadpg.rejoin), value.item()
+    all_here()
     if rank == VICTIM:
         die()
     return attempt(reloadpg.recover)
@@ -535,7 +538,7 @@ def test_what_the_new_process_cannot_have() -> None:
 def host_dies(rank: int, size: int) -> Any:
     reloadpg.install(backends={"gloo"}, recoverable=True, timeout=PATIENCE)
     worlds.init("gloo", timeout=PATIENCE)
-    worlds.barrier()
+    attempt(worlds.barrier)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     return attempt(reloadpg.recover)
