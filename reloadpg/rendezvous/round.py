@@ -76,8 +76,8 @@ _CALL_S = 10.0
 _FLAG_S = 0.5
 """Seconds in which the store is to answer whether a recovery has begun."""
 
-_SILENT_S = 60.0
-"""Seconds for which a store that did not answer that is not asked again."""
+_SILENT_S = 2.0, 60.0
+"""Seconds for which a store that did not answer that is not asked again, at first and at most."""
 
 
 class Rendezvous:
@@ -119,6 +119,7 @@ class Rendezvous:
         self._sequence = 0
         self._last = 0
         self._ask_again = 0.0
+        self._silent_s = 0.0
 
     @classmethod
     def of_world(
@@ -247,15 +248,19 @@ class Rendezvous:
         """Whether a recovery has begun in which this rank takes no part yet. Local, bounded.
 
         Asks the store if it was last asked so many seconds ago, and else answers as then; False
-        while the store does not answer, and then it is left alone for a minute.
+        while the store does not answer, and then it is left alone for 2 s, and for twice as long
+        each time that it does not answer again, up to a minute.
         """
         if self.alone or time.monotonic() < self._ask_again:
             return self._last > self.era
         self._ask_again = time.monotonic() + every
         try:
             self._last = self.ask(lambda store: store.add(RECOVERY, 0), Wait("flag", _FLAG_S))
+            self._silent_s = 0.0
         except (StoreLost, StoreSilent):
-            self._ask_again = time.monotonic() + _SILENT_S
+            least, most = _SILENT_S
+            self._silent_s = min(most, max(least, 2 * self._silent_s))
+            self._ask_again = time.monotonic() + self._silent_s
         return self._last > self.era
 
     def gather(self, store: Store, summary: Callable[[list[str]], str]) -> None:

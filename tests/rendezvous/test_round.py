@@ -612,6 +612,23 @@ def test_a_silent_store_is_told_at_the_bound() -> None:
         assert seconds < SOON
 
 
+def test_a_recovery_is_noticed_soon_after_the_store_was_silent() -> None:
+    """A link that is down for seconds hides it no longer than that."""
+
+    def body(rdv: Rendezvous) -> tuple[bool, bool]:
+        rdv.open("reload", ("enter",), FAR).agree("enter", PLAN)
+        if rdv.rank == 0:
+            rdv.recover(("enter",), "a fault", "", FAR)
+            return False, True
+        rdv._client._connection._lock.acquire()  # from now on nobody gets an answer on it
+        first, end = rdv.called(0.0), time.monotonic() + 40
+        while not rdv.called(0.0) and time.monotonic() < end:
+            time.sleep(0.01)
+        return first, rdv.called(0.0)
+
+    assert [result for result, _ in tcp_job(2).run(body)] == [(False, True)] * 2
+
+
 def test_a_fall_back_lets_all_ranks_go_on() -> None:
     """Ranks at work abandon it, ranks that wait pass, and a later failure is still told."""
     job = tcp_job(3)
