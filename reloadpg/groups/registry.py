@@ -109,7 +109,7 @@ class Job:
         rendezvous: where the ranks of the job agree.
         generation: number of completed reloads.
         cycles: number of completed offloads.
-        released: whether the last operation left the groups without communicators.
+        offloaded: whether the last operation left the groups without communicators.
         unfinished: what failed operations have left running.
         creation_stores: store clients for creating groups; None without peers.
         connecting: connections to the store that were begun in the background.
@@ -127,7 +127,7 @@ class Job:
     rendezvous: Rendezvous
     generation: int = 0
     cycles: int = 0
-    released: bool = False
+    offloaded: bool = False
     unfinished: list[Unfinished] = field(default_factory=list)
     creation_stores: StorePool | None = None
     connecting: list[Task[Any]] = field(default_factory=list)

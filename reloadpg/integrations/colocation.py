@@ -291,7 +291,7 @@ class Colocation:
 
     def _groups_offloaded(self) -> bool:
         job = registry.job("colocated")
-        return job is not None and job.released
+        return job is not None and job.offloaded
 
     def _error(self, doing: str, failures: list[tuple[str, Exception]]) -> ColocationError:
         told = "; ".join(f"{step}: {type(error).__name__}: {error}" for step, error in failures)

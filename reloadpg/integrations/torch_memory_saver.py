@@ -245,7 +245,7 @@ class MemorySaver:
             MemorySaverError: the saver has no ``disable()``; nothing was changed.
         """
         job = registry.job("groups_live")
-        was_asleep = job is not None and job.released
+        was_asleep = job is not None and job.offloaded
         with self._outside_the_account():
             report = reload()
             try:

@@ -61,7 +61,7 @@ class Block:
 
     def __init__(self) -> None:
         job = registry.known_job
-        self.nested = job is not None and bool(job.blocks) and job.released
+        self.nested = job is not None and bool(job.blocks) and job.offloaded
         # The job's set, and not the job, whose store ends with the default group.
         self._open: set[object] = set()
 

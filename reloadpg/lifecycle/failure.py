@@ -56,7 +56,7 @@ def end_early(op: Operation, error: BaseException) -> None:
 def _leave_failed(op: Operation, job: Job, error: BaseException) -> None:
     """Leave every group of the job failed: the other ranks do the same. Idempotent."""
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    job.released = True
+    job.offloaded = True
     if job.creation_stores is not None:
         job.creation_stores = job.creation_stores.replaced()
     # Some ranks had rebuilt a group and others had not yet: left at different generations, the

@@ -81,7 +81,7 @@ def _offload(op: Operation, collect: bool) -> Report:
         live = [group for group in reversed(op.groups) if group.is_live]
         proposals, subjects = op.strategy.propose(live)
         op.strategy.decide(live, op.agree(proposals, subjects))
-        if live or not op.was_released:  # groups made while offloaded are released by another call
+        if live or not op.was_offloaded:  # groups made while offloaded are released by another call
             _await_saves(op, live)
             op.call(registry.callbacks.offload)
             live = [group for group in live if group.is_live]  # a callback may destroy its own

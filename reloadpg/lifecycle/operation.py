@@ -77,7 +77,7 @@ class Operation:
         done: what was done, group by group.
         faults: of a recovery, what ranks brought to it.
         replaced: of a recovery, the ranks that came to it with a new process.
-        was_released: whether the groups were offloaded when it began.
+        was_offloaded: whether the groups were offloaded when it began.
         generations: of each group when it began.
         generation: the job's generation once this operation is complete.
         report: what was done on this rank; there once the operation has ended.
@@ -121,13 +121,13 @@ class Operation:
 
     def _open(self, job: Job) -> None:
         phases = [p for p in PHASES[self.name] if self.may_suspend or p not in SUSPENDING]
-        if self.name == "reload" and not job.released:
+        if self.name == "reload" and not job.offloaded:
             phases = phases[:1]  # with nothing offloaded it ends when all ranks agree on that
         self.world = job.world
-        self.was_released = job.released
+        self.was_offloaded = job.offloaded
         self.groups = registry.managed()
         self.generations = {group: group.generation for group in self.groups}
-        self.generation = job.generation + (self.name == "reload" and job.released)
+        self.generation = job.generation + (self.name == "reload" and job.offloaded)
         self.strategy = Strategy(self.options.strategy, job)
         if self.name != "recover":  # that one asks the store for its round
             self.begin(
@@ -198,7 +198,7 @@ class Operation:
 
     def _plan(self, settings: dict[str, str]) -> Plan:
         job = self.job
-        state = "offloaded" if self.was_released else "live"
+        state = "offloaded" if self.was_offloaded else "live"
         generation = job.generation if job is not None else 0
         return Plan(
             self.name,
@@ -461,7 +461,7 @@ class Operation:
 
     def _late_warnings(self, job: Job) -> list[str]:
         """Say what keeps memory from coming back, as it is at the end."""
-        found = memory.warnings(job.released)
+        found = memory.warnings(job.offloaded)
         for group in self.releases.held():
             found.append(
                 f"{group}: the object that torch made for it is still referenced, past the "
@@ -487,13 +487,13 @@ class Operation:
             return
         self._completed = True
         if self.name == "offload":
-            job.cycles += not self.was_released
-            job.released = True
+            job.cycles += not self.was_offloaded
+            job.offloaded = True
             for group in self.groups:
                 group.clear_failure()
-        elif self.was_released:
+        elif self.was_offloaded:
             job.generation = self.generation
-            job.released = False
+            job.offloaded = False
         if self.name == "recover":
             job.rendezvous.complete_recovery()
         self.report = self._build_report(job, note)

@@ -149,7 +149,7 @@ def meet(
         bound = op.options.timeout.total_seconds()
         if seconds is None:
             seconds = max([bound, *map(longest_wait, op.groups)])
-        was_offloaded = job.released
+        was_offloaded = job.offloaded
         waited = Wait("recover", seconds)
         try:  # the flag first: a collective that fails since peers have aborted finds it raised
             with op.timed("wait.flag", measure=False):
@@ -299,7 +299,7 @@ def seconds_of(given: timedelta | float | None, operation: str = "recover") -> f
 
 def _abort_all(op: Operation, job: Job, reason: str) -> None:
     """Leave all groups failed, and abort their communicators in parallel. Local, at once."""
-    job.released = op.was_released = True
+    job.offloaded = op.was_offloaded = True
     if job.creation_stores is not None:
         job.creation_stores = job.creation_stores.replaced()
     for group in op.groups:

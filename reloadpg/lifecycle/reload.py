@@ -72,12 +72,12 @@ def _reload(op: Operation, how: Connect) -> Report:
         if job is None:
             return op.report
         await_unfinished(op)
-        if op.was_released:
+        if op.was_offloaded:
             op.call(registry.callbacks.before_reload)
             # A callback may destroy its own: nobody is to make such a group again.
             op.groups = [g for g in op.groups if g.state is not GroupState.DESTROYED]
         op.agree(connect=how)
-        if not op.was_released:
+        if not op.was_offloaded:
             op.complete("nothing is offloaded")
             return op.report
         with op.timed("device"):
