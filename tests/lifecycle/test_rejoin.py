@@ -17,11 +17,12 @@ import worlds
 from recovery_job import RING, attempt, interfere
 from replacing import RANKS, VICTIM, all_here, die, incarnation, run_replaced, store
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import reloadpg
 from reloadpg.rendezvous.outcome import store_lost, store_silent
-from reloadpg.testing import run_ranks
+from reloadpg.testing import run_ranks, simulated
 
 PATIENCE = timedelta(seconds=120)
 """The timeout of collectives: reached only if something hangs."""
@@ -35,12 +36,16 @@ class Injected(Exception):
 class Member:
     """One rank's program: overlapping groups, a mesh, and a model that is three numbers."""
 
-    def __init__(self, rank: int, *, bound: float = 60.0, backends: Any = "gloo") -> None:
+    def __init__(
+        self, rank: int, *, bound: float = 60.0, backends: Any = "gloo", world: str = "gloo"
+    ) -> None:
         self.rank = rank
+        if world == "sim":
+            simulated.register()
         reloadpg.install(
             backends=backends, recoverable=True, timeout=timedelta(seconds=bound), parallelism=1
         )
-        worlds.init("gloo", timeout=PATIENCE)
+        worlds.init(world, timeout=PATIENCE)
         self.groups: list[Any] = [dist.group.WORLD]
         for ranks in RING:
             group = dist.new_group(list(ranks), timeout=PATIENCE)
@@ -238,9 +243,11 @@ PHASES = {
 }
 
 
-def killed_at(rank: int, size: int, points: tuple[str, ...]) -> dict[str, Any]:
+def killed_at(
+    rank: int, size: int, points: tuple[str, ...], backend: str = "gloo"
+) -> dict[str, Any]:
     """In each step a process of another rank is killed, at its point."""
-    job = Member(rank, bound=4.0)
+    job = Member(rank, bound=4.0, backends=backend, world=backend)
     reloadpg.rejoin()
     deaths = store()
 
@@ -257,7 +264,11 @@ def killed_at(rank: int, size: int, points: tuple[str, ...]) -> dict[str, Any]:
                 raise Injected
 
     job.train(len(points) + 1, fault, on=(Injected, RuntimeError))
-    return {"weights": job.weights.tolist(), "after": job.whole()}
+    found = {"weights": job.weights.tolist(), "after": job.whole()}
+    if backend == "sim":
+        stats = simulated.stats()
+        found |= {"live": stats.live, "held": stats.held_bytes, "groups": len(job.groups)}
+    return found
 
 
 @pytest.mark.slow
@@ -273,6 +284,21 @@ def test_a_process_killed_at_any_phase_is_replaced(kind: str) -> None:
         assert facts["weights"] == expected[0]
         assert facts["after"]["sums"]
         assert facts["after"]["states"] == {"live"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["reload"])
+def test_nothing_is_left_of_it_on_the_simulated_accelerator(kind: str) -> None:
+    """Each rank, old or new, holds one communicator a group, as much as a rank without a fault."""
+    points = PHASES[kind]
+    found = run_replaced(killed_at, points, "sim", deaths=len(points))
+    there = [one for one in found if one is not None]
+    [*expected] = run_replaced(killed_at, (), "sim", deaths=0)
+    steps = run_replaced(undisturbed, len(points) + 1, deaths=0)
+    assert len(there) == RANKS
+    for facts in there:
+        assert facts["weights"] == steps[0]
+        assert (facts["live"], facts["held"]) == (facts["groups"], expected[0]["held"])
 
 
 def undisturbed(rank: int, size: int, steps: int) -> list[float]:
@@ -322,6 +348,55 @@ def train_ddp(rank: int, size: int, dies: int) -> list[Any]:
                     mean.mul_(0.9).add_(parameter.grad)  # type: ignore[arg-type]
                     parameter.sub_(0.1 * mean)
     return [[tensor.tolist() for tensor in state], log]
+
+
+def train_fsdp2(rank: int, size: int, dies: int) -> list[Any]:
+    """Sharded anew in each attempt, from full weights; a new process gets them from another."""
+    reloadpg.install(backends={"gloo"}, recoverable=True, timeout=PATIENCE)
+    worlds.init("gloo", timeout=PATIENCE)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    reloadpg.rejoin()
+    torch.manual_seed(incarnation())
+    state = [torch.randn(8, 8) for _ in range(2)]
+    snapshot: list[torch.Tensor] = []
+    for step in reloadpg.retrying(range(4)):
+        with step as number:
+            if step.attempt > 1:
+                for tensor, before in zip(state, snapshot, strict=True):
+                    tensor.copy_(before)
+            if step.replaced:
+                source = next(one for one in range(size) if one not in step.replaced)
+                for tensor in state:
+                    dist.broadcast(tensor, source)
+            snapshot = copy.deepcopy(state)
+            layers = [torch.nn.Linear(8, 8, bias=False) for _ in state]
+            with torch.no_grad():
+                for layer, tensor in zip(layers, state, strict=True):
+                    layer.weight.copy_(tensor)
+            model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1])
+            for layer in layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            if (rank, number, incarnation()) == (VICTIM, dies, 0):
+                layers[0].register_full_backward_hook(lambda *_: die())
+            generator = torch.Generator().manual_seed(100 * rank + number)
+            inputs = torch.randn(4, 8, generator=generator)
+            (model(inputs) - inputs.roll(1, 1)).pow(2).mean().backward()
+            gradients = [layer.weight.grad.full_tensor() for layer in layers]  # type: ignore
+            for tensor, gradient in zip(state, gradients, strict=True):
+                tensor -= 0.1 * gradient
+            reloadpg.offload()
+            reloadpg.reload()
+    return [tensor.tolist() for tensor in state]
+
+
+@pytest.mark.slow
+def test_fsdp2_ends_as_without_it() -> None:
+    """Killed in the backward pass, on a mesh of replicas and shards."""
+    found = [one for one in run_replaced(train_fsdp2, 2) if one is not None]
+    expected = run_replaced(train_fsdp2, -1, deaths=0)
+    assert len(found) == RANKS
+    assert all(weights == expected[0] for weights in found)
 
 
 @pytest.mark.slow
