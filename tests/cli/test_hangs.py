@@ -205,6 +205,7 @@ def test_a_dead_job_has_no_live_rank(moments: dict[str, Moment]) -> None:
     assert any(problem.startswith("gone: ranks 0-2: ") for problem in moment.problems)
 
 
+@pytest.mark.slow
 def test_a_job_that_has_ended_has_exited(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from consumer_run import Run, assert_identical
 from consumer_tests import Consumer, ConsumerTests
@@ -169,6 +170,7 @@ def tensor_parallel_program(run: Run) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 class TestTensorParallel(ConsumerTests):
     """``parallelize_module``; its mesh of two ranks is WORLD itself."""
 

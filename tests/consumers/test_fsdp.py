@@ -155,5 +155,6 @@ def fsdp1_program(run: Run) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 class TestFSDP1(ConsumerTests):
     consumer = Consumer(fsdp1_program, 2)

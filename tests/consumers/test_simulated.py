@@ -44,6 +44,7 @@ class SimulatedTests(ConsumerTests):
             assert after.live - before.live == cycle.rebuilt
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 class TestDDP(SimulatedTests):
     consumer = Consumer(ddp_program, 3, reloaded=SIM_RELOADED, groups=2)
