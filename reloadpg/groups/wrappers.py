@@ -174,7 +174,7 @@ def _manage(
         return made
     if call is None:
         call = Call.capture(function, args, kwargs)
-    bare = replaces() and not c10d.has_backends(made)
+    bare = not c10d.has_backends(made) and replaces()
     parents = None
     if function.__name__ == "split_group":  # torch has copied the parent's
         timeouts = c10d.get_timeouts(made, selected).values()
