@@ -172,6 +172,9 @@ def run(number, attempt):
             cut_here()
         return
     if where == "recover":
+        write(f"ready.{rank}", "")  # the first to abort would fail others in the step before
+        while len(list(folder.glob("ready.?"))) < size:
+            time.sleep(0.02)
         armed.append(True)
         raise dist.DistNetworkError("a fault, in the recovery of which the link goes down")
     for group in groups:
