@@ -92,7 +92,7 @@ def frameworks(session: nox.Session) -> None:
     session.install(*pins, "--no-build-isolation", "-e", f".[{extras}]", "datasets")
     # verl states an older transformers than the other hooks; its workers do with this one.
     session.install(*pins, "--no-deps", "verl")
-    verl_imports = ("tensordict", "ray", "omegaconf", "codetiming", "fastapi", "uvicorn")
+    verl_imports = ("pillow", "tensordict", "ray", "omegaconf", "codetiming", "fastapi", "uvicorn")
     session.install(*pins, *verl_imports, "torchft")
     session.run(
         *("python", "-m", "pytest", "-m", "frameworks", "-n", "0", *session.posargs),
