@@ -9,6 +9,7 @@
 ``dispatch``       its collectives, each forwarded to the live communicator
 ``offloaded``      the placeholder that they reach while there is none: it raises
 ``manage``         groups that their user made by hand, handed over
+``replacement``    groups of a process that replaces another one, created without the others
 ``registry``       the installation, the job, and which groups are managed
 =================  ===============================================================================
 """

@@ -236,16 +236,8 @@ class Construction:
     ) -> Construction:
         """Build the record from the call and what was read when it returned.
 
-        Args:
-            call: see above, as for the others.
-            name: likewise.
-            ranks: the members, as :func:`c10d.entry_of` returns them.
-            backend: likewise.
-            devices: likewise.
-            selected: likewise.
-            rank: likewise.
-            desc: likewise.
-            parents: the options and timeout that the group has if the call gave none.
+        ``ranks`` are the members as :func:`c10d.entry_of` returns them, ``parents`` the options and
+        the timeout that the group has if the call gave none; the others are the attributes.
         """
         given = call.given
         options, timeout = parents or (None, None)

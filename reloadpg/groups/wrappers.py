@@ -153,9 +153,9 @@ def _manage(
     Args:
         made: the group as torch made it.
         call: the call that made it; None to capture it now, if the group is selected.
-        function: what was called.
-        args: likewise.
-        kwargs: likewise.
+        function: what was called, with ``args`` and ``kwargs``.
+        args: see ``function``.
+        kwargs: see ``function``.
     """
     options = registry.options
     if options is None or type(made) is ReloadableProcessGroup:

@@ -142,6 +142,10 @@ def setup_actors(
         InvalidOptionError: there are no actors, one is listed twice, or another argument is
             wrong; nothing was sent to any actor.
     """
+    if store not in ("rank0", "driver"):
+        raise InvalidOptionError(
+            f"setup_actors(store={store!r}): not 'rank0' or 'driver'; nothing was done."
+        )
     call = _Call("setup_actors", actors, timeout)
     places: list[tuple[str, str]] = call.on_all(_place, UNTOUCHED)
     job = ActorJob(list(actors), [node for node, _ in places], places[0][1], 0)

@@ -8,6 +8,7 @@
 ``offload``        release the communicators of all groups
 ``reload``         build them again
 ``recover``        make all communicators anew after a fault, whatever state the ranks are in
+``rejoin``         let a process that replaces one that has ended into the job
 ``retrying``       repeat the steps of a loop on all ranks alike, with ``recover`` between
 ``pending``        the handle of an operation that goes on beside its caller
 ``operation``      one of the three on this rank: its barriers, steps and report

@@ -93,7 +93,7 @@ def retrying(
             error. None means those that backends and this library raise for a fault of
             communication.
         wait_for_ranks: how long a recovery waits for ranks that do not come, as for
-            :func:`recover`; each counts as an attempt.
+            :func:`recover`; then the loop ends with the error that names them.
 
     Yields:
         The steps; ``with step`` gives the item. ``step.number`` counts from 0, ``step.attempt``

@@ -7,6 +7,7 @@ Nothing here uses a collective of a process group: the groups may be gone.
 ``barrier``        one barrier, as the store sees it: arrival, outcome, failure handling
 ``outcome``        how a barrier ended, and the error that each rank raises for it
 ``plan``           what a rank is about to do, as a value that ranks compare
+``predecessor``    whether this process takes the place of one that has ended
 ``store_client``   store clients of this library's own, with bounds
 ``worker_thread``  blocking calls in threads that can be abandoned, and the bound of a wait
 =================  ===============================================================================

@@ -164,6 +164,7 @@ def test_a_list_of_actors_that_is_no_job_is_refused(
         ("class", "is not an actor"),
         ("one", "actors is not a list"),
         ("timeout", "timeout='1' is not a time"),
+        ("store", "setup_actors(store='Driver'): not 'rank0' or 'driver'"),
         ("connect", "reload(connect='zz')"),
     ],
 )

@@ -172,6 +172,7 @@ def _loop(ray: Any, folder: Path) -> dict[str, Any]:
     seen["class"] = caught(ours.offload_all, [ray.remote(Trainer)])
     seen["one"] = caught(ours.offload_all, actors[0])
     seen["timeout"] = caught(ours.offload_all, actors, timeout="1")
+    seen["store"] = caught(ours.setup_actors, actors, store="Driver")
     seen["connect"] = caught(ours.reload_all, actors, connect="zz")
     ours.setup_actors(actors, timeout=timedelta(seconds=2 * BOUND_S))  # they start meanwhile
     seen["variables"] = everywhere("variables")

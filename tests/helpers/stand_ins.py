@@ -13,9 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from reloadpg.testing import simulated
 from reloadpg.testing.simulated import Fault, GroupInfo
 
@@ -213,16 +210,3 @@ def attempt(call: Callable[[], Any]) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
-
-
-def summed(group: Any = None) -> tuple[float, float]:
-    """2**rank summed over a group by a collective, and what it should be."""
-    tensor = torch.tensor([2.0 ** dist.get_rank()])
-    dist.all_reduce(tensor, group=group)
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return tensor.item(), sum(2.0**rank for rank in ranks)
-
-
-def sums_right(*groups: Any) -> bool:
-    """Whether the sum over each group is that of its own ranks."""
-    return all(seen == expected for seen, expected in map(summed, groups))

@@ -47,15 +47,9 @@ class Job:
             self.sums()
 
     def sums(self, *names: str) -> bool:
-        """Whether groups sum over their own members: each contributes a power of two."""
-        right = True
-        for name, group in self.groups.items():
-            if names and name not in names:
-                continue
-            value = torch.tensor([float(2**self.rank)])
-            dist.all_reduce(value, group=group)
-            right &= value.item() == sum(2**r for r in dist.get_process_group_ranks(group))
-        return right
+        """Whether groups, all or those named, sum over their own members."""
+        chosen = [group for name, group in self.groups.items() if not names or name in names]
+        return worlds.sums_right(*chosen)
 
     def refused(self) -> bool:
         """Whether every group refuses a collective."""

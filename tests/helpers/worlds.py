@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -128,8 +129,29 @@ def split(ranks: list[list[int]], parent: Any = None, **kwargs: Any) -> Any:
         return dist.split_group(parent, ranks, backend="cpu:gloo", **kwargs)
 
 
+def stop_for(seconds: float, *, after: float) -> None:
+    """Have this process stopped in a moment, as a loaded or suspended machine stops it. Local."""
+    pid = os.getpid()
+    command = f"sleep {after}; kill -STOP {pid}; sleep {seconds}; kill -CONT {pid}"
+    subprocess.Popen(["sh", "-c", command], stdin=subprocess.DEVNULL)
+
+
 def summed(group: Any, rank: int) -> float:
     """The sum of ``rank + 1`` over a group."""
     tensor = torch.tensor([float(rank + 1)])
     dist.all_reduce(tensor, group=group)
     return tensor.item()
+
+
+def sums_right(*groups: Any) -> bool:
+    """Whether a collective sums over the own members of each group, all of which run it.
+
+    Each rank contributes a power of two. None is the default group.
+    """
+    found = []
+    for group in groups:
+        tensor = torch.tensor([2.0 ** dist.get_rank()])
+        dist.all_reduce(tensor, group=group)
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        found.append(tensor.item() == sum(2.0**rank for rank in ranks))
+    return all(found)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import worlds
-from stand_ins import BYTES, Device, SglangEngine, StandInSaver, VllmEngine, attempt, sums_right
+from stand_ins import BYTES, Device, SglangEngine, StandInSaver, VllmEngine, attempt
+from worlds import sums_right
 
 import reloadpg
 from reloadpg.integrations import ColocationError, MemorySaver, colocated

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import worlds
-from stand_ins import BYTES, attempt, sums_right
+from stand_ins import BYTES, attempt
+from worlds import sums_right
 
 import reloadpg
 from reloadpg.integrations import megatron

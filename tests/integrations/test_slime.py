@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
-from stand_ins import BYTES, attempt, sums_right
+from stand_ins import BYTES, attempt
+from worlds import sums_right
 
 import reloadpg
 from reloadpg.integrations.slime import (

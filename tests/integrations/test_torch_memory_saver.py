@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import worlds
-from stand_ins import BYTES, StandInSaver, attempt, sums_right
+from stand_ins import BYTES, StandInSaver, attempt
+from worlds import sums_right
 
 import reloadpg
 from reloadpg.groups.registry import registry

@@ -47,12 +47,7 @@ class SimulatedJob:
 
     def sums(self) -> bool:
         """Whether each group sums over its own members."""
-        for group in self.groups:
-            value = torch.tensor([float(2**self.rank)])
-            dist.all_reduce(value, group=group)
-            if value.item() != sum(2**rank for rank in dist.get_process_group_ranks(group)):
-                return False
-        return True
+        return worlds.sums_right(*self.groups)
 
     def account(self) -> dict[str, Any]:
         """What the accelerator holds now, by its own count and by each group."""

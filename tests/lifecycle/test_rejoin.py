@@ -65,11 +65,7 @@ class Member:
 
     def sums(self) -> bool:
         """Whether each group sums over its own members."""
-        return all(
-            self.sum_in(group).item()
-            == sum(2**rank for rank in dist.get_process_group_ranks(group))
-            for group in self.groups
-        )
+        return worlds.sums_right(*self.groups)
 
     def sum_in(self, group: Any) -> torch.Tensor:
         value = torch.tensor([float(2**self.rank)])
@@ -85,15 +81,6 @@ class Member:
             "pending": reloadpg.fault_pending(),
         }
 
-    def begin(self, step: Any, snapshot: Any) -> Any:
-        """What every program does at the beginning of a step; returns the new snapshot."""
-        if step.attempt > 1:
-            self.weights = snapshot.clone()
-        if step.replaced:
-            source = next(rank for rank in range(RANKS) if rank not in step.replaced)
-            dist.broadcast(self.weights, source)
-        return self.weights.clone()
-
     def train(
         self, steps: int, fault: Callable[[int, int], object], **options: Any
     ) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -104,11 +91,11 @@ class Member:
             fault: called in each step at several places, with the step and the place.
             options: of ``retrying``.
         """
-        log, snapshot = [], None
+        log, snapshot = [], []
         for step in reloadpg.retrying(range(steps), attempts=9, **options):
             with step as number:
                 log.append((number, step.attempt, step.replaced))
-                snapshot = self.begin(step, snapshot)
+                snapshot = begun(step, [self.weights], snapshot)
                 fault(number, 0)
                 for group in self.groups:
                     self.weights += self.sum_in(group) * (number + 1) / 7
@@ -123,6 +110,18 @@ class Member:
                 self.weights /= RANKS
                 fault(number, 3)
         return log
+
+
+def begun(step: Any, state: list[torch.Tensor], snapshot: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What every program does at the beginning of a step; returns the new snapshot."""
+    if step.attempt > 1:
+        for tensor, before in zip(state, snapshot, strict=True):
+            tensor.copy_(before)
+    if step.replaced:
+        source = next(rank for rank in range(RANKS) if rank not in step.replaced)
+        for tensor in state:
+            dist.broadcast(tensor, source)
+    return copy.deepcopy(state)
 
 
 def no_fault(step: int, place: int) -> None:
@@ -325,14 +324,7 @@ def train_ddp(rank: int, size: int, dies: int) -> list[Any]:
     for step in reloadpg.retrying(range(5)):
         with step as number:
             log.append((number, step.attempt))
-            if step.attempt > 1:
-                for tensor, before in zip(state, snapshot, strict=True):
-                    tensor.copy_(before)
-            if step.replaced:
-                source = next(one for one in range(size) if one not in step.replaced)
-                for tensor in state:
-                    dist.broadcast(tensor, source)
-            snapshot = copy.deepcopy(state)
+            snapshot = begun(step, state, snapshot)
             if (rank, number, incarnation()) == (VICTIM, dies, 0):
                 layers[0].register_full_backward_hook(lambda *_: die())
             wrapped = DistributedDataParallel(
@@ -361,14 +353,7 @@ def train_fsdp2(rank: int, size: int, dies: int) -> list[Any]:
     snapshot: list[torch.Tensor] = []
     for step in reloadpg.retrying(range(4)):
         with step as number:
-            if step.attempt > 1:
-                for tensor, before in zip(state, snapshot, strict=True):
-                    tensor.copy_(before)
-            if step.replaced:
-                source = next(one for one in range(size) if one not in step.replaced)
-                for tensor in state:
-                    dist.broadcast(tensor, source)
-            snapshot = copy.deepcopy(state)
+            snapshot = begun(step, state, snapshot)
             layers = [torch.nn.Linear(8, 8, bias=False) for _ in state]
             with torch.no_grad():
                 for layer, tensor in zip(layers, state, strict=True):
