@@ -7,7 +7,6 @@ own bounds say, raises nothing but what the store raises, and changes nothing on
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -140,7 +139,7 @@ class Barrier:
         # A rank whose own part hangs reaches its bound a moment later, and says so then.
         wait = Wait(self._name, GRACE_S / 2)
         while (missing := self._without(store, "here")) and wait.left:
-            time.sleep(min(self.pause_s, wait.left))
+            wait.pause(self.pause_s)
         present = sorted({*range(self._size)} - {*missing})
         stuck = [other for other in present if store.check([self._key("stuck", other)])]
         if stuck:
@@ -236,7 +235,7 @@ class Barrier:
                 self._note_progress(store, 0, wait)
                 meanwhile()
                 wait.log(lambda: self._missing(store))
-                time.sleep(min(self.pause_s, wait.left))
+                wait.pause(self.pause_s)
         return store.get(key).decode()
 
     def _note_progress(self, store: Store, mine: int, wait: Wait) -> None:
@@ -290,7 +289,7 @@ class Barrier:
         if store.add(self._key("readers"), 1) < expected and self._is_host():
             wait = Wait(self._name, self.grace_s)
             while wait.left and store.add(self._key("readers"), 0) < expected:
-                time.sleep(0.02)
+                wait.pause(0.02)
 
     def _missing(self, store: Store) -> str:
         return f"missing: rank {format_ranks(self._without(store, 'here'))}"

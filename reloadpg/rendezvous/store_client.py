@@ -27,6 +27,9 @@ GRACE_S = 1.5
 """Seconds past a bound that a rank, or the store, may take to answer."""
 
 
+_PAUSE_S = 0.1
+"""Seconds between two looks at the clock past a bound: see :meth:`Wait.pause`."""
+
 _POOLED = 16384
 """Clients in the pools of all ranks of a job together, if it has no more ranks than that: the
 store's server has a file descriptor for each, and 65,536 is a common limit."""
@@ -75,9 +78,15 @@ class StoreClient:
         connection = self._connection
         try:
             task = Task(lambda: question(connection.store()), "store")
-            while not task.wait(wait.left + GRACE_S):
-                if wait.left == 0:
+            grace: Wait | None = None
+            while not task.wait(wait.left):
+                if wait.left:  # extended meanwhile
+                    grace = None
+                    continue
+                grace = grace or Wait(wait.what, GRACE_S)
+                if grace.left == 0:
                     raise StoreSilent
+                grace.pause(_PAUSE_S, task.wait)
         except BaseException:
             self._connection = _Connection(self._root)  # the question may go on and hold it
             raise

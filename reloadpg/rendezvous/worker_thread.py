@@ -25,6 +25,9 @@ logger = logging.getLogger("reloadpg")
 
 T = TypeVar("T")
 
+_LATE_S = 0.05
+"""Seconds by which a pause may end late before that is not counted."""
+
 _EXIT_S = 5.0
 """Seconds that the exit of the interpreter waits for threads that are still in a call."""
 
@@ -92,6 +95,19 @@ class Wait:
     def extend(self) -> None:
         """Start the bound again: there was progress."""
         self._end = time.monotonic() + self.seconds
+
+    def pause(self, seconds: float, sleep: Callable[[float], object] = time.sleep) -> None:
+        """Let at most so many seconds of the wait pass, by ``sleep``.
+
+        A process that was stopped, or that a loaded machine did not let run, has not waited: the
+        bound moves by what the pause ends late.
+        """
+        seconds = min(seconds, self.left)
+        begun = time.monotonic()
+        sleep(seconds)
+        late = time.monotonic() - begun - seconds
+        if late > _LATE_S:
+            self._end += late
 
     def log(self, detail: Callable[[], str]) -> None:
         """Log what is being waited for, if a message is due."""

@@ -112,6 +112,17 @@ def test_a_release_that_hangs_is_named_aborted_and_shown():
         assert total == 3.0
 
 
+def _all_are_stopped_at_the_bound(rank, world_size):
+    worlds.stop_for(4.0, after=BOUND_S - 0.5)
+    return _one_hangs(rank, world_size)
+
+
+def test_a_machine_that_stands_still_at_the_bound_is_not_a_silent_store():
+    """Time in which a process did not run is not counted as silence."""
+    for _, text, *_ in run_ranks(_all_are_stopped_at_the_bound, 2, timeout=90):
+        assert "Rank 1 did not finish its own part; rank 1 was at" in text
+
+
 def _abort_hangs_too(rank, world_size):
     simulated.register()
     reloadpg.install(timeout=timedelta(seconds=BOUND_S))
