@@ -37,6 +37,7 @@ collect_ignore = [
         "lifecycle/test_strategy",
         "rendezvous/test_plan",
         "rendezvous/test_round",
+        "rendezvous/test_store_client",
         "rendezvous/test_worker_thread",
         "observability/test_trace",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,9 @@ def isolate() -> None:
     that was started with the folder in its environment, and removes the folder: no rank is left,
     and no later run reads half of a compiled object. A process that ends normally waits for it.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Inherited by a run in the background of a script; ranks that tests interrupt must not.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Short: names of sockets have 107 characters, and Ray's and multiprocessing's are long.
     folder = tempfile.mkdtemp(prefix="rpg-")
     keeper = subprocess.Popen(
