@@ -7,6 +7,7 @@ own bounds say, raises nothing but what the store raises, and changes nothing on
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -139,7 +140,7 @@ class Barrier:
         # A rank whose own part hangs reaches its bound a moment later, and says so then.
         wait = Wait(self._name, GRACE_S / 2)
         while (missing := self._without(store, "here")) and wait.left:
-            wait.pause(self.pause_s)
+            wait.pause(self.pause_s, time.sleep)
         present = sorted({*range(self._size)} - {*missing})
         stuck = [other for other in present if store.check([self._key("stuck", other)])]
         if stuck:
@@ -227,7 +228,7 @@ class Barrier:
         # one such wait is made, which wakes at once; a long one goes on by asking.
         first = min(wait.FIRST_LOG_S, wait.left / 2)
         try:
-            store.wait([key], timedelta(seconds=max(0.01, first)))
+            wait.pause(first, lambda s: store.wait([key], timedelta(seconds=max(0.01, s))))
         except RuntimeError:
             while not store.check([key]):  # raises if the store itself is gone
                 if wait.left == 0 or self._failed:
@@ -235,7 +236,7 @@ class Barrier:
                 self._note_progress(store, 0, wait)
                 meanwhile()
                 wait.log(lambda: self._missing(store))
-                wait.pause(self.pause_s)
+                wait.pause(self.pause_s, time.sleep)
         return store.get(key).decode()
 
     def _note_progress(self, store: Store, mine: int, wait: Wait) -> None:
@@ -289,7 +290,7 @@ class Barrier:
         if store.add(self._key("readers"), 1) < expected and self._is_host():
             wait = Wait(self._name, self.grace_s)
             while wait.left and store.add(self._key("readers"), 0) < expected:
-                wait.pause(0.02)
+                wait.pause(0.02, time.sleep)
 
     def _missing(self, store: Store) -> str:
         return f"missing: rank {format_ranks(self._without(store, 'here'))}"

@@ -658,7 +658,7 @@ class Round:
         barrier = None if self._rendezvous.alone else self._barrier(phase)
         # Most work ends at once, and the store is not asked.
         pause, seen, reported = min(0.2, self.seconds), self._advanced, self._advanced
-        while not _all_ended(tasks, min(pause, wait.left)):
+        while not wait.pause(pause, partial(_all_ended, tasks)):
             pause = 0.1 if barrier is None else barrier.pause_s
             if self._advanced != seen:
                 seen = self._advanced

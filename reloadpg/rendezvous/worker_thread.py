@@ -96,18 +96,20 @@ class Wait:
         """Start the bound again: there was progress."""
         self._end = time.monotonic() + self.seconds
 
-    def pause(self, seconds: float, sleep: Callable[[float], object] = time.sleep) -> None:
-        """Let at most so many seconds of the wait pass, by ``sleep``.
+    def pause(self, seconds: float, sleep: Callable[[float], T]) -> T:
+        """Let at most so many seconds of the wait pass, by ``sleep``; return what it returns.
 
         A process that was stopped, or that a loaded machine did not let run, has not waited: the
         bound moves by what the pause ends late.
         """
         seconds = min(seconds, self.left)
         begun = time.monotonic()
-        sleep(seconds)
-        late = time.monotonic() - begun - seconds
-        if late > _LATE_S:
-            self._end += late
+        try:
+            return sleep(seconds)
+        finally:
+            late = time.monotonic() - begun - seconds
+            if late > _LATE_S:
+                self._end += late
 
     def log(self, detail: Callable[[], str]) -> None:
         """Log what is being waited for, if a message is due."""

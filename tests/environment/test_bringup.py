@@ -394,7 +394,7 @@ def test_a_rank_that_never_comes_is_named_by_the_others_within_the_bound(
 
 
 def refuse_address(
-    rank: int, world_size: int, values: dict[str, str], taken: bool
+    rank: int, world_size: int, values: dict[str, str], taken: bool, bound_s: float = 1.5
 ) -> tuple[str, float, tuple[int, ...]]:
     with socket.create_server(("0.0.0.0", 0)) as server:
         port = server.getsockname()[1]
@@ -404,7 +404,7 @@ def refuse_address(
         os.environ.update({"MASTER_PORT": str(port), **values})
         started = time.monotonic()
         with pytest.raises(reloadpg.RendezvousTimeoutError) as caught:
-            reloadpg.init_distributed(init_timeout=1.5)
+            reloadpg.init_distributed(init_timeout=bound_s)
         return str(caught.value), time.monotonic() - started, caught.value.missing
 
 
@@ -447,17 +447,28 @@ UNREACHABLE: dict[str, tuple[dict[str, str], bool, str, tuple[int, ...]]] = {
 @pytest.mark.parametrize(
     ("values", "taken", "text", "missing"), UNREACHABLE.values(), ids=UNREACHABLE
 )
-def test_a_store_that_cannot_be_had_is_reported_within_the_bound_with_what_to_correct(
+def test_a_store_that_cannot_be_had_is_reported_with_what_to_correct(
     values: dict[str, str], taken: bool, text: str, missing: tuple[int, ...]
 ) -> None:
-    """torch tries for twice its own bound. Address and port are told apart; the remedy fits."""
+    """Address and port are told apart; the remedy fits."""
     env = {"TORCHELASTIC_USE_AGENT_STORE": None}
     [(message, seconds, found)] = run_ranks(refuse_address, 1, args=(values, taken), env=env)
     assert text in message
     assert ("Free the port" in message) == ("Free the port" in text)
     assert ("within 1.5 s" in message) == ("Free the port" not in text)
     assert found == missing
-    assert seconds < 2.8  # the bound, and at most a second to look the address up
+    assert seconds < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["nobody listens", "a server that says nothing", "another host"])
+def test_it_is_reported_within_the_bound(row: str) -> None:
+    """torch tries for twice its own bound."""
+    values, taken, *_ = UNREACHABLE[row]
+    env = {"TORCHELASTIC_USE_AGENT_STORE": None}
+    arguments = (values, taken, 20.0)
+    [(_, seconds, _)] = run_ranks(refuse_address, 1, args=arguments, env=env, timeout=200)
+    assert 19 < seconds < 35
 
 
 # ---------------------------------------------------------------------------------------------
