@@ -465,11 +465,11 @@ def test_a_long_wait_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At the first mark and at doubled ones, with operation, phase and missing ranks."""
-    monkeypatch.setattr(Wait, "FIRST_LOG_S", 0.2)
+    monkeypatch.setattr(Wait, "FIRST_LOG_S", 0.1)
     job = tcp_job(3)
-    job.run(lambda rdv: rdv.open("reload", ("enter",), 1.2).agree("enter", PLAN), ranks=[0])
+    job.run(lambda rdv: rdv.open("reload", ("enter",), 2.0).agree("enter", PLAN), ranks=[0])
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(lines) == 3  # at 0.2, 0.4 and 0.8 s
+    assert 2 <= len(lines) <= 8  # it asks each 0.1 s; said at 0.1, 0.2, 0.4, 0.8 and 1.6 s
     assert all(line.startswith("reload, phase enter: waiting for") for line in lines)
     assert all(line.endswith("missing: rank 1-2") for line in lines)
 
