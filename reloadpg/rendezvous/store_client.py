@@ -79,14 +79,16 @@ class StoreClient:
         try:
             task = Task(lambda: question(connection.store()), "store")
             grace: Wait | None = None
-            while not task.wait(wait.left):
-                if wait.left:  # extended meanwhile
+            while not task.ended:
+                if wait.left:  # possibly extended meanwhile
                     grace = None
-                    continue
-                grace = grace or Wait(wait.what, GRACE_S)
-                if grace.left == 0:
+                    task.wait(wait.left)
+                elif grace is None:
+                    grace = Wait(wait.what, GRACE_S)
+                elif grace.left:
+                    grace.pause(_PAUSE_S, task.wait)
+                else:
                     raise StoreSilent
-                grace.pause(_PAUSE_S, task.wait)
         except BaseException:
             self._connection = _Connection(self._root)  # the question may go on and hold it
             raise
