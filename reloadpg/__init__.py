@@ -127,7 +127,7 @@ def __getattr__(name: str) -> Any:
     value = globals()[name] = getattr(import_module(f".{home}", __name__), target)
     if name == "install":
         # The core knows nothing of what shows a job: it is told here to start with installations.
-        import_module(".observability.startup", __name__).start_with_installations()
+        import_module(".observability.publish", __name__).start_with_installations()
         for other in _HOME_OF:  # a signal handler that asks for the status must not import it
             if _HOME_OF[other] != "environment" and other not in globals():
                 with suppress(AttributeError):  # its module is being imported, and imports torch

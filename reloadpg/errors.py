@@ -25,6 +25,7 @@ __all__ = [
     "ReleaseError",
     "ReloadpgError",
     "RendezvousTimeoutError",
+    "STATUS_DIR",
     "VARIABLES",
     "counted",
     "described",
@@ -201,6 +202,9 @@ def table(header: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
+STATUS_DIR = "RELOADPG_STATUS_DIR"
+"""Environment variable: where the ranks of a job keep their status files."""
+
 VARIABLES = frozenset(
     {
         "RELOADPG_AUTOINSTALL",
@@ -209,7 +213,7 @@ VARIABLES = frozenset(
         "RELOADPG_LOG_LEVEL",
         "RELOADPG_RANK_LOADING",
         "RELOADPG_SIM_BYTES",
-        "RELOADPG_STATUS_DIR",
+        STATUS_DIR,
         "RELOADPG_STRATEGY",
         "RELOADPG_TIMEOUT_S",
     }

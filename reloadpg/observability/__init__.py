@@ -23,45 +23,33 @@ from typing import TYPE_CHECKING, Any
 
 import torch  # noqa: F401 - first: RELOADPG_AUTOINSTALL installs at its end
 
-if TYPE_CHECKING:
-    from .debug_server import serve_status
-    from .logs import RankHandler, name_rank_in_records
-    from .prometheus import ReloadpgCollector
-    from .publish import Publisher, publish_status
-    from .spans import export_spans
-    from .trace import TraceWriter, merge_traces, write_trace
-
-__all__ = [
-    "Publisher",
-    "RankHandler",
-    "ReloadpgCollector",
-    "TraceWriter",
-    "export_spans",
-    "merge_traces",
-    "name_rank_in_records",
-    "publish_status",
-    "serve_status",
-    "write_trace",
-]
+if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
+    from .exporters import ReloadpgCollector as ReloadpgCollector
+    from .exporters import export_spans as export_spans
+    from .logs import RankHandler as RankHandler
+    from .logs import name_rank_in_records as name_rank_in_records
+    from .publish import Publisher as Publisher
+    from .publish import publish_status as publish_status
+    from .publish import serve_status as serve_status
+    from .trace import TraceWriter as TraceWriter
+    from .trace import merge_traces as merge_traces
+    from .trace import write_trace as write_trace
 
 _HOMES = {
-    "Publisher": "publish",
-    "RankHandler": "logs",
-    "ReloadpgCollector": "prometheus",
-    "TraceWriter": "trace",
-    "export_spans": "spans",
-    "merge_traces": "trace",
-    "name_rank_in_records": "logs",
-    "publish_status": "publish",
-    "serve_status": "debug_server",
-    "write_trace": "trace",
+    "exporters": "ReloadpgCollector export_spans",
+    "logs": "RankHandler name_rank_in_records",
+    "publish": "Publisher publish_status serve_status",
+    "trace": "TraceWriter merge_traces write_trace",
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value
 

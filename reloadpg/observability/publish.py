@@ -1,36 +1,93 @@
-"""One status file a rank, for ``reloadpg status`` and whoever else looks at a directory.
+"""The status of this process for others: its record, in a file and at torch's debug server.
 
 With ``RELOADPG_STATUS_DIR`` in its environment a process that installs reloadpg keeps
-``rank-<n>.json`` there: written anew as each operation begins and ends, and each second,
-atomically, so that a reader finds a whole record, and one that is old if the process is gone or
-stopped. While an operation runs, also while this rank waits in it, the record says how far it is.
-Beside it ``trace-rank-<n>.json`` is the trace of the last operations, for ``reloadpg trace``.
-The files are written by a daemon thread of this module alone: a slow or full disk holds up nobody
-else.
+``rank-<n>.json`` there, for ``reloadpg status``: written anew as each operation begins and ends,
+and each second, atomically, so that a reader finds a whole record, and one that is old if the
+process is gone or stopped. While an operation runs, also while this rank waits in it, the record
+says how far it is. Beside it ``trace-rank-<n>.json`` is the trace of the last operations, for
+``reloadpg trace``. The files are written by a daemon thread of this module alone: a slow or full
+disk holds up nobody else.
+
+``torch.distributed.debug.start_debug_server()`` starts one server a rank (torch 2.13 and later);
+at ``/handler/reloadpg`` it answers with the same record. Nothing is started here.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
+import socket
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import reloadpg
+from reloadpg import c10d
+from reloadpg.errors import STATUS_DIR
+from reloadpg.groups.registry import registry
 from reloadpg.lifecycle.report import Report
+from reloadpg.lifecycle.status import running
 
-from .record import process_record
-from .trace import write_trace
+from .exporters import subscribe
+from .logs import current_rank, name_rank_in_records
+from .trace import replace_file, write_trace
 
-__all__ = ["STATUS_DIR", "Publisher", "publish_status"]
+__all__ = [
+    "Publisher",
+    "StatusRecord",
+    "process_record",
+    "publish_status",
+    "serve_status",
+    "start_with_installations",
+]
 
-STATUS_DIR = "RELOADPG_STATUS_DIR"
+VERSION = 1
+"""Of the record's form."""
+
+HANDLER = "reloadpg"
+KEPT_REPORTS = 50
 HEARTBEAT_S = 1.0
 _LAST_WRITE_S = 0.5
 """The longest that the end of the process waits for the last record to be written."""
 
 logger = logging.getLogger("reloadpg")
+
+
+def start_with_installations() -> None:
+    """Call :func:`start` with every ``install`` from now on. Local; idempotent."""
+    if start not in registry.callbacks.install:
+        registry.callbacks.install.append(start)
+
+
+def start() -> None:
+    """Name the rank in log records, answer torch's debug server, publish the status if asked to.
+
+    Local; idempotent; called by ``install``, also by one that finds the library installed: a
+    forked child gets what its parent had.
+    """
+    name_rank_in_records()
+    try:
+        serve_status()
+        publish_status()
+    except Exception as error:  # what only shows the job must not stop it
+        logger.warning("no status of this process will be shown: %s", error)
+
+
+def serve_status() -> bool:
+    """Let a debug server of this process, now or later, answer with the status record.
+
+    Local; idempotent; costs nothing until it is asked. The answer is made in the server's thread
+    and asks no communicator for anything while an operation runs.
+
+    Returns:
+        Whether the installed torch takes handlers (2.8 does not).
+    """
+    return _process.serve()
 
 
 def publish_status(directory: str | os.PathLike[str] | None = None) -> Callable[[], None]:
@@ -50,6 +107,119 @@ def publish_status(directory: str | os.PathLike[str] | None = None) -> Callable[
     if not where:
         return lambda: None
     return _process.publish(Path(where))
+
+
+class StatusRecord:
+    """This process's own account: its status, and the report of its last operation.
+
+    Kept up to date as operations begin and end, in the job's own thread, and by :meth:`refresh`
+    from any other. How far a running operation is, is asked whenever the record is read.
+
+    Attributes:
+        changed: called in the thread that brought something new; must not block.
+        reports: the last reports, for a trace; kept while there is somebody to call.
+    """
+
+    def __init__(self, *, forked: bool = False) -> None:
+        self._forked = forked
+        self._report: Report | None = None
+        self.reports: deque[Report] = deque(maxlen=KEPT_REPORTS)
+        self._status: dict[str, Any] = {}
+        self._seen: tuple[Any, ...] | None = None
+        self._body = ""
+        self._host = socket.gethostname()
+        self.changed: Callable[[], object] = _nobody
+        subscribe("the status record", self._note)
+        registry.callbacks.begin.append(self._begin)
+
+    @property
+    def rank(self) -> int | None:
+        """This process's rank; None as long as nobody knows it.
+
+        A forked child is its parent's rank neither by the group nor by the environment that it
+        has inherited, but only what a group of its own says.
+        """
+        world = c10d.world()
+        if self._forked and (world is None or registry.is_inherited(world)):
+            return None
+        return current_rank() if world is None else world.rank()
+
+    def refresh(self) -> None:
+        """Look again if groups have come or gone since. Local, non-blocking, from any thread.
+
+        Not while an operation runs or begins: status asks communicators for their memory, and
+        none may be asked while another thread releases it. The operation's report follows.
+        """
+        seen = self._signature()
+        if seen == self._seen or not registry.lock.acquire(blocking=False):  # type: ignore[attr-defined]
+            return
+        try:
+            if not registry.busy:
+                self._look(seen)
+        finally:
+            registry.lock.release()  # type: ignore[attr-defined]
+
+    def text(self, *, exiting: bool = False) -> str:
+        """The record as JSON, with the time of now.
+
+        Args:
+            exiting: whether the process is at its exit, and this is the last record.
+        """
+        if not self._body:
+            self._body = self._encoded()
+        size, operation = self._status.get("world_size"), running()
+        head = {
+            "version": VERSION,
+            "pid": os.getpid(),
+            "rank": self.rank,
+            "world_size": size,
+            "host": self._host,
+            "time": time.time(),
+            "exited": exiting,
+            "running": None if operation is None else operation.details(),
+        }
+        return f"{json.dumps(head)[:-1]}, {self._body}"
+
+    def _begin(self) -> None:
+        """Note the groups as an operation begins: no other thread looks while it runs."""
+        if self.changed is _nobody:
+            return
+        try:
+            seen = self._signature()
+            if seen != self._seen:
+                self._look(seen)
+            self.changed()
+        except Exception as error:  # what only shows the job must not stop it
+            logger.warning("the status record is not up to date: %s", error)
+
+    def _note(self, report: Report) -> None:
+        self._report = report
+        self._seen = None
+        if self.changed is not _nobody:  # status takes up to some ms, so only where it is shown
+            self.reports.append(report)
+            self._look(self._signature())
+
+    def _look(self, seen: tuple[Any, ...]) -> None:
+        self._status = reloadpg.status().details()
+        self._seen = seen
+        self._body = ""  # encoded by the thread that needs it, which is not the job's
+        self.changed()
+
+    def _encoded(self) -> str:
+        body = {
+            "installed": bool(self._status.get("installed", reloadpg.is_installed())),
+            "status": self._status,
+            "last_report": None if self._report is None else self._report.details(),
+        }
+        return json.dumps(body, default=str)[1:]
+
+    @staticmethod
+    def _signature() -> tuple[Any, ...]:
+        return reloadpg.is_installed(), id(c10d.world()), len(c10d.known_groups())
+
+
+def _nobody() -> None:
+    """Do nothing: called for changes while nobody has subscribed."""
 
 
 class Publisher:
@@ -86,7 +256,8 @@ class Publisher:
         self._ended = True
         self._wake.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_LAST_WRITE_S)
+            for _ in range(10):  # a machine that stands still takes one part of it
+                self._thread.join(_LAST_WRITE_S / 10)
 
     def _run(self) -> None:
         while True:
@@ -114,14 +285,7 @@ class Publisher:
         if rank is None:
             return  # a process that is no rank yet
         path = self.directory / f"rank-{rank}.json"
-        part = self.directory / f".{path.name}.{os.getpid()}.part"
-        text = self._record.text(exiting=self._exiting)
-        try:
-            part.write_text(text)
-        except FileNotFoundError:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            part.write_text(text)
-        part.replace(path)
+        replace_file(path, self._record.text(exiting=self._exiting))
         if self._path not in (None, path):  # the launcher had given another rank
             self._path.unlink(missing_ok=True)  # type: ignore[union-attr]
         self._path = path
@@ -136,24 +300,48 @@ class Publisher:
 
 
 class _Process:
-    """The publisher of this process, if it has one."""
+    """What this process shows of itself. A forked child starts anew: the files are its parent's."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._record: StatusRecord | None = None
         self._publisher: Publisher | None = None
-        self._hooked = False
+        self._served: bool | None = None
+        self._hooked = self._forked = False
+
+    def record(self) -> StatusRecord:
+        """The record of this process, made at its first use. Local."""
+        if self._record is not None:  # without the lock, which publish has
+            return self._record
+        with self._lock:
+            if self._record is None:
+                self._record = StatusRecord(forked=self._forked)
+            if not self._hooked:
+                os.register_at_fork(after_in_child=self._after_fork)
+                atexit.register(self._end)
+                self._hooked = True
+            return self._record
+
+    def serve(self) -> bool:
+        self.record()  # so that it has the reports from now on
+        with self._lock:
+            if self._served is None:
+                self._served = c10d.register_debug_handler(HANDLER, self._answer)
+            return self._served
+
+    def _answer(self) -> str:
+        record = self.record()
+        record.refresh()
+        return record.text()
 
     def publish(self, directory: Path) -> Callable[[], None]:
+        self.record()
         with self._lock:
             publisher = self._publisher
             if publisher is None or publisher.directory != directory:
                 if publisher is not None:
                     publisher.stop()
                 publisher = self._publisher = Publisher(directory)
-                if not self._hooked:
-                    os.register_at_fork(after_in_child=self._after_fork)
-                    atexit.register(self._end)
-                    self._hooked = True
                 publisher.start()
             return lambda: self._stop(publisher)
 
@@ -168,10 +356,12 @@ class _Process:
             self._publisher.stop(exiting=True)
 
     def _after_fork(self) -> None:
-        # The thread is not in the child, the lock may be held for ever, and the file is the
-        # parent's. The registry has forgotten the parent's callbacks likewise.
+        # The publisher's thread is not in the child, and the lock may be held for ever. The
+        # registry has forgotten the parent's callbacks likewise.
         self._lock = threading.Lock()
-        self._publisher = None
+        self._record = self._publisher = None
+        self._forked = True
 
 
 _process = _Process()
+process_record = _process.record

@@ -19,9 +19,9 @@ from typing import Any
 
 from reloadpg.lifecycle.report import Report
 
-from .subscription import subscribe
+from .exporters import subscribe
 
-__all__ = ["TraceWriter", "merge_traces", "write_trace"]
+__all__ = ["TraceWriter", "merge_traces", "replace_file", "write_trace"]
 
 KEPT = 1000
 """Operations that a writer keeps; each new one replaces the oldest, so that a file stays small."""
@@ -54,7 +54,7 @@ class TraceWriter:
         """
         self._chunks.append(",\n".join(map(_encoded, _events(report))))
         events = ",\n".join([*map(_encoded, _track(report)), *self._chunks])
-        _replace(rank_path(self._path, report), _document(events))
+        replace_file(rank_path(self._path, report), _document(events))
 
     def close(self) -> None:
         """Write no more; the file stays. Idempotent."""
@@ -82,7 +82,7 @@ def write_trace(reports: Iterable[Report], path: str | os.PathLike[str]) -> None
     tracks = {report.rank: report for report in reports}
     events = [event for report in tracks.values() for event in _track(report)]
     events += [event for report in reports for event in _events(report)]
-    _replace(Path(path), _document(",\n".join(map(_encoded, events))))
+    replace_file(Path(path), _document(",\n".join(map(_encoded, events))))
 
 
 def merge_traces(paths: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) -> None:
@@ -104,12 +104,12 @@ def merge_traces(paths: Sequence[str | os.PathLike[str]], path: str | os.PathLik
                 f"{os.fspath(one)} is not a trace file ({type(error).__name__}: {error}); nothing "
                 "was written. Give the files that TraceWriter made."
             ) from error
-    _replace(Path(path), _document(",\n".join(events)))
+    replace_file(Path(path), _document(",\n".join(events)))
 
 
 def rank_path(path: str, report: Report) -> Path:
     """Return the path of the trace of the report's rank."""
-    rank = 0 if report.rank is None else report.rank
+    rank = report.rank or 0
     if "{rank}" in path:
         return Path(path.replace("{rank}", str(rank)))
     if (report.world_size or 1) == 1:
@@ -124,7 +124,7 @@ def rank_path(path: str, report: Report) -> Path:
 
 def _track(report: Report) -> Iterator[dict[str, Any]]:
     """The name of the rank's track, and its place among the others."""
-    rank = 0 if report.rank is None else report.rank
+    rank = report.rank or 0
     names = {
         "process_name": {"name": f"rank {rank}"},
         "process_labels": {"labels": f"{socket.gethostname()}, pid {os.getpid()}"},
@@ -138,7 +138,7 @@ def _track(report: Report) -> Iterator[dict[str, Any]]:
 
 def _events(report: Report) -> Iterator[dict[str, Any]]:
     """The operation, and within it phases and groups: nested as viewers of one track want it."""
-    rank = 0 if report.rank is None else report.rank
+    rank = report.rank or 0
     origin = report.started_at * 1e6
     details = {
         name: value
@@ -222,8 +222,12 @@ def _document(events: str) -> str:
     return f"{head}\n{events}\n]}}\n"
 
 
-def _replace(path: Path, text: str) -> None:
-    """The file is either the old one or the new one, whenever this process is killed."""
+def replace_file(path: Path, text: str) -> None:
+    """Write a file anew: it is the old one or the new one, whenever this process is killed. Local.
+
+    Raises:
+        OSError: it cannot be written; the old one is as it was.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

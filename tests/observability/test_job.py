@@ -10,6 +10,7 @@ import io
 import json
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ def job(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     logging.getLogger("reloadpg.environment.somewhere").warning("a child's record")
     over_http = _ask_debug_server() if served else None
     end_publishing()
+    for thread in _status_threads():
+        thread.join(60)
     return {
         "reports": [report.details() for report in reports],
         "error": f"{type(failed.value).__name__}",
@@ -90,7 +93,7 @@ def job(rank: int, world_size: int, directory: str) -> dict[str, Any]:
         ],
         "step": otel.get_current_span().get_span_context().is_valid,
         "pid": os.getpid(),
-        "threads": _status_threads(),
+        "threads": len(_status_threads()),
     }
 
 
@@ -109,10 +112,8 @@ def _ask_debug_server() -> dict[str, Any]:
         server.shutdown()
 
 
-def _status_threads() -> int:
-    import threading
-
-    return sum(thread.name == "reloadpg-status" for thread in threading.enumerate())
+def _status_threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "reloadpg-status"]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(directory: Path) -> list[dict[str, Any]]:
-    return run_ranks(job, 2, args=(str(directory),), timeout=60)
+    return run_ranks(job, 2, args=(str(directory),), timeout=120)
 
 
 # ---------------------------------------------------------------------------------------------

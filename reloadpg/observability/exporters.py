@@ -1,6 +1,7 @@
-"""Prometheus metrics of this rank: the extra ``prometheus``.
+"""Reports given on to other systems: OpenTelemetry spans, and Prometheus metrics.
 
-::
+Neither is required. Spans need ``opentelemetry-api`` and do nothing without it; the metrics need
+the extra ``prometheus``::
 
     from prometheus_client import REGISTRY, start_http_server
     from reloadpg.observability import ReloadpgCollector
@@ -8,25 +9,121 @@
     REGISTRY.register(ReloadpgCollector())
     start_http_server(9400 + local_rank)
 
-Figures are read when they are scraped, from ``reloadpg.status()`` and from what reports have added
+Metrics are read when they are scraped, from ``reloadpg.status()`` and from what reports have added
 up to since the collector was made. Every sample has the label ``rank``.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import reloadpg
+from reloadpg.lifecycle.callbacks import on_report
 from reloadpg.lifecycle.report import GroupStatus, Report, Status
 
-from .subscription import subscribe
+__all__ = ["ReloadpgCollector", "export_spans", "subscribe"]
 
-__all__ = ["ReloadpgCollector"]
+logger = logging.getLogger("reloadpg")
 
 _STATES = ("live", "offloaded", "failed")
+
+
+def subscribe(what: str, callback: Callable[[Report], object]) -> Callable[[], None]:
+    """Call something with each report from now on; its first failure is its last call.
+
+    Local. The failure is one warning: an exporter that is broken would be broken at every report
+    to come.
+
+    Args:
+        what: what the callback is, for the warning.
+        callback: called in the thread of the operation.
+
+    Returns:
+        A function that ends it; idempotent.
+    """
+
+    def guarded(report: Report) -> None:
+        try:
+            callback(report)
+        except Exception as error:
+            remove()
+            logger.warning(
+                "%s failed and is off from now on; the job is not affected: %s: %s",
+                what,
+                type(error).__name__,
+                error,
+            )
+
+    remove = on_report(guarded)
+    return remove
+
+
+# -- spans -----------------------------------------------------------------------------------------
+
+
+def export_spans(tracer_provider: Any = None) -> Callable[[], None]:
+    """Make spans of each operation from now on: one for the call, one for each phase and group.
+
+    Local. The span of the call becomes a child of the caller's current span. They are made when
+    the operation has ended, with the times at which things happened. Without ``opentelemetry-api``
+    this does nothing.
+
+    Args:
+        tracer_provider: a provider of the OpenTelemetry API; None is the global one.
+
+    Returns:
+        A function that ends it; idempotent.
+    """
+    try:
+        from opentelemetry import trace
+    except ImportError:
+        return lambda: None
+    tracer = trace.get_tracer("reloadpg", reloadpg.__version__, tracer_provider)
+    return subscribe("the export of spans", partial(_export, trace, tracer))
+
+
+def _export(trace: Any, tracer: Any, report: Report) -> None:
+    def at(ms: float) -> int:
+        return int((report.started_at + ms / 1e3) * 1e9)
+
+    attributes = {
+        "reloadpg.rank": report.rank,
+        "reloadpg.world_size": report.world_size,
+        "reloadpg.generation": report.generation,
+        "reloadpg.groups": len(report.groups),
+        "reloadpg.released_bytes": report.released_bytes,
+        "reloadpg.restored_bytes": report.restored_bytes,
+    }
+    given = {name: value for name, value in attributes.items() if value is not None}
+    call = tracer.start_span(f"reloadpg.{report.operation}", start_time=at(0), attributes=given)
+    if report.error:
+        call.set_status(trace.Status(trace.StatusCode.ERROR, report.error))
+    context = trace.set_span_in_context(call)
+    for span in report.spans:
+        part = tracer.start_span(span.name, context=context, start_time=at(span.start_ms))
+        part.end(at(span.start_ms + span.ms))
+    for group in report.groups:
+        part = tracer.start_span(
+            f"group {group.name}",
+            context=context,
+            start_time=at(group.start_ms),
+            attributes={
+                "reloadpg.group.desc": group.desc,
+                "reloadpg.group.backend": group.backend,
+                "reloadpg.group.size": group.size,
+                "reloadpg.group.strategy": group.strategy,
+            },
+        )
+        part.end(at(group.start_ms + group.ms))
+    call.end(at(report.total_ms))
+
+
+# -- metrics ---------------------------------------------------------------------------------------
 
 
 @dataclass
