@@ -18,7 +18,7 @@ from pathlib import Path
 from .. import __version__
 from ..errors import unknown_variables
 from .bench import add as add_bench
-from .console import say
+from .console import CommandError, say
 from .demo import add as add_demo
 from .doctor import add as add_doctor
 from .explain import add as add_explain
@@ -44,7 +44,9 @@ def parser() -> argparse.ArgumentParser:
         description="Release NCCL communicators while they are not needed.",
     )
     top.add_argument("--version", action="version", version=f"reloadpg {__version__}")
-    subcommands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    subcommands = top.add_subparsers(
+        title="commands", dest="command", required=True, metavar="COMMAND"
+    )
     for add in SUBCOMMANDS:
         add(subcommands)
     return top
@@ -81,6 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         code: int = options.run(options)
         sys.stdout.flush()
+    except CommandError as error:
+        say(f"reloadpg {options.command}: {error}", sys.stderr)
+        return error.code
     except KeyboardInterrupt:
         say(f"\n{top.prog}: interrupted", sys.stderr)
         return 130

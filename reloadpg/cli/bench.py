@@ -18,11 +18,12 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import counted
 from .console import (
+    CommandError,
     Line,
     Page,
     Table,
-    counted,
     follow_lines,
     positive,
     progress,
@@ -79,23 +80,19 @@ def _run(options: argparse.Namespace) -> int:
 
     devices = cuda_devices() if options.backend in ("auto", "nccl") else 0
     if options.backend == "nccl" and not devices:
-        say(
-            "reloadpg bench: --backend nccl: torch finds no GPU that NCCL can use; nothing was "
-            "started. Use --backend gloo or sim.",
-            sys.stderr,
+        raise CommandError(
+            "--backend nccl: torch finds no GPU that NCCL can use; nothing was started. Use "
+            "--backend gloo or sim."
         )
-        return 2
     backend = options.backend
     if backend == "auto":
         backend = "nccl" if devices else "gloo"
     ranks = options.ranks or (devices if backend == "nccl" else _RANKS)
     if backend == "nccl" and ranks > devices:
-        say(
-            f"reloadpg bench: --ranks {ranks}, but there are {devices} GPUs; nothing was started. "
-            "NCCL needs one a rank.",
-            sys.stderr,
+        raise CommandError(
+            f"--ranks {ranks}, but there are {devices} GPUs; nothing was started. NCCL needs one a "
+            "rank."
         )
-        return 2
     cycles, groups = counted(options.cycles, "cycle"), counted(options.groups, f"{backend} group")
     what = f"{cycles} of {groups} on {counted(ranks, 'rank')}"
     try:
@@ -105,8 +102,7 @@ def _run(options: argparse.Namespace) -> int:
                 given = (backend, options.groups, options.cycles, str(lines))
                 seen = run_ranks(_rank, ranks, args=given, timeout=options.timeout)
     except RanksFailedError as error:
-        say(f"reloadpg bench: {_failure(error, options.timeout)}", sys.stderr)
-        return 1
+        raise CommandError(_failure(error, options.timeout), 1) from None
     except KeyboardInterrupt:
         say("\nreloadpg bench: interrupted; all ranks have been ended", sys.stderr)
         return 130
@@ -303,4 +299,4 @@ def _page(result: Mapping[str, Any]) -> Page:
     if result["memory_source"]:
         source = f"MiB: released and restored by the call, as {result['memory_source']} counts it"
         lines.append(Line(f"{source}; communicators that connect lazily take theirs later."))
-    return Page(lines)
+    return lines

@@ -1,8 +1,8 @@
 """Input and output that the commands share: types of options, pages of text, progress.
 
-A command describes its output once, as :class:`Line`, :class:`Table` and :class:`Page`; it is
-written as plain text, or on a terminal with ``rich`` in colours and in place. Results go to stdout,
-progress to stderr, so that a pipe gets the result alone.
+A command describes its output once, as lines, tables and findings; it is written as plain text, or
+on a terminal with ``rich`` in colours and in place. Results go to stdout, progress and errors to
+stderr, so that a pipe gets the result alone.
 """
 
 from __future__ import annotations
@@ -15,25 +15,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..errors import counted, mebibytes
-from ..errors import table as plain_table
+from ..errors import columns, table
 
 __all__ = [
+    "CommandError",
+    "Finding",
     "Line",
     "Page",
     "Table",
-    "counted",
     "existing_file",
     "follow",
     "follow_lines",
-    "mebibytes",
     "natural",
     "new_file",
-    "plain_table",
     "positive",
     "progress",
     "say",
@@ -50,6 +48,9 @@ STYLES = {
     "head": "bold",
 }
 """Styles of the tones of a text on a terminal."""
+
+LEVELS = {"": "", "ok": "good", "note": "note", "warning": "warning", "problem": "bad"}
+"""Tone of a finding by its level."""
 
 PLAIN_REPORTS_S = 10.0
 """Seconds between two lines of progress where it cannot be drawn."""
@@ -135,11 +136,39 @@ class Table:
     tones: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Page:
-    """Lines and tables, one below the other."""
+Page = Sequence[Line | Table]
+"""Lines and tables, one below the other."""
 
-    parts: Sequence[Line | Table] = field(default_factory=tuple)
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of looking at one thing.
+
+    Attributes:
+        check: what was looked at.
+        level: ``ok``, ``note``, ``warning`` or ``problem``; empty for a plain statement.
+        message: what was found.
+        remedy: what to do; empty where nothing is to be done.
+    """
+
+    check: str
+    level: str
+    message: str
+    remedy: str = ""
+
+    def lines(self, head: str, *, remedies: bool = True) -> Iterator[Line]:
+        """The message behind a head, and the remedy below it."""
+        yield Line(f"{head}{self.message}", LEVELS[self.level], len(head))
+        if self.remedy and remedies:
+            yield Line(f"{' ' * len(head)}-> {self.remedy}", "", len(head) + 3)
+
+
+class CommandError(Exception):
+    """A command cannot do what is asked for; the message is all that the user needs to see."""
+
+    def __init__(self, message: str, code: int = 2) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def say(text: str = "", stream: TextIO | None = None) -> None:
@@ -263,8 +292,7 @@ def _terminal(stream: TextIO) -> Any:
 
 def _plain(page: Page) -> str:
     return "\n".join(
-        plain_table(part.header, part.rows) if isinstance(part, Table) else part.text
-        for part in page.parts
+        table(part.header, part.rows) if isinstance(part, Table) else part.text for part in page
     )
 
 
@@ -274,7 +302,7 @@ def _drawn(page: Page, wrap_at: int | None = None) -> Any:
     from rich.text import Text
 
     drawn: list[Any] = []
-    for part in page.parts:
+    for part in page:
         if isinstance(part, Table):
             drawn.append(_drawn_table(part, wrap=wrap_at is not None))
             continue
@@ -294,29 +322,21 @@ def _wrapped(line: Line, width: int) -> str:
 def _drawn_table(part: Table, *, wrap: bool) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table as RichTable
+    from rich.text import Text
 
     drawn = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style=STYLES["head"])
-    for index, name in enumerate(part.header):
-        numeric = all(isinstance(row[index], (int, float, type(None))) for row in part.rows)
-        last = index == len(part.header) - 1
-        texts = [str(_cell(row[index])) for row in part.rows]
+    found = columns(part.header, part.rows)
+    for index, (texts, numeric) in enumerate(found):
+        last = index == len(found) - 1
         drawn.add_column(
-            name,
+            texts[0],
             justify="right" if numeric else "left",
             # A narrow terminal costs the last column, never a number.
-            min_width=None if last else max(map(len, [name, *texts])),
+            min_width=None if last else max(map(len, texts)),
             no_wrap=not (last and wrap),
             overflow="fold" if last and wrap else "ellipsis",
         )
     tones = part.tones or [""] * len(part.rows)
-    for row, tone in zip(part.rows, tones, strict=True):
-        drawn.add_row(*map(_cell, row), style=STYLES.get(tone, ""))
+    for row, tone in enumerate(tones, start=1):
+        drawn.add_row(*(Text(texts[row]) for texts, _ in found), style=STYLES.get(tone, ""))
     return drawn
-
-
-def _cell(value: object) -> Any:
-    from rich.text import Text
-
-    if value is None:
-        return Text("-")
-    return Text(f"{value:.2f}" if isinstance(value, float) else str(value))

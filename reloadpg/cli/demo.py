@@ -21,7 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .console import counted, follow_lines, mebibytes, new_file, plain_table, positive, say
+from ..errors import counted, mebibytes, table
+from .console import CommandError, follow_lines, new_file, positive, say
 
 __all__ = ["add", "judge"]
 
@@ -99,12 +100,10 @@ def _compare(options: argparse.Namespace) -> int:
     begun, cycles = time.monotonic(), options.cycles
     devices = cuda_devices() if options.accelerator != "simulated" else 0
     if options.accelerator == "cuda" and not devices:
-        say(
-            "reloadpg demo: --accelerator cuda: torch finds no GPU that NCCL can use; nothing was "
-            "started. Leave the option out to run on the simulated accelerator.",
-            sys.stderr,
+        raise CommandError(
+            "--accelerator cuda: torch finds no GPU that NCCL can use; nothing was started. Leave "
+            "the option out to run on the simulated accelerator."
         )
-        return 2
     ranks = min(options.ranks or 4, devices or sys.maxsize)
     example = next(path for path in EXAMPLES if path.is_file())
     say(_heading(example, ranks, options.ranks or ranks, cycles, devices))
@@ -125,7 +124,7 @@ def _compare(options: argparse.Namespace) -> int:
         shown.append(
             (row["cycle"], row["groups"], row["released_bytes"] >> 20, *times, row["reward"])
         )
-    say(f"\n{plain_table(header, shown)}")
+    say(f"\n{table(header, shown)}")
     say("Groups and memory: all ranks together. Times: the slowest rank.\n")
     say("\n".join(f"  {'[ok]' if c.passed else '[FAILED]'} {c.name}: {c.detail}" for c in checks))
     say(f"\n{ending} in {seconds:.0f} s.")

@@ -20,16 +20,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, cast
 
 from .. import _TESTED_TORCH
-from ..errors import VARIABLES, unknown_variables
-from .console import Line, Page, counted, existing_file, progress, say, show
+from ..errors import STATUS_DIR, VARIABLES, counted, unknown_variables
+from ..lifecycle.autoinstall import NO, SWITCH
+from .console import Finding, Line, Page, existing_file, progress, say, show
 from .doctor_patches import (
-    Finding,
     ScriptInstall,
     check_early_aliases,
     check_foreign_wrappers,
@@ -37,20 +38,16 @@ from .doctor_patches import (
     import_of_script,
     install_of_script,
 )
-from .records import STATUS_DIR, read_directory
-from .status import JobView
+from .job import JobView
+from .records import read_directory
 
 __all__ = ["Diagnosis", "Finding", "add", "diagnose"]
-
-TONES = {"ok": "good", "note": "note", "warning": "warning", "problem": "bad"}
-"""The levels of findings, from good to bad. A problem makes the exit code 1."""
 
 OLDEST, NEWEST = _TESTED_TORCH
 
 SUSPENDS = (2, 29, 7)
 """The first NCCL that can suspend a communicator."""
 
-AUTOINSTALL = "RELOADPG_AUTOINSTALL"
 STRATEGIES = ("recreate", "suspend", "auto")
 REPORTED = ("RELOADPG_", "NCCL_", "TORCH_", "GLOO_", "CUDA_", "HIP_", "PYTORCH_", "OMP_NUM_")
 """Beginnings of the names of variables that a report for others shows; no other is shown."""
@@ -60,6 +57,7 @@ IMPORT_LIMIT_S = 120.0
 
 Version = tuple[int, ...]
 Findings = Iterator[Finding]
+Check = tuple[str, Callable[[], Findings]]
 
 
 @dataclass(frozen=True)
@@ -106,33 +104,37 @@ def diagnose(
             installation in this process says. What it does not use is not judged.
     """
     variables = os.environ if environ is None else environ
-    call = ScriptInstall() if script is None else install_of_script(Path(script))
+    path = None if script is None else Path(script)
+    call = ScriptInstall() if path is None else install_of_script(path)
     chosen, said_by = _chosen_strategy(strategy, call, variables)
+    said = Finding("strategy", "ok", f"{chosen or 'unknown'}, {said_by}")
     suspends = chosen != "recreate"
-    checks: list[tuple[str, Callable[[], Findings]]] = [
+    of_job: list[Check] = []
+    of_script: list[Check] = []
+    if status_dir is not None:
+        of_job = [("job", partial(check_job, Path(status_dir)))]
+    if path is not None:
+        of_script = [
+            ("script", partial(check_script, path, call, variables)),
+            ("script", partial(import_of_script, path)),
+        ]
+    checks: list[Check] = [
+        *of_job,
         ("torch", check_torch),
         ("device", check_device),
-        ("variables", lambda: check_variables(variables)),
-        ("autoinstall", lambda: check_autoinstall(variables)),
-        (
-            "strategy",
-            lambda: iter([Finding("strategy", "ok", f"{chosen or 'unknown'}, {said_by}")]),
-        ),
+        ("variables", partial(check_variables, variables)),
+        ("autoinstall", partial(check_autoinstall, variables)),
+        ("strategy", lambda: iter([said])),
         ("nccl", check_nccl),
-        ("nccl settings", lambda: check_nccl_settings(variables, suspends=suspends)),
-        *([("suspend", lambda: check_suspend(variables))] if suspends else []),
-        ("recovery", lambda: check_recovery(variables)),
-        ("import", lambda: import_modules(modules)),
+        ("nccl settings", partial(check_nccl_settings, variables, suspends=suspends)),
+        *([("suspend", partial(check_suspend, variables))] if suspends else []),
+        ("recovery", partial(check_recovery, variables)),
+        ("import", partial(import_modules, modules)),
+        *of_script,
         ("foreign wrapper", check_foreign_wrappers),
         ("early alias", check_early_aliases),
-        ("launcher", lambda: check_launcher(variables)),
+        ("launcher", partial(check_launcher, variables)),
     ]
-    if script is not None:
-        place = [name for name, _ in checks].index("foreign wrapper")
-        checks.insert(place, ("script", lambda: import_of_script(Path(script))))
-        checks.insert(place, ("script", lambda: check_script(Path(script), call, variables)))
-    if status_dir is not None:
-        checks.insert(0, ("job", lambda: check_job(Path(status_dir))))
     findings = []
     for name, check in checks:
         try:
@@ -221,18 +223,13 @@ def _page(diagnosis: Diagnosis, script: Path | None = None) -> Page:
     width = max(len(finding.check) for finding in diagnosis.findings)
     for finding in diagnosis.findings:
         level = f"[{finding.level}]".ljust(9)
-        head = f"  {level}  {finding.check.ljust(width)}  "
-        lines.append(Line(f"{head}{finding.message}", TONES[finding.level], len(head)))
-        if finding.remedy and finding.level != "ok":
-            lines.append(Line(f"{' ' * len(head)}-> {finding.remedy}", "", len(head) + 3))
+        lines += finding.lines(f"  {level}  {finding.check.ljust(width)}  ")
     problems, warnings = len(diagnosis.at("problem")), len(diagnosis.at("warning"))
     found = counted(problems, "problem") if problems else "No problem was found"
     where = f" for {script.name}" if script is not None else ""
     last = f"{found}{where}; {counted(warnings, 'warning')}."
-    return Page([*lines, Line(""), Line(last, "head"), Line(_FOR_A_BUG_REPORT, "note")])
-
-
-_FOR_A_BUG_REPORT = "For a bug report, paste what doctor --report prints."
+    paste = Line("For a bug report, paste what doctor --report prints.", "note")
+    return [*lines, Line(""), Line(last, "head"), paste]
 
 
 def bug_report(diagnosis: Diagnosis, environ: Mapping[str, str]) -> str:
@@ -337,14 +334,14 @@ def torch_can_suspend() -> bool:
 
 def check_suspend(environ: Mapping[str, str]) -> Findings:
     """Check whether communicators can be suspended; recreating them needs none of it."""
-    version, cumem = nccl_version(), _cumem(environ)
+    version, cumem = nccl_version(), _without_cumem(_nccl_settings(environ))
     if not torch_can_suspend():
         why = "this torch cannot suspend communicators (2.12 and later can)"
     elif version is None:
         why = "there is no NCCL in this torch"
     elif version < SUSPENDS:
         why = f"NCCL {_shown(version)} cannot suspend ({_shown(SUSPENDS)} and later can)"
-    elif cumem is not None:
+    elif cumem:
         why = f"{cumem} makes a suspend give nothing back"
     else:
         yield Finding("suspend", "ok", f"torch and NCCL {_shown(version)} can suspend")
@@ -362,8 +359,9 @@ def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) ->
     """
     from ..c10d import release_cautions
 
-    cumem = _cumem(environ) if suspends else None
-    if cumem is not None:
+    settings = _nccl_settings(environ)
+    cumem = _without_cumem(settings) if suspends else ""
+    if cumem:
         yield Finding(
             "nccl settings",
             "problem",
@@ -380,11 +378,33 @@ def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) ->
             "NCCL_RUNTIME_CONNECT=1: a communicator takes its memory at its first use",
             "measure memory after a collective on each group",
         )
-    everything = {name: value for name, (value, _) in _file_settings(environ).items()}
+    shown = ", ".join(f"{name}={value}" for name, (value, _) in sorted(settings.items()))
+    yield Finding("nccl settings", "note" if cumem else "ok", shown or "none are set")
+
+
+def _nccl_settings(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Settings of NCCL, each with its place; a variable of the environment wins over a file.
+
+    NCCL reads the file that ``NCCL_CONF_FILE`` names, or else ``~/.nccl.conf``, and then
+    ``/etc/nccl.conf``; the first one to set a name wins.
+    """
     prefixes = ("NCCL_", "TORCH_NCCL_")
-    everything |= {n: value for n, value in environ.items() if n.startswith(prefixes)}
-    shown = ", ".join(f"{name}={value}" for name, value in sorted(everything.items()))
-    yield Finding("nccl settings", "ok" if cumem is None else "note", shown or "none are set")
+    found = {n: (v, "the environment") for n, v in environ.items() if n.startswith(prefixes)}
+    home, named = environ.get("HOME"), environ.get("NCCL_CONF_FILE")
+    files = [Path(named)] if named else [Path(home, ".nccl.conf")] if home else []
+    for file in (*files, Path("/etc/nccl.conf")):
+        with suppress(OSError):
+            for line in file.read_text(errors="replace").splitlines():
+                name, equals, value = line.partition("=")
+                if equals and not name.lstrip().startswith("#"):
+                    found.setdefault(name.strip(), (value.strip(), str(file)))
+    return found
+
+
+def _without_cumem(settings: Mapping[str, tuple[str, str]]) -> str:
+    """The setting that switches NCCL's cuMem allocator off, and its place; empty if none does."""
+    value, where = settings.get("NCCL_CUMEM_ENABLE", ("", ""))
+    return f"NCCL_CUMEM_ENABLE=0 in {where}" if value.strip() == "0" else ""
 
 
 def check_recovery(environ: Mapping[str, str]) -> Findings:
@@ -405,38 +425,8 @@ def check_recovery(environ: Mapping[str, str]) -> Findings:
         shown = ", ".join(f"{name}={value}" for name, value in sorted(missing.items()))
         found = f"missing: {shown}" if missing else "a fault of a communicator reaches the program"
         remedy = "install(recoverable=True) sets them; somebody has unset them since"
-        yield Finding("recovery", "problem" if missing else "ok", found, remedy)
-
-
-def _cumem(environ: Mapping[str, str]) -> str | None:
-    """The setting that switches NCCL's cuMem allocator off, and its place; None if none does."""
-    name = "NCCL_CUMEM_ENABLE"
-    settings = {**_file_settings(environ)}
-    if name in environ:
-        settings[name] = (environ[name], "the environment")
-    value, where = settings.get(name, ("", ""))
-    return f"{name}=0 in {where}" if value.strip() == "0" else None
-
-
-def _file_settings(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Settings in NCCL's configuration files, with the file; a variable of the environment wins.
-
-    NCCL reads the file that ``NCCL_CONF_FILE`` names, or else ``~/.nccl.conf``, and then
-    ``/etc/nccl.conf``; the first one to set a name wins.
-    """
-    home, named = environ.get("HOME"), environ.get("NCCL_CONF_FILE")
-    files = [Path(named)] if named else [Path(home, ".nccl.conf")] if home else []
-    found: dict[str, tuple[str, str]] = {}
-    for file in (*files, Path("/etc/nccl.conf")):
-        try:
-            lines = file.read_text(errors="replace").splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            name, equals, value = line.partition("=")
-            if equals and not name.lstrip().startswith("#"):
-                found.setdefault(name.strip(), (value.strip(), str(file)))
-    return found
+        level, remedy = ("problem", remedy) if missing else ("ok", "")
+        yield Finding("recovery", level, found, remedy)
 
 
 def _shown(version: Version) -> str:
@@ -475,7 +465,7 @@ def check_script(script: Path, call: ScriptInstall, environ: Mapping[str, str]) 
             "script",
             "note",
             f"{script.name} does not call reloadpg.install() itself",
-            f"see that what it imports does, before groups are created, or set {AUTOINSTALL}=1",
+            f"see that what it imports does, before groups are created, or set {SWITCH}=1",
         )
 
 
@@ -491,7 +481,7 @@ def check_variables(environ: Mapping[str, str]) -> Findings:
 
 
 def _autoinstalls(environ: Mapping[str, str]) -> bool:
-    return environ.get(AUTOINSTALL, "").strip().lower() not in ("", "0", "false", "no", "off")
+    return environ.get(SWITCH, "").strip().lower() not in NO
 
 
 def check_autoinstall(environ: Mapping[str, str]) -> Findings:
@@ -521,9 +511,9 @@ def check_autoinstall(environ: Mapping[str, str]) -> Findings:
             )
         return
     why = _said_by_import(environ)
-    remedy = f"correct the cause and start again, or unset {AUTOINSTALL}"
+    remedy = f"correct the cause and start again, or unset {SWITCH}"
     if not why:
-        why = f"not installed in this process ({AUTOINSTALL}={environ[AUTOINSTALL]!r})"
+        why = f"not installed in this process ({SWITCH}={environ[SWITCH]!r})"
         remedy = (
             "unset TORCH_DEVICE_BACKEND_AUTOLOAD, see that pip has installed reloadpg in this "
             "environment, and that the program does not call reloadpg.uninstall()"
@@ -577,16 +567,15 @@ def check_job(directory: Path) -> Findings:
     if not view.ranks:
         yield Finding("job", "problem", view.reading.absence, view.reading.remedy)
         return
-    running = view.running_facts()
-    troubles = [fact for fact in view.lasting_facts() if fact.tone in ("warning", "bad")]
-    for fact in (*running, *troubles):
-        level = {"bad": "problem", "warning": "warning"}.get(fact.tone, "note")
-        yield Finding("job", level, f"{fact.name}: {fact.text}", fact.remedy)
+    running = view.running_findings()
+    troubles = [one for one in view.lasting_findings() if one.level in ("warning", "problem")]
+    for one in (*running, *troubles):
+        yield Finding("job", one.level or "note", f"{one.check}: {one.message}", one.remedy)
     for record in view.ranks:
         if record.error:
             yield Finding("job", "warning", f"rank {record.rank}: {record.error}")
     for failure in view.reading.failures:
         yield Finding("job", "warning", f"unreadable: {failure}")
-    if not troubles and all(fact.tone != "bad" for fact in running):
+    if not troubles and all(one.level != "problem" for one in running):
         equal = f"{len(view.ranks)} ranks, all with reloadpg at the same generation"
         yield Finding("job", "ok", equal)

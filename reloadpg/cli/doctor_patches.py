@@ -18,9 +18,10 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from .console import Finding
+
 __all__ = [
     "CREATORS",
-    "Finding",
     "ScriptInstall",
     "check_early_aliases",
     "check_foreign_wrappers",
@@ -34,23 +35,6 @@ CREATORS = ("init_process_group", "new_group", "split_group")
 
 _NOT_SEARCHED = frozenset({"torch", "reloadpg", "wrapt"})
 _LARGEST_CONTAINER = 1000
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of looking at one thing.
-
-    Attributes:
-        check: what was looked at: ``torch``, ``nccl``, ``foreign wrapper``, ``early alias``, ...
-        level: ``ok``, ``note``, ``warning`` or ``problem``.
-        message: what was found.
-        remedy: what to do; empty where nothing is to be done.
-    """
-
-    check: str
-    level: str
-    message: str
-    remedy: str = ""
 
 
 def check_foreign_wrappers() -> Iterator[Finding]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import InvalidOptionError, format_ranks
-from .console import Line, Page, Table, counted, natural, positive, say, seconds, show
+from ..errors import InvalidOptionError, counted, format_ranks
+from .console import CommandError, Line, Page, Table, natural, positive, say, seconds, show
 
 __all__ = ["add", "explain"]
 
@@ -88,18 +87,14 @@ def add(subcommands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    refusal = _refusal(options)
-    if refusal:
-        say(f"reloadpg explain: {refusal}", sys.stderr)
-        return 2
+    _check(options)
     from .explain_rank import run_script
 
     run = run_script(options)
     try:
         result = explain(run["records"], backends=options.backends, min_size=options.min_size)
     except InvalidOptionError as error:
-        say(f"reloadpg explain: {error}", sys.stderr)
-        return 2
+        raise CommandError(str(error)) from None
     result |= {"rank": options.rank, "world_size": options.world_size}
     result |= {name: run[name] for name in ("error", "traceback", "timed_out")}
     result["device_is_here"] = _is_here(options.device)
@@ -110,18 +105,22 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if result["error"] or not result["groups"] else 0
 
 
-def _refusal(options: argparse.Namespace) -> str:
+def _check(options: argparse.Namespace) -> None:
     from torch.distributed import Backend
 
     if options.rank >= options.world_size:
-        return f"--rank {options.rank} is not in a job of {options.world_size} ranks"
+        ranks = f"{options.world_size} ranks"
+        raise CommandError(f"--rank {options.rank} is not in a job of {ranks}")
     if not options.module and not Path(options.script).is_file():
-        return f"there is no file {options.script!r}; nothing was run. For a module use -m."
+        raise CommandError(
+            f"there is no file {options.script!r}; nothing was run. For a module use -m."
+        )
     known = sorted(name for name in Backend.default_device_backend_map if name.isidentifier())
     if options.device not in known:
-        known_here = ", ".join(known)
-        return f"torch knows no device {options.device!r} here ({known_here}); nothing was run."
-    return ""
+        here = ", ".join(known)
+        raise CommandError(
+            f"torch knows no device {options.device!r} here ({here}); nothing was run."
+        )
 
 
 def _is_here(device: str) -> bool:
@@ -255,7 +254,7 @@ def _page(options: argparse.Namespace, result: Record, output: str) -> Page:
         if result["traceback"] and result["groups"]:
             further = " Rank 0 receives less, and may get further." if result["rank"] else ""
             parts.append(Line(ALONE + further, "note"))
-    return Page(parts)
+    return parts
 
 
 def _table(groups: Sequence[Record]) -> Table:

@@ -1,29 +1,41 @@
 """Read the records of the ranks of a running job, from outside the job.
 
 Two sources: a status directory, in which each rank keeps one file (``RELOADPG_STATUS_DIR`` in the
-job), and torch's debug server of each rank. Both may be of another version than this program, or
-written by a job that is falling apart: values that are missing or of the wrong type are left out,
-and nothing here raises because of what a rank wrote.
+job), and torch's debug server of each rank. A record is read back into the dataclasses that it was
+written from. It may be of another version than this program, or written by a job that is falling
+apart: values that are missing or of the wrong type are left out, and nothing here raises because
+of what a rank wrote.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
-import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
-__all__ = ["SILENT_S", "STATUS_DIR", "RankRecord", "Reading", "read_directory", "read_endpoints"]
+from ..errors import STATUS_DIR
+from ..lifecycle.report import OperationStatus, Report, Status
 
-STATUS_DIR = "RELOADPG_STATUS_DIR"
-"""Environment variable: where the ranks of a job keep their status files."""
+__all__ = [
+    "LATE_S",
+    "SILENT_S",
+    "UNREADABLE",
+    "RankRecord",
+    "Reading",
+    "decoded",
+    "read_directory",
+    "read_endpoints",
+    "typed",
+]
 
 LATE_S = 2.5
 """Without a sign of life for longer, a rank is looked up among the processes of this host."""
@@ -31,10 +43,67 @@ LATE_S = 2.5
 SILENT_S = 5.0
 """A rank that gave no sign of life for longer is called silent; it gives one each second."""
 
+UNREADABLE = (OSError, ValueError, RecursionError)
+"""What reading and decoding a file raises, whatever is in it."""
+
 HANDLER = "/handler/reloadpg"
 ENDPOINT_TIMEOUT_S = 3.0
 _LARGEST = 64 << 20
 _LARGEST_JOB = 1 << 20
+
+
+def decoded(data: bytes) -> Any:
+    """Decode JSON. Raises ``ValueError`` or ``RecursionError`` for what is none."""
+    return json.loads(data.decode("utf-8", errors="replace"))
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """Return a decoded value as this type, without its parts of other types; None if it is none.
+
+    What is missing in a dataclass gets its default, or else the empty value of its type.
+
+    Args:
+        kind: ``str``, ``bool``, ``int``, ``float``, ``Any``, a dataclass, ``Mapping[str, kind]``,
+            ``tuple[kind, ...]`` or ``kind | None``.
+        value: the value.
+    """
+    if kind is Any:
+        return value
+    if kind in (str, int):
+        return value if type(value) is kind else None
+    if kind is bool:
+        return bool(value) if isinstance(value, int) else None
+    if kind is float:
+        finite = type(value) in (int, float) and abs(value) <= sys.float_info.max
+        return float(value) if finite else None
+    if is_dataclass(kind):
+        return _typed_fields(kind, value) if isinstance(value, dict) else None
+    inner = get_args(kind)
+    if get_origin(kind) is tuple:
+        parts = [typed(inner[0], one) for one in value] if isinstance(value, list) else []
+        return tuple(one for one in parts if one is not None)
+    if get_origin(kind) is Mapping:
+        pairs = value.items() if isinstance(value, dict) else ()
+        return {k: part for k, one in pairs if (part := typed(inner[1], one)) is not None}
+    return typed(inner[0], value)
+
+
+def _typed_fields(kind: Any, data: dict[str, Any]) -> Any:
+    parts = ((name, typed(part, data.get(name)), empty) for name, part, empty in _fields(kind))
+    return kind(**{name: empty if value is None else value for name, value, empty in parts})
+
+
+@cache
+def _fields(kind: Any) -> list[tuple[str, Any, Any]]:
+    """Of each field of a dataclass the name, the type, and the value where there is none."""
+    types, found = get_type_hints(kind), []
+    for one in fields(kind):
+        empty = one.default
+        if empty is MISSING:
+            scalar = types[one.name] in (str, bool, int, float)
+            empty = types[one.name]() if scalar else typed(types[one.name], None)
+        found.append((one.name, types[one.name], empty))
+    return found
 
 
 @dataclass(frozen=True)
@@ -49,10 +118,11 @@ class RankRecord:
         pid: its process.
         time: Unix time of its last sign of life, in seconds.
         age_s: how long ago that was, when it was read.
-        status: ``Status.details()``.
-        report: ``Report.details()`` of its last offload or reload; empty before the first.
-        running: ``OperationStatus.details()`` of the operation that it is in; empty if in none.
+        status: its status.
+        report: the report of its last operation; of no operation before the first.
+        running: the operation that it is in.
         exited: whether this is the last record of a process that has exited.
+        raw: all of it, as it was written.
         process: ``gone`` or ``stopped``, by this host's table of processes; empty if it runs, or
             is on another host.
         earlier: other reports of it that are known, by operation.
@@ -65,37 +135,40 @@ class RankRecord:
     pid: int | None
     time: float | None
     age_s: float | None
-    status: Mapping[str, Any]
-    report: Mapping[str, Any]
-    running: Mapping[str, Any] = field(default_factory=dict)
-    exited: bool = False
+    status: Status
+    report: Report
+    running: OperationStatus | None
+    exited: bool
+    raw: Mapping[str, Any]
     process: str = ""
-    earlier: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    earlier: Mapping[str, Report] = field(default_factory=dict)
 
     @classmethod
     def of(cls, data: Any, now: float) -> RankRecord | None:
         """From a decoded record, or from a bare status; None if it names no rank."""
-        outer = mapping(data)
-        status = mapping(outer.get("status")) if "status" in outer else outer
-        rank = whole(outer.get("rank"))
-        rank = whole(status.get("rank")) if rank is None else rank
+        if not isinstance(data, dict):
+            return None
+        status = data.get("status", data)
+        status = status if isinstance(status, dict) else {}
+        # What a record says beside its status, it says under the same names.
+        raw = {**status, **data, "status": status}
+        rank, said = typed(int, raw.get("rank")), typed(float, raw.get("time"))
         if rank is None or rank < 0:
             return None
-        size = whole(outer.get("world_size"))
-        said = number(outer.get("time"))
         return cls(
-            rank=rank,
-            world_size=whole(status.get("world_size")) if size is None else size,
-            installed=bool(outer.get("installed", status.get("installed", False))),
-            host=text(outer.get("host")),
-            pid=whole(outer.get("pid")),
-            time=said,
+            rank,
+            typed(int, raw.get("world_size")),
+            bool(raw.get("installed")),
+            typed(str, raw.get("host")) or "",
+            typed(int, raw.get("pid")),
+            said,
             # A rank on another host may have a clock that is ahead of this one.
-            age_s=None if said is None else max(0.0, now - said),
-            status=status,
-            report=mapping(outer.get("last_report")),
-            running=mapping(outer.get("running", status.get("running"))),
-            exited=outer.get("exited") is True,
+            None if said is None else max(0.0, now - said),
+            typed(Status, status),
+            typed(Report, raw.get("last_report")) or typed(Report, {}),
+            typed(OperationStatus, raw.get("running")),
+            raw.get("exited") is True,
+            raw,
         )
 
     def looked_up(self) -> RankRecord:
@@ -108,16 +181,6 @@ class RankRecord:
         if not late or self.exited or self.pid is None or self.host != socket.gethostname():
             return self
         return replace(self, process=_process_state(self.pid))
-
-    @property
-    def groups(self) -> list[Mapping[str, Any]]:
-        """The status of each reloadable group."""
-        return items(self.status.get("groups"))
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """What ``install`` was given there."""
-        return mapping(self.status.get("options"))
 
     @property
     def absent(self) -> str:
@@ -134,20 +197,16 @@ class RankRecord:
         if not self.installed:
             return "not installed"
         if self.running:
-            return f"in {text(self.running.get('operation'))}"
-        if self.status.get("initialized") is False:
-            return "no group yet"
-        return text(self.status.get("state")) or "unknown"
-
-    @property
-    def generation(self) -> int | None:
-        return whole(self.status.get("generation"))
+            return f"in {self.running.operation}"
+        if not self.status.state:
+            return "unknown"
+        return self.status.state if self.status.initialized else "no group yet"
 
     @property
     def error(self) -> str:
         """The last error that the rank had, its first line."""
-        found = [text(self.status.get("last_error")), text(self.report.get("error"))]
-        found += [text(group.get("last_error")) for group in self.groups]
+        found = [self.status.last_error, self.report.error]
+        found += [group.last_error for group in self.status.groups]
         return next((error.strip().splitlines()[0] for error in found if error.strip()), "")
 
     def last_ms(self, operation: str) -> float | None:
@@ -156,10 +215,10 @@ class RankRecord:
         A record holds the last report only. Of the operation before that an earlier reading may
         have the report; otherwise the groups' own times are known, which are added up.
         """
-        for report in (self.report, self.earlier.get(operation, {})):
-            if report.get("operation") == operation:
-                return number(report.get("total_ms"))
-        known = [number(group.get(f"last_{operation}_ms")) for group in self.groups]
+        reports = {**self.earlier, self.report.operation: self.report}
+        if operation in reports:
+            return reports[operation].total_ms
+        known = [getattr(group, f"last_{operation}_ms") for group in self.status.groups]
         times = [ms for ms in known if ms is not None]
         return sum(times) if times else None
 
@@ -167,8 +226,7 @@ class RankRecord:
         """The same with what an earlier reading of this process knew of other operations."""
         if before is None or before.pid != self.pid:
             return self
-        known = {**before.earlier, text(before.report.get("operation")): before.report}
-        return replace(self, earlier=known)
+        return replace(self, earlier={**before.earlier, before.report.operation: before.report})
 
 
 @dataclass(frozen=True)
@@ -229,10 +287,10 @@ def read_directory(directory: Path) -> Reading:
         failures.append(f"{directory}: {error.strerror}")
     for file in files:
         try:
-            record = RankRecord.of(_decoded(file.read_bytes()), now)
+            record = RankRecord.of(decoded(file.read_bytes()), now)
         except FileNotFoundError:
             continue  # its rank has ended since
-        except (OSError, ValueError, RecursionError) as error:
+        except UNREADABLE as error:
             failures.append(f"{file.name}: {error}")
             continue
         if record is None:
@@ -289,7 +347,7 @@ def _ask(endpoint: str) -> Any:
     if response.status != http.client.OK:
         return f"HTTP status {response.status}"
     try:
-        return _decoded(body)
+        return decoded(body)
     except (ValueError, RecursionError) as error:
         return f"the answer is no JSON ({error})"
 
@@ -311,52 +369,17 @@ def _process_state(pid: int) -> str:
     return states.get(letter[0], "") if letter else ""
 
 
-def _decoded(data: bytes) -> Any:
-    return json.loads(data.decode("utf-8", errors="replace"))
-
-
 def _one_a_rank(records: Iterable[RankRecord]) -> list[RankRecord]:
     """The latest of each rank: files of an earlier job may lie beside those of this one."""
-    latest: dict[int, RankRecord] = {}
-    for record in records:
-        before = latest.get(record.rank)
-        if before is None or (record.time or 0.0) >= (before.time or 0.0):
-            latest[record.rank] = record
+    latest = {one.rank: one for one in sorted(records, key=lambda one: one.time or 0.0)}
     return [latest[rank] for rank in sorted(latest)]
 
 
 def _world_size(records: Iterable[RankRecord]) -> int | None:
     """By the latest record that states one; it must have room for its own rank."""
-    latest: tuple[float, int] | None = None
-    for record in records:
-        size = record.world_size
-        if size is None or record.rank >= size:
-            continue
-        if latest is None or (record.time or 0.0, size) >= latest:
-            latest = (record.time or 0.0, size)
-    return None if latest is None else latest[1]
-
-
-# -- values of the right type, or nothing -------------------------------------------------------
-
-
-def mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def items(value: Any) -> list[Mapping[str, Any]]:
-    """The mappings in a list."""
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-
-
-def text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def number(value: Any) -> float | None:
-    real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if real and math.isfinite(value) else None
+    sizes = [
+        (one.time or 0.0, one.world_size)
+        for one in records
+        if one.world_size is not None and one.rank < one.world_size
+    ]
+    return max(sizes)[1] if sizes else None

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
+from ..errors import counted
+
 __all__ = ["Part", "Run", "drawn"]
 
 
@@ -214,7 +216,7 @@ def drawn(runs: Sequence[Run], *, note: str = "") -> str:
     pitch = _LANE if levels else _LANE_ALONE
     bottom = _TOP + pitch * len(ranks)
     svg = _Svg()
-    title = f"Offloads and reloads of {_counted(len(ranks), 'rank')}"
+    title = f"Offloads and reloads of {counted(len(ranks), 'rank')}"
     svg.text(_MARGIN, 26, title, size=15, bold=True)
     begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(scales[0].start))
     svg.text(_MARGIN, 44, ". ".join(filter(None, (f"From {begun}", note))), fill=_FAINT)
@@ -384,7 +386,3 @@ def _size(size: float) -> str:
         if size >= 1 << shift:
             return f"{size / (1 << shift):.{1 if size < 10 << shift else 0}f} {unit}"
     return f"{size:.0f} B"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

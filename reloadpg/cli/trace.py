@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .console import counted, new_file, positive, say
-from .records import STATUS_DIR, RankRecord, items, mapping, number, read_directory, text, whole
+from ..errors import STATUS_DIR, counted
+from .console import CommandError, new_file, positive, say
+from .records import UNREADABLE, RankRecord, decoded, read_directory, typed
+from .status import job_directory
 from .timeline import Part, Run, drawn
 
 __all__ = ["add", "read_runs"]
@@ -43,13 +44,14 @@ def read_runs(path: Path) -> tuple[list[Run], list[str]]:
         files = sorted(one for one in path.glob("*.json") if not one.match("rank-*.json"))
     for file in files:
         try:
-            data = json.loads(file.read_bytes().decode("utf-8", errors="replace"))
-        except (OSError, ValueError, RecursionError) as error:
+            data = decoded(file.read_bytes())
+        except UNREADABLE as error:
             failures.append(f"{file.name}: {error}")
             continue
-        events = mapping(data).get("traceEvents")
+        events = data.get("traceEvents") if isinstance(data, dict) else None
         if isinstance(events, list):
-            found.update((_key(run), run) for run in _of_events(items(events)))
+            events = typed(tuple[_Event, ...], events)
+            found.update((_key(run), run) for run in _of_events(events))
         elif not path.is_dir():
             failures.append(f"{file.name}: not a trace file of reloadpg")
     return list(found.values()), failures
@@ -63,85 +65,78 @@ def _key(run: Run) -> tuple[int, str, int]:
 def _of_record(record: RankRecord) -> Iterator[Run]:
     """The last operation of a rank, and the one that it is in."""
     report, running = record.report, record.running
-    start, total = number(report.get("started_at")), number(report.get("total_ms"))
-    if start is not None and total is not None:
-        source = text(report.get("memory_source"))
-        moments = mapping(report.get("moments_ms"))
-        levels = {
-            moment: whole(mapping(by_source).get(source))
-            for moment, by_source in mapping(report.get("memory")).items()
-        }
-        at = {moment: number(moments.get(moment)) for moment in levels}
+    if report.started_at:
+        start, source = report.started_at, report.memory_source
         yield Run(
             record.rank,
-            text(report.get("operation")),
+            report.operation,
             start,
-            start + max(total, 0.0) / 1e3,
+            start + max(report.total_ms, 0.0) / 1e3,
             [
-                Part(text(span.get("name")), start + begun / 1e3, start + (begun + length) / 1e3)
-                for span in items(report.get("spans"))
-                if (begun := number(span.get("start_ms"))) is not None
-                and (length := number(span.get("ms"))) is not None
+                Part(one.name, start + one.start_ms / 1e3, start + (one.start_ms + one.ms) / 1e3)
+                for one in report.spans
             ],
             [
-                (start + ms / 1e3, size)
-                for moment, size in levels.items()
-                if size is not None and (ms := at[moment]) is not None
+                (start + report.moments_ms[moment] / 1e3, by_source[source])
+                for moment, by_source in report.memory.items()
+                if source in by_source and moment in report.moments_ms
             ],
             source,
-            text(report.get("error")),
+            report.error,
         )
-    start, since = number(running.get("started_at")), number(running.get("since"))
-    if start is None or since is None or record.time is None:
+    if running is None or record.time is None:
         return
-    end = max(start, since, record.time)
-    phase = text(running.get("phase"))
-    waits = running.get("waiting") is True
-    parts = [Part(f"wait.{phase}", since, end)] if waits else []
-    yield Run(record.rank, text(running.get("operation")), start, end, parts, running=True)
+    end = max(running.started_at, running.since, record.time)
+    parts = [Part(f"wait.{running.phase}", running.since, end)] if running.waiting else []
+    yield Run(record.rank, running.operation, running.started_at, end, parts, running=True)
 
 
-def _of_events(events: Iterable[Mapping[str, Any]]) -> Iterator[Run]:
+@dataclass(frozen=True)
+class _Event:
+    """A trace event, as :mod:`reloadpg.observability.trace` writes it."""
+
+    name: str
+    cat: str
+    pid: int | None
+    ts: float | None
+    dur: float
+    args: Mapping[str, Any]
+
+    @property
+    def start(self) -> float:
+        return (self.ts or 0.0) / 1e6
+
+    @property
+    def end(self) -> float:
+        return self.start + max(self.dur, 0.0) / 1e6
+
+
+def _of_events(events: Iterable[_Event]) -> Iterator[Run]:
     """The operations in trace events, each with what lies within it."""
-    by_rank: dict[int, list[Mapping[str, Any]]] = {}
+    by_rank: dict[int, list[_Event]] = {}
     for event in events:
-        rank = whole(event.get("pid"))
-        if rank is not None and number(event.get("ts")) is not None:
-            by_rank.setdefault(rank, []).append(event)
+        if event.pid is not None and event.ts is not None:
+            by_rank.setdefault(event.pid, []).append(event)
     for rank, mine in by_rank.items():
-        outer = sorted(filter(_is_operation, mine), key=_start)
-        starts = [_start(one) for one in outer]
+        outer = [one for one in mine if one.cat == "reloadpg,operation"]
+        outer.sort(key=lambda one: one.start)
+        starts = [one.start for one in outer]
         parts: list[list[Part]] = [[] for _ in outer]
         memory: list[list[tuple[float, int]]] = [[] for _ in outer]
         source = ""
         for event in mine:
-            begun, end = _start(event), _end(event)
-            index = bisect_right(starts, begun + _SLACK_S) - 1
+            index = bisect_right(starts, event.start + _SLACK_S) - 1
             if index < 0:
                 continue
-            kind = text(event.get("cat")).rpartition(",")[2]
+            kind, size = event.cat.rpartition(",")[2], typed(int, event.args.get("bytes"))
             if kind in ("phase", "wait"):
-                parts[index].append(Part(text(event.get("name")), begun, end))
-            size = whole(mapping(event.get("args")).get("bytes"))
+                parts[index].append(Part(event.name, event.start, event.end))
             if kind == "memory" and size is not None:
-                memory[index].append((begun, size))
-                source = text(event.get("name")).removeprefix("memory ").strip("()")
+                memory[index].append((event.start, size))
+                source = event.name.removeprefix("memory ").strip("()")
         for event, inside, levels in zip(outer, parts, memory, strict=True):
-            error = text(mapping(event.get("args")).get("error"))
-            name = text(event.get("name"))
-            yield Run(rank, name, _start(event), _end(event), inside, levels, source, error)
-
-
-def _is_operation(event: Mapping[str, Any]) -> bool:
-    return text(event.get("cat")) == "reloadpg,operation"
-
-
-def _start(event: Mapping[str, Any]) -> float:
-    return (number(event.get("ts")) or 0.0) / 1e6
-
-
-def _end(event: Mapping[str, Any]) -> float:
-    return _start(event) + max(number(event.get("dur")) or 0.0, 0.0) / 1e6
+            error = typed(str, event.args.get("error")) or ""
+            yield Run(rank, event.name, event.start, event.end, inside, levels, source, error)
 
 
 # -- the command ------------------------------------------------------------------------------
@@ -169,21 +164,22 @@ def add(subcommands: Any) -> None:
         ),
     )
     parser.add_argument(
-        *("-o", "--output"),
+        "-o",
+        "--output",
         type=_picture,
         default=Path("timeline.svg"),
         metavar="FILE",
         help="an .svg or .html file to write (default: timeline.svg)",
     )
     parser.add_argument(
-        *("--last",),
+        "--last",
         type=positive,
         default=6,
         metavar="N",
         help="the last N operations of each rank (default: 6)",
     )
     parser.add_argument(
-        *("--ranks",),
+        "--ranks",
         type=positive,
         default=32,
         metavar="N",
@@ -200,23 +196,18 @@ def _picture(name: str) -> Path:
 
 
 def _run(options: argparse.Namespace) -> int:
-    where = options.path or (Path(os.environ[STATUS_DIR]) if os.environ.get(STATUS_DIR) else None)
+    where = job_directory(options.path)
     if where is None:
-        say(
-            f"reloadpg trace: no job to draw. Name its directory, or set {STATUS_DIR} to it.",
-            sys.stderr,
-        )
-        return 2
+        raise CommandError(f"no job to draw. Name its directory, or set {STATUS_DIR} to it.")
     runs, failures = read_runs(where)
     for failure in failures:
         say(f"reloadpg trace: unreadable: {failure}", sys.stderr)
     if not runs:
-        say(
-            f"reloadpg trace: no offload or reload was found in {where}; nothing was written. Run "
-            f"the job with {STATUS_DIR} set to it, or with reloadpg.observability.TraceWriter.",
-            sys.stderr,
+        raise CommandError(
+            f"no offload or reload was found in {where}; nothing was written. Run the job with "
+            f"{STATUS_DIR} set to it, or with reloadpg.observability.TraceWriter.",
+            1,
         )
-        return 1
     shown, note = _selected(runs, options.last, options.ranks)
     picture = drawn(shown, note=note)
     if options.output.suffix == ".html":

@@ -33,7 +33,7 @@ from typing import Any
 
 from ..errors import refuse_unknown_variables
 
-__all__ = ["SWITCH", "activate"]
+__all__ = ["NO", "SWITCH", "activate"]
 
 SWITCH = "RELOADPG_AUTOINSTALL"
 BACKENDS = "RELOADPG_BACKENDS"
@@ -43,7 +43,7 @@ TIMEOUT = "RELOADPG_TIMEOUT_S"
 LOG_LEVEL = "RELOADPG_LOG_LEVEL"
 
 _YES = frozenset({"1", "true", "yes", "on"})
-_NO = frozenset({"", "0", "false", "no", "off"})
+NO = frozenset({"", "0", "false", "no", "off"})
 
 
 def activate() -> None:
@@ -59,7 +59,7 @@ def activate() -> None:
 def _activate() -> None:
     refuse_unknown_variables(os.environ, "autoinstall")
     value = _read(os.environ, SWITCH)
-    if value.lower() in _NO:
+    if value.lower() in NO:
         return
     if value.lower() not in _YES:
         raise ValueError(f"{SWITCH}={value!r} is neither 1, true, yes, on nor 0, false, no, off.")

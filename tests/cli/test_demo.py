@@ -158,15 +158,19 @@ def _set(path, change):
     return apply
 
 
-ACCELERATOR, RESIDENT = (("released_bytes", name) for name in ("accelerator", "resident"))
+def _resident(share):
+    """The process shrank by this share of the memory that the accelerator counts."""
+    return lambda sizes: {**sizes, "resident": int(share * sizes["accelerator"])}
+
+
 FAULTY = {
     "one loss": ("losses", _set((1, "cycles", 1, "losses", 7), _next_bits)),
     "one gradient norm": ("losses", _set((0, "cycles", 0, "gradient_norms", 0), _next_bits)),
     "the last evaluation": ("losses", _set((1, "final_evaluation"), _next_bits)),
     "parameters": ("final parameters", _set((1, "parameters"), lambda _: "0" * 64)),
     "generation": ("generation", _set((0, "cycles", 1, "probes", 1), lambda _: "other")),
-    "kept memory": ("memory", _set((1, "cycles", 1, *ACCELERATOR), lambda _: 0)),
-    "resident memory": ("memory", _set((0, "cycles", 1, *RESIDENT), lambda n: int(0.8 * n))),
+    "kept memory": ("memory", _set((1, "cycles", 1, "released_bytes", "accelerator"), lambda _: 0)),
+    "resident memory": ("memory", _set((0, "cycles", 1, "released_bytes"), _resident(0.8))),
     "use while offloaded": (
         "while offloaded",
         _set((0, "cycles", 0, "usable_while_offloaded"), lambda _: ["WORLD"]),

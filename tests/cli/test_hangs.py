@@ -17,8 +17,8 @@ from cli_process import environment
 
 from reloadpg.cli import main
 from reloadpg.cli.doctor import diagnose
+from reloadpg.cli.job import WAITING_S, JobView
 from reloadpg.cli.records import LATE_S, read_directory
-from reloadpg.cli.status import WAITING_S, JobView
 
 LIMIT_S = 180.0
 SIZE = 3
@@ -75,7 +75,7 @@ def started(directory: Path, size: int = SIZE) -> Iterator[Job]:
     job = Job(directory, size)
     try:
         until(lambda: len(job.view().ranks) == size, job)
-        until(lambda: all(len(one.groups) == 2 for one in job.view().ranks), job)
+        until(lambda: all(len(one.status.groups) == 2 for one in job.view().ranks), job)
         yield job
     finally:
         for process in job.ranks:

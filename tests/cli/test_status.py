@@ -20,8 +20,16 @@ from terminal import on_terminal
 import reloadpg
 from reloadpg.cli import main, records
 from reloadpg.cli.console import show
-from reloadpg.cli.records import LATE_S, RankRecord, Reading, read_directory, read_endpoints
-from reloadpg.cli.status import SILENT_S, WAITING_S, WORKING_S, JobView
+from reloadpg.cli.job import WAITING_S, WORKING_S, JobView
+from reloadpg.cli.records import (
+    LATE_S,
+    SILENT_S,
+    RankRecord,
+    Reading,
+    read_directory,
+    read_endpoints,
+)
+from reloadpg.cli.status import page
 from reloadpg.observability.publish import publish_status
 from reloadpg.testing import run_ranks
 
@@ -33,13 +41,13 @@ def view(*ranks, **values):
     return JobView(Reading("somewhere", [one for one in read if one is not None], **values))
 
 
-def facts(job):
-    return {fact.name: fact.text for fact in job.facts()}
+def found(job):
+    return {one.check: one.message for one in job.findings()}
 
 
 def plain(job, **size):
     with redirect_stdout(io.StringIO()) as output:
-        show(job.page(**size))
+        show(page(job, **size))
     return output.getvalue().rstrip("\n")
 
 
@@ -49,12 +57,12 @@ def plain(job, **size):
 def test_a_job_is_healthy_where_generations_are_equal():
     """Nobody missing, and no trouble; which ranks are behind is the first question."""
     job = view(*(record(rank, 2) for rank in range(2)))
-    assert set(facts(job)) == {"generation", "skew", "slowest group"}
-    assert facts(job)["generation"] == "3 on ranks 0-1"
+    assert set(found(job)) == {"generation", "skew", "slowest group"}
+    assert found(job)["generation"] == "3 on ranks 0-1"
     assert job.to_dict()["generation_is_equal"] is True
     behind = status(2, 3, generation=2)
     job = view(record(0, 3), record(1, 3), record(2, 3, status=behind))
-    assert facts(job)["generation"] == "differs: 2 on rank 2; 3 on ranks 0-1"
+    assert found(job)["generation"] == "differs: 2 on rank 2; 3 on ranks 0-1"
     assert job.to_dict()["generation_is_equal"] is False
 
 
@@ -67,13 +75,13 @@ def test_missing_not_installed_failed_and_silent_ranks_are_named():
         record(3, 6, status=failed),
         record(5, 6, time=time.time() - 100),
     )
-    found = facts(job)
-    assert found["missing"] == "ranks 1, 4 of a job of 6 said nothing"
-    assert found["not installed"] == "rank 2"
-    assert found["failed"] == "rank 3"
-    assert found["silent"] == "rank 5: no sign of life for up to 2 min"
+    said = found(job)
+    assert said["missing"] == "ranks 1, 4 of a job of 6 said nothing"
+    assert said["not installed"] == "rank 2"
+    assert said["failed"] == "rank 3"
+    assert said["silent"] == "rank 5: no sign of life for up to 2 min"
     troubles = ("missing", "not installed", "failed", "silent")
-    assert all(fact.remedy for fact in job.facts() if fact.name in troubles)
+    assert all(one.remedy for one in job.findings() if one.check in troubles)
     assert [one.error for one in job.ranks] == ["", "", "RebuildError: out of memory", ""]
 
 
@@ -94,7 +102,7 @@ def test_skew_and_slowest_group_are_those_of_the_operation_that_was_begun_last()
         "slowest_ms": 70.0,
         "slowest_rank": 1,
     }
-    assert facts(job)["slowest group"] == "9 EXPERT: 33.0 ms in the last reload on rank 1"
+    assert found(job)["slowest group"] == "9 EXPERT: 33.0 ms in the last reload on rank 1"
 
 
 def test_last_times_are_those_of_the_reports_or_the_groups_together():
@@ -120,7 +128,7 @@ def test_a_running_operation_shows_how_far_its_groups_are():
     """On all ranks together, first on the page; nobody waits, so nothing is wrong."""
     done = running(groups_done=9, doing="group 5")
     job = view(record(0, 2, running=running()), record(1, 2, running=done))
-    assert facts(job)["groups"] == f"[{'#' * 15}{'-' * 15}] 12 of 24 groups done"
+    assert found(job)["groups"] == f"[{'#' * 15}{'-' * 15}] 12 of 24 groups done"
     assert job.ok
     lines = plain(job).splitlines()
     assert lines[0].endswith("2 of 2 ranks: 2 in offload")
@@ -153,7 +161,9 @@ def test_a_wait_is_trouble_only_when_it_is_long(waited):
         "reloadpg is not installed there": [4],
     }
     assert job.to_dict()["operation"]["stuck"] is (waited > WAITING_S)
-    assert {f.tone for f in job.running_facts()} == ({"", "bad"} if waited > WAITING_S else {""})
+    assert {f.level for f in job.running_findings()} == (
+        {"", "problem"} if waited > WAITING_S else {""}
+    )
 
 
 def test_a_wait_for_ranks_that_work_may_be_longer():
@@ -182,7 +192,7 @@ def test_a_wait_for_a_rank_that_cannot_come_is_trouble_at_once(why):
     job = JobView(Reading("", ranks))
     assert job.to_dict()["operation"]["missing"] == {why: [1]}
     assert not job.ok
-    assert job.running_facts()[-1].tone == "bad"
+    assert job.running_findings()[-1].level == "problem"
 
 
 def test_a_process_is_looked_up_only_when_it_is_late_and_here():
@@ -276,6 +286,7 @@ def test_values_of_other_types_are_left_out():
     for value in (None, [], "x", 5):
         for key in ("status", "last_report"):
             plain(view({**wrong, key: value}))
+    plain(view({**wrong, "time": 10**400, "last_report": {"total_ms": 10**400}}))
 
 
 def test_the_latest_record_of_a_rank_and_of_the_job_counts(tmp_path):
@@ -287,10 +298,10 @@ def test_the_latest_record_of_a_rank_and_of_the_job_counts(tmp_path):
     job = JobView(read_directory(tmp_path))
     assert [(one.rank, one.host) for one in job.ranks] == [(0, "new"), (1, "node0")]
     assert (job.reading.world_size, job.reading.missing) == (2, [])
-    assert facts(job)["left over"].startswith("ranks 2-3 of an earlier, larger job")
+    assert found(job)["left over"].startswith("ranks 2-3 of an earlier, larger job")
     assert job.to_dict()["left_over"] == [2, 3]
-    assert [fact.tone for fact in job.facts() if fact.name == "left over"] == ["note"]
-    assert "left over" not in facts(view(record(0, 2), record(1, 2)))
+    assert [one.level for one in job.findings() if one.check == "left over"] == ["note"]
+    assert "left over" not in found(view(record(0, 2), record(1, 2)))
 
 
 def test_a_record_that_contradicts_itself_says_no_size(tmp_path):
@@ -515,6 +526,6 @@ def test_watch_follows_a_real_job(tmp_path):
         assert terminal.interrupt() == 0
     assert "2 offloaded" in terminal.text
     assert [one.last_ms("reload") for one in job.ranks] == pytest.approx(totals)
-    assert [one["desc"] for one in job.ranks[0].groups][1:] == ["pair"]
+    assert [one.desc for one in job.ranks[0].status.groups][1:] == ["pair"]
     assert job.skew["operation"] == "reload"
-    assert set(facts(job)) == {"generation", "skew", "slowest group"}
+    assert set(found(job)) == {"generation", "skew", "slowest group"}

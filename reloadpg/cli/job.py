@@ -1,0 +1,455 @@
+"""What follows from the records of a job's ranks: its state, and what does not fit together.
+
+An operation in progress comes first: who waits at which barrier, since when, and for whom.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from ..errors import counted, format_ranks
+from .console import Finding
+from .records import RankRecord, Reading, typed
+
+__all__ = ["WAITING_S", "WORKING_S", "InProgress", "JobView", "age", "clock"]
+
+WAITING_S = 3.0
+"""A rank that waits for longer, for ranks that have not come, is in trouble. Each rank says once a
+second where it is, so by then the others would have said that they are on their way."""
+
+WORKING_S = 30.0
+"""The same where all that have not come are in the operation, and work."""
+
+_SHOWN_RANKS = 10
+_ON_ITS_WAY = "on its way"
+_ABSENT = {
+    "gone": "its process is gone",
+    "stopped": "its process is stopped",
+    "silent": "it gives no sign of life",
+    "exited": "it has exited",
+    "not seen": "it keeps no record here",
+}
+"""Why a rank will not come, in words."""
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class InProgress:
+    """The operation that ranks of a job are in.
+
+    Attributes:
+        operation: ``offload`` or ``reload``.
+        sequence: its number in the job.
+        phase: the barrier at which ranks wait, or to which they are on their way.
+        ranks: those that are in it.
+        waiting: those that wait at the barrier.
+        missing: those that they wait for, by why they are not there.
+        stuck: whether ranks wait for ranks that are not on their way, or have been so for long.
+        started_at: Unix time at which the first rank called it.
+        since: Unix time at which the first rank arrived at the barrier; None if none waits.
+        waited_s: how long that rank had waited when it last said so.
+        timeout_s: the wait ends after so many seconds without progress; None if unknown.
+        groups_done, groups: groups of the present step that are done, and all, on all ranks.
+    """
+
+    operation: str
+    sequence: int
+    phase: str
+    ranks: Sequence[int]
+    waiting: Sequence[int]
+    missing: Mapping[str, Sequence[int]]
+    stuck: bool
+    started_at: float
+    since: float | None
+    waited_s: float
+    timeout_s: float | None
+    groups_done: int
+    groups: int
+
+    @classmethod
+    def of(cls, records: Sequence[RankRecord], expected: Iterable[int]) -> InProgress | None:
+        """From the records of a job that has these ranks; None if none is in an operation."""
+        inside = [(one, one.running) for one in records if one.running and not one.absent]
+        if not inside:
+            return None
+        sequence = max(running.sequence for _, running in inside)
+        inside = [(one, running) for one, running in inside if running.sequence == sequence]
+        waits = [(one, running) for one, running in inside if running.waiting]
+        # A record that is a second old may still be of the barrier before.
+        latest, last = max(waits or inside, key=lambda pair: pair[1].since)
+        waits = [(one, running) for one, running in waits if running.phase == last.phase]
+        here = {one.rank for one, _ in waits}
+        name = inside[0][1].operation
+        known = {one.rank: one for one in records}
+        absent = [rank for rank in expected if rank not in here] if waits else []
+        missing = _by(absent, lambda rank: _why_missing(known.get(rank), name, sequence))
+        waited = max((one.time - running.since for one, running in waits if one.time), default=0.0)
+        return cls(
+            name,
+            sequence,
+            last.phase,
+            [one.rank for one, _ in inside],
+            sorted(here),
+            missing,
+            _is_stuck(missing, waited),
+            min(running.started_at for _, running in inside),
+            min((running.since for _, running in waits), default=None),
+            waited,
+            typed(float, latest.status.options.get("timeout_s")),
+            sum(running.groups_done for _, running in inside),
+            sum(running.groups for _, running in inside),
+        )
+
+    def findings(self, records: Sequence[RankRecord], *, still: bool) -> Iterator[Finding]:
+        """Statements about it; what is stuck is a problem."""
+        begun = f"since {_when(self.started_at, still)}"
+        at = f", before its barrier {self.phase!r}" if self.phase else ""
+        yield Finding(self.operation, "", f"in progress on {_ranks(self.ranks)}, {begun}{at}")
+        if self.groups:
+            yield Finding("groups", "", _bar(self.groups_done, self.groups))
+        if self.since is None:
+            return
+        waiting = f"{_ranks(self.waiting)}, since {_when(self.since, still)}"
+        if self.timeout_s is not None:
+            waiting += f"; the wait ends after {self.timeout_s:g} s without progress on any rank"
+        yield Finding("waiting", "", waiting)
+        known = {one.rank: one for one in records}
+        for why, ranks in self.missing.items():
+            remedy, first = "", known.get(ranks[0])
+            if self.stuck and why not in _ABSENT and first is not None and first.pid:
+                where = f" on {first.host}" if first.host else ""
+                remedy = f"see what rank {first.rank} does: py-spy dump --pid {first.pid}{where}"
+            level, words = "problem" if self.stuck else "", _ABSENT.get(why, why)
+            yield Finding("waits for", level, f"{_ranks(ranks)}: {words}", remedy)
+
+
+def _is_stuck(missing: Mapping[str, Sequence[int]], waited_s: float) -> bool:
+    if any(why in _ABSENT for why in missing):
+        return True
+    works = all(why.startswith(_ON_ITS_WAY) for why in missing)
+    return bool(missing) and waited_s >= (WORKING_S if works else WAITING_S)
+
+
+def _why_missing(record: RankRecord | None, operation: str, sequence: int) -> str:
+    """Why a rank is not at a barrier: a key of ``_ABSENT``, or words."""
+    if record is None:
+        return "not seen"
+    if record.absent:
+        return record.absent
+    if not record.installed:
+        return "reloadpg is not installed there"
+    other = record.running
+    if other is None:
+        return f"it has not called {operation}()"
+    if (other.operation, other.sequence) != (operation, sequence):
+        another = "another " if other.operation == operation else ""
+        return f"it is in {another}{other.operation}"
+    return f"{_ON_ITS_WAY}: {other.doing}" if other.doing else _ON_ITS_WAY
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A reading, and what follows from it."""
+
+    reading: Reading
+
+    @property
+    def ranks(self) -> Sequence[RankRecord]:
+        return self.reading.ranks
+
+    @property
+    def generations(self) -> dict[int, list[int]]:
+        """The ranks at each generation; installed ranks only."""
+        known = {one.rank: one.status.generation for one in self.ranks if one.installed}
+        return dict(sorted(_by(known, known.__getitem__).items()))
+
+    @property
+    def states(self) -> dict[str, list[int]]:
+        """The ranks in each state, most first."""
+        known = {one.rank: one.state for one in self.ranks}
+        return dict(sorted(_by(known, known.__getitem__).items(), key=lambda pair: -len(pair[1])))
+
+    @property
+    def ok(self) -> bool:
+        """Whether the job runs, and no rank is in trouble."""
+        runs = any(one.absent != "exited" for one in self.ranks)
+        return runs and all(one.level != "problem" for one in self.findings())
+
+    @property
+    def in_progress(self) -> InProgress | None:
+        """The operation that ranks are in; None if there is none."""
+        return InProgress.of(self.ranks, sorted({*self.reading.missing, *map(_rank, self.ranks)}))
+
+    def absent(self, why: str) -> list[RankRecord]:
+        """Ranks that take no part any more: ``exited``, ``gone``, ``stopped`` or ``silent``."""
+        return [one for one in self.ranks if one.absent == why]
+
+    @property
+    def not_installed(self) -> list[int]:
+        return [record.rank for record in self.ranks if not record.installed]
+
+    @property
+    def last_operation(self) -> list[RankRecord]:
+        """The ranks whose last report is of the operation that was begun last.
+
+        While ranks are on their way, some have reported the next one already.
+        """
+        reported = [one for one in self.ranks if one.report.started_at]
+        if not reported:
+            return []
+        newest = max(reported, key=lambda one: one.report.started_at)
+        return [one for one in reported if _call(one) == _call(newest)]
+
+    @property
+    def skew(self) -> dict[str, Any] | None:
+        """Distance of the ranks in the last operation; None before two have reported one.
+
+        ``entered_ms`` compares the clocks of the hosts, ``total_ms`` does not.
+        """
+        reported = self.last_operation
+        if len(reported) < 2:
+            return None
+        begun = [one.report.started_at for one in reported]
+        totals = {one.rank: one.report.total_ms for one in reported}
+        slowest = max(totals, key=totals.__getitem__)
+        return {
+            "operation": reported[0].report.operation,
+            "ranks": len(reported),
+            "entered_ms": (max(begun) - min(begun)) * 1e3,
+            "fastest_ms": min(totals.values()),
+            "slowest_ms": totals[slowest],
+            "slowest_rank": slowest,
+        }
+
+    @property
+    def slowest_group(self) -> dict[str, Any] | None:
+        """The group that took longest on any rank in the last operation."""
+        parts = [(one, group) for one in self.last_operation for group in one.report.groups]
+        if not parts:
+            return None
+        record, group = max(parts, key=lambda part: part[1].ms)
+        where = {"operation": record.report.operation, "ms": group.ms, "rank": record.rank}
+        return {"name": group.name, "desc": group.desc, **where}
+
+    def findings(self, *, still: bool = False) -> list[Finding]:
+        """Statements about the job as a whole with their levels, what is going on first.
+
+        Args:
+            still: say when things began and not how long ago, so that nothing changes with time.
+        """
+        return [*self.running_findings(still=still), *self.lasting_findings(still=still)]
+
+    def running_findings(self, *, still: bool = False) -> list[Finding]:
+        """Statements about the operation that is in progress."""
+        running = self.in_progress
+        return [] if running is None else [*running.findings(self.ranks, still=still)]
+
+    def lasting_findings(self, *, still: bool = False) -> list[Finding]:
+        """Statements about the ranks, and about the last operation."""
+        if not self.ranks:
+            return []
+        ranks = (*self._of_generations(), *self._of_ranks(), *self._of_absent(still))
+        return [*ranks, *self._of_last_operation()]
+
+    def _of_generations(self) -> Iterator[Finding]:
+        generations = self.generations
+        each = [f"{generation} on {_ranks(ranks)}" for generation, ranks in generations.items()]
+        if len(each) > 1:
+            # For a moment in each reload this is as it should be.
+            yield Finding("generation", "warning", f"differs: {'; '.join(each)}")
+        elif each:
+            yield Finding("generation", "ok", each[0])
+        else:
+            yield Finding("generation", "note", "no rank says one")
+
+    def _of_ranks(self) -> Iterator[Finding]:
+        missing = self.reading.missing
+        if missing:
+            yield Finding(
+                "missing",
+                "problem",
+                f"{_ranks(missing)} of a job of {self.reading.world_size} said nothing",
+                "see that it runs, and that reloadpg is installed in it with the same status "
+                "directory",
+            )
+        if self.not_installed:
+            yield Finding(
+                "not installed",
+                "problem",
+                _ranks(self.not_installed),
+                "call reloadpg.install() on every rank, before the groups are created",
+            )
+        failed = [record.rank for record in self.ranks if record.state == "failed"]
+        if failed:
+            remedy = "fix the cause, then call reload() on all ranks"
+            yield Finding("failed", "problem", _ranks(failed), remedy)
+
+    def _of_absent(self, still: bool) -> Iterator[Finding]:
+        """Statements about ranks that have ended, or that give no sign of life."""
+        exited, gone = self.absent("exited"), self.absent("gone")
+        stopped, silent = self.absent("stopped"), self.absent("silent")
+        if exited:
+            every = len(exited) == len(self.ranks)
+            what = "the job has ended" if every else "other ranks still run"
+            last = f"the last at {_last_seen(exited, still)}"
+            yield Finding("exited", "warning", f"{_ids(exited)}, {last}; {what}")
+        if gone:
+            yield Finding(
+                "gone",
+                "problem",
+                f"{_ids(gone)}: the process is not there any more, and its exit was not an "
+                f"orderly one; last sign of life at {_last_seen(gone, still)}",
+                "its log, or the kernel's, says what killed it; start the job again",
+            )
+        if stopped:
+            yield Finding(
+                "stopped",
+                "problem",
+                f"{_ids(stopped)}: the process is stopped, by SIGSTOP or by a debugger",
+                f"let it go on: kill -CONT {' '.join(str(one.pid) for one in stopped[:8])}",
+            )
+        if silent:
+            longest = max(silent, key=lambda one: one.age_s or 0.0)
+            ago = f"for up to {age(longest.age_s)}"
+            if still and longest.time is not None:
+                ago = f"since {clock(longest.time)}"
+            yield Finding(
+                "silent",
+                "problem",
+                f"{_ranks(map(_rank, silent))}: no sign of life {ago}",
+                "look at that process: it may hang, have ended, or be on a host whose clock "
+                "is behind",
+            )
+
+    def _of_last_operation(self) -> Iterator[Finding]:
+        left_over, skew, slowest = self.reading.left_over, self.skew, self.slowest_group
+        if left_over:
+            words = "of an earlier, larger job: their files are not looked at"
+            yield Finding("left over", "note", f"{_ranks(left_over)} {words}")
+        if skew is not None:
+            yield Finding(
+                "skew",
+                "",
+                f"{skew['ranks']} ranks entered the last {skew['operation']} within "
+                f"{skew['entered_ms']:.0f} ms; it took {skew['fastest_ms']:.0f} to "
+                f"{skew['slowest_ms']:.0f} ms (longest on rank {skew['slowest_rank']})",
+            )
+        if slowest is not None:
+            called = " ".join(filter(None, (slowest["name"], slowest["desc"])))
+            yield Finding(
+                "slowest group",
+                "",
+                f"{called}: {slowest['ms']:.1f} ms in the last {slowest['operation']} "
+                f"on rank {slowest['rank']}",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, with plain types only."""
+        running = self.in_progress
+        return {
+            "source": self.reading.source,
+            "ok": self.ok,
+            "operation": None if running is None else asdict(running),
+            "world_size": self.reading.world_size,
+            "generations": {str(g): ranks for g, ranks in self.generations.items()},
+            "generation_is_equal": len(self.generations) == 1,
+            "missing_ranks": self.reading.missing,
+            "left_over": list(self.reading.left_over),
+            "not_installed": self.not_installed,
+            **{
+                why: [one.rank for one in self.absent(why)]
+                for why in ("exited", "gone", "stopped", "silent")
+            },
+            "skew": self.skew,
+            "slowest_group": self.slowest_group,
+            "unreadable": list(self.reading.failures),
+            "ranks": [
+                {
+                    "rank": record.rank,
+                    "host": record.host,
+                    "pid": record.pid,
+                    "installed": record.installed,
+                    "state": record.state,
+                    "generation": record.status.generation,
+                    "age_s": record.age_s,
+                    "running": record.raw.get("running"),
+                    "offload_ms": record.last_ms("offload"),
+                    "reload_ms": record.last_ms("reload"),
+                    "last_error": record.error,
+                    "status": record.raw["status"],
+                    "last_report": record.raw.get("last_report") or {},
+                }
+                for record in self.ranks
+            ],
+        }
+
+
+def _rank(record: RankRecord) -> int:
+    return record.rank
+
+
+def _call(record: RankRecord) -> tuple[str, int]:
+    """Equal for one operation on all ranks."""
+    return record.report.operation, record.report.generation
+
+
+def _by(ranks: Iterable[int], key: Callable[[int], _Key]) -> dict[_Key, list[int]]:
+    found: dict[_Key, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(key(rank), []).append(rank)
+    return found
+
+
+# -- in words -------------------------------------------------------------------------------------
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """Ranks in words, no more than fit a line."""
+    ranks = list(ranks)
+    several = "ranks" if len(ranks) > 1 else "rank"
+    runs = format_ranks(ranks).split(", ")
+    if len(runs) > _SHOWN_RANKS:
+        runs = [*runs[:_SHOWN_RANKS], f"... ({len(ranks)} in all)"]
+    return f"{several} {', '.join(runs)}"
+
+
+def _ids(records: Sequence[RankRecord]) -> str:
+    """Ranks in words, with the process of one that is alone."""
+    ranks = _ranks(map(_rank, records))
+    return f"{ranks} (pid {records[0].pid})" if len(records) == 1 and records[0].pid else ranks
+
+
+def _bar(done: int, total: int, width: int = 30) -> str:
+    filled = width * min(done, total) // total
+    return f"[{'#' * filled}{'-' * (width - filled)}] {done} of {counted(total, 'group')} done"
+
+
+def _last_seen(records: Iterable[RankRecord], still: bool) -> str:
+    return _when(max(one.time or 0.0 for one in records), still)
+
+
+def _when(at: float, still: bool) -> str:
+    """A time of day, and how long ago it is by this host's clock."""
+    ago = "" if still else f" ({age(max(0.0, time.time() - at))} ago)"
+    return f"{clock(at)}{ago}"
+
+
+def clock(at: float) -> str:
+    """The time of day. Local."""
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(at))
+    except (OverflowError, ValueError, OSError):  # a record may say anything
+        return "?"
+
+
+def age(seconds: float | None) -> str:
+    """A length of time in its largest unit; ``?`` if it is unknown. Local, pure."""
+    if seconds is None:
+        return "?"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
