@@ -9,6 +9,7 @@ import isolation
 import pytest
 
 pytest.register_assert_rewrite(
+    "cli_process",
     "consumer_run",
     "consumer_tests",
     "fault_job",

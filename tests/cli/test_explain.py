@@ -3,14 +3,16 @@
 import json
 import runpy
 import sys
+import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from cli_process import command, decoded
 
 import reloadpg
-from reloadpg.cli import main
+from reloadpg.cli import explain_rank, main
 from reloadpg.cli.explain import explain
 from reloadpg.testing import run_ranks
 
@@ -60,7 +62,7 @@ def test_groups_are_those_of_a_real_job(tmp_path):
     process = command("explain", script, "--world-size", 4, "--rank", 1, "--json", "--", "--tp", 2)
     explained = decoded(process)
     assert process.returncode == 0, process.stdout
-    real = run_ranks(real_groups, 4, args=(str(script),), timeout=60)[1]
+    real = run_ranks(real_groups, 4, args=(str(script),), timeout=180)[1]
     fake = [one for one in explained["groups"] if one["reloadable"]]
     assert fake[0]["name"] == "WORLD"
     assert sorted((one["desc"], one["ranks"]) for one in fake[1:]) == sorted(map(tuple, real))
@@ -286,14 +288,21 @@ assert reloadpg.ensure_process_group()
     ]
 
 
-def test_a_script_that_does_not_end_is_ended(tmp_path, explained):
-    """At the time limit; what it created until then is shown, and no process is left."""
+def test_a_script_that_does_not_end_is_ended(tmp_path, explained, monkeypatch):
+    """At the time limit; what it created until then is shown, and no process is left.
+
+    The limit is over when the group is there, on the slowest machine too.
+    """
+    created = tmp_path / "created"
+    clock = SimpleNamespace(monotonic=lambda: 60.0 * created.exists(), sleep=time.sleep)
+    monkeypatch.setattr(explain_rank, "time", clock)
     text = (
         "import os, subprocess, time, pathlib\n"
         "import torch.distributed as dist\n"
         "child = subprocess.Popen(['sleep', '600'])\n"
         f"pathlib.Path({str(tmp_path)!r}, 'pids').write_text(f'{{os.getpid()}} {{child.pid}}')\n"
         "dist.init_process_group('nccl')\n"
+        f"pathlib.Path({str(created)!r}).touch()\n"
         "time.sleep(600)\n"
     )
     code, found = explained(text, "--world-size", "64", "--timeout", "1")

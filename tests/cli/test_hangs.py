@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from reloadpg.cli.records import LATE_S, read_directory
 
 LIMIT_S = 180.0
 SIZE = 3
-RANK = Path(__file__).with_name("hanging_rank.py")
+RANK = Path(__file__).parents[1] / "helpers" / "hanging_rank.py"
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -42,9 +41,7 @@ class Job:
     def __init__(self, directory: Path, size: int) -> None:
         self.directory = directory
         self.status = directory / "status"
-        helpers = str(RANK.parent.parent / "helpers")
         env = environment(RELOADPG_STATUS_DIR=str(self.status))
-        env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], helpers])
         self.ranks = [
             subprocess.Popen(
                 [sys.executable, str(RANK), str(directory), str(rank), str(size)], env=env
@@ -68,6 +65,11 @@ class Job:
 
     def view(self) -> JobView:
         return JobView(read_directory(self.status))
+
+    def waiting(self) -> list[int]:
+        """The ranks that say that they wait at a barrier."""
+        running = self.view().in_progress
+        return [] if running is None else [*running.waiting]
 
 
 @contextmanager
@@ -116,7 +118,7 @@ def moments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Moment]:
     seen = {}
     with started(tmp_path_factory.mktemp("hanging")) as job:
         job.call("offload", 0, 2)
-        until(lambda: not job.view().ok)
+        until(lambda: job.waiting() == [0, 2] and not job.view().ok)
         seen["first offload"] = Moment.of(job)
         job.call("offload", 1)
         job.await_done(0, 1, 2)
@@ -125,13 +127,13 @@ def moments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Moment]:
         job.ranks[1].send_signal(signal.SIGSTOP)
         job.call("reload", 0, 2)
         until(lambda: job.view().absent("stopped"))
-        until(lambda: len((job.view().to_dict()["operation"] or {}).get("waiting", ())) == 2)
+        until(lambda: job.waiting() == [0, 2])
         seen["stopped"] = Moment.of(job)
         job.ranks[1].send_signal(signal.SIGCONT)
         job.call("reload", 1)
         job.await_done(0, 1, 2)
         job.call("offload", 0, 2)
-        until(lambda: len((job.view().to_dict()["operation"] or {}).get("waiting", ())) == 2)
+        until(lambda: job.waiting() == [0, 2])
         job.ranks[1].kill()
         job.ranks[1].wait()
         until(lambda: job.view().absent("gone"))

@@ -34,9 +34,9 @@ from reloadpg.observability.publish import publish_status
 from reloadpg.testing import run_ranks
 
 
-def view(*ranks, **values):
-    """A job whose ranks said these records, now."""
-    now = time.time()
+def view(*ranks, now=None, **values):
+    """A job whose ranks said these records, read now."""
+    now = time.time() if now is None else now
     read = [RankRecord.of(json.loads(json.dumps(one)), now) for one in ranks]
     return JobView(Reading("somewhere", [one for one in read if one is not None], **values))
 
@@ -69,11 +69,13 @@ def test_a_job_is_healthy_where_generations_are_equal():
 def test_missing_not_installed_failed_and_silent_ranks_are_named():
     """Each with what to do. A rank that is late once is not silent."""
     failed = status(3, 6, state="failed", last_error="RebuildError: out of memory\nmore")
+    now = time.time()
     job = view(
-        record(0, 6, time=time.time() - SILENT_S / 2),
+        record(0, 6, time=now - SILENT_S / 2),
         record(2, 6, installed=False),
         record(3, 6, status=failed),
-        record(5, 6, time=time.time() - 100),
+        record(5, 6, time=now - 100),
+        now=now,
     )
     said = found(job)
     assert said["missing"] == "ranks 1, 4 of a job of 6 said nothing"
@@ -147,11 +149,12 @@ def test_a_wait_is_trouble_only_when_it_is_long(waited):
     now = time.time()
     waits = running(waiting=True, phase="released", since=now - waited)
     job = view(
-        record(0, 5, running=waits),
+        record(0, 5, time=now, running=waits),
         record(1, 5, running=running(phase="released", doing="group 5")),
         record(2, 5, running=running(sequence=3)),
         record(3, 5, running=running(operation="reload", sequence=3)),
         record(4, 5, installed=False),
+        now=now,
     )
     missing = job.to_dict()["operation"]["missing"]
     assert missing == {
@@ -171,7 +174,8 @@ def test_a_wait_for_ranks_that_work_may_be_longer():
     now = time.time()
     for waited, stuck in ((WORKING_S - 1.0, False), (WORKING_S + 1.0, True)):
         waits = running(waiting=True, since=now - waited)
-        job = view(record(0, 2, running=waits), record(1, 2, running=running()))
+        first = record(0, 2, time=now, running=waits)
+        job = view(first, record(1, 2, running=running()), now=now)
         assert job.to_dict()["operation"]["missing"] == {"on its way": [1]}
         assert job.ok is not stuck
 
@@ -186,7 +190,8 @@ def test_a_wait_for_a_rank_that_cannot_come_is_trouble_at_once(why):
         "silent": {"age_s": SILENT_S + 1},
         "exited": {"exited": True},
     }
-    ranks = [RankRecord.of(record(0, 2, running=running(waiting=True, since=now)), now)]
+    waits = running(waiting=True, since=now)
+    ranks = [RankRecord.of(record(0, 2, time=now, running=waits), now)]
     if why in other:
         ranks.append(replace(RankRecord.of(record(1, 2), now), **other[why]))
     job = JobView(Reading("", ranks))
@@ -517,7 +522,7 @@ def test_watch_follows_a_real_job(tmp_path):
         ThreadPoolExecutor() as pool,
         on_terminal("status", tmp_path, "--watch", "--interval", "0.1") as terminal,
     ):
-        ranks = pool.submit(run_ranks, one_cycle, 2, args=(str(tmp_path),), timeout=60)
+        ranks = pool.submit(run_ranks, one_cycle, 2, args=(str(tmp_path),), timeout=180)
         for words in ("2 offloaded", "generation     1 on ranks 0-1"):
             terminal.read_until(lambda seen, words=words: words in seen.text or ranks.done())
             job = JobView(read_directory(tmp_path))

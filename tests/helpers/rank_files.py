@@ -77,7 +77,10 @@ def report(**values):
 
 
 def record(rank, size, **values):
-    """One rank's record; ``installed`` goes to its status too."""
+    """One rank's record; ``installed`` goes to its status too.
+
+    Its clock is ahead by default, so that it is 0 s old on the slowest machine.
+    """
     installed = values.get("installed", True)
     return {
         "version": 1,
@@ -85,7 +88,7 @@ def record(rank, size, **values):
         "rank": rank,
         "world_size": size,
         "host": "node0",
-        "time": time.time(),
+        "time": time.time() + 600,
         "installed": values.get("status", {}).get("installed", installed),
         "status": status(rank, size, installed=installed),
         "last_report": report() if installed else None,
