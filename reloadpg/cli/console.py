@@ -61,25 +61,22 @@ PLAIN_REPORTS_S = 10.0
 
 def positive(text: str) -> int:
     """A whole number of 1 or more."""
-    value = _whole(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
+    return _whole(text, 1)
 
 
 def natural(text: str) -> int:
     """A whole number of 0 or more."""
-    value = _whole(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is less than 0")
-    return value
+    return _whole(text, 0)
 
 
-def _whole(text: str) -> int:
+def _whole(text: str, least: int) -> int:
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+    return value
 
 
 def seconds(text: str) -> float:

@@ -17,6 +17,7 @@ import platform
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -246,8 +247,7 @@ def bug_report(diagnosis: Diagnosis, environ: Mapping[str, str]) -> str:
     lines = [", ".join(versions), f"{platform.platform()}, {os.cpu_count()} cores", "", "settings:"]
     shown = {name: environ[name] for name in sorted(environ) if name.startswith(REPORTED)}
     lines += [f"  {name}={value}" for name, value in shown.items()] or ["  none are set"]
-    lines += ["", "findings:"]
-    lines += [f"  [{one.level}] {one.check}: {one.message}" for one in diagnosis.findings]
+    lines += ["", "findings:", textwrap.indent(str(diagnosis), "  ")]
     return "\n".join(("```text", *lines, "```"))
 
 

@@ -96,42 +96,44 @@ def _run(options: argparse.Namespace) -> int:
             f"no job to look at. Name its status directory, set {STATUS_DIR} to it, or name the "
             "debug server of each rank with --endpoint HOST:PORT."
         )
-    looks = _looks(read, options.interval, options.frames if options.watch else 1)
-    last: list[JobView] = []
+    frames = options.frames if options.watch else 1
+    job = JobView(Reading(""))
+
+    def looks() -> Iterator[JobView]:
+        nonlocal job
+        for _ in _ticks(options.interval, frames):
+            job = JobView(read().after(job.reading))
+            yield job
+
     try:
         if options.json:
-            for view in looks:
-                last[:] = [view]
-                say(json.dumps(view.to_dict()))
+            for look in looks():
+                say(json.dumps(look.to_dict()))
         elif options.watch:
-            follow(_pages(looks, last))
+            follow(map(_fitting, looks()))
         else:
-            last[:] = [next(looks)]
-            show(page(last[0]))
+            show(page(next(looks())))
     except KeyboardInterrupt:
         say(stream=sys.stderr)  # the usual way to end a watch: no error
-        return 0 if last and last[0].ranks else 1
-    return 0 if last and last[0].ok else 1
+        return 0 if job.ranks else 1
+    return 0 if job.ok else 1
 
 
-def _looks(read: Callable[[], Reading], interval_s: float, frames: int | None) -> Iterator[JobView]:
-    """Views of the job, at a steady pace."""
+def _ticks(interval_s: float, last: int | None) -> Iterator[int]:
+    """Whole numbers from 1, at a steady pace; without end if there is no last one."""
     due = time.monotonic()
-    reading = Reading("")
-    for look in count(1):
-        reading = read().after(reading)
-        yield JobView(reading)
-        if look == frames:
+    for tick in count(1):
+        yield tick
+        if tick == last:
             return
         due = max(due + interval_s, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
 
 
-def _pages(looks: Iterator[JobView], last: list[JobView]) -> Iterator[Page]:
-    for view in looks:
-        last[:] = [view]
-        size = terminal_size()
-        yield page(view) if size is None else page(view, *size, still=True)
+def _fitting(job: JobView) -> Page:
+    """A page for the terminal as large as it is now, that keeps still; else the whole page."""
+    size = terminal_size()
+    return page(job) if size is None else page(job, *size, still=True)
 
 
 # -- the page ---------------------------------------------------------------------------------

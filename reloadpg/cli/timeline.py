@@ -72,21 +72,14 @@ _CLOSE_S, _CLOSE_PART = 0.005, 0.2
 _FONT = "DejaVu Sans, Verdana, sans-serif"
 _INK, _FAINT, _ERROR, _MEMORY = "#222", "#6b7280", "#c0392b", "#6a3d9a"
 _WORK = "#d5d9e0"
-_COLOURS = {
-    "groups": "#0072b2",
-    "device": "#e69f00",
-    "callbacks": "#cc79a7",
-    "collect": "#009e73",
-    "store": "#56b4e9",
+_PHASES = {
+    "groups": ("#0072b2", "groups: communicators"),
+    "device": ("#e69f00", "device: its queued work"),
+    "callbacks": ("#cc79a7", "callbacks"),
+    "collect": ("#009e73", "garbage collection"),
+    "store": ("#56b4e9", "store"),
 }
-_OTHER_PHASE = "#8c6d31"
-_MEANINGS = {
-    "groups": "groups: communicators",
-    "device": "device: its queued work",
-    "callbacks": "callbacks",
-    "collect": "garbage collection",
-    "store": "store",
-}
+_OTHER_PHASE = ("#8c6d31", "other phase")
 
 
 @dataclass(frozen=True)
@@ -325,9 +318,9 @@ def _draw_memory(
 def _draw_legend(svg: _Svg, runs: Sequence[Run], top: float, right: float, source: str) -> float:
     """What the colours mean, in as many rows as it takes; where the picture ends."""
     found = {part.name for run in runs for part in run.parts}
-    entries = [(_COLOURS[name], _MEANINGS[name]) for name in _COLOURS if name in found]
-    if any(name not in _COLOURS and not name.startswith("wait.") for name in found):
-        entries.append((_OTHER_PHASE, "other phase"))
+    entries = [entry for name, entry in _PHASES.items() if name in found]
+    if any(name not in _PHASES and not name.startswith("wait.") for name in found):
+        entries.append(_OTHER_PHASE)
     entries.append((_WORK, "the library"))
     if any(part.is_wait for run in runs for part in run.parts):
         entries.append(("url(#wait)", "waits for other ranks"))
@@ -357,7 +350,7 @@ def _draw_legend(svg: _Svg, runs: Sequence[Run], top: float, right: float, sourc
 
 
 def _colour(part: Part) -> str:
-    return "url(#wait)" if part.is_wait else _COLOURS.get(part.name, _OTHER_PHASE)
+    return "url(#wait)" if part.is_wait else _PHASES.get(part.name, _OTHER_PHASE)[0]
 
 
 def _axis(levels: Sequence[int]) -> tuple[float, float]:
