@@ -235,14 +235,12 @@ def _use(groups: Sequence[Any], device: str | None) -> None:
 
 
 def _figures(report: Report) -> dict[str, Any]:
-    moved = report.released_bytes if report.operation == "offload" else report.restored_bytes
-    waited = sum(ms for name, ms in report.phases_ms.items() if name.startswith("wait."))
     return {
         f"{report.operation}_ms": report.total_ms,
         f"{report.operation}_group_ms": statistics.median([group.ms for group in report.groups]),
-        f"{report.operation}_wait_ms": waited,
+        f"{report.operation}_wait_ms": report.wait_ms,
         f"{report.operation}_own_ms": report.overhead_ms,
-        f"{report.operation}_bytes": moved,
+        f"{report.operation}_bytes": report.moved_bytes,
         "memory_source": report.memory_source,
     }
 

@@ -63,6 +63,11 @@ class Span:
     start_ms: float
     ms: float
 
+    @property
+    def is_wait(self) -> bool:
+        """Whether it was spent waiting for other ranks."""
+        return self.name.startswith("wait.")
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -148,12 +153,13 @@ class Report:
     @property
     def overhead_ms(self) -> float:
         """The library's own share: total less groups, devices, store and waiting. Milliseconds."""
-        outside = sum(
-            span.ms
-            for span in self.spans
-            if span.name.startswith("wait.") or span.name in _NOT_OURS
-        )
-        return self.total_ms - outside
+        outside = [span.ms for span in self.spans if span.is_wait or span.name in _NOT_OURS]
+        return self.total_ms - sum(outside)
+
+    @property
+    def wait_ms(self) -> float:
+        """Time spent waiting for other ranks, in milliseconds."""
+        return sum(span.ms for span in self.spans if span.is_wait)
 
     @property
     def memory_source(self) -> str:
@@ -172,6 +178,11 @@ class Report:
         """
         change = self._change() if self.operation == "reload" else None
         return None if change is None else -change
+
+    @property
+    def moved_bytes(self) -> int | None:
+        """``released_bytes`` of an offload, ``restored_bytes`` of a reload."""
+        return self.released_bytes if self.operation == "offload" else self.restored_bytes
 
     def _change(self) -> int | None:
         source = self.memory_source
@@ -228,8 +239,7 @@ class Report:
             return f"{self.operation}: failed after {self.total_ms:.1f} ms: {self.error}"
         if not self.changed:
             return f"{self.operation}: nothing to do ({self.note or 'already so'})"
-        moved = self.released_bytes if self.operation == "offload" else self.restored_bytes
-        memory = ""
+        moved, memory = self.moved_bytes, ""
         if moved is not None:
             verb = "released" if self.operation == "offload" else "restored"
             memory = f", {mebibytes(moved)} {verb} ({self.memory_source})"
@@ -250,7 +260,7 @@ class Reports(list[Report]):
                 one.operation,
                 len(one.groups),
                 one.total_ms,
-                sum(ms for name, ms in one.phases_ms.items() if name.startswith("wait.")),
+                one.wait_ms,
                 _moved(one),
                 one.generation,
                 one.error.partition("\n")[0] or ("" if one.changed else one.note or "already so"),
@@ -263,7 +273,7 @@ class Reports(list[Report]):
 
 def _moved(report: Report) -> float | None:
     """MiB that came back, or that were taken, on this rank."""
-    moved = report.released_bytes if report.operation == "offload" else report.restored_bytes
+    moved = report.moved_bytes
     return None if moved is None else round(moved / 2**20, 2) + 0.0
 
 

@@ -141,8 +141,7 @@ class _Totals:
         self.calls += 1
         self.failures += bool(report.error)
         self.seconds += report.total_ms / 1e3
-        moved = report.released_bytes if report.operation == "offload" else report.restored_bytes
-        self.bytes += max(moved or 0, 0)
+        self.bytes += max(report.moved_bytes or 0, 0)
         for phase, ms in report.phases_ms.items():
             self.phases[phase] = self.phases.get(phase, 0.0) + ms / 1e3
         self.last = report

@@ -150,7 +150,7 @@ def _events(report: Report) -> Iterator[dict[str, Any]]:
             span.start_ms,
             span.ms,
             span.name,
-            "wait" if span.name.startswith("wait.") else "phase",
+            "wait" if span.is_wait else "phase",
             {},
         )
         for span in report.spans

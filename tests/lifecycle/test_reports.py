@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -157,6 +158,15 @@ def test_a_report_reads_well_in_small_numbers() -> None:
     text = str(_report(0, 1, -5))
     assert text == "offload: 1 group in 12.0 ms, 0.0 MiB released (device), generation 3"
     assert str(_report(0, 2, 3 << 20)).startswith("offload: 2 groups in 12.0 ms, 3.0 MiB released")
+
+
+def test_a_report_adds_up_its_parts() -> None:
+    """Waits and the library's own share; the bytes that an offload released or a reload took."""
+    offload = _report(0, 1, 3 << 20)
+    assert (offload.wait_ms, offload.overhead_ms) == (2.0, 8.0)
+    assert offload.moved_bytes == offload.released_bytes == 3 << 20
+    reload = replace(offload, operation="reload")
+    assert reload.moved_bytes == reload.restored_bytes == -(3 << 20)
 
 
 def test_reports_of_many_ranks_are_a_table() -> None:
