@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import reports
 import torch.distributed as dist
 from cli_process import environment
 from rank_files import group, record, report, running, status, write_rank
@@ -28,8 +29,17 @@ from reloadpg.cli.records import (
     Reading,
     read_directory,
     read_endpoints,
+    typed,
 )
 from reloadpg.cli.status import page
+from reloadpg.lifecycle.report import (
+    BypassedGroup,
+    Fault,
+    GroupStatus,
+    OperationStatus,
+    Report,
+    Status,
+)
 from reloadpg.observability.publish import publish_status
 from reloadpg.testing import run_ranks
 
@@ -248,6 +258,27 @@ def test_a_page_fits_the_terminal_and_shows_troubled_ranks_first(lines):
 
 
 # -- reading ------------------------------------------------------------------------------------
+
+
+def test_a_record_is_read_back_as_what_it_was_written_from():
+    """Each field, whatever its type: reports, groups, spans, faults, the running operation."""
+    written = reports.report(
+        memory={"before": {"device": 5}, "after": {"device": 3}},
+        moments_ms={"before": 0.5},
+        faults=(Fault(1, "lost", late=("0",), repeats=False),),
+        replaced=(1,),
+        warnings=("cannot say",),
+    )
+    assert typed(Report, json.loads(written.to_json())) == written
+    held = GroupStatus("0", "TP", (0, 1), "nccl", "live", 3, 600.0, memory_bytes=5)
+    written = Status(
+        *(True, True, 0, 2, "live", 3, 3, {"timeout_s": 5.0}, (held,), 1, {"device": 5}, ("f",)),
+        unmanaged={"1": "why"},
+        bypassed_groups=(BypassedGroup("2", "", (0,), "gloo", "why"),),
+        running=OperationStatus("offload", 4, "enter", True, 1.0, 2.0),
+    )
+    assert typed(Status, json.loads(written.to_json())) == written
+
 
 STRANGE = {
     "empty": b"",
