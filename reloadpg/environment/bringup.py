@@ -28,15 +28,14 @@ from ..rendezvous.plan import Plan
 from ..rendezvous.predecessor import Predecessor
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.worker_thread import Attempt
-from .device import Placement, choose_placement, parse_backend
+from .device import Placement, accelerator, choose_placement, parse_backend, parse_device
 from .launchers import identify
 from .mesh import build_mesh, resolve_mesh_dims, seed_for, set_seed
-from .model import DistributedEnvironment, DistributedEnvironmentError
+from .model import DistributedEnvironment, DistributedEnvironmentError, as_timedelta
 from .network import apply_network, interface_in_use, restore_network, validate_network
 from .store import Claim, agree, open_store
 from .store_barrier import job_round
 from .teardown import OwnGroups
-from .variables import as_timedelta
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,7 +59,6 @@ class DistributedContext:
         device: the device it uses.
         mesh: the mesh, if ``mesh_dims`` was given.
         owned: whether this bring-up made the default group. Offload and reload do not change it.
-        exit_timeout: bound of the barrier when the context is left.
         own: the groups made since bring-up began.
     """
 
@@ -68,7 +66,6 @@ class DistributedContext:
     device: torch.device
     mesh: DeviceMesh | None
     owned: bool
-    exit_timeout: timedelta = field(default=INIT_TIMEOUT, repr=False)
     own: OwnGroups = field(default_factory=OwnGroups, repr=False)
 
     def __enter__(self) -> DistributedContext:
@@ -80,7 +77,7 @@ class DistributedContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> Literal[False]:
-        self.own.destroy(error, self.exit_timeout)
+        self.own.destroy(error)
         return False
 
 
@@ -159,13 +156,17 @@ def init_distributed(
         raise InvalidOptionError(
             f"store={store!r} is not a store. Nothing was started. Give one of torch.distributed."
         )
-    own = OwnGroups()
-    if dist.is_initialized():
+    own, world = OwnGroups(init_bound), c10d.world()
+    if world is not None:
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, dist.get_world_size())
-        environment, used, mesh = _adopt_existing(
-            backend, bound, init_bound, device, sizes, how, own, expected=adopt
-        )
-        context = DistributedContext(environment, used, mesh, False, init_bound, own)
+        used = parse_device(device) or _device_of(world)
+        if not adopt:
+            _warn_of_differences(world, backend, bound)
+        environment = _environment_of_group()
+        mesh = None
+        if sizes is not None:
+            mesh = _mesh_over(world, sizes, used, bound, init_bound, how, own)
+        context = DistributedContext(environment, used, mesh, False, own)
     else:
         environment = identify(os.environ).environment(has_store=store is not None)
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, environment.world_size)
@@ -187,7 +188,7 @@ def init_distributed(
         except BaseException:
             restore_network()
             raise
-        context = DistributedContext(environment, placement.device, mesh, True, init_bound, own)
+        context = DistributedContext(environment, placement.device, mesh, True, own)
     if seed is not None:
         set_seed(seed, context.mesh)
     return context
@@ -355,46 +356,28 @@ def _shown(sizes: Mapping[str, int]) -> str:
 # -- a group that exists ----------------------------------------------------------------------
 
 
-def _adopt_existing(
-    backend: str | None,
+def _mesh_over(
+    world: ProcessGroup,
+    sizes: Mapping[str, int],
+    device: torch.device,
     timeout: timedelta | None,
     init_timeout: timedelta,
-    device: torch.device | str | None,
-    sizes: Mapping[str, int] | None,
     connect: Connect,
     own: OwnGroups,
-    *,
-    expected: bool,
-) -> tuple[DistributedEnvironment, torch.device, DeviceMesh | None]:
-    """Describe the existing group, and build a mesh over it if one is asked for.
+) -> DeviceMesh | None:
+    """Create a mesh over the group, which is not touched. Collective, blocking, bounded.
 
-    Local without ``sizes``; with them collective, blocking and bounded. The group itself is not
-    touched. A mesh's groups get ``timeout``, or else the group's own.
+    The mesh's groups get ``timeout``, or else the group's own.
     """
-    world = c10d.world()
-    if world is None:
-        raise InvalidOptionError("There is no group to adopt. Call init_distributed() instead.")
-    current = _timeout_of(world)
-    if not expected:
-        _warn_of_differences(world, backend, timeout, current)
-    try:
-        used = torch.device(device) if device is not None else _device_of(world)
-    except RuntimeError as error:
-        raise InvalidOptionError(
-            f"device={device!r} is not a device. Nothing was made. Correct the argument."
-        ) from error
-    environment = _environment_of_group()
-    if sizes is None:
-        return environment, used, None
     settings = {"mesh_dims": _shown(sizes), "connect": connect}
     round_ = job_round("init_distributed", ("agree", "connected"), init_timeout)
     round_.agree("agree", Plan("init_distributed", settings))
-    bound = timeout or current or c10d.default_timeout(c10d.backend_of(world))
+    bound = timeout or _timeout_of(world) or c10d.default_timeout(c10d.backend_of(world))
 
     def create(attempt: Attempt, at: list[str]) -> DeviceMesh | None:
-        return _create_mesh(sizes, used, bound, connect, own, attempt, at)
+        return _create_mesh(sizes, device, bound, connect, own, attempt, at)
 
-    return environment, used, _within_round(round_, create, own, environment.rank)
+    return _within_round(round_, create, own, dist.get_rank())
 
 
 def _environment_of_group() -> DistributedEnvironment:
@@ -430,17 +413,10 @@ def _environment_of_group() -> DistributedEnvironment:
 
 
 def _device_of(world: ProcessGroup) -> torch.device:
-    for kind in c10d.device_backends(world):
-        if kind != "cpu" and _is_accelerator(kind):
-            return torch.device(kind, torch.accelerator.current_device_index())
+    present = accelerator()
+    if present is not None and present.type in c10d.device_backends(world):
+        return torch.device(present.type, torch.accelerator.current_device_index())
     return torch.device("cpu")
-
-
-def _is_accelerator(kind: str) -> bool:
-    if not torch.accelerator.is_available():
-        return False
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and accelerator.type == kind
 
 
 def _timeout_of(world: ProcessGroup) -> timedelta | None:
@@ -449,12 +425,9 @@ def _timeout_of(world: ProcessGroup) -> timedelta | None:
 
 
 def _warn_of_differences(
-    world: ProcessGroup,
-    backend: str | None,
-    timeout: timedelta | None,
-    current: timedelta | None,
+    world: ProcessGroup, backend: str | None, timeout: timedelta | None
 ) -> None:
-    differing = []
+    differing, current = [], _timeout_of(world)
     if backend is not None and not _is_same_backend(world, backend):
         differing.append(f"backend {backend!r} (it has {c10d.backend_of(world)!r})")
     # Read back from gloo, 60000 s is 60000.003 s on torch 2.15.

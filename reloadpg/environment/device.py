@@ -12,7 +12,7 @@ import torch.distributed as dist
 from .. import c10d
 from ..errors import InvalidOptionError
 
-__all__ = ["Placement", "choose_placement", "parse_backend"]
+__all__ = ["Placement", "accelerator", "choose_placement", "parse_backend", "parse_device"]
 
 _CPU_ONLY = frozenset({"gloo", "mpi", "fake"})
 
@@ -99,6 +99,26 @@ def parse_backend(backend: str, *, built: bool = True) -> dict[str, str]:
     return parsed
 
 
+def parse_device(device: torch.device | str | None) -> torch.device | None:
+    """The device as torch has it. Local, pure.
+
+    Raises:
+        InvalidOptionError: not a device.
+    """
+    try:
+        return torch.device(device) if device is not None else None
+    except (RuntimeError, TypeError) as error:
+        raise _error(f"device={device!r} is not a device") from error
+
+
+def accelerator() -> torch.device | None:
+    """The accelerator of this process, which need not be in use; None without one. Local."""
+    # Not torch.cuda.is_available(): on a build for CPUs this asks no device runtime at all.
+    if not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_accelerator()
+
+
 def choose_placement(
     backend: str | None,
     device: torch.device | str | None,
@@ -114,12 +134,9 @@ def choose_placement(
         InvalidOptionError: not known, not visible, or not fitting together.
     """
     named = parse_backend(backend) if backend is not None else {}
-    try:
-        wanted = torch.device(device) if device is not None else None
-    except (RuntimeError, TypeError) as error:
-        raise _error(f"device={device!r} is not a device") from error
+    wanted = parse_device(device)
     if wanted is None:
-        wanted = _accelerator()
+        wanted = accelerator()
         if wanted is None or (named and (_is_cpu_only(named) or not _serves(named, wanted))):
             wanted = torch.device("cpu")
     chosen = wanted if wanted.type == "cpu" else _visible(wanted, local_rank)
@@ -144,13 +161,6 @@ def _serves(named: dict[str, str], device: torch.device) -> bool:
     name = named.get(device.type) or named.get("")
     capability = dist.Backend.backend_capability
     return name is not None and device.type in capability.get(name, [device.type])
-
-
-def _accelerator() -> torch.device | None:
-    # Not torch.cuda.is_available(): on a build for CPUs this asks no device runtime at all.
-    if not torch.accelerator.is_available():
-        return None
-    return torch.accelerator.current_accelerator()
 
 
 def _visible(wanted: torch.device, local_rank: int | None) -> torch.device:

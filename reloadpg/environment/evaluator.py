@@ -10,8 +10,8 @@ import os
 from datetime import timedelta
 
 from ..observability.logs import name_rank_in_records
-from .launchers import ADDRESS, identify, is_initialized
-from .variables import Variables, as_timedelta
+from .launchers import identify, is_initialized
+from .model import ADDRESS, Variables, as_timedelta
 
 __all__ = ["ensure_process_group"]
 

@@ -12,11 +12,19 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
-from .model import LOOPBACK, DistributedEnvironment, DistributedEnvironmentError, Identity
+from .model import (
+    ADDRESS,
+    LOOPBACK,
+    DistributedEnvironment,
+    DistributedEnvironmentError,
+    Identity,
+    Variables,
+    check_layout,
+    port_from_text,
+)
 from .slurm import from_slurm, is_daemon_step
-from .variables import Variables, check_layout, port_from_text
 
 __all__ = [
     "detect_environment",
@@ -30,7 +38,6 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 _ALONE = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 ENV = ("RANK", "WORLD_SIZE", *ADDRESS)
 """What ``init_method="env://"`` of torch needs."""
@@ -105,22 +112,17 @@ def identify(environ: Mapping[str, str]) -> Identity:
     if launcher is not None:
         _check_agreement(read, launcher)
         return launcher
-    if own is None:
-        raise read.missing([name for name in ENV if name not in read], (*TORCHRUN, *ADDRESS))
-    return own
+    return own or _incomplete(read)
 
 
 def _from_launcher(environ: Mapping[str, str]) -> Identity | None:
     """The identity that a launcher other than torchrun hands out, or None."""
     if is_daemon_step(environ):
-        mpi = from_openmpi(environ)
+        mpi = _from_mpi(environ, _OPENMPI)
         if mpi is not None and str(mpi.world_size) != environ["SLURM_STEP_NUM_TASKS"]:
             return mpi
-    for source in (from_slurm, from_lsf, from_openmpi, from_pmi):
-        found = source(environ)
-        if found is not None:
-            return found
-    return None
+    found = (_from_mpi(environ, names) for names in (_LSF, _OPENMPI, _PMI))
+    return from_slurm(environ) or next(filter(None, found), None)
 
 
 def _with_places(own: Identity, environ: Mapping[str, str]) -> Identity:
@@ -309,7 +311,7 @@ def _from_torch(read: Variables) -> Identity | None:
     )
 
 
-def _incomplete(read: Variables) -> tuple[str, int]:
+def _incomplete(read: Variables) -> NoReturn:
     raise read.missing([name for name in ENV if name not in read], (*TORCHRUN, *ADDRESS))
 
 
@@ -338,38 +340,11 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def from_lsf(environ: Mapping[str, str]) -> Identity | None:
-    """Return the identity of a task of LSF's ``jsrun``, or None. Local, pure.
+def _from_mpi(environ: Mapping[str, str], names: _Names) -> Identity | None:
+    """The identity of a process of one of these launchers, or None.
 
     The shell of an LSF job, which has ``LSB_JOBID`` but no task number, is not a task.
-
-    Raises:
-        DistributedEnvironmentError: the variables are incomplete or wrong.
     """
-    return _from_mpi(environ, _LSF)
-
-
-def from_openmpi(environ: Mapping[str, str]) -> Identity | None:
-    """Return the identity of a process of OpenMPI's ``mpirun``, or None. Local, pure.
-
-    Raises:
-        DistributedEnvironmentError: the variables are incomplete or wrong.
-    """
-    return _from_mpi(environ, _OPENMPI)
-
-
-def from_pmi(environ: Mapping[str, str]) -> Identity | None:
-    """Return the identity of a process of a PMI launcher (MPICH, Intel MPI, Cray), or None.
-
-    Local, pure.
-
-    Raises:
-        DistributedEnvironmentError: the variables are incomplete or wrong.
-    """
-    return _from_mpi(environ, _PMI)
-
-
-def _from_mpi(environ: Mapping[str, str], names: _Names) -> Identity | None:
     read = Variables(environ, names.source)
     if read.first(*(part for name in names.numbers for part in name.split("|"))) is None:
         return None

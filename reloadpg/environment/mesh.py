@@ -103,12 +103,9 @@ def build_mesh(sizes: Mapping[str, int], device_type: str, timeout: timedelta) -
     through ``torch.distributed.new_group``, so they are reloadable where ``install`` says so.
 
     Args:
-        sizes: size by name in mesh order, as ``resolve_mesh_dims`` returns it.
+        sizes: size by name in mesh order, as ``resolve_mesh_dims`` returns it for this world.
         device_type: type of the devices that the mesh is of.
         timeout: timeout of every group of the mesh.
-
-    Raises:
-        MeshDimensionError: the product of the sizes is not the world size.
     """
     import torch
     import torch.distributed as dist
@@ -116,11 +113,6 @@ def build_mesh(sizes: Mapping[str, int], device_type: str, timeout: timedelta) -
 
     world, rank = dist.get_world_size(), dist.get_rank()
     shape = tuple(sizes.values())
-    if math.prod(shape) != world:
-        raise MeshDimensionError(
-            f"The mesh {dict(sizes)} has {math.prod(shape)} ranks, but world_size={world}. No "
-            f"group was made. Use resolve_mesh_dims()."
-        )
     ranks = torch.arange(world, dtype=torch.int).reshape(shape)
     groups = []
     for axis, (name, size) in enumerate(sizes.items()):

@@ -101,40 +101,28 @@ def validate_network(network: Any) -> Network:
     )
 
 
-class _Applied:
-    """What bring-up has set in ``os.environ``, until it is undone."""
-
-    def __init__(self) -> None:
-        self._exports: list[Export] = []
-
-    def apply(self, network: Network) -> None:
-        export = Export(os.environ)
-        for name, value in _changes(network, os.environ).items():
-            export.write(name, value)
-        if export.changed:
-            self._exports.append(export)
-            logging.getLogger(__name__).info(
-                "network: set %s",
-                ", ".join(f"{name}={os.environ[name]}" for name in export.changed),
-            )
-
-    def undo(self) -> None:
-        while self._exports:
-            self._exports.pop()()
-
-
-_applied = _Applied()
+_applied: list[Export] = []
+"""What bring-ups have set in ``os.environ``, until it is undone."""
 
 
 def apply_network(network: Network) -> None:
     """Set what is unset in ``os.environ``, and say so in one log line. Local."""
-    if network != "off":
-        _applied.apply(network)
+    if network == "off":
+        return
+    export = Export(os.environ)
+    for name, value in _changes(network, os.environ).items():
+        export.write(name, value)
+    if export.changed:
+        _applied.append(export)
+        logging.getLogger(__name__).info(
+            "network: set %s", ", ".join(f"{name}={os.environ[name]}" for name in export.changed)
+        )
 
 
 def restore_network() -> None:
     """Undo what :func:`apply_network` has set. Local, idempotent; see :class:`~.model.Export`."""
-    _applied.undo()
+    while _applied:
+        _applied.pop()()
 
 
 def interface_in_use() -> str:

@@ -17,8 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from .model import LOOPBACK, Identity
-from .variables import Variables, check_layout, port_from_ids
+from .model import LOOPBACK, Identity, Variables, check_layout, port_from_ids
 
 __all__ = [
     "count_hosts",

@@ -13,8 +13,8 @@ import json
 import os
 import socket
 import threading
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -40,30 +40,19 @@ _SETTLE_S = 2.0
 _EXIT_S = 5.0
 """How long rank 0, whose process holds the store, waits for the others to read a bad outcome."""
 
+_PAUSE_S = 0.1
+"""Between two looks at the clock at the end of a wait: time in which this process did not run is
+not counted."""
 
-class _Stores:
-    """The connections of this process: one for each address, kept until it ends.
-
-    Kept, because a second bring-up at the same address otherwise races with the first one's
-    server: a fast rank connected to the server that rank 0 was just about to close.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: dict[tuple[int, str, int], tuple[TCPStore, int]] = {}
-
-    def take(self, environment: DistributedEnvironment, timeout: timedelta) -> tuple[Store, int]:
-        key = (os.getpid(), environment.master_addr, environment.master_port or 0)
-        with self._lock:
-            store, uses = self._open.get(key, (None, 0))
-            if store is None:
-                store = _connect(environment, timeout)
-            self._open[key] = (store, uses + 1)
-        store.set_timeout(timeout)
-        return store, uses + 1
+_LAST_S = 5.0
+"""The end of a wait, in which the store is asked again and again. Before, it says so itself."""
 
 
-_stores = _Stores()
+_opening = threading.Lock()
+_opened: dict[tuple[int, str, int], tuple[TCPStore, int]] = {}
+"""The store of each process and address, and how often it was used. Kept until the process ends: a
+second bring-up at the same address otherwise races with the first one's server, where a fast rank
+connected to the one that rank 0 was just about to close."""
 
 
 def open_store(
@@ -85,14 +74,15 @@ def open_store(
         return PrefixStore(f"reloadpg/bringup/given/{use}", given)
     if environment.world_size == 1:
         return HashStore()
-    store, use = _stores.take(environment, timeout)
-    return PrefixStore(f"reloadpg/bringup/{_attempt(os.environ)}/{use}", store)
-
-
-def _attempt(environ: Mapping[str, str]) -> str:
+    key = (os.getpid(), environment.master_addr, environment.master_port or 0)
+    with _opening:
+        store, uses = _opened.get(key) or (_connect(environment, timeout), 0)
+        _opened[key] = store, uses + 1
+    store.set_timeout(timeout)
     # torchrun's agent keeps its store when it restarts the ranks: without the attempt in the
     # prefix the restarted ranks would read the outcome of those that died.
-    return environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"reloadpg/bringup/{attempt}/{uses + 1}", store)
 
 
 def _connect(environment: DistributedEnvironment, timeout: timedelta) -> TCPStore:
@@ -157,8 +147,11 @@ def _what_failed(
 
 def _unresolvable(address: str, port: int) -> bool:
     look_up = Task(lambda: socket.getaddrinfo(address, port), "store-address")
-    if not look_up.wait(_RESOLVE_S):
-        return True
+    wait = Wait("init_distributed, address", _RESOLVE_S)
+    while not look_up.ended:
+        if wait.left == 0:
+            return True
+        wait.pause(_PAUSE_S, look_up.wait)
     try:
         look_up.result()
     except (OSError, UnicodeError):  # the latter for what cannot be a host name, such as "a..b"
@@ -201,7 +194,9 @@ def find_differences(claims: Sequence[Claim]) -> list[str]:
     found = []
     claims = sorted(claims, key=lambda claim: claim.rank)
     for field in AGREED:
-        holders = _holders(claims, field)
+        holders: dict[Any, list[int]] = {}
+        for claim in claims:
+            holders.setdefault(getattr(claim, field), []).append(claim.rank)
         if len(holders) > 1:
             listed = "; ".join(
                 f"{value} on rank {format_ranks(ranks)}" for value, ranks in holders.items()
@@ -231,13 +226,6 @@ def _shared(claims: Sequence[Claim]) -> str:
         f"{format_ranks(claim.rank for claim in claims)}, whose local ranks are {locals_}: give "
         f"each rank a device of its own, by LOCAL_RANK or by what its launcher makes visible"
     )
-
-
-def _holders(claims: Sequence[Claim], field: str) -> dict[Any, list[int]]:
-    holders: dict[Any, list[int]] = {}
-    for claim in claims:
-        holders.setdefault(getattr(claim, field), []).append(claim.rank)
-    return holders
 
 
 def agree(store: Store, mine: Claim, timeout: timedelta) -> None:
@@ -270,7 +258,7 @@ class _Exchange:
 
     def __init__(self, mine: Claim, seconds: float) -> None:
         self._mine = mine
-        self._end = time.monotonic() + seconds
+        self._seconds = seconds
 
     def outcome(self, store: Store) -> tuple[dict[str, Any], int]:
         """Return the outcome, and the place of this rank in the order of arrival."""
@@ -278,7 +266,7 @@ class _Exchange:
         store.set(f"claim/{slot}", json.dumps(asdict(self._mine)))
         if self._mine.rank == 0 and store.add("judges", 1) == 1:
             return self._judge(store, slot), slot
-        if not _wait(store, "outcome", self._end + _SETTLE_S):
+        if not self._await(store, "outcome", self._wait(self._seconds + _SETTLE_S)):
             return {"kind": "silent"}, slot
         outcome = dict(json.loads(store.get("outcome")))
         store.set(f"read/{slot}", "1")
@@ -287,15 +275,15 @@ class _Exchange:
     def _judge(self, store: Store, mine: int) -> dict[str, Any]:
         claims: list[Claim] = []
         here: set[int] = set()
-        end = self._end
+        wait, settles = self._wait(self._seconds), False
         while len(here) < self._mine.world_size:
-            if not _wait(store, f"claim/{len(claims) + 1}", end):
+            if not self._await(store, f"claim/{len(claims) + 1}", wait):
                 break
             claims.append(_claim(store, len(claims) + 1))
-            taken = claims[-1].rank in here
+            differs = any(getattr(claims[-1], f) != getattr(self._mine, f) for f in AGREED)
+            if not settles and (differs or claims[-1].rank in here):
+                wait, settles = self._wait(min(_SETTLE_S, wait.left)), True
             here.add(claims[-1].rank)
-            if end == self._end and (taken or _conflicts(claims[-1], self._mine)):
-                end = min(self._end, time.monotonic() + _SETTLE_S)
         # Those that have come beside the expected ones: a rank with a larger world, or twice one.
         while store.check([f"claim/{len(claims) + 1}"]):
             claims.append(_claim(store, len(claims) + 1))
@@ -310,29 +298,31 @@ class _Exchange:
             outcome = {"kind": "agreed", "arrived": len(claims)}
         store.set("outcome", json.dumps(outcome))
         if outcome["kind"] != "agreed":
-            exit_end = time.monotonic() + _EXIT_S
+            wait = self._wait(_EXIT_S)
             for slot in range(1, len(claims) + 1):
                 if slot != mine:
-                    _wait(store, f"read/{slot}", exit_end)
+                    self._await(store, f"read/{slot}", wait)
         return outcome
+
+    def _wait(self, seconds: float) -> Wait:
+        return Wait("init_distributed, agree", seconds)
+
+    def _await(self, store: Store, key: str, wait: Wait) -> bool:
+        """Whether the key is there before the wait ends."""
+        # In a large job all ranks together ask the store some thousand times a second at most.
+        pause = max(_PAUSE_S, self._mine.world_size / 2000)
+        if wait.left > _LAST_S:
+            with suppress(RuntimeError):
+                store.wait([key], timedelta(seconds=wait.left - _LAST_S))
+        while not store.check([key]):  # raises if the store itself is gone
+            if wait.left == 0:
+                return False
+            wait.pause(pause)
+        return True
 
 
 def _claim(store: Store, slot: int) -> Claim:
     return Claim(**json.loads(store.get(f"claim/{slot}")))
-
-
-def _wait(store: Store, key: str, end: float) -> bool:
-    left = max(0.01, end - time.monotonic())
-    try:
-        store.wait([key], timedelta(seconds=left))
-    except RuntimeError:
-        if not store.check([key]):  # raises if the store itself is gone
-            return False
-    return True
-
-
-def _conflicts(newest: Claim, mine: Claim) -> bool:
-    return any(getattr(newest, field) != getattr(mine, field) for field in AGREED)
 
 
 def _conclude(outcome: Mapping[str, Any], slot: int, mine: Claim, seconds: float) -> None:

@@ -23,8 +23,7 @@ from ..groups.registry import registry
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.worker_thread import Wait
 from .launchers import identify
-from .model import GroupNotInitializedError
-from .variables import as_timedelta
+from .model import GroupNotInitializedError, as_timedelta
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal
 
 from ..errors import ReloadpgError
 from .launchers import is_initialized
+from .model import as_timedelta
 from .network import restore_network
-from .variables import as_timedelta
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OwnGroups",
-    "ProcessGroupScope",
     "destroy_distributed",
     "process_group_scope",
 ]
@@ -49,7 +48,7 @@ def destroy_distributed() -> None:
     restore_network()
 
 
-def process_group_scope(*, timeout: timedelta | float = EXIT_TIMEOUT) -> ProcessGroupScope:
+def process_group_scope(*, timeout: timedelta | float = EXIT_TIMEOUT) -> OwnGroups:
     """Destroy the process groups made inside a ``with`` block, and only those.
 
     On entry it notes which groups exist; they are left as found. On exit, those made inside, the
@@ -73,24 +72,26 @@ def process_group_scope(*, timeout: timedelta | float = EXIT_TIMEOUT) -> Process
         PeerFailedError: at exit: another rank failed; the groups were aborted.
         InvalidOptionError: the timeout is not a time.
     """
-    return ProcessGroupScope(as_timedelta(timeout, "timeout"))
+    return OwnGroups(as_timedelta(timeout, "timeout"))
 
 
-class ProcessGroupScope:
-    """See :func:`process_group_scope`. Reusable one time after the other, not nested in itself.
+class OwnGroups:
+    """The groups that this process has made since this object was, or since its block began.
 
-    Attributes:
-        existed: whether the default group existed on entry.
+    As a context manager it destroys them; see :func:`process_group_scope`. Reusable one time after
+    the other, not nested in itself. A group is known by its store: it stays the same where the
+    library takes a group over, and through reloads, and a later group of the same name has another.
+
+    Args:
+        timeout: bound of the barrier before the orderly destroy.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta = EXIT_TIMEOUT) -> None:
         self._timeout = timeout
-        self._own = OwnGroups()
-        self.existed = False
+        self._before = _stores_of_groups()
 
-    def __enter__(self) -> ProcessGroupScope:
-        self.existed = is_initialized()
-        self._own = OwnGroups()
+    def __enter__(self) -> OwnGroups:
+        self._before = _stores_of_groups()
         return self
 
     def __exit__(
@@ -99,24 +100,8 @@ class ProcessGroupScope:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> Literal[False]:
-        self._own.destroy(error, self._timeout)
+        self.destroy(error)
         return False
-
-
-class OwnGroups:
-    """The groups that this process has made since this object was.
-
-    A group is known by its store: it stays the same where the library takes a group over, and
-    through reloads, and a later group of the same name has another.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[int, weakref.ref[Store]] = {}
-        if is_initialized():
-            from .. import c10d
-
-            stores = [c10d.store_of(group) for group in c10d.known_groups()]
-            self._before = {id(store): weakref.ref(store) for store in stores}
 
     def now(self) -> list[ProcessGroup]:
         """Return those that there are now, in order of creation; with WORLD first, if it is one."""
@@ -130,7 +115,7 @@ class OwnGroups:
         before = self._before.get(id(store))
         return before is None or before() is not store
 
-    def destroy(self, error: BaseException | None, timeout: timedelta) -> None:
+    def destroy(self, error: BaseException | None) -> None:
         """Destroy them. Collective over their members; blocking, bounded.
 
         With an error, which ended the caller's block, they are aborted, and this raises nothing.
@@ -150,7 +135,7 @@ class OwnGroups:
         try:
             # The last barrier of WORLD is one of all groups; otherwise each has its own members.
             for group in groups[:1] if owns_world else groups:
-                leave_together(timeout, group)
+                leave_together(self._timeout, group)
         except BaseException as failure:
             # Where the barrier itself failed its outcome stands, or the store is gone: no more to
             # say.
@@ -169,6 +154,16 @@ class OwnGroups:
             TimeoutError: the abort did not end in 30 s; it goes on in a thread.
         """
         abort_groups(self.now())
+
+
+def _stores_of_groups() -> dict[int, weakref.ref[Store]]:
+    """The stores of the groups that there are now, by id."""
+    if not is_initialized():
+        return {}
+    from .. import c10d
+
+    stores = [c10d.store_of(group) for group in c10d.known_groups()]
+    return {id(store): weakref.ref(store) for store in stores}
 
 
 def _abandon(error: BaseException, groups: list[ProcessGroup], *, tell: bool = True) -> None:

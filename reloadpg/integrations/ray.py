@@ -37,7 +37,7 @@ from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..environment.variables import as_timedelta
+from ..environment.model import as_timedelta
 from ..errors import (
     InvalidOptionError,
     PeerFailedError,
