@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from in_turn import in_each, variables
 
 import reloadpg
 from reloadpg.environment import DistributedEnvironmentError, GroupNotInitializedError
@@ -24,37 +23,6 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 STORES: Any = ["parent", slow("rank0")]
 LIMIT = 150.0
 """Seconds within which the ranks of a run must have ended: nothing here is to wait so long."""
-
-
-@contextmanager
-def variables(changes: dict[str, str | None]) -> Iterator[None]:
-    """A block in which the process has these variables; None removes one."""
-    before = dict(os.environ)
-    for name, value in changes.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def in_each(
-    rank: int,
-    world_size: int,
-    environments: dict[str, dict[str, str | None]],
-    function: Callable[[int, int], Any],
-) -> dict[str, Any]:
-    """What a function returns in each of several environments, one after the other."""
-    results = {}
-    for name, changes in environments.items():
-        with variables(changes):
-            results[name] = function(rank, world_size)
-        assert not dist.is_initialized()
-    return results
 
 
 def default_timeout() -> timedelta:

@@ -6,13 +6,14 @@ Torch's own functions for accelerators of other makers (``rename_privateuse1_bac
 
 from __future__ import annotations
 
-import os
 import types
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from in_turn import variables
 
 import reloadpg
 from reloadpg.environment.device import Placement
@@ -67,105 +68,120 @@ def plug_in(uuids: list[str]) -> Accelerator:
     return accelerator
 
 
-def place(
-    rank: int, world_size: int, uuids: list[list[str]], options: dict[str, Any]
-) -> tuple[Any, ...]:
-    accelerator = plug_in(uuids[rank])
-    try:
-        with reloadpg.init_distributed(init_timeout=60, connect="none", **options) as context:
-            return str(context.device), accelerator.used, dist.get_backend()
-    except (reloadpg.InvalidOptionError, reloadpg.DisagreementError) as error:
-        assert not dist.is_initialized()
-        return type(error).__name__, str(error)
+@dataclass(frozen=True)
+class Case:
+    """A bring-up: what identifies the devices that each rank sees, variables, arguments."""
+
+    uuids: list[list[str]]
+    env: dict[str, str | None] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    own: list[tuple[dict[str, str], dict[str, Any]]] = field(default_factory=lambda: [({}, {})] * 2)
+    """Variables and arguments that each rank has for itself."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What came of it: the error, or device, backend, and the indices and streams in use."""
+
+    error: str = ""
+    device: str = ""
+    used: tuple[int, ...] = ()
+    backend: str = ""
+    streams: int = 0
+
+
+def place(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, Placed]:
+    """By case, what came of it on this rank; one case after the other."""
+    accelerator = plug_in([])
+    placed = {}
+    for name, case in cases.items():
+        accelerator.uuids = case.uuids[rank]
+        accelerator.used, accelerator.streams = [], []
+        env, options = case.own[rank]
+        options = {"init_timeout": 60, "connect": "none", **case.options, **options}
+        with variables({**case.env, **env}):
+            try:
+                with reloadpg.init_distributed(**options) as context:
+                    placed[name] = Placed(
+                        device=str(context.device),
+                        used=tuple(accelerator.used),
+                        backend=dist.get_backend(),
+                        streams=len(accelerator.streams),
+                    )
+            except (reloadpg.InvalidOptionError, reloadpg.DisagreementError) as error:
+                placed[name] = Placed(f"{type(error).__name__}: {error}")
+            assert not dist.is_initialized()
+    return placed
+
+
+def on(index: int, streams: int = 0) -> Placed:
+    """The accelerator's device of this index, made current once, with its default backend."""
+    return Placed("", f"{KIND}:{index}", (index,), BACKEND, streams)
 
 
 TWO = [["a", "b"], ["a", "b"]]
 ONE_EACH = [["a"], ["b"]]
+UNNAMED = [["", ""], ["", ""]]  # hardware that does not say which it is
+DIFFERENT = [["a", "b"], ["c", "d"]]
 
 
-@pytest.mark.parametrize(
-    ("uuids", "env", "indices"),
-    [
-        (TWO, {}, [0, 1]),
-        (TWO, {"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}, [0, 1]),  # all are on this host
-        (ONE_EACH, {}, [0, 0]),
-        (ONE_EACH, {"LOCAL_RANK": "0"}, [0, 0]),
-    ],
-    ids=["local rank", "env rendezvous", "one visible device each", "one each, local rank 0"],
-)
-def test_each_rank_uses_the_accelerator_of_its_local_rank_or_the_only_one_that_it_sees(
-    uuids: list[list[str]], env: dict[str, str | None], indices: list[int]
+def seen(first: str, second: str, index: int = 0) -> list[tuple[dict[str, str], dict[str, Any]]]:
+    """Ranks to which their launcher shows these devices; the second one uses this index."""
+    return [
+        ({"TOASTER_VISIBLE_DEVICES": first}, {"device": f"{KIND}:0"}),
+        ({"TOASTER_VISIBLE_DEVICES": second}, {"device": f"{KIND}:{index}"}),
+    ]
+
+
+PAIRS: dict[str, tuple[Case, list[Placed] | str]] = {
+    "local rank": (Case(TWO), [on(0), on(1)]),
+    "env rendezvous: all are on this host": (
+        Case(TWO, {"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}),
+        [on(0), on(1)],
+    ),
+    "one visible device each": (Case(ONE_EACH), [on(0), on(0)]),
+    "one each, local rank 0": (Case(ONE_EACH, {"LOCAL_RANK": "0"}), [on(0), on(0)]),
+    "the launcher has put the rank's own first": (
+        Case(DIFFERENT, options={"external_gpu_device_mapping": True}),
+        [on(0), on(0)],
+    ),
+    "local rank 0 twice": (
+        Case(TWO, {"LOCAL_RANK": "0"}),
+        "is the device of rank 0-1, whose local ranks are 0, 0",
+    ),
+    "one visible device twice": (
+        Case([["a"], ["a"]]),
+        "is the device of rank 0-1, whose local ranks are 0, 1",
+    ),
+    "other devices are visible": (Case(UNNAMED, own=seen("4,5", "6,7")), [on(0), on(0)]),
+    "other order": (Case(UNNAMED, own=seen("4,5", "5,4")), [on(0), on(0)]),
+    "other order and index, the same entry": (
+        Case(UNNAMED, own=seen("4,5", "5,4", index=1)),
+        "is the device of rank 0-1",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[dict[str, Placed]]:
+    cases = {name: case for name, (case, _) in PAIRS.items()}
+    return run_ranks(place, 2, args=(cases,), timeout=150)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_each_rank_has_a_device_of_its_own_or_both_are_told_so(
+    pairs: list[dict[str, Placed]], name: str
 ) -> None:
-    """The device is made current, once, and its registered backend is the default."""
-    expected = [(f"{KIND}:{index}", [index], BACKEND) for index in indices]
-    assert run_ranks(place, 2, args=(uuids, {}), env=env, timeout=150) == expected
-
-
-def test_a_launcher_that_maps_the_devices_itself_has_put_the_ranks_own_first() -> None:
-    """Index 0 whatever the local rank, on devices that differ."""
-    uuids, options = [["a", "b"], ["c", "d"]], {"external_gpu_device_mapping": True}
-    expected = [(f"{KIND}:0", [0], BACKEND)] * 2
-    assert run_ranks(place, 2, args=(uuids, options)) == expected
-
-
-def stream(rank: int, world_size: int, options: dict[str, Any]) -> int:
-    accelerator = plug_in(["a"])
-    with reloadpg.init_distributed(connect="none", **options):
-        return len(accelerator.streams)
-
-
-@pytest.mark.parametrize(
-    ("options", "streams"),
-    [({"stream": True}, 1), ({}, 0), ({"stream": True, "device": "cpu"}, 0)],
-    ids=str,
-)
-def test_a_stream_for_graphs_is_made_current_if_it_is_asked_for(
-    options: dict[str, Any], streams: int
-) -> None:
-    """A new one, on an accelerator."""
-    assert run_ranks(stream, 1, args=(options,)) == [streams]
-
-
-@pytest.mark.parametrize(
-    ("uuids", "env", "index", "locals_"),
-    [
-        (TWO, {"LOCAL_RANK": "0"}, 0, "0, 0"),
-        ([["a"], ["a"]], {}, 0, "0, 1"),
-    ],
-    ids=["local rank 0 twice", "one visible device twice"],
-)
-def test_two_ranks_that_share_a_device_are_told_so(
-    uuids: list[list[str]], env: dict[str, str | None], index: int, locals_: str
-) -> None:
-    """On both ranks, before a group is made: device, ranks, local ranks."""
-    for kind, message in run_ranks(place, 2, args=(uuids, {}), env=env, timeout=150):
-        assert kind == "DisagreementError"
-        assert f"{KIND}:{index} on host " in message
-        assert f"is the device of rank 0-1, whose local ranks are {locals_}" in message
-
-
-def see(rank: int, world_size: int, visible: list[str], index: int) -> tuple[str, str]:
-    accelerator = plug_in(["", ""])  # hardware that does not say which it is
-    os.environ["TOASTER_VISIBLE_DEVICES"] = visible[rank]
-    try:
-        device = f"{KIND}:{index if rank else 0}"
-        with reloadpg.init_distributed(init_timeout=60, connect="none", device=device) as context:
-            assert accelerator.used == [context.device.index]
-            return str(context.device), ""
-    except reloadpg.DisagreementError as error:
-        return "DisagreementError", str(error)
-
-
-@pytest.mark.parametrize(
-    ("visible", "index", "shares"),
-    [(["4,5", "6,7"], 0, False), (["4,5", "5,4"], 0, False), (["4,5", "5,4"], 1, True)],
-)
-def test_devices_without_an_identifier_are_told_apart_by_what_is_visible(
-    visible: list[str], index: int, shares: bool
-) -> None:
-    """The same entry of the visible devices is the same device, at whatever index."""
-    outcomes = run_ranks(see, 2, args=(visible, index))
-    assert [outcome[0] == "DisagreementError" for outcome in outcomes] == [shares] * 2
+    """The local rank's, or the only one that it sees, made current once, with the backend that is
+    registered for it. A shared one is told before a group is made: device, ranks, local ranks."""
+    expected = PAIRS[name][1]
+    if not isinstance(expected, str):
+        assert [placed[name] for placed in pairs] == expected
+        return
+    for placed in pairs:
+        assert placed[name].error.startswith("DisagreementError")
+        assert f"{KIND}:0 on host " in placed[name].error
+        assert expected in placed[name].error
 
 
 def test_gloo_may_share_a_device() -> None:
@@ -178,16 +194,22 @@ def test_gloo_may_share_a_device() -> None:
 
 ELSEWHERE = {"MASTER_ADDR": "192.0.2.1", "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
 
-CHOICES: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[Any, ...] | str]] = {
-    "default": ({}, {}, (f"{KIND}:0", [0], BACKEND)),
-    "named device": ({}, {"device": f"{KIND}:1"}, (f"{KIND}:1", [1], BACKEND)),
-    "named backend": ({}, {"backend": BACKEND}, (f"{KIND}:0", [0], BACKEND)),
-    "gloo takes the CPU": ({}, {"backend": "gloo"}, ("cpu", [], "gloo")),
-    "CPU takes gloo": ({}, {"device": "cpu"}, ("cpu", [], "gloo")),
+CHOICES: dict[str, tuple[dict[str, str | None], dict[str, Any], Placed | str]] = {
+    "default": ({}, {}, on(0)),
+    "named device": ({}, {"device": f"{KIND}:1"}, on(1)),
+    "named backend": ({}, {"backend": BACKEND}, on(0)),
+    "a stream": ({}, {"stream": True}, on(0, streams=1)),
+    "no stream on a CPU": (
+        {},
+        {"stream": True, "device": "cpu"},
+        Placed(device="cpu", backend="gloo"),
+    ),
+    "gloo takes the CPU": ({}, {"backend": "gloo"}, Placed(device="cpu", backend="gloo")),
+    "CPU takes gloo": ({}, {"device": "cpu"}, Placed(device="cpu", backend="gloo")),
     "a backend of other devices takes the CPU": (
         {},
         {"backend": "cpu:gloo"},
-        ("cpu", [], "cpu:gloo"),
+        Placed(device="cpu", backend="cpu:gloo"),
     ),
     "backend without CPU": (
         {},
@@ -207,14 +229,20 @@ CHOICES: dict[str, tuple[dict[str, str | None], dict[str, Any], tuple[Any, ...] 
 }
 
 
-@pytest.mark.parametrize(("env", "options", "expected"), CHOICES.values(), ids=CHOICES)
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Placed]:
+    cases = {n: Case([["a", "b"]], env, options) for n, (env, options, _) in CHOICES.items()}
+    return dict(run_ranks(place, 1, args=(cases,), timeout=150)[0])
+
+
+@pytest.mark.parametrize("name", CHOICES)
 def test_device_and_backend_follow_each_other_or_are_refused(
-    env: dict[str, str | None], options: dict[str, Any], expected: tuple[Any, ...] | str
+    alone: dict[str, Placed], name: str
 ) -> None:
     """Each choice of one rank that sees two devices; what does not fit is named before bring-up."""
-    [outcome] = run_ranks(place, 1, args=([["a", "b"]], options), env=env)
+    expected = CHOICES[name][2]
     if isinstance(expected, str):
-        assert outcome[0] == "InvalidOptionError"
-        assert expected in outcome[1]
+        assert alone[name].error.startswith("InvalidOptionError")
+        assert expected in alone[name].error
     else:
-        assert outcome == expected
+        assert alone[name] == expected
