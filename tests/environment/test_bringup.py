@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 from in_turn import in_each, variables
 
 import reloadpg
@@ -398,6 +400,20 @@ def test_a_rank_that_never_comes_is_named_by_the_others_within_the_bound(
         if rank != absent:
             assert missing == (absent,), message
             assert "4 s" in message
+
+
+def come_up_stopped(rank: int, world_size: int) -> int:
+    worlds.stop_for(8.0, after=1.0)
+    if rank == 1:
+        time.sleep(3.0)  # and so comes when both run again
+    with reloadpg.init_distributed(init_timeout=4):
+        return dist.get_world_size()
+
+
+@pytest.mark.slow
+def test_time_in_which_the_machine_stood_still_is_not_waited_for_a_rank() -> None:
+    """Past the bound by the clock, and long before it by what the ranks could do."""
+    assert run_ranks(come_up_stopped, 2, timeout=LIMIT) == [2, 2]
 
 
 def refuse_address(rank: int, world_size: int, cases: list[Any]) -> tuple[str, tuple[int, ...]]:
