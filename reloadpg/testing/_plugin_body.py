@@ -8,15 +8,14 @@ module does not import torch.
 from __future__ import annotations
 
 import ast
-import importlib.util
-import os
+import importlib
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import ModuleType
+from types import CodeType
 from typing import Any, Literal, TypeVar
 
 import pytest
@@ -226,36 +225,23 @@ def _default_group(backend: str | None, timeout: float) -> Iterator[None]:
 
 
 def _load(test: RankTest) -> Callable[..., Any]:
-    found: Any = _module(test.module, test.file)
+    from ._rank import execute_file, is_from
+
+    found: Any = sys.modules.get(test.module)
+    if not is_from(found, test.file):
+        package = test.module.rpartition(".")[0]
+        if package:  # for relative imports; test folders need not be packages
+            with suppress(ImportError):
+                importlib.import_module(package)
+        found = execute_file(test.module, test.file, _compiled(test.file))
     for part in (test.holder or "").split("."):
         found = getattr(found, part) if part else found
     function: Callable[..., Any] = getattr(found() if test.holder else found, test.name)
     return function
 
 
-def _module(name: str, file: str) -> ModuleType:
-    """The module of the test: the loaded one, or a new one with rewritten assertions."""
-    loaded = sys.modules.get(name)
-    if loaded is not None:
-        path = getattr(loaded, "__file__", None)
-        if path is not None and os.path.realpath(path) == os.path.realpath(file):
-            return loaded
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"cannot load module {name!r} from {file}")
-    module = importlib.util.module_from_spec(spec)
-    package, _, _ = name.rpartition(".")
-    if package:  # for relative imports; test folders need not be packages
-        try:
-            importlib.import_module(package)
-        except ImportError:
-            module.__package__ = ""
-    sys.modules[name] = module
-    exec(_compiled(file), vars(module))
-    return module
-
-
-def _compiled(file: str) -> Any:
+def _compiled(file: str) -> CodeType:
+    """The code of a module of tests, its assertions rewritten as pytest does."""
     with open(file, "rb") as source:
         text = source.read()
     tree = ast.parse(text, file)
@@ -265,4 +251,5 @@ def _compiled(file: str) -> Any:
         rewrite_asserts(tree, text, file)
     except Exception:
         tree = ast.parse(text, file)
-    return compile(tree, file, "exec", dont_inherit=True)
+    code: CodeType = compile(tree, file, "exec", dont_inherit=True)
+    return code

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 LOADING = "RELOADPG_RANK_LOADING"
@@ -388,17 +388,30 @@ def _load_module(name: str, file: str) -> None:
     finds elsewhere (two `test_ranks.py`, some other package called `tests`).
     """
     with contextlib.suppress(ImportError):
-        found = getattr(importlib.import_module(name), "__file__", None)
-        if found is not None and os.path.realpath(found) == os.path.realpath(file):
+        if is_from(importlib.import_module(name), file):
             return
+    execute_file(name, file)
+
+
+def is_from(module: ModuleType | None, file: str) -> bool:
+    """Whether a module was loaded from this file."""
+    found = getattr(module, "__file__", None)
+    return found is not None and os.path.realpath(found) == os.path.realpath(file)
+
+
+def execute_file(name: str, file: str, code: CodeType | None = None) -> ModuleType:
+    """Execute a file, or what it was compiled to, as the module of this name."""
     # As multiprocessing does: `if __name__ == "__main__"` must not hold in a rank.
     spec_name = "__mp_main__" if name == "__main__" else name
     spec = importlib.util.spec_from_file_location(spec_name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load module {name!r} from {file}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec_name] = sys.modules[name] = module
-    spec.loader.exec_module(module)
+    module = sys.modules[spec_name] = sys.modules[name] = importlib.util.module_from_spec(spec)
+    if code is None:
+        spec.loader.exec_module(module)
+    else:
+        exec(code, vars(module))
+    return module
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -11,8 +11,8 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -134,7 +134,7 @@ class Record:
     name: str
     rank: int
     size: int
-    ranks: Sequence[int]
+    ranks: tuple[int, ...]
     timeout: timedelta
     pg_options: object
     serial: int = 0
@@ -169,19 +169,7 @@ class Record:
         }
 
     def info(self) -> GroupInfo:
-        return GroupInfo(
-            self.name,
-            self.desc,
-            self.rank,
-            self.size,
-            tuple(self.ranks),
-            self.timeout,
-            self.pg_options,
-            self.state,
-            self.held_bytes,
-            self.collectives,
-            self.serial,
-        )
+        return GroupInfo(**{one.name: getattr(self, one.name) for one in fields(GroupInfo)})
 
 
 class Ledger:
