@@ -28,6 +28,9 @@ T = TypeVar("T")
 _LATE_S = 0.05
 """Seconds by which a pause may end late before that is not counted."""
 
+_SIGNAL_S = 1.0
+"""Seconds after which a wait lets Python handle a signal that another thread was given."""
+
 _EXIT_S = 5.0
 """Seconds that the exit of the interpreter waits for threads that are still in a call."""
 
@@ -203,8 +206,16 @@ class Task(Generic[T]):
         return self._thread is threading.current_thread()
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to so many seconds; whether the call has ended."""
-        return self._ended.wait(max(0.0, seconds))
+        """Wait up to so many seconds; whether the call has ended.
+
+        Signals are handled meanwhile, within a second also where the system gave one to another
+        thread, as it does when the process was stopped: that does not wake the main thread.
+        """
+        end = time.monotonic() + seconds
+        while not self._ended.wait(min(_SIGNAL_S, max(0.0, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                return False
+        return True
 
     def result(self) -> T:
         """Return the result of a call that has ended, or raise what it raised."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import threading
 import weakref
 
 from reloadpg.rendezvous.worker_thread import Task
+from reloadpg.testing import run_ranks
 
 
 class _Held:
@@ -25,3 +29,27 @@ def test_a_task_that_has_ended_holds_nothing_of_its_work() -> None:
     task._thread.join(10)
     gc.collect()
     assert held() is None
+
+
+def _given_to_another_thread(rank: int, world_size: int) -> list[bool]:
+    ready, handled, ended = threading.Event(), threading.Event(), threading.Event()
+    while_waiting: list[bool] = []
+
+    def signal_the_process() -> None:
+        ready.wait()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        while_waiting.append(handled.wait(30))
+        ended.set()
+
+    signal.signal(signal.SIGUSR2, lambda *_: handled.set())
+    threading.Thread(target=signal_the_process, daemon=True).start()
+    task = Task(ended.wait, "test")
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # of this thread alone
+    ready.set()
+    task.wait(300)
+    return while_waiting
+
+
+def test_a_signal_that_another_thread_was_given_is_handled_while_waiting() -> None:
+    """The system wakes the main thread for none of these: the wait itself looks for it."""
+    assert run_ranks(_given_to_another_thread, 1, timeout=120) == [[True]]
