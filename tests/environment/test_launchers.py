@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 REPORT = str(HERE / "rank_report.py")
 ROOT = str(Path(reloadpg.__file__).parents[1])
-TIMEOUT_S = 120
+TIMEOUT_S = 280
 
 
 def missing(*tools: str) -> str:
