@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -317,7 +318,7 @@ class _Exchange:
         while not store.check([key]):  # raises if the store itself is gone
             if wait.left == 0:
                 return False
-            wait.pause(pause)
+            wait.pause(pause, time.sleep)
         return True
 
 

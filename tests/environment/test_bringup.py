@@ -416,7 +416,9 @@ def test_time_in_which_the_machine_stood_still_is_not_waited_for_a_rank() -> Non
     assert run_ranks(come_up_stopped, 2, timeout=LIMIT) == [2, 2]
 
 
-def refuse_address(rank: int, world_size: int, cases: list[Any]) -> tuple[str, tuple[int, ...]]:
+def refuse_address(
+    rank: int, world_size: int, cases: list[Any], bound_s: float = 1.5
+) -> tuple[str, tuple[int, ...]]:
     values, taken, *_ = cases[rank]
     with socket.socket() as server:
         # Bound, so that nobody else takes it; who reuses the address can still listen.
@@ -428,7 +430,7 @@ def refuse_address(rank: int, world_size: int, cases: list[Any]) -> tuple[str, t
         two = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         os.environ.update({**two, "MASTER_PORT": str(port), **values})
         with pytest.raises(reloadpg.RendezvousTimeoutError) as caught:
-            reloadpg.init_distributed(init_timeout=1.5)
+            reloadpg.init_distributed(init_timeout=bound_s)
         return str(caught.value), caught.value.missing
 
 
@@ -488,6 +490,21 @@ def test_a_store_that_cannot_be_had_is_reported_within_the_bound_with_what_to_co
     assert ("Free the port" in message) == ("Free the port" in text)
     assert ("within 1.5 s" in message) == ("Free the port" not in text)
     assert found == missing
+
+
+def refuse_slowly(rank: int, world_size: int, cases: list[Any], bound_s: float) -> float:
+    begun = time.monotonic()
+    refuse_address(rank, world_size, cases, bound_s)
+    return time.monotonic() - begun
+
+
+@pytest.mark.slow
+def test_it_is_reported_within_the_bound() -> None:
+    """torch tries for twice its own."""
+    names, env = ("nobody listens", "another host"), {"TORCHELASTIC_USE_AGENT_STORE": None}
+    cases = [UNREACHABLE[name] for name in names]
+    seconds = run_ranks(refuse_slowly, len(cases), args=(cases, 30.0), env=env, timeout=LIMIT)
+    assert all(29 < one < 50 for one in seconds)
 
 
 # ---------------------------------------------------------------------------------------------
