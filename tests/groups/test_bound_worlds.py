@@ -6,6 +6,7 @@ import gc
 import weakref
 from datetime import timedelta
 
+import faulty_gloo
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,6 @@ from torch.torch_version import TorchVersion
 from worlds import CAN_SPLIT, DEVICE, TIMEOUT, accelerator_claimed, split, start, subgroup, summed
 
 import reloadpg
-from reloadpg.lifecycle.recreate import Rebuilds
 from reloadpg.rendezvous.round import Rendezvous
 from reloadpg.testing import run_ranks
 
@@ -217,24 +217,23 @@ def test_a_rank_asks_the_store_nothing_about_groups_of_others(world):
         assert 5 < many[rank][0] <= few[rank][0] + 8
 
 
+def _fail():
+    raise RuntimeError("once")
+
+
 def _retry(rank, world_size, world):
-    start(world, timeout=timedelta(seconds=4))
+    faulty_gloo.register()
+    start(world, backend="faulty", timeout=timedelta(seconds=60))
     bound = dist.group.WORLD.bound_device_id
     pair = dist.new_group([0, 1])
     reloadpg.offload()
-    original = Rebuilds.rebuild
     if rank == 1:
-
-        def fails(self, group, attempt, index):
-            raise RuntimeError("once")
-
-        Rebuilds.rebuild = fails
+        faulty_gloo.inject("create", _fail)
     try:
         reloadpg.reload()
         first = ""
     except reloadpg.ReloadpgError as error:
         first = type(error).__name__
-    Rebuilds.rebuild = original
     unfinished = len(reloadpg.status().unfinished)  # rank 0 is still in the creation of WORLD
     try:
         reloadpg.reload()

@@ -10,6 +10,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import faulty_gloo
 import torch
 import torch.distributed as dist
 import worlds
@@ -26,13 +27,14 @@ IMPATIENCE = timedelta(seconds=2)
 
 
 class FaultJob:
-    """One rank's part of a job of overlapping gloo groups, with the sockets of each group."""
+    """One rank's part of a job of overlapping groups."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, backend: str = "gloo") -> None:
         self.rank = rank
         self.size = size
-        reloadpg.install(backends={"gloo"}, timeout=PATIENCE)
-        worlds.init("gloo", timeout=PATIENCE)
+        faulty_gloo.register()
+        reloadpg.install(backends={"gloo", "faulty"}, timeout=PATIENCE)
+        worlds.init(backend, timeout=PATIENCE)
         self.groups: list[Any] = [dist.group.WORLD]
         for ranks in RING:
             group = dist.new_group(list(ranks), timeout=PATIENCE)
@@ -47,6 +49,14 @@ class FaultJob:
     def meet(self, name: str) -> None:
         """Wait for all ranks, by other means than groups and the library's."""
         meet(name, self.size, 120.0)
+
+    def new_group(self, backend: str | None = None) -> Any:
+        """Make one more group of all ranks."""
+        group: Any = dist.new_group(list(range(self.size)), backend=backend)
+        self.groups.append(group)
+        self.names.append(group.group_name)
+        self.ids.append(id(group))
+        return group
 
     def sums(self) -> bool:
         """Whether each group sums over its own members."""

@@ -13,21 +13,24 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
+import faulty_gloo
+import moments
 import torch
 import torch.distributed as dist
 import worlds
 from torch.distributed import distributed_c10d as c10d
 
 import reloadpg
-from reloadpg.lifecycle.recreate import Rebuilds, Releases
-from reloadpg.rendezvous.round import Round
+from reloadpg.testing.simulated import Fault, clear_faults, inject
 
 RING = ((0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 2, 3))
 """Overlapping subgroups; with WORLD, each rank is in four groups."""
@@ -57,6 +60,15 @@ RELOAD_POINTS = (
     "reload.callbacks",
     "reload.done",
 )
+
+
+GROUP_EVENTS: dict[str, tuple[faulty_gloo.Moment, Fault]] = {
+    "offload": ("shutdown", Fault("release", operation="shutdown")),
+    "reload": ("create", Fault("create")),
+    "recover": ("create", Fault("create")),
+    "check": ("allreduce", Fault("collective", operation="allreduce")),
+}
+"""What a point in a group is on the backend ``faulty``, and on the simulated accelerator."""
 
 
 @dataclass
@@ -99,6 +111,7 @@ class Job:
         size: int | None = None,
         parallelism: int = PARALLELISM,
     ) -> Job:
+        faulty_gloo.register()
         reloadpg.install(
             backends={backend}, timeout=timedelta(seconds=bound), parallelism=parallelism
         )
@@ -185,53 +198,55 @@ def attempt(call: Callable[[], Any]) -> Seen:
     return Seen("", "", time.monotonic() - begun)
 
 
-def interfere(point: str, action: Callable[[], object], *, times: int = 1) -> None:
-    """Do something when this rank comes to a point, the first time or the first few times."""
+def interfere(point: str, action: Callable[[], object]) -> None:
+    """Do something when this rank comes to a point for the first time.
+
+    The groups of the points in a group are on the backend ``faulty``, or simulated.
+    """
     operation, place = point.split(".")
-    left = [times]
-
-    def now() -> None:
-        if left[0]:
-            left[0] -= 1
-            action()
-
     if place == "callbacks":
         register = reloadpg.on_offload if operation == "offload" else reloadpg.on_reload
-        register(now, name="interfering")
+        remove = register(lambda: (remove(), action()), name="interfering")
     elif place.startswith(("group", "check")):
-        owner, name = (Releases, "release") if operation == "offload" else (Rebuilds, "rebuild")
-        name = "check" if place.startswith("check") else name
-        _interfere_with_group(owner, name, int(place[5:]), now)
+        nth = int(place[5:]) + 1
+        moment, fault = GROUP_EVENTS["check" if place.startswith("check") else operation]
+        faulty_gloo.inject(moment, action, nth=nth)
+        inject(replace(fault, action="call", nth=nth, call=lambda _: action()))
     else:
-        passing = Round._reach
-
-        def _pass(self: Round, phase: str, *args: Any, **kwargs: Any) -> Any:
-            if (self.operation, phase) == (operation, place):
-                now()
-            return passing(self, phase, *args, **kwargs)
-
-        Round._reach = _pass  # type: ignore[method-assign]
+        moments.at("arriving", action, barrier=point)
 
 
-_ORIGINALS = Releases.release, Rebuilds.rebuild, Rebuilds.check, Round._reach
+def signalling(number: int, error: BaseException) -> Callable[[], None]:
+    """Return an action that sends this process a signal, whose handler raises an error.
+
+    Called in the main thread, which handles the signal. The action waits for that in any other, as
+    a blocked call does: nothing is done meanwhile.
+    """
+    handled = threading.Event()
+
+    def handle(*_: object) -> None:
+        handled.set()
+        raise error
+
+    def action() -> None:
+        os.kill(os.getpid(), number)
+        if threading.current_thread() is not threading.main_thread():
+            handled.wait(ALLOWANCE)
+
+    signal.signal(number, handle)
+    return action
+
+
+def backend_for(point: str) -> str:
+    """Return the backend of a job in which this point is interfered with."""
+    return faulty_gloo.NAME if "group" in point or "check" in point else "gloo"
 
 
 def stop_interfering() -> None:
     """Undo what :func:`interfere` did, but for callbacks."""
-    Releases.release, Rebuilds.rebuild, Rebuilds.check, Round._reach = _ORIGINALS  # type: ignore[method-assign]
-
-
-def _interfere_with_group(owner: Any, name: str, index: int, now: Callable[[], object]) -> None:
-    original, counter = getattr(owner, name), f"seen by {name}"
-
-    def method(self: Any, group: Any, *args: Any) -> Any:
-        seen = getattr(self, counter, -1) + 1  # one object does one operation's groups
-        setattr(self, counter, seen)
-        if seen == index:
-            now()
-        return original(self, group, *args)
-
-    setattr(owner, name, method)
+    faulty_gloo.clear()
+    clear_faults()
+    moments.restore()
 
 
 def meet(name: str, size: int, seconds: float = 20.0) -> None:

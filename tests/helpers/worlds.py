@@ -76,16 +76,17 @@ def accelerator_claimed() -> Iterator[None]:
         torch.accelerator.is_available, torch.accelerator.current_accelerator = own
 
 
-def start(world: str, *, file: str = "", **options: Any) -> None:
+def start(world: str, *, backend: str = "gloo", file: str = "", **options: Any) -> None:
     """Install and make a default group.
 
     Args:
+        backend: of the default group.
         world: ``unbound``; ``bound`` to a device when it is installed; ``bound late``, afterwards.
         file: of a FileStore to meet on. Torch 2.13 splits gloo groups with a clone of the store,
             and one in fifty splits over a TCPStore's then reads garbage for an address.
         options: of ``install``.
     """
-    given = {"backends": {"gloo"}, "timeout": TIMEOUT, **options}
+    given = {"backends": {backend}, "timeout": TIMEOUT, **options}
     if world != "bound":
         reloadpg.install(**given)
     where: dict[str, Any] = {}
@@ -94,7 +95,7 @@ def start(world: str, *, file: str = "", **options: Any) -> None:
         where = {"store": dist.FileStore(file, size), "rank": rank, "world_size": size}
     # Not "cpu:gloo,cuda:gloo": where a plugin is registered, torch gives such a group no default
     # backend, and cannot split it. The one gloo serves both devices.
-    dist.init_process_group("gloo", timeout=TIMEOUT, **where)
+    dist.init_process_group(backend, timeout=TIMEOUT, **where)
     if world != "unbound":
         dist.group.WORLD.bound_device_id = DEVICE
     if world == "bound":

@@ -7,15 +7,15 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import faulty_gloo
+import moments
 import pytest
 import torch
 import torch.distributed as dist
 import worlds
 
 import reloadpg
-from reloadpg.lifecycle import failure
 from reloadpg.lifecycle.recreate import Rebuilds, Releases
-from reloadpg.rendezvous.round import Round
 from reloadpg.rendezvous.worker_thread import Attempt, Task
 from reloadpg.testing import run_ranks, simulated
 
@@ -37,22 +37,19 @@ def kind_of(function: Any) -> str:
     return ""
 
 
+def fail() -> None:
+    raise RuntimeError("on purpose")
+
+
 def after_a_failed_reload(rank: int, size: int, world: bool) -> dict[str, Any]:
-    reloadpg.install(backends={"gloo"}, world=world, timeout=timedelta(seconds=BOUND_S))
-    worlds.init("gloo")
+    faulty_gloo.register()
+    reloadpg.install(backends={"faulty"}, world=world, timeout=timedelta(seconds=BOUND_S))
+    worlds.init("faulty")
     first, last = dist.new_group([0, 1]), dist.new_group([0, 1])
     reloadpg.offload()
-    rebuild = Rebuilds.rebuild
-
-    def broken(self: Rebuilds, group: Any, *rest: Any) -> None:
-        if group is last:
-            raise RuntimeError("on purpose")
-        rebuild(self, group, *rest)
-
     if rank == 1:
-        Rebuilds.rebuild = broken  # type: ignore[method-assign]
+        faulty_gloo.inject("create", fail, group=f"{last.group_name}@*")
     failed = kind_of(reloadpg.reload)  # rank 0 is left in the creation of `last`
-    Rebuilds.rebuild = rebuild  # type: ignore[method-assign]
     begun = time.monotonic()
     made = dist.new_group([0, 1])
     seconds = time.monotonic() - begun
@@ -80,15 +77,9 @@ def after_world_on_one_rank(rank: int, size: int) -> dict[str, Any]:
     worlds.init("sim")
     summed(None)
     reloadpg.offload()
-    rebuild = Rebuilds.rebuild
-
-    def broken(*_: Any) -> None:
-        raise RuntimeError("on purpose")
-
     if rank == 1:
-        Rebuilds.rebuild = broken  # type: ignore[method-assign]
+        simulated.inject(simulated.Fault("create"))
     failed = kind_of(reloadpg.reload)  # creating WORLD is local here: rank 0 has done it
-    Rebuilds.rebuild = rebuild  # type: ignore[method-assign]
     sums = {summed(dist.new_group([0, 1], backend="gloo", timeout=timedelta(seconds=10)))}
     after = [kind_of(reloadpg.reload), kind_of(reloadpg.offload), kind_of(reloadpg.reload)]
     return {"failed": failed, "after": set(after), "sums": sums | {summed(None)}}
@@ -170,42 +161,29 @@ def test_a_release_that_was_given_up_before_it_began_touches_nothing() -> None:
     assert run_ranks(release_given_up, 2, timeout=200) == [(True, 2.0)] * 2
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def interrupted_twice(rank: int, size: int, at: str) -> dict[str, Any]:
-    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=BOUND_S))
-    worlds.init("gloo")
+    faulty_gloo.register()
+    reloadpg.install(backends={"faulty"}, timeout=timedelta(seconds=BOUND_S))
+    worlds.init("faulty")
     groups = [dist.group.WORLD, dist.new_group([0, 1])]
     reloadpg.offload()
-    rebuild = Rebuilds.rebuild
     if rank == 1:
-        interrupts = iter((True, False))
-
-        def once(function: Any) -> Any:
-            def interrupted(*args: Any) -> Any:
-                if next(interrupts, False):
-                    raise KeyboardInterrupt
-                return function(*args)
-
-            return interrupted
-
-        def broken(*_: Any) -> None:
-            raise RuntimeError("on purpose")
-
-        Rebuilds.rebuild = broken  # type: ignore[method-assign]
-        if at == "telling the others":
-            Round.fail = once(Round.fail)  # type: ignore[method-assign]
-        else:
-            failure.abort = once(failure.abort)  # type: ignore[method-assign]
+        faulty_gloo.inject("create", fail)
+        moments.at(at, interrupt)
     try:
         reloadpg.reload()
     except BaseException as error:
         kind = type(error).__name__
-    Rebuilds.rebuild = rebuild  # type: ignore[method-assign]
     states = {(str(group.state), group.generation) for group in groups}
     again = kind_of(reloadpg.reload)
     return {"kind": kind, "states": states, "again": again, "sums": {summed(g) for g in groups}}
 
 
-@pytest.mark.parametrize("at", ["telling the others", "giving up"])
+@pytest.mark.parametrize("at", ["telling", "abandoning"])
 def test_a_second_interrupt_leaves_the_ranks_alike(at: str) -> None:
     """The user presses Ctrl-C again while the first failure is being told: no rank keeps another
     generation or another state than the others, and the next reload completes.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from datetime import timedelta
 
+import faulty_gloo
 import pytest
 import torch.distributed as dist
 import worlds
@@ -19,18 +21,14 @@ GROUPS = 45
 BOUND_S = 3.0
 
 
-def _slow(store, rank, size, timeout):
-    """A backend whose creation takes 0.1 s: 45 of them take longer than the bound."""
-    time.sleep(0.1)
-    return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-
-
 def _many_slow_groups(rank, world_size):
-    dist.Backend.register_backend("slow", _slow, devices=["cpu"])
-    reloadpg.install(backends={"slow"}, timeout=timedelta(seconds=BOUND_S), parallelism=1)
-    dist.init_process_group("slow")
+    faulty_gloo.register()
+    reloadpg.install(backends={"faulty"}, timeout=timedelta(seconds=BOUND_S), parallelism=1)
+    worlds.init("faulty")
     groups = [dist.new_group([0, 1]) for _ in range(GROUPS)]
     reloadpg.offload()
+    for nth in range(GROUPS):  # 45 of 0.1 s take longer than the bound
+        faulty_gloo.inject("create", lambda: time.sleep(0.1), nth=nth + 1)
     report = reloadpg.reload()
     return len(report.groups), report.total_ms / 1e3, summed(groups[-1], rank)
 
@@ -50,16 +48,16 @@ def _counting_progress(rank, world_size):
     worlds.init("gloo")
     for _ in range(3):
         dist.new_group([0, 1])
-    counts, advance = [], Round.advance
+    counts = []
 
-    def counted(self):
-        counts[-1] += 1
-        advance(self)
+    def profile(frame, event, _):  # of the threads that are started from now on
+        counts[-1] += event == "call" and frame.f_code is Round.advance.__code__
 
-    Round.advance = counted
+    threading.setprofile(profile)
     for operation in (reloadpg.offload, reloadpg.reload):
         counts.append(0)
         operation()
+    threading.setprofile(None)
     return counts
 
 

@@ -18,8 +18,11 @@ import torch, torch.distributed as dist
 import reloadpg
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=BOUND))
-dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+if BACKEND == "sim":
+    from reloadpg.testing import simulated
+    simulated.register()
+reloadpg.install(backends={BACKEND}, timeout=timedelta(seconds=BOUND))
+dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size)
 group = dist.new_group([0, 1])
 dist.barrier()
 """
@@ -44,7 +47,7 @@ class Ended:
         return [line for line in self.stderr.splitlines() if any(word in line for word in NOISE)]
 
 
-def run_interpreters(body: str, bound: float = 120.0) -> list[Ended]:
+def run_interpreters(body: str, bound: float = 120.0, backend: str = "gloo") -> list[Ended]:
     """Two fresh interpreters that run the same script as ranks of a job, to their natural end.
 
     `bound` is the library's, in seconds; only those that hang reach it.
@@ -57,9 +60,10 @@ def run_interpreters(body: str, bound: float = 120.0) -> list[Ended]:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
+    prelude = PRELUDE.replace("BOUND", str(bound)).replace("BACKEND", repr(backend))
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PRELUDE.replace("BOUND", str(bound)) + textwrap.dedent(body)],
+            [sys.executable, "-c", prelude + textwrap.dedent(body)],
             env={**environ, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -146,16 +150,16 @@ def test_exit_with_a_worker_that_is_stuck() -> None:
     """A rebuild that was given up blocks its thread; the interpreter ends all the same."""
     ended = run_interpreters(
         """
-        from reloadpg.lifecycle.recreate import Rebuilds
         reloadpg.offload()
         if rank == 1:
-            Rebuilds.rebuild = lambda *_: time.sleep(60)
+            simulated.inject(simulated.Fault("create", "stall"))
         try:
             reloadpg.reload()
         except reloadpg.RendezvousTimeoutError as error:
             print("gave up")
         """,
         bound=2.0,
+        backend="sim",
     )
     assert_quiet(ended, [0, 0])
     assert [end.said for end in ended] == ["gave up"] * 2

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import signal
-import threading
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import moments
 import pytest
 from recovery_job import (
     ALLOWANCE,
@@ -23,13 +21,12 @@ from recovery_job import (
     base_store,
     interfere,
     meet,
+    signalling,
+    stop_interfering,
 )
 from sampling import sampled
 
 import reloadpg
-from reloadpg.lifecycle.recreate import Rebuilds, Releases
-from reloadpg.rendezvous.round import Round
-from reloadpg.rendezvous.worker_thread import Wait
 from reloadpg.testing import run_ranks
 
 TWELVE = tuple((0, 1, 2) for _ in range(11))
@@ -46,27 +43,23 @@ def fault() -> None:
     raise Injected("injected")
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def faults_in_every_group(
     rank: int, size: int, operation: str, places: Sequence[int], parallelism: int
 ) -> list[dict[str, Any]]:
     """For each of these groups: fail there on one rank, see all ranks fail, and retry."""
-    job = Job.start(rank, subgroups=TWELVE, bound=FAR, parallelism=parallelism)
+    job = Job.start(rank, subgroups=TWELVE, bound=FAR, backend="faulty", parallelism=parallelism)
     found = []
     for count, k in enumerate(places):
         if operation == "reload":
             reloadpg.offload()
         inner = job.inner() if operation == "offload" else []
-        armed = [rank == FAULTY]
-
-        def once(armed: list[bool] = armed) -> None:
-            if armed[0]:
-                armed[0] = False
-                fault()
-
-        originals = Releases.release, Rebuilds.rebuild
-        interfere(f"{operation}.group{k}", once)
+        if rank == FAULTY:
+            interfere(f"{operation}.group{k}", fault)
         seen = attempt(getattr(reloadpg, operation))
-        Releases.release, Rebuilds.rebuild = originals  # type: ignore[method-assign]
         states, refused, status = job.states(), job.refused(), reloadpg.status().state
         gc.collect()
         gone = all(ref() is None for ref in inner)
@@ -169,8 +162,8 @@ def names_the_cause(line: str) -> bool:
 
 def delays(rank: int, size: int) -> dict[str, Any]:
     """At every point in turn, a rank is held up until another one has logged that it waits."""
-    Wait.FIRST_LOG_S = 0.2
-    job = Job.start(rank, bound=FAR)
+    moments.log_soon()
+    job = Job.start(rank, bound=FAR, backend="faulty")
     store = base_store().clone()
     records: list[str] = []
     point = ""
@@ -185,7 +178,6 @@ def delays(rank: int, size: int) -> dict[str, Any]:
                     store.set(f"test/logged/{point}", "1")
 
     logging.getLogger("reloadpg").addHandler(Recorder(level=logging.WARNING))
-    originals = Releases.release, Rebuilds.rebuild, Round._reach
     found = {}
     for point in OFFLOAD_POINTS + RELOAD_POINTS:
         if rank == FAULTY:
@@ -194,7 +186,6 @@ def delays(rank: int, size: int) -> dict[str, Any]:
         records.clear()
         before = job.generations()
         seen = [attempt(reloadpg.offload), attempt(reloadpg.reload)]
-        Releases.release, Rebuilds.rebuild, Round._reach = originals  # type: ignore[method-assign]
         found[point] = {
             "seen": [call.kind for call in seen],
             "logged": list(records),
@@ -229,8 +220,7 @@ class TestDelayWithinTheBound:
 
 def retried(rank: int, size: int) -> list[dict[str, Any]]:
     """After a failed offload, and after a failed reload: each operation that may come next."""
-    job = Job.start(rank, bound=10)
-    originals = Releases.release, Rebuilds.rebuild, Round._reach
+    job = Job.start(rank, bound=10, backend="faulty")
     found = []
     programs = [
         ("offload.group1", ["offload", "offload", "reload"]),
@@ -246,7 +236,7 @@ def retried(rank: int, size: int) -> list[dict[str, Any]]:
         if rank == FAULTY:
             interfere(point, fault)
         seen = [attempt(getattr(reloadpg, operation)).kind for operation in program]
-        Releases.release, Rebuilds.rebuild, Round._reach = originals  # type: ignore[method-assign]
+        stop_interfering()
         found.append(
             {
                 "point": point,
@@ -279,30 +269,21 @@ class Terminated(SystemExit):
 
 def interrupted(rank: int, size: int) -> list[dict[str, Any]]:
     """A signal reaches one rank at every point: before it arrives, and while it waits."""
-    job = Job.start(rank, bound=FAR)
-
-    def terminate(*_: Any) -> None:
-        raise Terminated(143)
-
-    signal.signal(signal.SIGTERM, terminate)
-    originals = Releases.release, Rebuilds.rebuild, Round._reach
+    job = Job.start(rank, bound=FAR, backend="faulty")
     found = []
-
-    def now() -> None:
-        # From whatever thread: the main thread handles it.
-        os.kill(os.getpid(), number)
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.3)  # the work goes on meanwhile, as a blocked call does
-
     for index, point in enumerate(OFFLOAD_POINTS + RELOAD_POINTS):
-        number = (signal.SIGINT, signal.SIGTERM)[index % 2]
         if point.startswith("reload"):
             reloadpg.offload()
         if rank == FAULTY:
-            interfere(point, now)
+            interfere(
+                point,
+                signalling(signal.SIGTERM, Terminated(143))
+                if index % 2
+                else signalling(signal.SIGINT, KeyboardInterrupt()),
+            )
         operation = point.split(".")[0]
         seen = attempt(getattr(reloadpg, operation))
-        Releases.release, Rebuilds.rebuild, Round._reach = originals  # type: ignore[method-assign]
+        stop_interfering()
         states = job.states()
         again = attempt(getattr(reloadpg, operation))
         last = attempt(reloadpg.reload)
@@ -359,7 +340,6 @@ def interrupted_while_counted(rank: int, size: int) -> list[dict[str, Any]]:
     """One rank is interrupted just after it was counted at a barrier; the others pass it."""
     job = Job.start(rank, bound=15, subgroups=((0, 1), (1, 2), (0, 1, 2)))
     found = []
-    passing = Round._reach
     for operation, phases in (
         ("offload", ("enter", "quiesced", "released")),
         ("reload", ("enter", "rebuilt", "done")),
@@ -367,25 +347,10 @@ def interrupted_while_counted(rank: int, size: int) -> list[dict[str, Any]]:
         for phase in phases:
             if operation == "reload":
                 reloadpg.offload()
-
-            def _pass(
-                self: Round, at: str, *args: Any, here: Any = (operation, phase), **kwargs: Any
-            ) -> Any:
-                asking = self._ask_within  # the outcome is read and then lost
-                if (self.operation, at) != here or rank != FAULTY:
-                    return passing(self, at, *args, **kwargs)
-
-                def ask(*asked: Any) -> Any:
-                    asking(*asked)
-                    self._ask_within = asking  # type: ignore[method-assign]
-                    raise KeyboardInterrupt
-
-                self._ask_within = ask  # type: ignore[method-assign]
-                return passing(self, at, *args, **kwargs)
-
-            Round._reach = _pass  # type: ignore[method-assign]
+            if rank == FAULTY:
+                moments.at("counted", interrupt, barrier=f"{operation}.{phase}")
             seen = attempt(getattr(reloadpg, operation))
-            Round._reach = passing  # type: ignore[method-assign]
+            moments.restore()
             states = job.states()
             after = [attempt(reloadpg.offload), attempt(reloadpg.reload)]
             found.append(

@@ -20,8 +20,10 @@ from recovery_job import (
     Job,
     Seen,
     attempt,
+    backend_for,
     base_store,
     interfere,
+    signalling,
     stop_interfering,
 )
 from sampling import sampled
@@ -70,7 +72,7 @@ def all_reduce_where_one_dies(job: Job, victim: int) -> None:
 
 def victim_dies(rank: int, size: int, point: str, victim: int) -> dict[str, Any]:
     """One rank dies at a point of an operation; the others recover, twice."""
-    job = Job.start(rank)
+    job = Job.start(rank, backend=backend_for(point))
     operation = point.partition(".")[0]
     if operation == "reload":
         reloadpg.offload()
@@ -159,17 +161,14 @@ def test_a_loop_ends_when_a_rank_has_died() -> None:
 # -- a recovery that is interrupted, hangs, or fails on two ranks ---------------------------------
 
 
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
 def recover_badly(rank: int, size: int, faults: list[dict[int, tuple[str, str]]]) -> list[Any]:
     """For each of these: fail on some ranks at some points of the recovery; then recover."""
-    job = FaultJob(rank, size)
+    job = FaultJob(rank, size, "faulty")
     found = []
     for number, places in enumerate(faults):
         if rank in places:
             point, kind = places[rank]
+            interrupt = signalling(signal.SIGINT, KeyboardInterrupt())
             interfere(point, {"raise": fail, "interrupt": interrupt}[kind])
         seen = attempt(lambda: reloadpg.recover("first"))
         stop_interfering()
@@ -219,7 +218,7 @@ def test_all_ranks_end_a_bad_recovery_alike(faults: list[dict[int, tuple[str, st
 
 def hang(rank: int, size: int, point: str) -> dict[str, Any]:
     """One rank stands still at a point of the recovery for longer than the bound."""
-    job = Job.start(rank)
+    job = Job.start(rank, backend=backend_for(point))
     store = base_store().clone()
     if rank == FAULTY:
         interfere(point, lambda: store.wait(["test/gave up"]))

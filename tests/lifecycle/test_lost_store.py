@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from recovery_job import ALLOWANCE, BOUND, Job, attempt, interfere
+from recovery_job import ALLOWANCE, BOUND, Job, attempt, backend_for, interfere
 from sampling import sampled
 
 import reloadpg
@@ -30,7 +30,13 @@ def on_a_store_of_its_own(
     rank: int, size: int, port: int, server: int, point: str, number: int
 ) -> dict[str, Any]:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
-    job = Job.start(rank, subgroups=((0, 1), (1, 2)), store=store, size=size)
+    job = Job.start(
+        rank,
+        subgroups=((0, 1), (1, 2)),
+        backend=backend_for(point),
+        store=store,
+        size=size,
+    )
     if point.startswith("reload"):
         reloadpg.offload()
     before = job.snapshot()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 
+import faulty_gloo
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,20 +13,20 @@ import worlds
 
 import reloadpg
 from reloadpg.c10d import devices
-from reloadpg.lifecycle import recreate as strategies
 from reloadpg.testing import run_ranks
 
 
 def _program(rank, world_size):
-    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=20))
-    worlds.init("gloo")
+    faulty_gloo.register()
+    reloadpg.install(backends={"faulty"}, timeout=timedelta(seconds=20))
+    worlds.init("faulty")
     pair = dist.new_group([0, 1], group_desc="pair")
     dist.new_group([0, 1], group_desc="another")
     log = []
-    release, rebuild = strategies.Releases.release, strategies.Rebuilds.rebuild
+    for nth in range(3):
+        faulty_gloo.inject("shutdown", lambda: log.append("release"), nth=nth + 1)
+        faulty_gloo.inject("created", lambda: log.append("rebuild"), nth=nth + 1)
     empty, synchronize = devices.empty_cache, devices.synchronize
-    strategies.Releases.release = lambda *a, **k: (log.append("release"), release(*a, **k))[1]
-    strategies.Rebuilds.rebuild = lambda *a, **k: (log.append("rebuild"), rebuild(*a, **k))[1]
     devices.empty_cache = lambda: (log.append("empty cache"), empty())[1]
     devices.synchronize = lambda: (log.append("synchronize"), synchronize())[1]
     reloadpg.on_offload(lambda: log.append("on_offload"))

@@ -12,14 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from fault_job import FaultJob, all_reduce, cut, impatient, sockets
-from recovery_job import attempt, base_store, interfere
+from recovery_job import attempt, base_store, interfere, stop_interfering
 from sampling import sampled
 from torch.torch_version import TorchVersion
 
 import reloadpg
 from reloadpg.groups.registry import registry
-from reloadpg.lifecycle.recreate import Rebuilds, Releases
-from reloadpg.rendezvous.round import Round
 from reloadpg.testing import run_ranks
 
 FAULTY = 1
@@ -33,12 +31,9 @@ Facts = dict[str, Any]
 def connections_cut(job: FaultJob) -> Facts:
     """The connections of one group end, of which nobody is told."""
     before = sockets()
-    group = dist.new_group([0, 1, 2, 3])
+    group = job.new_group()
     mine = sockets() - before
     all_reduce(group)
-    job.groups.append(group)
-    job.ids.append(id(group))
-    job.names.append(group.group_name)
     ended = cut(mine) if job.rank == FAULTY else 0
     return {"cut": ended, "error": attempt(lambda: all_reduce(group)).text}
 
@@ -77,10 +72,11 @@ def offload_half_way(job: FaultJob) -> Facts:
 
 def offload_failed(job: FaultJob) -> Facts:
     """An offload has failed, and left all groups failed."""
+    job.new_group("faulty")
     if job.rank == FAULTY:
-        interfere("offload.group1", _raise)
+        interfere("offload.group0", _raise)
     seen = attempt(reloadpg.offload)
-    _restore()
+    stop_interfering()
     return {"kind": seen.kind, "pending": reloadpg.fault_pending()}
 
 
@@ -128,13 +124,6 @@ def _in_coalescing_block(job: FaultJob) -> None:
 
 def _raise() -> None:
     raise OSError("injected")
-
-
-ORIGINALS = Releases.release, Rebuilds.rebuild, Round._reach
-
-
-def _restore() -> None:
-    Releases.release, Rebuilds.rebuild, Round._reach = ORIGINALS  # type: ignore[method-assign]
 
 
 CORE: tuple[Callable[[FaultJob], Facts], ...] = (
@@ -285,13 +274,13 @@ POINTS = (
 
 def fail_while_recovering(rank: int, size: int, points: list[str]) -> list[Facts]:
     """One rank fails at a point of the recovery; all call it again."""
-    job = FaultJob(rank, size)
+    job = FaultJob(rank, size, "faulty")
     found = []
     for point in points:
         if rank == FAULTY:
             interfere(point, _raise)
         seen = attempt(lambda: reloadpg.recover("first"))
-        _restore()
+        stop_interfering()
         states, pending = {str(group.state) for group in job.groups}, reloadpg.fault_pending()
         report = reloadpg.recover("again")
         found.append(

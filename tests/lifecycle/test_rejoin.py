@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import faulty_gloo
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ class Member:
         self.rank = rank
         if world == "sim":
             simulated.register()
+        faulty_gloo.register()
         reloadpg.install(
             backends=backends, recoverable=True, timeout=timedelta(seconds=bound), parallelism=1
         )
@@ -242,9 +244,7 @@ PHASES = {
 }
 
 
-def killed_at(
-    rank: int, size: int, points: tuple[str, ...], backend: str = "gloo"
-) -> dict[str, Any]:
+def killed_at(rank: int, size: int, points: tuple[str, ...], backend: str) -> dict[str, Any]:
     """In each step a process of another rank is killed, at its point."""
     job = Member(rank, bound=4.0, backends=backend, world=backend)
     reloadpg.rejoin()
@@ -275,7 +275,8 @@ def killed_at(
 def test_a_process_killed_at_any_phase_is_replaced(kind: str) -> None:
     """One after the other, each rank in its turn; training ends as without."""
     points = PHASES[kind]
-    found = run_replaced(killed_at, points, deaths=len(points))
+    backend = "gloo" if kind == "step" else "faulty"
+    found = run_replaced(killed_at, points, backend, deaths=len(points))
     there = [one for one in found if one is not None]
     assert len(there) == RANKS
     expected = run_replaced(undisturbed, len(points) + 1, deaths=0)
@@ -465,7 +466,8 @@ def all_of_them(job: Member, meeting: Any) -> list[Any]:
 
 
 def at_a_moment(rank: int, size: int, name: str) -> dict[str, Any]:
-    job = Member(rank, bound=4.0)
+    backend = "faulty" if name == "dies_as_it_rejoins" else "gloo"
+    job = Member(rank, bound=4.0, backends=backend, world=backend)
     found = globals()[name](job, store())
     return {"found": found, "after": job.whole(), "new": incarnation()}
 

@@ -9,11 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from fault_job import FaultJob, all_reduce
-from recovery_job import Seen, attempt, interfere
+from recovery_job import Seen, attempt, interfere, stop_interfering
 
 import reloadpg
-from reloadpg.lifecycle.recreate import Rebuilds, Releases
-from reloadpg.rendezvous.round import Round
 from reloadpg.testing import run_ranks
 
 FAULTY = 1
@@ -101,7 +99,7 @@ def recovery_fails(job: FaultJob) -> tuple[Seen, Log]:
     try:
         return steps(job, raising(-2), on=Injected, attempts=2)
     finally:
-        Releases.release, Rebuilds.rebuild, Round._reach = ORIGINALS  # type: ignore[method-assign]
+        stop_interfering()
 
 
 def items_fail(job: FaultJob) -> tuple[Seen, Log]:
@@ -127,7 +125,6 @@ def no_fault(job: FaultJob) -> tuple[Seen, Log]:
     return steps(job, none)
 
 
-ORIGINALS = Releases.release, Rebuilds.rebuild, Round._reach
 CASES = (
     no_fault,
     fault_before,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+import faulty_gloo
 import pytest
 import torch
 import torch.distributed as dist
@@ -240,8 +241,10 @@ def with_and_without(
     rank: int, size: int, kind: str, steps: int, faults: dict[int, tuple[int, str]]
 ) -> Any:
     """The same training twice in one job, first without a fault."""
-    reloadpg.install(backends={"gloo"}, timeout=PATIENCE)
-    worlds.init("gloo", timeout=PATIENCE)
+    faulty_gloo.register()
+    reloadpg.install(backends={"gloo", "faulty"}, timeout=PATIENCE)
+    fails = any(fault == "recovery" for _, fault in faults.values())
+    worlds.init("faulty" if fails else "gloo", timeout=PATIENCE)
     slowest: list[float] = []
     reloadpg.on_report(lambda report: slowest.append(report.total_ms / 1e3))
     with ExitStack() as stack:
