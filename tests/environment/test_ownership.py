@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import moments
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,19 +66,15 @@ def test_owned_and_success_ends_in_order_also_where_rank_0_holds_the_store(
 
 
 def leave_store_last(rank: int, world_size: int, path: str) -> bool:
-    from reloadpg.rendezvous.round import Round
-
     between = dist.FileStore(path, 2)
+
+    def slow() -> None:
+        with contextlib.suppress(RuntimeError):  # it does not come: rank 0 is waiting
+            between.wait(["rank 0 is out"], timedelta(seconds=1))
+        between.set("rank 1 knows", "1")
+
     if rank == 1:
-        passed = Round.barrier
-
-        def slow(self: Round, phase: str) -> None:
-            passed(self, phase)
-            with contextlib.suppress(RuntimeError):  # it does not come: rank 0 is waiting
-                between.wait(["rank 0 is out"], timedelta(seconds=1))
-            between.set("rank 1 knows", "1")
-
-        Round.barrier = slow  # type: ignore[method-assign]
+        moments.at("counted", slow, barrier="exit.arrive")
     with reloadpg.process_group_scope(timeout=BOUND_S):
         dist.init_process_group("gloo")
     if rank == 0:

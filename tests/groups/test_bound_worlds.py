@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from datetime import timedelta
 
@@ -12,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.torch_version import TorchVersion
+from watched_store import WatchedStore
 from worlds import CAN_SPLIT, DEVICE, TIMEOUT, accelerator_claimed, split, start, subgroup, summed
 
 import reloadpg
-from reloadpg.rendezvous.round import Rendezvous
 from reloadpg.testing import run_ranks
 
 pytestmark = pytest.mark.matrix
@@ -176,33 +177,18 @@ def test_a_split_does_not_keep_the_default_group_alive(parent, tmp_path):
     assert run_ranks(_no_parent_kept, 2, args=(str(tmp_path / "store"), parent)) == [True, True]
 
 
-class _Noting:
-    """A store that notes what it is asked; a question that is asked again counts once."""
-
-    def __init__(self, store, asked):
-        self._store, self._asked = store, asked
-
-    def __getattr__(self, name):
-        def ask(*args):
-            self._asked.add((name, str(args[:1])))
-            return getattr(self._store, name)(*args)
-
-        return ask
-
-
 def _asked(rank, world_size, world, count):
     """How many questions a cycle asks the store, whatever groups the job has."""
-    start(world)
+    asked = set()  # a question that is asked again counts once
+    server = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = WatchedStore(
+        dist.TCPStore(*server, is_master=False), lambda method, key: asked.add((method, key))
+    )
+    start(world, store=store)
     mine = [subgroup([0, 1]) for _ in range(2)]
     for _ in range(count):
         subgroup([2, 3])
-    asked = set()
-    client = Rendezvous.ask
-
-    def noted(self, question, wait):
-        return client(self, lambda store: question(_Noting(store, asked)), wait)
-
-    Rendezvous.ask = noted
+    asked.clear()
     reloadpg.offload()
     reloadpg.reload()
     return len(asked), len(mine)

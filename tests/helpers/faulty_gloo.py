@@ -85,23 +85,48 @@ def _create(given: Any, _: object) -> FaultyGroup:
     gloo.options.group_name = given.group_id
     gloo._set_sequence_number_for_group()
     _come_to("created", given.group_id)
-    return FaultyGroup(given.group_rank, given.group_size, gloo)
+    return FaultyGroup(given.group_rank, given.group_size, gloo, given.store.underlying_store)
+
+
+def _serve(group: dist.ProcessGroup, gloo: Any) -> None:
+    for device in DEVICES:
+        group._register_backend(torch.device(device), group.BackendType.GLOO, gloo)
+    group._set_default_backend(group.BackendType.GLOO)
 
 
 class FaultyGroup(dist.ProcessGroup):
     """A process group over a gloo backend."""
 
-    def __init__(self, rank: int, size: int, gloo: Any) -> None:
+    def __init__(self, rank: int, size: int, gloo: Any, store: dist.Store) -> None:
         super().__init__(rank, size)
-        for device in DEVICES:
-            self._register_backend(torch.device(device), self.BackendType.GLOO, gloo)
-        self._set_default_backend(self.BackendType.GLOO)
+        _serve(self, gloo)
+        self._store = store
 
     def shutdown(self) -> None:
-        _come_to("shutdown", self.group_name)
-        super().shutdown()
-        _come_to("shut down", self.group_name)
+        try:
+            _come_to("shutdown", self.group_name)
+            super().shutdown()
+            _come_to("shut down", self.group_name)
+        finally:
+            del self  # as below
 
     def allreduce(self, *args: Any, **kwargs: Any) -> Any:
-        _come_to("allreduce", self.group_name)
-        return super().allreduce(*args, **kwargs)
+        try:
+            _come_to("allreduce", self.group_name)
+            return super().allreduce(*args, **kwargs)
+        finally:  # an error keeps this frame, and the frame would keep gloo's connections open
+            del self, args, kwargs
+
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        """Split as torch does, which it can only with the store that a subclass cannot give it."""
+        parent: Any = dist.ProcessGroup(self._store, self.rank(), self.size())
+        _serve(parent, self._get_backend(torch.device("cpu")))
+        parent.bound_device_id = self.bound_device_id
+        part = parent.split_group(*args, **kwargs)
+        if part is None:
+            return None
+        gloo = part._get_backend(torch.device("cpu"))
+        group = FaultyGroup(part.rank(), part.size(), gloo, self._store)
+        group._set_group_name(part.group_name)
+        group._set_group_desc(part.group_desc)
+        return group

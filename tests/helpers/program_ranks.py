@@ -14,6 +14,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+import faulty_gloo
 import torch
 import torch.distributed as dist
 import worlds
@@ -21,7 +22,6 @@ from programs import WORLD, WORLD_TIMEOUT_S, Instruction, Program, contribution
 from torch.distributed import distributed_c10d as c10d
 
 import reloadpg
-from reloadpg.lifecycle.recreate import Rebuilds, Releases
 from reloadpg.testing import RanksFailedError, run_ranks
 
 RANKS = 4
@@ -31,43 +31,25 @@ PROGRAM_LIMIT_S = 60.0
 """A rank that takes longer for one program writes its stacks and ends."""
 
 
+MOMENTS: dict[str, tuple[faulty_gloo.Moment, ...]] = {
+    "before": ("shutdown", "create"),
+    "after": ("shut down", "created"),
+}
+
+
 class Injected(Exception):
     """What the tests make a rank raise."""
 
 
-class Faults:
-    """Makes the release or rebuild of this rank's k-th group raise, before or after it is done."""
-
-    def __init__(self) -> None:
-        self._k = -1
-        self._when = ""
-        for owner, name in ((Releases, "release"), (Rebuilds, "rebuild")):
-            setattr(owner, name, self._faulty(getattr(owner, name)))
-
-    def arm(self, k: int, when: str) -> None:
-        self._k, self._when = k, when
-
-    def disarm(self) -> None:
-        self._k = -1
-
-    def _faulty(self, original: Callable[..., None]) -> Callable[..., None]:
-        def method(*args: Any) -> None:
-            fires, self._k = self._k == 0, self._k - 1
-            if fires and self._when == "before":
-                raise Injected(self._when)
-            original(*args)
-            if fires:
-                raise Injected(self._when)
-
-        return method
+def fail() -> None:
+    raise Injected
 
 
 class Interpreter:
     """One rank's run of one program: what it saw after each instruction."""
 
-    def __init__(self, rank: int, faults: Faults, barriers: dist.Store) -> None:
+    def __init__(self, rank: int, barriers: dist.Store) -> None:
         self._rank = rank
-        self._faults = faults
         self._barriers = barriers
         self._groups: dict[int, Any] = {}
 
@@ -78,7 +60,7 @@ class Interpreter:
         self._barrier = dist.PrefixStore(f"barrier/{number}", self._barriers)
         self._size = program.size
         worlds.init(
-            "gloo",
+            "faulty",
             store=dist.PrefixStore(f"program/{number}", store),
             rank=self._rank,
             world_size=program.size,
@@ -141,7 +123,8 @@ class Interpreter:
 
     def _split(self, number: int, slot: int, ranks: list[int], desc: str, timeout: int) -> str:
         self._meet(number)
-        made = worlds.split([ranks], timeout=timedelta(seconds=timeout), group_desc=desc)
+        limit = timedelta(seconds=timeout)
+        made = worlds.split([ranks], backend="faulty", timeout=limit, group_desc=desc)
         if made is None or made is dist.GroupMember.NON_GROUP_MEMBER:
             return "none"
         self._groups[slot] = made
@@ -214,11 +197,12 @@ class Interpreter:
         inner: list[weakref.ref[Any]],
     ) -> list[Any]:
         if fault is not None and fault[0] == self._rank:
-            self._faults.arm(fault[1], fault[2])
+            for moment in MOMENTS[fault[2]]:  # of the release or of the creation: one comes
+                faulty_gloo.inject(moment, fail, nth=fault[1] + 1)
         try:
             report = operation()
         finally:
-            self._faults.disarm()
+            faulty_gloo.clear()
         if any(ref() is not None for ref in inner):
             gc.collect()
         alive = sum(ref() is not None for ref in inner)
@@ -237,18 +221,15 @@ def _connect() -> dist.TCPStore:
 
 def serve(rank: int, size: int, address: str) -> None:
     """Interpret programs until there are no more."""
-    faults, barriers = Faults(), _connect()
-    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=BOUND_S))
+    barriers = _connect()
+    faulty_gloo.register()
+    reloadpg.install(backends={"faulty"}, timeout=timedelta(seconds=BOUND_S))
     with Client(address, "AF_UNIX") as connection:
         connection.send(rank)
         while (task := connection.recv()) is not None:
             faulthandler.dump_traceback_later(PROGRAM_LIMIT_S, exit=True)
             number, program = task
-            seen = (
-                Interpreter(rank, faults, barriers).run(number, program)
-                if rank < program.size
-                else []
-            )
+            seen = Interpreter(rank, barriers).run(number, program) if rank < program.size else []
             faulthandler.cancel_dump_traceback_later()
             connection.send(seen)
 

@@ -76,23 +76,27 @@ def accelerator_claimed() -> Iterator[None]:
         torch.accelerator.is_available, torch.accelerator.current_accelerator = own
 
 
-def start(world: str, *, backend: str = "gloo", file: str = "", **options: Any) -> None:
+def start(
+    world: str, *, backend: str = "gloo", file: str = "", store: Any = None, **options: Any
+) -> None:
     """Install and make a default group.
 
     Args:
-        backend: of the default group.
         world: ``unbound``; ``bound`` to a device when it is installed; ``bound late``, afterwards.
+        backend: of the default group.
         file: of a FileStore to meet on. Torch 2.13 splits gloo groups with a clone of the store,
             and one in fifty splits over a TCPStore's then reads garbage for an address.
+        store: another store to meet on.
         options: of ``install``.
     """
     given = {"backends": {backend}, "timeout": TIMEOUT, **options}
     if world != "bound":
         reloadpg.install(**given)
     where: dict[str, Any] = {}
-    if file:
+    if file or store is not None:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        where = {"store": dist.FileStore(file, size), "rank": rank, "world_size": size}
+        store = dist.FileStore(file, size) if file else store
+        where = {"store": store, "rank": rank, "world_size": size}
     # Not "cpu:gloo,cuda:gloo": where a plugin is registered, torch gives such a group no default
     # backend, and cannot split it. The one gloo serves both devices.
     dist.init_process_group(backend, timeout=TIMEOUT, **where)
@@ -112,12 +116,14 @@ def subgroup(ranks: list[int], **kwargs: Any) -> Any:
     return dist.new_group(ranks, use_local_synchronization=bound, **kwargs)
 
 
-def split(ranks: list[list[int]], parent: Any = None, **kwargs: Any) -> Any:
+def split(
+    ranks: list[list[int]], parent: Any = None, *, backend: str = "gloo", **kwargs: Any
+) -> Any:
     """Torch's own ``split_group``.
 
     Before 2.15 it cannot copy gloo's options, and is given them; and it splits the one gloo backend
     of two devices twice under one name in the store, which fails every other time: it is asked for
-    one of them.
+    one of them. ``backend`` is the parent's.
     """
     kwargs = {"timeout": TIMEOUT, **kwargs}
     if TorchVersion(torch.__version__) >= "2.15":
@@ -127,7 +133,7 @@ def split(ranks: list[list[int]], parent: Any = None, **kwargs: Any) -> Any:
     options._timeout = kwargs["timeout"]
     kwargs["pg_options"] = options
     with accelerator_claimed():
-        return dist.split_group(parent, ranks, backend="cpu:gloo", **kwargs)
+        return dist.split_group(parent, ranks, backend=f"cpu:{backend}", **kwargs)
 
 
 def stop_for(seconds: float, *, after: float) -> None:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import faulty_gloo
 import pytest
 
 import reloadpg
@@ -40,15 +41,17 @@ import json, os, sys, time
 from datetime import timedelta
 from pathlib import Path
 
+import faulty_gloo
+import moments
 import torch
 import torch.distributed as dist
 
 import reloadpg
-from reloadpg.lifecycle.recreate import Rebuilds, Releases
 
 bound, cut, folder = float(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=bound))
-dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+faulty_gloo.register()
+reloadpg.install(backends={"faulty"}, timeout=timedelta(seconds=bound))
+dist.init_process_group("faulty", timeout=timedelta(seconds=30))
 rank = dist.get_rank()
 groups = [dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([1, 0])]
 
@@ -79,24 +82,9 @@ def cut_here():
 seen = {"before": sums(), "group_rank": os.environ["GROUP_RANK"]}
 inner = [id(group.communicator) for group in groups]
 if cut == "enter":
-    Round = __import__("reloadpg.rendezvous.round").rendezvous.round.Round
-    agree = Round.agree
-
-    def agree_after_cut(self, *args):
-        if self.operation == "reload":
-            cut_here()
-        return agree(self, *args)
-
-    Round.agree = agree_after_cut
+    moments.at("arriving", cut_here, barrier="reload.enter")
 elif cut == "group":
-    rebuild = Rebuilds.rebuild
-
-    def rebuild_after_cut(self, group, *args):
-        if group is groups[1]:
-            cut_here()
-        return rebuild(self, group, *args)
-
-    Rebuilds.rebuild = rebuild_after_cut
+    faulty_gloo.inject("create", cut_here, group=f"{groups[1].group_name}@*")
 elif cut == "callback":
     reloadpg.on_reload(cut_here)
 reloadpg.offload()
@@ -125,18 +113,19 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+import faulty_gloo
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import reloadpg
-from reloadpg.lifecycle.recreate import Rebuilds
 
 way, where, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 PATIENCE, IMPATIENCE = timedelta(seconds=90), timedelta(seconds=3)
 CUT = 2
-reloadpg.install(backends={"gloo"}, timeout=PATIENCE)
-dist.init_process_group("gloo", timeout=PATIENCE)
+faulty_gloo.register()
+reloadpg.install(backends={"faulty"}, timeout=PATIENCE)
+dist.init_process_group("faulty", timeout=PATIENCE)
 rank, size = dist.get_rank(), dist.get_world_size()
 made = [dist.new_group(ranks, timeout=PATIENCE) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
 groups = [dist.group.WORLD, *(g for g in made if g is not dist.GroupMember.NON_GROUP_MEMBER)]
@@ -175,7 +164,7 @@ def run(number, attempt):
         write(f"ready.{rank}", "")  # the first to abort would fail others in the step before
         while len(list(folder.glob("ready.?"))) < size:
             time.sleep(0.02)
-        armed.append(True)
+        faulty_gloo.inject("create", cut_here, group=f"{groups[1].group_name}@*")
         raise dist.DistNetworkError("a fault, in the recovery of which the link goes down")
     for group in groups:
         _set_pg_timeout(IMPATIENCE, group)
@@ -186,20 +175,6 @@ def run(number, attempt):
         for group in groups:
             with suppress(RuntimeError):
                 _set_pg_timeout(PATIENCE, group)
-
-
-armed = []
-rebuild = Rebuilds.rebuild
-
-
-def rebuild_after_cut(self, group, *args):
-    if armed and group is groups[1]:
-        armed.clear()
-        cut_here()
-    return rebuild(self, group, *args)
-
-
-Rebuilds.rebuild = rebuild_after_cut
 
 
 def by_hand():
@@ -326,11 +301,12 @@ class Hosts:
         """
         program = self.folder / "host_program.py"
         program.write_text(text)
-        root = str(Path(reloadpg.__file__).parents[1])
+        paths = [str(Path(reloadpg.__file__).parents[1]), str(Path(faulty_gloo.__file__).parent)]
+        paths += filter(None, [os.environ.get("PYTHONPATH")])
         for name, address in zip(self.names, addresses, strict=True):
             variables = {
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+                "PYTHONPATH": os.pathsep.join(paths),
                 "GLOO_SOCKET_IFNAME": LINK,
                 "OMP_NUM_THREADS": "1",
             }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import FileStore, HashStore, Store, TCPStore
+from watched_store import Watch, WatchedStore
 
 from reloadpg import c10d
 from reloadpg.errors import (
@@ -73,9 +74,26 @@ class Job:
         return [results[rank] for rank in chosen]
 
 
-def tcp_job(size: int) -> Job:
+def tcp_job(size: int, answered: Mapping[int, Watch] = {}) -> Job:
+    """A job on a TCPStore; some ranks are told of each question that was answered to them."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return Job([server, *(server.clone() for _ in range(size - 1))])
+    stores = [server, *(server.clone() for _ in range(size - 1))]
+    return Job(
+        [
+            WatchedStore(store, answered=answered[rank]) if rank in answered else store
+            for rank, store in enumerate(stores)
+        ]
+    )
+
+
+def signals_arrival(rank: int, arrived: threading.Event) -> dict[int, Watch]:
+    """An event that is set when a rank was counted at a barrier, before it waits there."""
+
+    def answered(method: str, key: str) -> None:
+        if method == "set" and "/here/" in key:
+            arrived.set()
+
+    return {rank: answered}
 
 
 @pytest.fixture(params=["tcp", "file", "hash"])
@@ -314,30 +332,17 @@ def test_proposals_reach_those_who_look_them_up() -> None:
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_proposal_that_yields_is_read_only_without_another(order: tuple[int, int]) -> None:
     """Whoever comes first."""
-    job = tcp_job(2)
     written = threading.Event()
+    job = tcp_job(2, signals_arrival(order[0], written))
     proposals = [[Proposal("a", "weak", yields=True)], [Proposal("a", "strong")]]
 
     def agree(rdv: Rendezvous) -> dict[str, str]:
         round_ = rdv.open("reload", ("enter",), 20)
-        if rdv.rank == order[0]:
-            waits = Barrier._await
-
-            def arrived(self: Barrier, *args: Any) -> Any:
-                written.set()
-                return waits(self, *args)
-
-            Barrier._await = arrived  # type: ignore[method-assign]
-        else:
-            assert written.wait(20)
+        if rdv.rank != order[0]:
+            assert written.wait(SOON)
         return round_.agree("enter", PLAN, proposals[rdv.rank], ["a"])
 
-    original = Barrier._await
-    try:
-        results = job.run(agree)
-    finally:
-        Barrier._await = original  # type: ignore[method-assign]
-    assert [result for result, _ in results] == [{"a": "strong"}] * 2
+    assert [result for result, _ in job.run(agree)] == [{"a": "strong"}] * 2
 
 
 def test_a_rank_alone_reads_its_own_proposals() -> None:
@@ -350,30 +355,16 @@ def test_a_rank_alone_reads_its_own_proposals() -> None:
 @pytest.mark.parametrize("last", [0, 1])
 def test_a_proposal_reaches_all_ranks_whoever_arrives_last(last: int) -> None:
     """Also if the rank that writes the outcome has brought nothing itself."""
-    job = tcp_job(2)
     first_is_here = threading.Event()
+    job = tcp_job(2, signals_arrival(1 - last, first_is_here))
 
     def agree(rdv: Rendezvous) -> dict[str, str]:
         if rdv.rank == last:
-            assert first_is_here.wait(20)
-        else:
-            # Its arrival is counted before it waits for the outcome.
-            waits = Barrier._await
-
-            def arrived(self: Barrier, *args: Any) -> Any:
-                first_is_here.set()
-                return waits(self, *args)
-
-            Barrier._await = arrived  # type: ignore[method-assign]
+            assert first_is_here.wait(SOON)
         proposals = [Proposal("a", "x")] if rdv.rank == 0 else []
         return rdv.open("offload", ("enter",), 20).agree("enter", PLAN, proposals, ["a"])
 
-    original = Barrier._await
-    try:
-        results = job.run(agree)
-    finally:
-        Barrier._await = original  # type: ignore[method-assign]
-    assert [result for result, _ in results] == [{"a": "x"}] * 2
+    assert [result for result, _ in job.run(agree)] == [{"a": "x"}] * 2
 
 
 def test_work_that_does_not_end_is_told_from_ranks_that_are_gone() -> None:
@@ -561,26 +552,25 @@ def test_progress_extends_the_wait() -> None:
     assert 3.9 < results[1][1] < SOON
 
 
-def test_the_rank_that_hosts_the_store_raises_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_that_hosts_the_store_raises_last() -> None:
     """Its process often ends then, and with it the store that the others still have to read."""
-    job = tcp_job(3)
     ended: list[int] = []
+    first = threading.Event()
+
+    def late(method: str, key: str) -> None:  # rank 1 knows the outcome, and takes its time
+        if method in ("get", "compare_set") and key.endswith("/outcome"):
+            first.wait(0.6)  # it does not come: rank 0 is waiting
+            ended.append(1)
+
+    job = tcp_job(3, {1: late})
 
     def body(rdv: Rendezvous) -> None:
-        if rdv.rank == 1:  # reads the outcome a while after it is there
-            waits = Barrier._await
-
-            def late(self: Barrier, *args: Any) -> Any:
-                text = waits(self, *args)
-                if self._rank == 1:
-                    time.sleep(0.6)
-                return text
-
-            monkeypatch.setattr(Barrier, "_await", late)
         try:
             rdv.open("reload", ("enter",), 0.5).agree("enter", PLAN)
         finally:
-            ended.append(rdv.rank)
+            if rdv.rank == 0:
+                ended.append(0)
+                first.set()
 
     results = job.run(body, ranks=[0, 1])
     assert [error.missing for error, _ in results] == [(2,), (2,)]
