@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from reloadpg.groups import dispatch
+
 NAME = "faulty"
 DEVICES = ("cpu", "cuda")
 """What gloo serves."""
@@ -88,41 +90,33 @@ def _create(given: Any, _: object) -> FaultyGroup:
     return FaultyGroup(given.group_rank, given.group_size, gloo, given.store.underlying_store)
 
 
-def _serve(group: dist.ProcessGroup, gloo: Any) -> None:
-    for device in DEVICES:
-        group._register_backend(torch.device(device), group.BackendType.GLOO, gloo)
-    group._set_default_backend(group.BackendType.GLOO)
-
-
 class FaultyGroup(dist.ProcessGroup):
-    """A process group over a gloo backend."""
+    """A process group that does everything by a group as torch makes it.
+
+    Torch holds the interpreter's lock while a subclass's own collectives run in C++, and gloo's
+    threads want it: sooner or later both wait for each other.
+    """
 
     def __init__(self, rank: int, size: int, gloo: Any, store: dist.Store) -> None:
         super().__init__(rank, size)
-        _serve(self, gloo)
+        self._group: Any = dist.ProcessGroup(store, rank, size)  # type: ignore[call-arg, arg-type]
         self._store = store
+        for group in (self, self._group):
+            for device in DEVICES:
+                group._register_backend(torch.device(device), self.BackendType.GLOO, gloo)
+            group._set_default_backend(self.BackendType.GLOO)
 
     def shutdown(self) -> None:
-        try:
-            _come_to("shutdown", self.group_name)
-            super().shutdown()
-            _come_to("shut down", self.group_name)
-        finally:
-            del self  # as below
+        _come_to("shutdown", self.group_name)
+        self._group.shutdown()
+        _come_to("shut down", self.group_name)
 
-    def allreduce(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            _come_to("allreduce", self.group_name)
-            return super().allreduce(*args, **kwargs)
-        finally:  # an error keeps this frame, and the frame would keep gloo's connections open
-            del self, args, kwargs
+    def abort(self) -> None:
+        self._group.abort()
 
-    def split_group(self, *args: Any, **kwargs: Any) -> Any:
-        """Split as torch does, which it can only with the store that a subclass cannot give it."""
-        parent: Any = dist.ProcessGroup(self._store, self.rank(), self.size())
-        _serve(parent, self._get_backend(torch.device("cpu")))
-        parent.bound_device_id = self.bound_device_id
-        part = parent.split_group(*args, **kwargs)
+    def split_group(self, *args: Any, **kwargs: Any) -> FaultyGroup | None:
+        self._group.bound_device_id = self.bound_device_id
+        part = self._group.split_group(*args, **kwargs)
         if part is None:
             return None
         gloo = part._get_backend(torch.device("cpu"))
@@ -130,3 +124,18 @@ class FaultyGroup(dist.ProcessGroup):
         group._set_group_name(part.group_name)
         group._set_group_desc(part.group_desc)
         return group
+
+
+def _collective(name: Any) -> Callable[..., Any]:
+    def call(group: FaultyGroup, *args: Any, **kwargs: Any) -> Any:
+        _come_to(name, group.group_name)
+        try:
+            return getattr(group._group, name)(*args, **kwargs)
+        finally:  # an error keeps this frame, which would keep gloo's connections open
+            del group
+
+    return call
+
+
+for _name in dispatch.COLLECTIVES & {*dir(dist.ProcessGroup)}:
+    setattr(FaultyGroup, _name, _collective(_name))
