@@ -1,9 +1,9 @@
 """Gloo's groups as a backend of their own, in which something goes wrong where a test says so.
 
 The backend comes in through torch's ``register_backend``, as users' do, so a fault happens where
-theirs happen: while torch creates a group, in its ``shutdown``, or in a collective. Everything else
-is gloo's. A job uses it with ``reloadpg.install(backends={"faulty"})`` and, as the backend of its
-groups, ``faulty``.
+theirs happen: while torch creates a group, in its ``shutdown``, or in a collective. All else is
+gloo's, but that its groups cannot be split. A job uses it with
+``reloadpg.install(backends={"faulty"})`` and, as the backend of its groups, ``faulty``.
 """
 
 from __future__ import annotations
@@ -100,7 +100,6 @@ class FaultyGroup(dist.ProcessGroup):
     def __init__(self, rank: int, size: int, gloo: Any, store: dist.Store) -> None:
         super().__init__(rank, size)
         self._group: Any = dist.ProcessGroup(store, rank, size)  # type: ignore[call-arg, arg-type]
-        self._store = store
         for group in (self, self._group):
             for device in DEVICES:
                 group._register_backend(torch.device(device), self.BackendType.GLOO, gloo)
@@ -113,17 +112,6 @@ class FaultyGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         self._group.abort()
-
-    def split_group(self, *args: Any, **kwargs: Any) -> FaultyGroup | None:
-        self._group.bound_device_id = self.bound_device_id
-        part = self._group.split_group(*args, **kwargs)
-        if part is None:
-            return None
-        gloo = part._get_backend(torch.device("cpu"))
-        group = FaultyGroup(part.rank(), part.size(), gloo, self._store)
-        group._set_group_name(part.group_name)
-        group._set_group_desc(part.group_desc)
-        return group
 
 
 def _collective(name: Any) -> Callable[..., Any]:

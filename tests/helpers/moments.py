@@ -3,21 +3,26 @@
 A callback runs between two barriers, and a backend only while a group is created, released or used.
 A rank that fails just before it arrives at a barrier, or when it was counted there and does not
 know it, or while it tells the others of a failure, is at none of these. Tests of such a rank wrap
-a function of the library here; a fault in a group belongs into ``faulty_gloo`` or ``simulated``.
+a function of the library here. A fault in a group belongs into ``faulty_gloo`` or ``simulated``,
+except where groups are split: torch splits gloo's groups into gloo's, and no other backend's.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
 from reloadpg.lifecycle import failure
+from reloadpg.lifecycle.recreate import Rebuilds, Releases
 from reloadpg.rendezvous.round import Round
 from reloadpg.rendezvous.worker_thread import Wait
 
 MOMENTS: dict[str, tuple[Any, str]] = {
+    "releasing": (Releases, "release"),  # a group, which may be part of a split
+    "rebuilding": (Rebuilds, "rebuild"),  # likewise
     "arriving": (Round, "_reach"),  # before this rank arrives at a barrier
     "counted": (Round, "_pass"),  # it has read the outcome of a barrier, and done nothing with it
     "telling": (Round, "fail"),  # before it tells the others that it has failed
@@ -27,21 +32,35 @@ MOMENTS: dict[str, tuple[Any, str]] = {
 _replaced = ExitStack()
 
 
-def at(moment: str, action: Callable[[], object], *, barrier: str = "") -> None:
-    """Do something when this process comes to a moment for the first time. Local.
+def at(
+    moment: str,
+    action: Callable[[], object],
+    *,
+    barrier: str = "",
+    nth: int = 1,
+    after: bool = False,
+) -> None:
+    """Do something when this process comes to a moment, once. Local.
 
     Args:
         moment: one of ``MOMENTS``.
         action: called in the thread that is there, which raises what it raises.
-        barrier: which one, for the first two: ``operation.phase``.
+        barrier: which one, for the two at a barrier: ``operation.phase``.
+        nth: the first time counts as 1.
+        after: do it when the function has returned.
     """
     owner, name = MOMENTS[moment]
-    original, left = getattr(owner, name), [action]
+    original, seen = getattr(owner, name), itertools.count(1)
 
     def reached(*args: Any, **kwargs: Any) -> Any:
-        if left and (not barrier or barrier == f"{args[0].operation}.{args[1]}"):
-            left.pop()()
-        return original(*args, **kwargs)
+        here = not barrier or barrier == f"{args[0].operation}.{args[1]}"
+        due = here and next(seen) == nth
+        if due and not after:
+            action()
+        result = original(*args, **kwargs)
+        if due and after:
+            action()
+        return result
 
     _replaced.enter_context(mock.patch.object(owner, name, reached))
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-import faulty_gloo
+import moments
 import torch
 import torch.distributed as dist
 import worlds
@@ -29,12 +29,6 @@ BOUND_S = 10.0
 """The library's bound for each wait."""
 PROGRAM_LIMIT_S = 60.0
 """A rank that takes longer for one program writes its stacks and ends."""
-
-
-MOMENTS: dict[str, tuple[faulty_gloo.Moment, ...]] = {
-    "before": ("shutdown", "create"),
-    "after": ("shut down", "created"),
-}
 
 
 class Injected(Exception):
@@ -60,7 +54,7 @@ class Interpreter:
         self._barrier = dist.PrefixStore(f"barrier/{number}", self._barriers)
         self._size = program.size
         worlds.init(
-            "faulty",
+            "gloo",
             store=dist.PrefixStore(f"program/{number}", store),
             rank=self._rank,
             world_size=program.size,
@@ -123,8 +117,7 @@ class Interpreter:
 
     def _split(self, number: int, slot: int, ranks: list[int], desc: str, timeout: int) -> str:
         self._meet(number)
-        limit = timedelta(seconds=timeout)
-        made = worlds.split([ranks], backend="faulty", timeout=limit, group_desc=desc)
+        made = worlds.split([ranks], timeout=timedelta(seconds=timeout), group_desc=desc)
         if made is None or made is dist.GroupMember.NON_GROUP_MEMBER:
             return "none"
         self._groups[slot] = made
@@ -197,12 +190,12 @@ class Interpreter:
         inner: list[weakref.ref[Any]],
     ) -> list[Any]:
         if fault is not None and fault[0] == self._rank:
-            for moment in MOMENTS[fault[2]]:  # of the release or of the creation: one comes
-                faulty_gloo.inject(moment, fail, nth=fault[1] + 1)
+            for moment in ("releasing", "rebuilding"):  # one of them comes
+                moments.at(moment, fail, nth=fault[1] + 1, after=fault[2] == "after")
         try:
             report = operation()
         finally:
-            faulty_gloo.clear()
+            moments.restore()
         if any(ref() is not None for ref in inner):
             gc.collect()
         alive = sum(ref() is not None for ref in inner)
@@ -222,8 +215,7 @@ def _connect() -> dist.TCPStore:
 def serve(rank: int, size: int, address: str) -> None:
     """Interpret programs until there are no more."""
     barriers = _connect()
-    faulty_gloo.register()
-    reloadpg.install(backends={"faulty"}, timeout=timedelta(seconds=BOUND_S))
+    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=BOUND_S))
     with Client(address, "AF_UNIX") as connection:
         connection.send(rank)
         while (task := connection.recv()) is not None:

@@ -116,14 +116,12 @@ def subgroup(ranks: list[int], **kwargs: Any) -> Any:
     return dist.new_group(ranks, use_local_synchronization=bound, **kwargs)
 
 
-def split(
-    ranks: list[list[int]], parent: Any = None, *, backend: str = "gloo", **kwargs: Any
-) -> Any:
+def split(ranks: list[list[int]], parent: Any = None, **kwargs: Any) -> Any:
     """Torch's own ``split_group``.
 
     Before 2.15 it cannot copy gloo's options, and is given them; and it splits the one gloo backend
     of two devices twice under one name in the store, which fails every other time: it is asked for
-    one of them. ``backend`` is the parent's.
+    one of them.
     """
     kwargs = {"timeout": TIMEOUT, **kwargs}
     if TorchVersion(torch.__version__) >= "2.15":
@@ -133,7 +131,7 @@ def split(
     options._timeout = kwargs["timeout"]
     kwargs["pg_options"] = options
     with accelerator_claimed():
-        return dist.split_group(parent, ranks, backend=f"cpu:{backend}", **kwargs)
+        return dist.split_group(parent, ranks, backend="cpu:gloo", **kwargs)
 
 
 def stop_for(seconds: float, *, after: float) -> None:
