@@ -12,10 +12,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidOptionError, counted, format_ranks
 from .console import CommandError, Line, Page, Table, natural, positive, say, seconds, show
+
+if TYPE_CHECKING:
+    from ..groups.selection import Selection
 
 __all__ = ["add", "explain"]
 
@@ -196,34 +199,19 @@ def explain(
     }
 
 
-def _decision(group: Record, selection: Any, script_installs: bool) -> tuple[list[str], str]:
+def _decision(group: Record, selection: Selection, script_installs: bool) -> tuple[list[str], str]:
     """Return the devices whose backends would be released, and why others are not."""
-    from ..groups.selection import BYPASS
-
-    size, devices = len(group["ranks"]), group["devices"]
-    is_world = group["name"] == "WORLD"
-    if is_world and not selection.world:
-        return [], "install(world=False)"
+    devices, size, is_world = group["devices"], len(group["ranks"]), group["name"] == "WORLD"
     if script_installs and not group["options"] and not is_world:
         return [], "created before reloadpg.install()"
-    pattern = selection.excluded_by(group["name"], group["desc"])
-    if pattern:
-        return [], f"matches exclude {pattern!r}"
+    bypass = selection.bypass(
+        devices, size, name=group["name"], desc=group["desc"], is_world=is_world
+    )
+    if bypass is not None:
+        return [], bypass.reason
     selected = list(selection.selected(devices, size))
     kept = [f"{device}:{devices[device]}" for device in devices if device not in selected]
-    names = sorted(set(devices.values()))
-    if selected:
-        reason = f"{', '.join(kept)} stays" if kept else ""
-    elif size < selection.min_size:
-        smaller = f"smaller than min_size={selection.min_size}"
-        reason = f"single rank ({smaller})" if size == 1 else f"{size} ranks: {smaller}"
-    elif selection.backends is not None:
-        reason = f"{', '.join(names)}: not in install(backends={sorted(selection.backends)})"
-    elif set(names) <= BYPASS:
-        reason = f"{', '.join(names)} holds no memory of an accelerator"
-    else:
-        reason = f"{', '.join(names)} serves no accelerator here"
-    return selected, reason
+    return selected, f"{', '.join(kept)} stays" if kept else ""
 
 
 # -- shown ------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def test_groups_are_those_of_a_real_job(tmp_path):
     why = {one["desc"]: one["reason"] for one in explained["groups"] if not one["reloadable"]}
     assert why == {
         "before": "created before reloadpg.install()",
-        "alone": "single rank (smaller than min_size=2)",
+        "alone": "1 rank, fewer than min_size=2",
     }
     # Three ranks' own, one row and one column of the mesh, and one pair.
     assert explained["groups_of_others"] == 3 + 2 + 1
@@ -112,7 +112,7 @@ def test_groups_of_gpus_are_explained_where_there_are_none(tmp_path):
     header = lines.index("group desc size ranks backend reloadpg why")
     assert lines[header + 2 : lines.index("", header)] == [
         "WORLD 16 0-15 cpu:gloo,cuda:nccl reloadable cpu:gloo stays",
-        "1 control 16 0-15 gloo bypasses gloo holds no memory of an accelerator",
+        "1 control 16 0-15 gloo bypasses backend gloo serves no accelerator",
         "2 pair 2 8-9 nccl reloadable",
         "3 short 2 8-9 cpu:gloo,cuda:nccl reloadable cpu:gloo stays, destroyed later",
     ]
@@ -368,17 +368,17 @@ def noted(devices, size=4, **values):
     ("options", "group", "selected", "reason"),
     [
         ({}, noted({"cuda": "nccl"}), ["cuda"], ""),
-        ({}, noted({"cpu": "gloo", "cuda": "gloo"}), [], "gloo holds no memory of an accelerator"),
-        ({}, noted({"cuda": "fake"}), [], "fake holds no memory of an accelerator"),
-        ({}, noted({"cpu": "other"}), [], "other serves no accelerator here"),
-        ({}, noted({"cuda": "nccl"}, 1), [], "single rank (smaller than min_size=2)"),
+        ({}, noted({"cpu": "gloo", "cuda": "gloo"}), [], "backend gloo serves no accelerator"),
+        ({}, noted({"cuda": "fake"}), [], "backend fake serves no accelerator"),
+        ({}, noted({"cpu": "other"}), [], "backend other serves no accelerator"),
+        ({}, noted({"cuda": "nccl"}, 1), [], "1 rank, fewer than min_size=2"),
         ({"min_size": 1}, noted({"cuda": "nccl"}, 1), ["cuda"], ""),
-        ({"min_size": 3}, noted({"cuda": "nccl"}, 2), [], "2 ranks: smaller than min_size=3"),
+        ({"min_size": 3}, noted({"cuda": "nccl"}, 2), [], "2 ranks, fewer than min_size=3"),
         (
             {"backends": "nccl"},
             noted({"cpu": "gloo"}),
             [],
-            "gloo: not in install(backends=['nccl'])",
+            "backend gloo is not in backends=['nccl']",
         ),
         ({"backends": "mine"}, noted({"cuda": "mine"}), ["cuda"], ""),
         ({}, noted({"cpu": "gloo", "cuda": "nccl"}), ["cuda"], "cpu:gloo stays"),
