@@ -263,8 +263,9 @@ def _consequence(rank: int, world_size: int) -> tuple[str, str]:
     mine = f"{first.group_name}@*"
     simulated.inject(simulated.Fault("create", "call", group=mine, call=work))
     if rank == 1:
+        own = base_store().clone()  # the other one may be locked, by the wait for this key
         dropped = simulated.Fault(
-            "release", "call", group=mine, call=lambda _: store.set("dropped", "1")
+            "release", "call", group=mine, call=lambda _: own.set("dropped", "1")
         )
         simulated.inject(dropped)
     try:
