@@ -34,12 +34,20 @@ def at(generation: int, uses: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One Ray, through everything: starting it is what takes long.
+    """One Ray, through everything but a replacement: starting it is what takes long."""
+    return driven(tmp_path_factory, "loop")
 
-    The driver runs as a rank, whose process tree is ended with it whatever happens.
-    """
+
+@pytest.fixture(scope="module")
+def replaced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A job of which one actor dies, and another takes its place."""
+    return driven(tmp_path_factory, "replace")
+
+
+def driven(tmp_path_factory: pytest.TempPathFactory, part: str) -> dict[str, Any]:
+    """What the driver saw. It runs as a rank, whose process tree is ended with it in any case."""
     actors = {**activation(tmp_path_factory.mktemp("ray")), "GLOO_SOCKET_IFNAME": "lo"}
-    [seen] = run_ranks(ray_job.drive, 1, args=(actors,), timeout=240, env=RAY)
+    [seen] = run_ranks(ray_job.drive, 1, args=(actors, part), timeout=240, env=RAY)
     return seen
 
 
@@ -118,16 +126,18 @@ def test_an_actor_that_dies_is_named(seen: dict[str, Any], when: str) -> None:
     assert len(died["text"]) < 500
 
 
-def test_an_actor_that_died_is_replaced(seen: dict[str, Any]) -> None:
+@pytest.mark.slow
+def test_an_actor_that_died_is_replaced(replaced: dict[str, Any]) -> None:
     """Rank 0, killed in the third step: the store is the driver's. All end with the same weight."""
-    assert seen["replaced died"] == "ActorDiedError"
-    new, *others = seen["trained"]
+    assert replaced["replaced died"] == "ActorDiedError"
+    new, *others = replaced["trained"]
     assert new == {"rejoined": True, "weight": 300.0, "log": [(2, (0,)), (3, ())]}
     for other in others:
         log = [(0, ()), (1, ()), (2, ()), (2, (0,)), (3, ())]
         assert other == {"rejoined": False, "weight": 300.0, "log": log}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "said"),
     [
@@ -137,12 +147,12 @@ def test_an_actor_that_died_is_replaced(seen: dict[str, Any]) -> None:
     ],
 )
 def test_a_replacement_that_cannot_be_is_refused(
-    seen: dict[str, Any], what: str, said: str
+    replaced: dict[str, Any], what: str, said: str
 ) -> None:
     """Before anything is sent to the new actor."""
-    assert seen[what]["type"] == "InvalidOptionError"
-    assert said in seen[what]["text"]
-    assert "nothing was done" in " ".join(seen[what]["text"].split())
+    assert replaced[what]["type"] == "InvalidOptionError"
+    assert said in replaced[what]["text"]
+    assert "nothing was done" in " ".join(replaced[what]["text"].split())
 
 
 @pytest.mark.parametrize(

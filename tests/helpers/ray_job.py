@@ -6,7 +6,7 @@ import os
 import tempfile
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -127,8 +127,10 @@ def caught(call: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return {"type": "nothing"}
 
 
-def drive(rank: int, world_size: int, variables: dict[str, str]) -> dict[str, Any]:
-    """Be the driver: start Ray, go through everything, end Ray, and say what was seen."""
+def drive(
+    rank: int, world_size: int, variables: dict[str, str], part: Literal["loop", "replace"]
+) -> dict[str, Any]:
+    """Be the driver: start Ray, go through one part, end Ray, and say what was seen."""
     with tempfile.TemporaryDirectory(prefix="rpg-", dir="/tmp") as folder:  # Ray's sockets: short
         os.environ["HOME"] = folder  # where Ray keeps its own access token
         import ray
@@ -144,7 +146,9 @@ def drive(rank: int, world_size: int, variables: dict[str, str]) -> dict[str, An
         )
         try:
             started = psutil.Process().children(recursive=True)
-            seen = _loop(ray, Path(folder))
+            from reloadpg.integrations import ray as ours
+
+            seen = _loop(ray, ours, Path(folder)) if part == "loop" else _replace(ray, ours)
             started += psutil.Process().children(recursive=True)
         finally:
             ray.shutdown()
@@ -155,9 +159,7 @@ def drive(rank: int, world_size: int, variables: dict[str, str]) -> dict[str, An
         return seen
 
 
-def _loop(ray: Any, folder: Path) -> dict[str, Any]:
-    from reloadpg.integrations import ray as ours
-
+def _loop(ray: Any, ours: Any, folder: Path) -> dict[str, Any]:
     ours.GRACE_S = 1.0  # the test waits for it twice
     seen: dict[str, Any] = {}
     actors = [ray.remote(Trainer).options(num_cpus=1).remote() for _ in range(RANKS)]
@@ -214,9 +216,7 @@ def _loop(ray: Any, folder: Path) -> dict[str, Any]:
     ray.get(actors[3].die.remote(), timeout=BOUND_S)
     seen["died"] = caught(ours.offload_all, actors, timeout=BOUND_S)
     seen["dead"] = caught(ours.offload_all, actors, timeout=BOUND_S)
-    for actor in actors:
-        ray.kill(actor)
-    return seen | _replace(ray, ours)
+    return seen
 
 
 def _replace(ray: Any, ours: Any) -> dict[str, Any]:

@@ -65,7 +65,13 @@ def with_store_signalled(point: str, number: int) -> list[dict[str, Any]]:
             server.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["ends", "hangs"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="ends", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, id="hangs"),
+    ],
+)
 @pytest.mark.parametrize("point", sampled(["offload.enter", "reload.group1"], "reload.group1"))
 def test_all_ranks_get_a_clear_error(point: str, number: int) -> None:
     """The error names the store and says where it runs; groups are untouched, or all failed."""
