@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -134,10 +134,13 @@ def split(ranks: list[list[int]], parent: Any = None, **kwargs: Any) -> Any:
         return dist.split_group(parent, ranks, backend="cpu:gloo", **kwargs)
 
 
-def stop_for(seconds: float, *, after: float) -> None:
-    """Have this process stopped in a moment, as a loaded or suspended machine stops it. Local."""
-    pid = os.getpid()
-    command = f"sleep {after}; kill -STOP {pid}; sleep {seconds}; kill -CONT {pid}"
+def stop_for(seconds: float, *, after: float, pids: Sequence[int] = ()) -> None:
+    """Have this process stopped in a moment, as a loaded or suspended machine stops it. Local.
+
+    Or several processes, all at once.
+    """
+    which = " ".join(map(str, pids or [os.getpid()]))
+    command = f"sleep {after}; kill -STOP {which}; sleep {seconds}; kill -CONT {which}"
     subprocess.Popen(["sh", "-c", command], stdin=subprocess.DEVNULL)
 
 

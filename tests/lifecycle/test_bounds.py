@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from datetime import timedelta
@@ -66,7 +67,7 @@ def test_each_group_is_progress():
     assert run_ranks(_counting_progress, 2, timeout=200) == [[4, 4]] * 2
 
 
-def _one_hangs(rank, world_size):
+def _one_hangs(rank, world_size, before=lambda rank: None):
     simulated.register()
     reloadpg.install(timeout=timedelta(seconds=BOUND_S))
     worlds.init("sim")
@@ -76,6 +77,7 @@ def _one_hangs(rank, world_size):
     held = simulated.stats().held_bytes
     if rank == 1:
         simulated.inject(simulated.Fault("release", "stall", group="g1", operation="shutdown"))
+    before(rank)
     begun = time.monotonic()
     try:
         reloadpg.offload()
@@ -110,14 +112,18 @@ def test_a_release_that_hangs_is_named_aborted_and_shown():
         assert total == 3.0
 
 
-def _all_are_stopped_at_the_bound(rank, world_size):
-    worlds.stop_for(4.0, after=BOUND_S - 0.5)
-    return _one_hangs(rank, world_size)
+def _all_are_stopped_at_the_bound(rank):
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"pid/{rank}", str(os.getpid()))
+    pids = [int(store.get(f"pid/{other}")) for other in range(2)]
+    if rank == 0:
+        worlds.stop_for(4.0, after=BOUND_S - 0.5, pids=pids)
 
 
 def test_a_machine_that_stands_still_at_the_bound_is_not_a_silent_store():
     """Time in which a process did not run is not counted as silence."""
-    for _, text, *_ in run_ranks(_all_are_stopped_at_the_bound, 2, timeout=90):
+    stopped = (_all_are_stopped_at_the_bound,)
+    for _, text, *_ in run_ranks(_one_hangs, 2, args=stopped, timeout=90):
         assert "Rank 1 did not finish its own part; rank 1 was at" in text
 
 
