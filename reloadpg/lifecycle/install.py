@@ -91,6 +91,7 @@ def install(
             for each group), or a :class:`StrategyPolicy` with more to say.
         timeout: how long ``offload`` and ``reload`` wait for other ranks, and for a group's own
             communicator, while no rank makes progress; at most a year. A number is in seconds.
+            Time in which this process was stopped does not count.
         parallelism: how many groups a rank releases, or creates and connects in a reload, side by
             side; 1 for one after the other. Equal on all ranks. Each creating thread has a store
             client of its own, so in jobs of more than 2,048 ranks fewer create.
