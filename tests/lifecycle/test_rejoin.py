@@ -17,6 +17,7 @@ import torch.distributed as dist
 import worlds
 from recovery_job import RING, attempt, interfere
 from replacing import RANKS, VICTIM, all_here, die, incarnation, run_replaced, store
+from tables import meet_at_rank_0, store_closed_by_rank_0
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -626,21 +627,23 @@ def test_the_errors_of_a_lost_store_say_who_cannot_be_replaced(operation: str) -
         assert said == (operation != "reload")
 
 
-def two_jobs(rank: int, size: int) -> Any:
-    """The same processes, on one store; each job has its own prefix, as gloo needs it."""
+def two_jobs(rank: int, size: int, folder: Path) -> Any:
+    """The same processes; each job has a store of its own, which rank 0 hosts."""
     reloadpg.install(backends={"gloo"}, recoverable=True, timeout=PATIENCE)
     found = []
-    for _ in range(2):
+    for job in range(2):
         worlds.init("gloo", timeout=PATIENCE)
         found.append((str(dist.group.WORLD.state), reloadpg.rejoin().changed))
+        meet_at_rank_0(rank, f"job {job}")
         dist.destroy_process_group()
+        store_closed_by_rank_0(rank, folder / f"closed {job}")
     return found
 
 
 @pytest.mark.slow
-def test_a_second_job_of_the_same_processes_replaces_nothing() -> None:
+def test_a_second_job_of_the_same_processes_replaces_nothing(tmp_path: Path) -> None:
     """Its groups are created by all ranks."""
-    for found in run_ranks(two_jobs, 2, timeout=120, store="rank0"):
+    for found in run_ranks(two_jobs, 2, args=(tmp_path,), timeout=120, store="rank0"):
         assert found == [("live", False), ("live", False)]
 
 
