@@ -96,6 +96,33 @@ def signals_arrival(rank: int, arrived: threading.Event) -> dict[int, Watch]:
     return {rank: answered}
 
 
+class SilentStore(WatchedStore):
+    """From a moment on, clients that were connected before get no answer; later ones do."""
+
+    def __init__(self, store: Any, silent: threading.Event, ended: threading.Event) -> None:
+        early = not silent.is_set()
+
+        def watch(method: str, key: str) -> None:
+            if early and silent.is_set():
+                ended.wait(FAR)
+
+        super().__init__(store, watch)
+        self.silent, self.ended = silent, ended
+
+    def clone(self) -> SilentStore:
+        return SilentStore(self._store.clone(), self.silent, self.ended)
+
+
+def silent_job(size: int) -> tuple[Job, list[SilentStore]]:
+    """A job, and each rank's store."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [
+        SilentStore(store, threading.Event(), threading.Event())
+        for store in (server, *(server.clone() for _ in range(size - 1)))
+    ]
+    return Job(stores), stores
+
+
 @pytest.fixture(params=["tcp", "file", "hash"])
 def any_job(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], Job]:
     def make(size: int) -> Job:
@@ -579,14 +606,13 @@ def test_the_rank_that_hosts_the_store_raises_last() -> None:
 
 def test_a_silent_store_is_told_at_the_bound() -> None:
     """With the ranks of which nothing is known, on ranks that wait and on ranks that work."""
-    job = tcp_job(3)
+    job, stores = silent_job(3)
     hold = threading.Event()
 
     def body(rdv: Rendezvous) -> None:
         round_ = rdv.open("reload", ("enter", "rebuilt"), 1.5)
         round_.agree("enter", PLAN)
-        connection = rdv._client._connection
-        connection._lock.acquire()  # from now on nobody gets an answer
+        stores[rdv.rank].silent.set()
         if rdv.rank == 2:
             round_.run("rebuilt", lambda *_: hold.wait(20), lambda: "a group")
         round_.barrier("rebuilt")
@@ -595,6 +621,8 @@ def test_a_silent_store_is_told_at_the_bound() -> None:
     hold.set()
     # The clients that do not answer are given up: the next question has one of its own.
     assert [result for result, _ in job.run(three_barriers)] == ["passed"] * 3
+    for store in stores:
+        store.ended.set()
     for rank, (error, seconds) in enumerate(results):
         assert isinstance(error, RendezvousTimeoutError), error
         assert error.unknown == tuple(other for other in range(3) if other != rank)
@@ -604,19 +632,21 @@ def test_a_silent_store_is_told_at_the_bound() -> None:
 
 def test_a_recovery_is_noticed_soon_after_the_store_was_silent() -> None:
     """A link that is down for seconds hides it no longer than that."""
+    job, stores = silent_job(2)
 
     def body(rdv: Rendezvous) -> tuple[bool, bool]:
         rdv.open("reload", ("enter",), FAR).agree("enter", PLAN)
         if rdv.rank == 0:
             rdv.recover(("enter",), "a fault", "", FAR)
             return False, True
-        rdv._client._connection._lock.acquire()  # from now on nobody gets an answer on it
+        stores[1].silent.set()
         first, end = rdv.called(0.0), time.monotonic() + 40
         while not rdv.called(0.0) and time.monotonic() < end:
             time.sleep(0.01)
         return first, rdv.called(0.0)
 
-    assert [result for result, _ in tcp_job(2).run(body)] == [(False, True)] * 2
+    assert [result for result, _ in job.run(body)] == [(False, True)] * 2
+    stores[1].ended.set()
 
 
 def test_a_fall_back_lets_all_ranks_go_on() -> None:
