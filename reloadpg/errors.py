@@ -2,13 +2,15 @@
 
 Every message says what happened, the state now, and what to call. This module imports neither
 torch nor any other module of the package, so that it can be used before torch is loaded; so the
-functions are here, too, that show values as text, and the check of the environment's variables.
+functions are here, too, that show values as text, and that check variables and bounds.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 
 __all__ = [
     "DisagreementError",
@@ -27,6 +29,7 @@ __all__ = [
     "RendezvousTimeoutError",
     "STATUS_DIR",
     "VARIABLES",
+    "as_timedelta",
     "columns",
     "counted",
     "described",
@@ -37,6 +40,9 @@ __all__ = [
     "table",
     "unknown_variables",
 ]
+
+_SHORTEST, _LONGEST = timedelta(milliseconds=1), timedelta(days=365)
+"""Torch counts in whole milliseconds; longer ones overflow between Python, C++ and the store."""
 
 
 class ReloadpgError(RuntimeError):
@@ -262,3 +268,26 @@ def refuse_unknown_variables(environ: Mapping[str, str], what: str) -> None:
             f"{what}: the environment has {', '.join(unknown)}, which reloadpg does not know; "
             "nothing was changed. Correct the name or unset it."
         )
+
+
+def as_timedelta(
+    value: timedelta | float, name: str, nothing: str = "nothing was started"
+) -> timedelta:
+    """Read a bound that a caller gave. Local, pure.
+
+    Args:
+        value: a timedelta, or seconds.
+        name: what the caller calls it.
+        nothing: what has not been done: "nothing was installed".
+
+    Raises:
+        InvalidOptionError: not a time, or one that torch does not take.
+    """
+    with suppress(TypeError, ValueError, OverflowError):
+        bound = value if isinstance(value, timedelta) else timedelta(seconds=value)
+        if _SHORTEST <= bound <= _LONGEST and not isinstance(value, bool):
+            return bound
+    raise InvalidOptionError(
+        f"{name}={value!r} is not a time between one millisecond and {_LONGEST.days} days; "
+        f"{nothing}. Give a timedelta, or seconds."
+    )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from .. import c10d
-from ..errors import InvalidOptionError, ReloadpgError, format_ranks
+from ..errors import InvalidOptionError, ReloadpgError, as_timedelta, format_ranks
 from ..groups.registry import registry
 from ..lifecycle.connect import Connect, sum_ranks, validate
 from ..observability.logs import name_rank_in_records
@@ -31,7 +31,7 @@ from ..rendezvous.worker_thread import Attempt
 from .device import Placement, accelerator, choose_placement, parse_backend, parse_device
 from .launchers import identify
 from .mesh import build_mesh, resolve_mesh_dims, seed_for, set_seed
-from .model import DistributedEnvironment, DistributedEnvironmentError, as_timedelta
+from .model import DistributedEnvironment, DistributedEnvironmentError
 from .network import apply_network, interface_in_use, restore_network, validate_network
 from .store import Claim, agree, open_store
 from .store_barrier import job_round

@@ -9,9 +9,10 @@ import logging
 import os
 from datetime import timedelta
 
+from ..errors import as_timedelta
 from ..observability.logs import name_rank_in_records
 from .launchers import identify, is_initialized
-from .model import ADDRESS, Variables, as_timedelta
+from .model import ADDRESS, Variables
 
 __all__ = ["ensure_process_group"]
 

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import math
 import os
 import re
 import socket
 import zlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from types import TracebackType
 
-from ..errors import InvalidOptionError, ReloadpgError
+from ..errors import ReloadpgError
 
 __all__ = [
     "LOOPBACK",
@@ -28,7 +26,6 @@ __all__ = [
     "Identity",
     "MeshDimensionError",
     "Variables",
-    "as_timedelta",
     "check_layout",
     "port_from_ids",
     "port_from_text",
@@ -450,31 +447,3 @@ def check_layout(source: str, *, rank: int, local_rank: int, first: int) -> None
             local_rank,
             first,
         )
-
-
-def as_timedelta(value: timedelta | float, name: str) -> timedelta:
-    """``value`` as a timedelta. Local, pure.
-
-    Raises:
-        InvalidOptionError: not a number of seconds above 0, or too long for a timedelta.
-    """
-    if isinstance(value, timedelta):
-        bound = value
-    elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _no_time(name, value)
-    else:
-        try:
-            bound = timedelta(seconds=value)
-        except OverflowError as error:
-            raise _no_time(name, value) from error
-    # torch counts in milliseconds: less than one is 0 to it, which it reads as "no time at all".
-    if bound < timedelta(milliseconds=1):
-        raise _no_time(name, value)
-    return bound
-
-
-def _no_time(name: str, value: object) -> InvalidOptionError:
-    return InvalidOptionError(
-        f"{name}={value!r} is not a time of at least one millisecond. Nothing was started. Give a "
-        f"timedelta, or seconds."
-    )

@@ -18,12 +18,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from .. import c10d
-from ..errors import InvalidOptionError, ReloadpgError, RendezvousTimeoutError, format_ranks
+from ..errors import (
+    InvalidOptionError,
+    ReloadpgError,
+    RendezvousTimeoutError,
+    as_timedelta,
+    format_ranks,
+)
 from ..groups.registry import registry
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.worker_thread import Wait
 from .launchers import identify
-from .model import GroupNotInitializedError, as_timedelta
+from .model import GroupNotInitializedError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -12,9 +12,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from ..errors import ReloadpgError
+from ..errors import ReloadpgError, as_timedelta
 from .launchers import is_initialized
-from .model import as_timedelta
 from .network import restore_network
 
 if TYPE_CHECKING:

@@ -37,12 +37,12 @@ from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..environment.model import as_timedelta
 from ..errors import (
     InvalidOptionError,
     PeerFailedError,
     ReloadpgError,
     RendezvousTimeoutError,
+    as_timedelta,
     format_ranks,
 )
 

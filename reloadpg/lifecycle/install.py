@@ -7,7 +7,6 @@ import os
 import re
 import warnings
 from collections.abc import Iterable
-from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -18,6 +17,7 @@ from .. import _TESTED_TORCH, c10d
 from ..errors import (
     InvalidOptionError,
     PatchConflictError,
+    as_timedelta,
     counted,
     refuse_unknown_variables,
 )
@@ -30,9 +30,6 @@ from .operation import settings_of
 __all__ = ["Installation", "install", "install_by_environment", "is_installed", "uninstall"]
 
 logger = logging.getLogger("reloadpg")
-
-MAX_TIMEOUT = timedelta(days=365)
-"""Longer ones overflow somewhere between Python, C++ and the store."""
 
 
 class Installation:
@@ -147,7 +144,11 @@ def _options(
             "Pass 1 to release groups one after the other."
         )
     return Options(
-        selection, StrategyPolicy.of(strategy), _bound(timeout), parallelism, recoverable
+        selection,
+        StrategyPolicy.of(strategy),
+        as_timedelta(timeout, "timeout", "nothing was installed"),
+        parallelism,
+        recoverable,
     )
 
 
@@ -197,18 +198,6 @@ def _differences(given: Options, in_place: Options) -> str:
         f"{name}={value!r} (in place: {before[name]!r})"
         for name, value in settings_of(given).items()
         if value != before[name]
-    )
-
-
-def _bound(timeout: timedelta | float) -> timedelta:
-    with suppress(TypeError, ValueError, OverflowError):
-        given = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        if timedelta(0) < given <= MAX_TIMEOUT and not isinstance(timeout, bool):
-            return given
-    raise InvalidOptionError(
-        f"install(timeout={timeout!r}): not a positive timedelta, or number of seconds, of at most "
-        f"{MAX_TIMEOUT.days} days; nothing was installed. Pass for example "
-        "timeout=timedelta(minutes=5)."
     )
 
 

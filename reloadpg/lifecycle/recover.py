@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from .. import c10d
 from ..c10d import devices
-from ..errors import InvalidOptionError, PeerFailedError
+from ..errors import PeerFailedError, as_timedelta
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Job, Position, registry
 from ..rendezvous.plan import GroupPlan, Plan
@@ -281,17 +281,11 @@ def longest_wait(group: ReloadableProcessGroup) -> float:
     return max((one.total_seconds() for one in timeouts), default=0.0) + 10.0
 
 
-def seconds_of(given: timedelta | float | None, operation: str = "recover") -> float | None:
+def seconds_of(given: timedelta | float | None) -> float | None:
     """Read ``wait_for_ranks``. Raises InvalidOptionError."""
     if given is None:
         return None
-    seconds = given.total_seconds() if isinstance(given, timedelta) else float(given)
-    if not seconds > 0:
-        raise InvalidOptionError(
-            f"{operation}(wait_for_ranks={given!r}): not a positive timedelta, or number of "
-            "seconds; nothing was changed."
-        )
-    return seconds
+    return as_timedelta(given, "wait_for_ranks", "nothing was changed").total_seconds()
 
 
 # -- the steps ----------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def rejoin(*, wait_for_ranks: timedelta | float | None = None) -> Report:
         ReloadpgError: the store is lost, and with it the job.
         InvalidOptionError: ``wait_for_ranks`` is not positive; nothing was changed.
     """
-    seconds = seconds_of(wait_for_ranks, "rejoin")
+    seconds = seconds_of(wait_for_ranks)
     if registry.options is None:
         raise NotInstalledError(
             "rejoin() was called and nothing is installed; nothing was changed. Call "

@@ -110,7 +110,7 @@ def retrying(
         raise InvalidOptionError(
             f"retrying(attempts={attempts!r}): not a positive number; nothing was begun."
         )
-    rules = _Rules(attempts, on, seconds_of(wait_for_ranks, "retrying"))
+    rules = _Rules(attempts, on, seconds_of(wait_for_ranks))
     return _steps(iter(items), rules)
 
 
