@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 
 import isolation
 import pytest
@@ -58,7 +59,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def free_port() -> int:
-    """A port of this host that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+def free_port() -> Iterator[int]:
+    """A port that a store of the test can listen on, and that nobody else is given meanwhile.
+
+    It is bound and not listened on; the store's own socket sets SO_REUSEADDR too.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield held.getsockname()[1]

@@ -235,11 +235,10 @@ except reloadpg.ReloadpgError as error:
 
 
 @pytest.mark.slow
-def test_the_rank_that_hosts_the_store_leaves_last(tmp_path):
+def test_the_rank_that_hosts_the_store_leaves_last(tmp_path, free_port):
     """Plain processes, the store in rank 0's: after rank 2's death rank 1, too, is told of it."""
     import subprocess
 
-    port = _free_port()
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     ranks = [
@@ -250,7 +249,7 @@ def test_the_rank_that_hosts_the_store_leaves_last(tmp_path):
                 "RANK": str(rank),
                 "WORLD_SIZE": "3",
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": str(free_port),
                 "GLOO_SOCKET_IFNAME": "lo",
             },
             stdout=subprocess.PIPE,
@@ -267,10 +266,3 @@ def test_the_rank_that_hosts_the_store_leaves_last(tmp_path):
     for text in said[:2]:
         assert "raised RendezvousTimeoutError" in text
         assert "missing: rank 2" in text
-
-
-def _free_port():
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]

@@ -551,7 +551,7 @@ def test_the_remedy_for_a_dead_peer_is_a_restart() -> None:
 def test_progress_extends_the_wait() -> None:
     """Of any rank, on ranks that work and on ranks that have arrived; then the bound holds."""
     job = tcp_job(3)
-    stop = threading.Event()
+    stop, over = threading.Event(), threading.Event()
 
     def body(rdv: Rendezvous) -> str:
         round_ = rdv.open("reload", ("enter", "rebuilt", "done"), 1.0)
@@ -567,8 +567,11 @@ def test_progress_extends_the_wait() -> None:
         round_.run("rebuilt", work, lambda: "a group")
         round_.barrier("rebuilt")
         if rdv.rank == 0:
-            time.sleep(2.5)  # progress is over
-        round_.barrier("done")
+            over.wait(SOON)  # progress is over, until the others have ended
+        try:
+            round_.barrier("done")
+        finally:
+            over.set()
         return "passed"
 
     results = job.run(body)
