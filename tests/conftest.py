@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import isolation
 import pytest
+
+ROOT = Path(__file__).parent
 
 pytest.register_assert_rewrite(
     "cli_process",
@@ -46,6 +49,25 @@ collect_ignore = [
     if os.environ.get("TEST_WORLD") == "bound"
 ]
 
+LONGEST = (
+    "lifecycle/test_autoinstall",
+    "plugin/test_plugin",
+    "testing/test_ranks",
+    "lifecycle/test_suspend_faults",
+    "examples/test_blocks",
+    "cli/test_doctor",
+    "environment/test_bringup",
+    "frameworks/test_ray",
+    "observability/test_publish",
+    "cli/test_hangs",
+    "rendezvous/test_round",
+    "integrations/test_megatron_groups",
+    "groups/test_op_table",
+    "environment/test_ownership",
+    "cli/test_status",
+    "groups/test_identity",
+)
+
 # A TCPStore server looks up the host name of each client; one that cannot be found costs it 5 s by
 # default, in which it serves nobody. Read by the C library at its first look-up in a process.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -56,6 +78,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Isolate the run, before a worker of pytest-xdist or a temporary folder is made."""
     if not hasattr(config, "workerinput"):
         isolation.isolate()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that all workers end at about the same time."""
+    places = {ROOT / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from .tables import create_without_backends, ranks_of, store_of
 
 __all__ = [
     "Asked",
-    "Creation",
+    "CreationByMembers",
     "batch_coalesced",
     "batching_refuses_subclasses",
     "check_batch",
@@ -100,7 +100,7 @@ class Asked(NamedTuple):
 
 
 @dataclass
-class Creation:
+class CreationByMembers:
     """A block in which this thread's groups are created on their own, never split from WORLD.
 
     Where the default group is bound to a device, torch makes new groups by splitting its
@@ -126,7 +126,7 @@ class Creation:
     without_backends: Callable[[Asked], bool] | None = None
     waits: bool = True
 
-    def __enter__(self) -> Creation:
+    def __enter__(self) -> CreationByMembers:
         _hooks.enter(self)
         return self
 
@@ -140,7 +140,7 @@ class Creation:
 
 
 class _Hooks:
-    """Private functions of torch's, replaced while any thread is in a :class:`Creation` block."""
+    """Private functions of torch's, replaced while a thread is in a `CreationByMembers` block."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -148,7 +148,7 @@ class _Hooks:
         self._local = threading.local()
         self._originals: dict[str, Callable[..., Any]] = {}
 
-    def enter(self, creation: Creation) -> None:
+    def enter(self, creation: CreationByMembers) -> None:
         with self._lock:
             if self._users == 0:
                 for name in ("_process_group_name", "_get_split_source", "_is_barrier_after_init"):
@@ -171,7 +171,7 @@ class _Hooks:
         setattr(_c10d, name, hook)
 
     @property
-    def creation(self) -> Creation | None:
+    def creation(self) -> CreationByMembers | None:
         return getattr(self._local, "creation", None)
 
     def _process_group_name(self, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +208,7 @@ class _Hooks:
 
 
 def _without_backends(
-    creation: Creation,
+    creation: CreationByMembers,
     size: Any,
     rank: Any,
     ranks: Any,
@@ -271,7 +271,7 @@ _hooks = _Hooks()
 
 
 def is_creating() -> bool:
-    """Whether this thread is in a :class:`Creation` block."""
+    """Whether this thread is in a :class:`CreationByMembers` block."""
     return _hooks.creation is not None
 
 
@@ -304,7 +304,7 @@ def create_world(
     opens a new rendezvous, and it wraps ``sys.excepthook`` once more each time. Collective over
     all ranks for backends that connect at creation; blocking.
     """
-    with Creation(name, store, device):
+    with CreationByMembers(name, store, device):
         group, _ = _c10d._new_process_group_helper(
             size,
             rank,

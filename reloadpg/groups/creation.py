@@ -339,7 +339,7 @@ class Construction:
             call = self._as_new_group(backend)
         elif part:
             call = call.replacing("backend", backend)
-        with verbatim(), c10d.Creation(name, store, device):
+        with verbatim(), c10d.CreationByMembers(name, store, device):
             made = call()
         if c10d.is_non_member(made):
             raise RuntimeError("torch says that this rank is no member of its own group")

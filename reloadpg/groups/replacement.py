@@ -87,7 +87,9 @@ def split_alone(call: Call) -> Any:
         "group_desc": given.get("group_desc") or f"{c10d.desc_of(parent)}:split",
         **({} if c10d.sorts_ranks() else {"sort_ranks": False}),
     }
-    creation = c10d.Creation(name, c10d.store_of(parent), without_backends=is_without_backends)
+    creation = c10d.CreationByMembers(
+        name, c10d.store_of(parent), without_backends=is_without_backends
+    )
     with verbatim(), creation:
         made = c10d.original("new_group")(**kwargs)
     made.bound_device_id = parent.bound_device_id  # whatever devices it serves, as torch does

@@ -107,7 +107,7 @@ def _init_process_group(wrapped: Function) -> Function:
         call = Call.capture(wrapped, args, kwargs)
         options, places = registry.options, Places()
         if options is not None and options.recoverable:
-            with verbatim(), c10d.Creation(without_backends=places.take):
+            with verbatim(), c10d.CreationByMembers(without_backends=places.take):
                 result = wrapped(*call.args, **call.kwargs)
         else:
             with verbatim():
@@ -138,7 +138,7 @@ def _create_alone(call: Call) -> Any:
         c10d.forget_parent(value)
     alone = replaces()
     without = is_without_backends if alone else None
-    with c10d.Creation(without_backends=without, waits=not alone):
+    with c10d.CreationByMembers(without_backends=without, waits=not alone):
         return call()
 
 

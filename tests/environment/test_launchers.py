@@ -2,72 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-import reloadpg
+from launching import launch, missing, torchrun
 
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 REPORT = str(HERE / "rank_report.py")
-ROOT = str(Path(reloadpg.__file__).parents[1])
-TIMEOUT_S = 280
-
-
-def missing(*tools: str) -> str:
-    """A reason that names the launcher's tools that are not installed; empty if all are."""
-    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-    absent = [tool for tool in tools if shutil.which(tool, path=path) is None]
-    return f"launcher not installed: {', '.join(absent)}" if absent else ""
-
-
-def clean_environment() -> dict[str, str]:
-    prefixes = ("SLURM", "OMPI_", "PMI", "PMIX_", "JSM_", "LSB_", "TORCHELASTIC")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(prefixes) and name not in (*names, "GROUP_RANK", "GROUP_WORLD_SIZE")
-    }
-    sbin = os.pathsep.join([kept.get("PATH", "/usr/bin"), "/usr/sbin", "/sbin"])
-    return {
-        **kept,
-        "PATH": sbin,
-        "PYTHONPATH": ROOT,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-def launch(*command: str) -> str:
-    """Run a launcher, bounded; everything it started is killed with it."""
-    process = subprocess.Popen(
-        command,
-        env=clean_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert process.returncode == 0, output[-4000:]
-    return output
 
 
 def reports(folder: Path, label: str = "job") -> list[dict[str, Any]]:
@@ -97,11 +44,7 @@ def test_a_bare_python_is_a_single_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_torchrun(ranks: int, tmp_path: Path) -> None:
     """torchrun's agent keeps the store; the ranks agree and meet on it."""
-    launch(
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"),
-        *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
-        *(REPORT, str(tmp_path)),
-    )
+    torchrun(ranks, REPORT, tmp_path)
     check(reports(tmp_path), "torchrun", ranks)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,10 +19,53 @@ HERE = HELPERS.parent / "frameworks"
 ROOT = Path(reloadpg.__file__).parents[1]
 ENVIRONMENT_TESTS = HERE.parent / "environment"
 
-sys.path.insert(0, str(ENVIRONMENT_TESTS))
-from test_launchers import launch  # noqa: E402  # what starts and ends launchers there
+TIMEOUT_S = 280
 
-__all__ = ["HELPERS", "HERE", "activation", "launch", "ranks_of", "torchrun"]
+
+def missing(*tools: str) -> str:
+    """A reason that names the launcher's tools that are not installed; empty if all are."""
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    absent = [tool for tool in tools if shutil.which(tool, path=path) is None]
+    return f"launcher not installed: {', '.join(absent)}" if absent else ""
+
+
+def clean_environment() -> dict[str, str]:
+    prefixes = ("SLURM", "OMPI_", "PMI", "PMIX_", "JSM_", "LSB_", "TORCHELASTIC")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(prefixes) and name not in (*names, "GROUP_RANK", "GROUP_WORLD_SIZE")
+    }
+    sbin = os.pathsep.join([kept.get("PATH", "/usr/bin"), "/usr/sbin", "/sbin"])
+    return {
+        **kept,
+        "PATH": sbin,
+        "PYTHONPATH": str(ROOT),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def launch(*command: str) -> str:
+    """Run a launcher, bounded; everything it started is killed with it."""
+    process = subprocess.Popen(
+        command,
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0, output[-4000:]
+    return output
 
 
 def activation(folder: Path, backends: str = "gloo") -> dict[str, str]:
