@@ -11,7 +11,7 @@ import ast
 import importlib
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,13 +40,14 @@ class RanksMark:
         backend: of the default group that is made before the body and destroyed afterwards;
             None leaves that to the body.
         env: variables set in the ranks; None removes one.
-        start_method, store: as for ``reloadpg.testing.run_ranks``.
+        preload, start_method, store: as for ``reloadpg.testing.run_ranks``.
     """
 
     world_size: int
     timeout: float | None = None
     backend: str | None = None
     env: Mapping[str, str | None] | None = None
+    preload: Sequence[str] = ()
     start_method: Literal["forkserver", "spawn"] | None = None
     store: Literal["parent", "rank0"] = "parent"
 
@@ -147,6 +148,7 @@ def execute(test: RankTest, mark: RanksMark) -> None:
             args=(test,),
             timeout=test.timeout,
             env={SWITCH: None, **(mark.env or {})},
+            preload=mark.preload,
             start_method=mark.start_method,
             store=mark.store,
         )

@@ -11,22 +11,28 @@ import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Iterable
 
 _SETTINGS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _SETTINGS["RELOADPG_AUTOINSTALL"] = ""
-_before = dict(os.environ)
-_path = list(sys.path)
 
-os.environ.update(_SETTINGS)
-sys.path[:] = filter(None, _path)  # not a folder `torch` of the working directory
-for _name in ("torch.distributed", "reloadpg.testing.ranks", "reloadpg.testing.simulated"):
-    with contextlib.suppress(Exception):  # it fails in the rank again, where it is reported
-        importlib.import_module(_name)
+
+def import_all(names: Iterable[str]) -> None:
+    """Import modules in a process that ranks are forked from. Local."""
+    before, path = dict(os.environ), list(sys.path)
+    os.environ.update(_SETTINGS)
+    sys.path[:] = filter(None, path)  # not a folder `torch` of the working directory
+    for name in names:
+        with contextlib.suppress(Exception):  # it fails in the rank again, where it is reported
+            importlib.import_module(name)
+    sys.path[:] = path
+    for name in _SETTINGS:
+        del os.environ[name]
+        if name in before:
+            os.environ[name] = before[name]
+
+
+import_all(("torch.distributed", "reloadpg.testing.ranks", "reloadpg.testing.simulated"))
 with contextlib.suppress(Exception):
     from reloadpg import install, offload  # noqa: F401 - and all that they need
     from reloadpg.lifecycle.autoinstall import activate  # noqa: F401
-sys.path[:] = _path
-for _name in _SETTINGS:
-    del os.environ[_name]
-    if _name in _before:
-        os.environ[_name] = _before[_name]

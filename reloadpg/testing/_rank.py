@@ -59,6 +59,7 @@ class Job:
     Attributes:
         call: the pickled (function, args, kwargs).
         modules: name and file of each module that the call refers to.
+        preload: modules to import before the ranks are forked.
         start_method: of the ranks, ``forkserver`` or ``spawn``.
         environments: the whole environment of each rank.
         directory: where ranks leave their files.
@@ -70,6 +71,7 @@ class Job:
 
     call: bytes
     modules: Sequence[tuple[str, str]]
+    preload: Sequence[str]
     start_method: str
     environments: Sequence[dict[str, str]]
     directory: Path
@@ -103,7 +105,8 @@ def supervise(caller: Connection, job: Job) -> None:
     # Ranks ignore it until they can dump their stacks: the default action would kill them.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if job.start_method == "forkserver":
-        importlib.import_module("reloadpg.testing._preload")  # where the server could not
+        preload = importlib.import_module("reloadpg.testing._preload")  # if the server could not
+        preload.import_all(job.preload)
         gc.freeze()
     _Supervisor(caller, job).run()
 

@@ -15,9 +15,9 @@ nor the rest of the library until a test asks for something::
         dist.init_process_group("sim")
         ...
 
-``ranks(world_size, *, timeout, backend, env, start_method, store)`` runs the body once on each of
-so many processes and fails with every failed rank's traceback. ``reload_each_phase`` runs the test
-twice: as it is, and with an offload and a reload before each collective phase (see
+``ranks(world_size, *, timeout, backend, env, preload, start_method, store)`` runs the body once on
+each of so many processes and fails with every failed rank's traceback. ``reload_each_phase`` runs
+the test twice: as it is, and with an offload and a reload before each collective phase (see
 ``_plugin_checks`` for what a phase is, and what is required of the test).
 
 Do not assume that the test's own process takes part: on ranks, the fixtures of this plugin are
@@ -57,8 +57,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marks, for ``--strict-markers``."""
     for line in (
-        f"{RANKS}(world_size, *, timeout=None, backend=None, env=None, start_method=None, "
-        'store="parent"): run the body of the test on so many real rank processes',
+        f"{RANKS}(world_size, *, timeout=None, backend=None, env=None, preload=(), "
+        'start_method=None, store="parent"): run the body on so many real rank processes',
         f"{PHASES}(*, every_group=False, options=None): run the test as it is, and again with an "
         "offload and a reload before each collective phase; needs the mark ranks",
     ):

@@ -108,6 +108,7 @@ def run_ranks(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = 60.0,
     env: Mapping[str, str | None] | None = None,
+    preload: Sequence[str] = (),
     start_method: Literal["forkserver", "spawn"] | None = None,
     store: Literal["parent", "rank0"] = "parent",
     check: bool = True,
@@ -135,6 +136,9 @@ def run_ranks(
         timeout: Seconds from the start of the ranks until those still running count as failed.
         env: Variables set in the ranks on top of the caller's environment and the above; None
             removes one.
+        preload: Modules that this run imports once, before the ranks are forked, since each would
+            import them: they may start no thread and may not depend on the rank's environment.
+            With `spawn` each rank imports what it needs.
         start_method: `forkserver` (the default) forks ranks from a process that has torch
             imported; `spawn` starts fresh interpreters, which import torch themselves.
             RELOADPG_AUTOINSTALL in a rank's environment installs with both.
@@ -179,6 +183,7 @@ def run_ranks(
         job = Job(
             call=call,
             modules=modules,
+            preload=tuple(preload),
             start_method=start_method or "forkserver",
             environments=_environments(world_size, port, store, directory, env or {}),
             directory=directory,

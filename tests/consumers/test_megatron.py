@@ -220,6 +220,10 @@ def layers_phase(run: Run, parallel_state: Any) -> dict[str, Any]:
     return {"losses": losses, "parameters": list(layers.parameters())}
 
 
+PRELOAD = ("megatron.core",)
+"""What ``consumer_run`` has imported once for all ranks of a launch."""
+
+
 def megatron_program(run: Run) -> dict[str, Any]:
     """All phases in one job, as importing megatron-core is what takes long."""
     from megatron.core import parallel_state

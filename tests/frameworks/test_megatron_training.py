@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpt_job import STEPS, plain_and_cycled
+from gpt_job import PRELOAD, STEPS, plain_and_cycled
 
 from reloadpg.testing import run_ranks
 
@@ -21,7 +21,7 @@ RESULTS = ("losses", "norms", "weights")
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     """Four ranks; each trains without reloadpg, then with it."""
-    return run_ranks(plain_and_cycled, 4, timeout=200)
+    return run_ranks(plain_and_cycled, 4, timeout=200, preload=PRELOAD)
 
 
 def test_training_is_equal_to_the_last_bit(ranks: list[dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -292,7 +293,12 @@ def launched(
     """One launch of ranks, or how it failed; once a test session."""
     try:
         return run_ranks(
-            run_program, world_size, args=(program, setting), timeout=TIMEOUT, env=ENVIRONMENT
+            run_program,
+            world_size,
+            args=(program, setting),
+            timeout=TIMEOUT,
+            env=ENVIRONMENT,
+            preload=getattr(sys.modules[program.__module__], "PRELOAD", ()),
         )
     except RanksFailedError as error:
         return error

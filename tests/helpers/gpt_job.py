@@ -25,6 +25,9 @@ STEPS = 8
 AFTER_STEPS = (1, 3, 4)
 MICROBATCHES, MICROBATCH, LENGTH, VOCABULARY = 4, 2, 8, 32
 
+PRELOAD = ("megatron.core.models.gpt", "megatron.core.optimizer")
+"""What takes longest to import; for ``run_ranks``."""
+
 
 class _FactoriesOnCpu(TorchFunctionMode):
     """``torch.zeros(..., device="cuda")`` and its like make CPU tensors."""

@@ -224,7 +224,7 @@ def megatron_job(rank: int, size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_ranks(megatron_job, 4, timeout=90)
+    return run_ranks(megatron_job, 4, timeout=90, preload=["megatron.core"])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import worlds
 from fault_job import IMPATIENCE, PATIENCE, cut, sockets
-from gpt_job import GptTraining, cuda_on_cpu
+from gpt_job import PRELOAD, GptTraining, cuda_on_cpu
 from recovery_job import interfere, stop_interfering
 from sampling import sampled
 from torch.distributed.device_mesh import init_device_mesh
@@ -272,7 +272,10 @@ def test_training_ends_as_without_a_fault(case: tuple[str, int]) -> None:
     kinds = [*KINDS, *drawn.choices(KINDS, k=20)] if count > 3 else ["backward", "cut", "end"]
     faults = {2 * i + 1: (drawn.randrange(4), one) for i, one in enumerate(kinds[:count])}
     steps = 2 * count + 2
-    results = run_ranks(with_and_without, 4, args=(kind, steps, faults), timeout=500)
+    preload = PRELOAD if kind == "megatron" else ()
+    results = run_ranks(
+        with_and_without, 4, args=(kind, steps, faults), timeout=500, preload=preload
+    )
     for equal, attempts, generation, slowest in results:
         assert equal
         assert attempts == results[0][1]

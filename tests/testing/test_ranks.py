@@ -197,6 +197,25 @@ def test_start_methods(seen: Any) -> None:
         assert (found["cpu"] < 0.5) is (method == "forkserver")
 
 
+def imported(rank: int, world_size: int) -> int:
+    import imported_once
+
+    return os.getpid() == imported_once.PROCESS
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_modules_are_imported_before_the_ranks_are_forked(
+    method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for all ranks; one that cannot be imported is the rank's business, if it wants it."""
+    (tmp_path / "imported_once.py").write_text("import os\nPROCESS = os.getpid()\n")
+    (tmp_path / "broken.py").write_text("raise OSError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    preload = ["broken", "imported_once"]
+    found = run_ranks(imported, 2, start_method=method, preload=preload, timeout=LIMIT)
+    assert found == [method == "spawn"] * 2
+
+
 def reduce_and_nest(rank: int, world_size: int, closed: str) -> list[int]:
     sums = [reduce_ranks(rank, world_size)]
     # Rank 0 hosts the store. A rank that is quicker would connect to the one that is going away.
