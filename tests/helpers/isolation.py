@@ -51,6 +51,9 @@ def isolate() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # Inherited by a run in the background of a script; ranks that tests interrupt must not.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Hundreds of interpreters read the same modules: these are compiled once.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # Short: names of sockets have 107 characters, and Ray's and multiprocessing's are long.
     folder = tempfile.mkdtemp(prefix="rpg-")
     keeper = subprocess.Popen(
