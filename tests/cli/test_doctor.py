@@ -97,10 +97,11 @@ def test_nothing_is_found_where_nothing_is_wrong():
     ("variables", "words", "remedy"),
     [
         ({"RELOADPG_STRATEGY": "bogus"}, "strategy 'bogus' is unknown", "correct the cause"),
-        (
+        pytest.param(
             {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
             "not installed in this process (RELOADPG_AUTOINSTALL='1')",
             "unset TORCH_DEVICE_BACKEND_AUTOLOAD",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import launch, missing, torchrun
+from launching import NO_SLURM, launch, missing, torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -63,10 +63,7 @@ def test_mpirun_of_openmpi(tmp_path: Path) -> None:
     assert {report["master_addr"] for report in found} == {"127.0.0.1"}
 
 
-SLURM = missing("srun", "slurmctld", "slurmd", "munged", "ip", "unshare") or (
-    "SLURM needs root to be started by the test" if os.getuid() else ""
-)
-slurm = pytest.mark.skipif(bool(SLURM), reason=SLURM)
+slurm = pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)
 
 STEPS = """
 set -e

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ENVIRONMENT_TESTS, HERE, launch, ranks_of, torchrun
-from test_launchers import SLURM
+from launching import ENVIRONMENT_TESTS, HERE, NO_SLURM, launch, ranks_of, torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +38,7 @@ def test_torchrun(without: list[dict[str, Any]], tmp_path: Path) -> None:
     assert check(tmp_path, "torchrun", 3) == without
 
 
-@pytest.mark.skipif(bool(SLURM), reason=SLURM)
+@pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)
 def test_srun(without: list[dict[str, Any]], tmp_path: Path) -> None:
     """The same in a step of a real SLURM, started by the same script without a change."""
     results = tmp_path / "results"

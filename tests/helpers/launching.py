@@ -29,6 +29,12 @@ def missing(*tools: str) -> str:
     return f"launcher not installed: {', '.join(absent)}" if absent else ""
 
 
+NO_SLURM = missing("srun", "slurmctld", "slurmd", "munged", "ip", "unshare") or (
+    "SLURM needs root to be started by the test" if os.getuid() else ""
+)
+"""Why no SLURM cluster can be started here; empty if one can."""
+
+
 def clean_environment() -> dict[str, str]:
     prefixes = ("SLURM", "OMPI_", "PMI", "PMIX_", "JSM_", "LSB_", "TORCHELASTIC")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
