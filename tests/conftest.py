@@ -50,9 +50,20 @@ collect_ignore = [
 ]
 
 LONGEST = (
-    "lifecycle/test_autoinstall",
-    "plugin/test_plugin",
+    "benchmarks/test_benchmarks",
+    "lifecycle/test_two_hosts",
+    "lifecycle/test_faults_of_recovery",
+    "lifecycle/test_rejoin",
     "testing/test_ranks",
+    "examples/test_scripts",
+    "lifecycle/test_training_through_faults",
+    "groups/test_compiled_collectives",
+    "lifecycle/test_autoinstall",
+    "environment/test_launchers",
+    "environment/test_network",
+    "frameworks/test_unmodified_scripts",
+    "consumers/test_compile",
+    "plugin/test_plugin",
     "lifecycle/test_suspend_faults",
     "examples/test_blocks",
     "cli/test_doctor",

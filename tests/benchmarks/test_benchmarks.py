@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
-pytestmark = [pytest.mark.matrix, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -48,6 +48,7 @@ def quick(script: str, path: Path) -> dict[str, Any]:
     return figures
 
 
+@pytest.mark.matrix
 def test_dispatch_measures_every_path_on_a_subgroup_and_on_world(dispatch: dict[str, Any]) -> None:
     """Each call has a native and a proxy time on both kinds of group."""
     rows = dispatch["rows"]
@@ -62,6 +63,7 @@ def test_dispatch_measures_every_path_on_a_subgroup_and_on_world(dispatch: dict[
     assert all(row["native_us"] > 0 and row["proxy_us"] > 0 for row in rows)
 
 
+@pytest.mark.matrix
 def test_dispatch_covers_the_collectives(dispatch: dict[str, Any]) -> None:
     """Every collective of torch.distributed that the fake backend can do is measured."""
     python = {row["call"] for row in dispatch["rows"] if row["path"] == "python"}
@@ -133,6 +135,7 @@ print(reload.judge([group], [jobs[0], {**jobs[1], "speedup": 49.0}], 50)["ok"])
     assert done.stdout.split() == ["True", "False", "False", "False", "False"], done.stderr
 
 
+@pytest.mark.matrix
 def test_creation_measures_all_calls_of_a_job(tmp_path: Path) -> None:
     """The job's, those for groups of other ranks, those for the rank's own: 80, 77 and 3."""
     rows = quick("creation.py", tmp_path / "figures.json")["rows"]

@@ -6,14 +6,11 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from sampling import sampled
 from torch._dynamo.utils import counters
 from worlds import start
 
 import reloadpg
 from reloadpg.testing import run_ranks
-
-pytestmark = pytest.mark.matrix
 
 FEW = ("all_reduce", "reduce", "batch_isend_irecv")
 """Of the default run: one that Dynamo rewrites, and two that it traces into the group's methods."""
@@ -147,13 +144,25 @@ def _run(rank, world_size, world, few):
     return seen
 
 
-@pytest.fixture(scope="module", params=sampled(["few", "all"], "few"))
+@pytest.fixture(scope="module")
 def plain(request):
     few = request.param == "few"
     return few, run_ranks(_run, 2, args=("plain", few), timeout=240)
 
 
-@pytest.mark.parametrize("world", sampled(["unbound", "bound"], "unbound"))
+every = pytest.mark.slow, pytest.mark.matrix
+
+
+@pytest.mark.parametrize(
+    ("plain", "world"),
+    [
+        ("few", "unbound"),
+        pytest.param("all", "unbound", marks=every),
+        pytest.param("all", "bound", marks=every),
+    ],
+    indirect=["plain"],
+    scope="module",
+)
 def test_compiled_collectives_are_as_in_plain_torch(plain, world):
     """The same results and as many graph breaks; where Dynamo does not rewrite a collective it
     traced into the group's method, and died of an attribute of an opaque object.
