@@ -11,7 +11,7 @@ from io import StringIO
 
 import psutil
 import pytest
-from cli_process import LIMIT, environment
+from cli_process import LIMIT, called, environment
 from sampling import sampled
 
 from reloadpg.cli import demo, main
@@ -126,14 +126,15 @@ def test_released_memory_is_that_of_the_groups(finished):
 
 
 @pytest.mark.slow
-def test_groups_are_those_of_fsdp_and_megatron(capsys):
+def test_groups_are_those_of_fsdp_and_megatron():
     """Where megatron-core is installed: ``explain`` runs the example itself as one rank of 8."""
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
     example = next(path for path in demo.EXAMPLES if path.is_file())
     options = ["--world-size", "8", "--rank", "1", "--json", "--", "--iterations", "1"]
-    assert main(["explain", str(example), *options]) == 0
-    groups = json.loads(capsys.readouterr().out)["groups"]
+    code, output = called("explain", str(example), *options)
+    assert code == 0
+    groups = json.loads(output)["groups"]
     ranks = {one["desc"]: one["ranks"] for one in groups if one["reloadable"]}
     assert len(ranks) == len(groups) == 20
     assert ranks["mesh_replicate"] == [1, 3, 5, 7]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from cli_process import command, decoded
+from cli_process import called, command, decoded
 
 import reloadpg
 from reloadpg.cli import explain_rank, main
@@ -129,14 +129,14 @@ def test_groups_of_gpus_are_explained_where_there_are_none(tmp_path):
 
 
 @pytest.fixture
-def explained(tmp_path, capsys):
+def explained(tmp_path):
     """A function that explains the text of a script: exit code and JSON."""
 
     def explained(text, *options):
         path = tmp_path / "script.py"
         path.write_text(text)
-        code = main(["explain", str(path), *options, "--json"])
-        return code, json.loads(capsys.readouterr().out)
+        code, output = called("explain", str(path), *options, "--json")
+        return code, json.loads(output)
 
     return explained
 
@@ -257,12 +257,13 @@ def test_fake_groups_that_the_script_asks_for_are_no_others(explained):
 
 
 @pytest.mark.parametrize("options", [[], ["--backends", "gloo"]])
-def test_gloo_groups_of_a_script_that_found_no_device(tmp_path, capsys, options):
+def test_gloo_groups_of_a_script_that_found_no_device(tmp_path, options):
     """As accelerate asks for them; the page says what to do, until it is done."""
     path = tmp_path / "script.py"
     path.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
-    assert main(["explain", str(path), "--world-size", "2", "--device", "xpu", *options]) == 0
-    page = capsys.readouterr().out
+    arguments = [str(path), "--world-size", "2", "--device", "xpu", *options]
+    code, page = called("explain", *arguments)
+    assert code == 0
     assert ("No xpu device is here" in page) == (not options)
     assert f"{len(options) // 2} of 1 group of this rank would be reloadable" in page
 
@@ -322,13 +323,13 @@ def test_a_script_that_does_not_end_is_ended(tmp_path, explained, monkeypatch):
         ("", ""),
     ],
 )
-def test_a_script_that_creates_no_group_is_exit_code_1(tmp_path, capsys, text, error):
+def test_a_script_that_creates_no_group_is_exit_code_1(tmp_path, text, error):
     """Its exit code is named. Here it is a module."""
     (tmp_path / "nothing.py").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
-        assert main(["explain", "-m", "nothing", "--world-size", "2"]) == 1
-    page = capsys.readouterr().out
+        code, page = called("explain", "-m", "nothing", "--world-size", "2")
+    assert code == 1
     assert "created no process group" in page
     assert "Groups of other processes that the script starts are not seen" in page
     assert error in page

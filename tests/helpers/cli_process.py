@@ -4,9 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import reloadpg
+from reloadpg.cli import main
+from reloadpg.testing import run_ranks
 
 LIMIT = 280  # seconds; a command takes some seconds, most of them to import torch
 
@@ -42,3 +46,18 @@ def decoded(process):
         return json.loads(process.stdout)
     except ValueError:
         raise AssertionError(f"no JSON:\n{process.stdout}\n{process.stderr}") from None
+
+
+def _called(rank: int, world_size: int, arguments: tuple[str, ...]) -> tuple[int, str]:
+    with redirect_stdout(StringIO()) as output:
+        code = main(list(arguments))
+    return code, output.getvalue()
+
+
+def called(*arguments: str) -> tuple[int, str]:
+    """The exit code and the output of a command that forks, run in a process with one thread.
+
+    A child of a process with many, as those of tests are, dies now and then (seen: SIGSEGV).
+    """
+    result: tuple[int, str] = run_ranks(_called, 1, args=(arguments,), timeout=LIMIT)[0]
+    return result
