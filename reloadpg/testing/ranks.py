@@ -160,7 +160,8 @@ def run_ranks(
             every failed rank's traceback, exit code or signal, output, and for hung ranks the
             Python stacks. After the first failure the others get one second to fail as well.
         ValueError: An argument is out of range; nothing was started.
-        TypeError: `fn` or the arguments cannot be pickled; nothing was started.
+        TypeError: `fn` or the arguments cannot be pickled, or `preload` is one string; nothing was
+            started.
     """
     __tracebackhide__ = True  # of pytest: the error says it all
     if os.environ.get(_rank.LOADING):
@@ -176,6 +177,8 @@ def run_ranks(
         raise ValueError(f"timeout must be positive seconds, got {timeout}; nothing was started")
     if start_method not in (None, "forkserver", "spawn"):
         raise ValueError(f"start_method must be forkserver or spawn, got {start_method!r}")
+    if isinstance(preload, str):
+        raise TypeError(f"preload={preload!r} is no list of modules; nothing was started")
     if store not in ("parent", "rank0"):
         raise ValueError(f"store must be parent or rank0, got {store!r}")
     call, modules = _pickled(fn, tuple(args), dict(kwargs or {}))

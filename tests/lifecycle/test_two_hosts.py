@@ -378,8 +378,8 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
         hosts.end()
 
 
-def results(hosts: Hosts, ranks: int = 2) -> list[dict[str, Any]]:
-    return [json.loads((hosts.folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+def results(hosts: Hosts) -> list[dict[str, Any]]:
+    return [json.loads((hosts.folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
