@@ -85,6 +85,18 @@ def sockets() -> set[int]:
     return found
 
 
+def connections() -> set[int]:
+    """The descriptors of this process's connections, except those to the store."""
+    port, found = int(os.environ["MASTER_PORT"]), set()
+    for descriptor in sockets():
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                ports = {one.getsockname()[1], one.getpeername()[1]}
+                if port not in ports:
+                    found.add(descriptor)
+    return found
+
+
 def cut(descriptors: set[int]) -> int:
     """Shut connections down past the library that holds them; return how many there were."""
     count = 0

@@ -17,6 +17,8 @@ from unittest import mock
 
 from reloadpg.lifecycle import failure
 from reloadpg.lifecycle.recreate import Rebuilds, Releases
+from reloadpg.rendezvous import barrier
+from reloadpg.rendezvous import round as one_round
 from reloadpg.rendezvous.round import Round
 from reloadpg.rendezvous.worker_thread import Wait
 
@@ -68,6 +70,15 @@ def at(
 def log_soon() -> None:
     """Let a rank that waits say so after 0.2 s already, and not after 10 s. Local."""
     _replaced.enter_context(mock.patch.object(Wait, "FIRST_LOG_S", 0.2))
+
+
+def wait_for_answers() -> None:
+    """Let a rank wait a minute for what the others say after a failure or a bound. Local.
+
+    It ends as soon as all have said it: for jobs in which no rank dies or is cut off.
+    """
+    for module in (barrier, one_round):
+        _replaced.enter_context(mock.patch.object(module, "GRACE_S", 60.0))
 
 
 def restore() -> None:

@@ -83,7 +83,7 @@ def meet_at_rank_0(rank: int, key: str) -> None:
     """Rank 0 has the store: it must not go while rank 1 still asks it how the offload ended."""
     store = c10d._get_default_store()
     if rank == 0:
-        store.wait([key], timedelta(seconds=30))
+        store.wait([key], timedelta(seconds=120))
     else:
         store.set(key, "")
 

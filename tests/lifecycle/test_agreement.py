@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
+import moments
 import pytest
 import torch.distributed as dist
 import worlds
-from recovery_job import ALLOWANCE, FAR, PARALLELISM, Job, attempt, meet
+from recovery_job import ALLOWANCE, FAR, PARALLELISM, Job, attempt, base_store, meet
 
 import reloadpg
 from reloadpg.groups.registry import registry
@@ -27,6 +30,7 @@ CALLS = [
 
 def disagreements(rank: int, size: int) -> dict[str, Any]:
     """Each disagreement in turn: what is raised, what changed, whether the job goes on."""
+    moments.wait_for_answers()
     job = Job.start(rank, subgroups=((0, 1), (1, 2), (0, 2), (0, 1, 2), (0, 1, 2)), bound=FAR)
     found: dict[str, Any] = {}
 
@@ -127,7 +131,7 @@ class TestDisagreement:
 
 def one_round_behind(rank: int, size: int) -> dict[str, Any]:
     """Rank 1 misses a whole offload of the others, and comes to the next call with its first."""
-    job = Job.start(rank, subgroups=((0, 1), (1, 2)), bound=1.5)
+    job = Job.start(rank, subgroups=((0, 1), (1, 2)))
     before = job.snapshot()
     alone = attempt(reloadpg.offload) if rank != 1 else None
     meet("behind", size)
@@ -151,13 +155,23 @@ def test_a_rank_one_call_behind() -> None:
 
 def one_call_skipped(rank: int, size: int) -> list[Any]:
     """Rank 1 raises before its reload; then all call reload again, in step, as they are told."""
-    job = Job.start(rank, subgroups=((0, 1), (1, 2)), bound=1.5)
+    job = Job.start(rank, subgroups=((0, 1), (1, 2)))
     job.cycle()
     reloadpg.offload()
     alone = attempt(reloadpg.reload) if rank != 1 else None
-    meet("skipped", size)
+    store = base_store().clone()
+    if rank == 0:
+        threading.Thread(target=tell_when_waiting, args=(store,), daemon=True).start()
+    if rank == 1:
+        store.wait(["test/rank 0 waits"])
     again = attempt(reloadpg.reload)
     return [alone, again, job.cycle()]
+
+
+def tell_when_waiting(store: Any) -> None:
+    while (running := reloadpg.status().running) is None or not running.waiting:
+        time.sleep(0.01)
+    store.set("test/rank 0 waits", "1")
 
 
 def test_a_rank_that_skipped_a_call_is_in_step_with_the_next_one() -> None:

@@ -220,7 +220,7 @@ from datetime import timedelta
 import torch.distributed as dist
 import reloadpg
 rank = int(os.environ["RANK"])
-reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=2))
+reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=5))
 dist.init_process_group("gloo")
 reloadpg.offload()
 print("offloaded", flush=True)

@@ -76,7 +76,7 @@ def offloads(rank: int, size: int, folder: str, early: bool) -> dict[str, Any]:
     dist.init_process_group("gloo")
     kept = dist.new_group([0, 1])
     with pytest.warns(UserWarning, match="created before reloadpg.install"):
-        reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=3))
+        reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=5))
     saves, seen = Saves(folder), {}
 
     waits = saves.begin("world")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import moments
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,6 +57,7 @@ def test_no_collective_is_run_where_none_is_needed(how):
 
 
 def _corrupt(rank, world_size):
+    moments.wait_for_answers()
     _start()
     reloadpg.offload()
     original = reloadpg.ReloadableProcessGroup.allreduce
@@ -96,6 +98,7 @@ def test_a_wrong_canary_fails_the_reload_on_all_ranks():
 
 
 def _disagree(rank, world_size):
+    moments.wait_for_answers()
     _start()
     reloadpg.offload()
     try:

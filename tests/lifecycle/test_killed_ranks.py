@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from recovery_job import (
     ALLOWANCE,
     BOUND,
+    FAR,
     OFFLOAD_POINTS,
     RELOAD_POINTS,
     Job,
@@ -91,14 +94,26 @@ def test_a_rank_killed_before_a_reload_begins() -> None:
 
 
 def one_dies_and_one_fails(rank: int, size: int) -> dict[str, Any]:
-    job = Job.start(rank, backend="faulty")
+    """All are at the last group, of all ranks: rank 2 dies there, and rank 1 fails after that."""
+    job = Job.start(rank, bound=FAR, backend="faulty")
     reloadpg.offload()
+    store = base_store().clone()
     if rank == VICTIM:
-        interfere("reload.group3", lambda: os.kill(os.getpid(), signal.SIGKILL))
-    if rank == 1:
-        interfere("reload.group3", fail)
+        store.set("test/victim", str(os.getpid()))
+    actions = {
+        VICTIM: lambda: (store.wait(["test/0", "test/3"]), os.kill(os.getpid(), signal.SIGKILL)),
+        1: lambda: (wait_for_death(int(store.get("test/victim"))), fail()),
+    }
+    interfere("reload.group3", actions.get(rank, lambda: store.set(f"test/{rank}", "here")))
     seen = attempt(reloadpg.reload)
     return {"seen": seen, "states": job.states()}
+
+
+def wait_for_death(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        process = os.pidfd_open(pid)
+        assert select.select([process], [], [], FAR)[0]
+        os.close(process)
 
 
 def fail() -> None:
@@ -108,10 +123,12 @@ def fail() -> None:
 def test_a_rank_whose_death_makes_another_fail_first() -> None:
     """The neighbour's failure ends the wait before the bound, and the dead rank is named too."""
     outcomes = run_ranks(one_dies_and_one_fails, 4, timeout=120, check=False)
+    assert outcomes[VICTIM].signal == signal.SIGKILL
     kinds = {0: "PeerFailedError", 1: "RebuildError", 3: "PeerFailedError"}
     for rank, kind in kinds.items():
         seen = outcomes[rank].result["seen"]
         assert seen.kind == kind
+        assert seen.seconds < FAR
         assert seen.names(VICTIM), seen
         assert "connection reset by a peer" in seen.text + seen.cause
 

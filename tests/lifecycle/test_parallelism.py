@@ -8,6 +8,7 @@ from datetime import timedelta
 from random import Random
 from typing import Any
 
+import moments
 import pytest
 import torch.distributed as dist
 import worlds
@@ -211,8 +212,12 @@ def _still_creating(rank: int, world_size: int) -> list[str]:
         for group in groups[:3]
     ]
 
+    store = base_store().clone()
+
     def fail(_: Any) -> None:
         assert all(one.wait_fired(60) for one in held)
+        store.set(f"test/{rank}", "the others have begun")
+        store.wait(["test/0", "test/1"])  # a rank that hears of a failure begins no more
         raise RuntimeError("after the others have begun")
 
     last = f"{groups[3].group_name}@*"
@@ -226,10 +231,11 @@ def _still_creating(rank: int, world_size: int) -> list[str]:
 
 
 def test_each_abandoned_creation_is_named_once() -> None:
-    """By its own group."""
+    """By its own group; the one that fails last may still be on its way out."""
     for unfinished in run_ranks(_still_creating, 2):
-        assert len(unfinished) == 3
-        for k, text in enumerate(unfinished):
+        named = [text for text in unfinished if "<ReloadableProcessGroup '4'" not in text]
+        assert len(named) == 3
+        for k, text in enumerate(named):
             assert f"<ReloadableProcessGroup '{k + 1}'" in text
             assert text.count("ReloadableProcessGroup") == 1
 
@@ -245,6 +251,7 @@ def test_a_creation_that_fails_beside_others(action: str) -> None:
 
 def _consequence(rank: int, world_size: int) -> tuple[str, str]:
     """Rank 1 fails at one group, and drops another one at which rank 0 is still at work."""
+    moments.wait_for_answers()
     simulated.register()
     reloadpg.install(timeout=BOUND, parallelism=2)
     worlds.init("sim")
@@ -298,6 +305,7 @@ def test_a_release_that_fails_beside_others(action: str) -> None:
 
 
 def _different(rank: int, world_size: int) -> str:
+    moments.wait_for_answers()
     reloadpg.install(backends={"gloo"}, timeout=BOUND, parallelism=rank + 1)
     worlds.init("gloo")
     with pytest.raises(reloadpg.DisagreementError) as caught:

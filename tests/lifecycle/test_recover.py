@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import moments
 import pytest
 import torch
 import torch.distributed as dist
-from fault_job import FaultJob, all_reduce, cut, impatient, sockets
+from fault_job import FaultJob, all_reduce, connections, cut, impatient
 from recovery_job import attempt, base_store, interfere, stop_interfering
 from sampling import sampled
 from torch.torch_version import TorchVersion
@@ -30,19 +31,20 @@ Facts = dict[str, Any]
 
 def connections_cut(job: FaultJob) -> Facts:
     """The connections of one group end, of which nobody is told."""
-    before = sockets()
+    before = connections()
     group = job.new_group()
-    mine = sockets() - before
     all_reduce(group)
+    mine = connections() - before
     ended = cut(mine) if job.rank == FAULTY else 0
     return {"cut": ended, "error": attempt(lambda: all_reduce(group)).text}
 
 
 def collective_skipped(job: FaultJob) -> Facts:
     """One rank does not take part, and learns of the fault by the flag alone."""
+    before = reloadpg.fault_pending()
+    job.meet("all have looked")
     if job.rank != FAULTY:
         return {"error": impatient(job.ring, lambda: all_reduce(job.ring))}
-    before = reloadpg.fault_pending()
     end = time.monotonic() + 120
     while not reloadpg.fault_pending() and time.monotonic() < end:
         time.sleep(0.01)
@@ -323,7 +325,7 @@ def come_late(rank: int, size: int) -> Facts:
         job.meet("gave up")
         seen = None
     else:
-        seen = attempt(lambda: reloadpg.recover(wait_for_ranks=1))
+        seen = attempt(lambda: reloadpg.recover(wait_for_ranks=5))
         job.meet("gave up")
     pending = reloadpg.fault_pending()
     reloadpg.recover()
@@ -344,6 +346,7 @@ def test_a_rank_that_does_not_come_is_named_and_may_come_later() -> None:
 
 def differ_in_groups(rank: int, size: int) -> Any:
     """One rank has destroyed a group that the others have."""
+    moments.wait_for_answers()
     job = FaultJob(rank, size)
     if rank == FAULTY:
         dist.destroy_process_group(job.ring)

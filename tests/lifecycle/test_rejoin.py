@@ -247,7 +247,9 @@ PHASES = {
 
 def killed_at(rank: int, size: int, points: tuple[str, ...], backend: str) -> dict[str, Any]:
     """In each step a process of another rank is killed, at its point."""
-    job = Member(rank, bound=4.0, backends=backend, world=backend)
+    # A survivor of a death in a recovery waits so long for the new process.
+    bound = 20.0 if points and points[0].startswith("recover") else 4.0
+    job = Member(rank, bound=bound, backends=backend, world=backend)
     reloadpg.rejoin()
     deaths = store()
 
@@ -416,7 +418,7 @@ def comes_late(job: Member, meeting: Any) -> list[Any]:
     if job.rank == VICTIM:
         meeting.wait(["test/gave up"])
         die()
-    seen = attempt(lambda: reloadpg.recover(wait_for_ranks=1))
+    seen = attempt(lambda: reloadpg.recover(wait_for_ranks=5))
     if meeting.add("test/count", 1) == RANKS - 1:
         meeting.set("test/gave up", "1")
     return [seen, reloadpg.recover().replaced]
@@ -444,7 +446,7 @@ def dies_as_it_rejoins(job: Member, meeting: Any) -> list[Any]:
 def counted_at_the_barrier(job: Member, meeting: Any) -> list[Any]:
     """It dies at the first barrier of a recovery, where the others will count it."""
     if job.rank == VICTIM and not incarnation():
-        arrive = attempt(lambda: reloadpg.recover(wait_for_ranks=1))
+        arrive = attempt(lambda: reloadpg.recover(wait_for_ranks=5))
         assert arrive.missing == (0, 1, 3)
         die()
     if not incarnation():
@@ -468,7 +470,7 @@ def all_of_them(job: Member, meeting: Any) -> list[Any]:
 
 def at_a_moment(rank: int, size: int, name: str) -> dict[str, Any]:
     backend = "faulty" if name == "dies_as_it_rejoins" else "gloo"
-    job = Member(rank, bound=4.0, backends=backend, world=backend)
+    job = Member(rank, bound=10.0, backends=backend, world=backend)
     found = globals()[name](job, store())
     return {"found": found, "after": job.whole(), "new": incarnation()}
 

@@ -6,6 +6,7 @@ import os
 import time
 from typing import Any
 
+import moments
 import pytest
 import torch.distributed as dist
 from sampling import sampled
@@ -19,6 +20,7 @@ from reloadpg.testing import run_ranks, simulated
 
 
 def shared_creation(rank: int, size: int, case: str) -> dict[str, Any]:
+    moments.wait_for_answers()
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     job = Job("recreate" if case == "made offloaded" else "suspend", subgroups=((0, 1),), bound=6)
     if case == "fall back" and rank == 1:
@@ -98,6 +100,7 @@ def test_a_rank_interrupted_in_a_fall_back_stays_in_step() -> None:
 
 
 def after_a_fall_back(rank: int, size: int, strategy: str, at: str) -> list[Any]:
+    moments.wait_for_answers()
     job = Job(strategy, bound=6)
     if rank == 1:
         simulated.inject(simulated.Fault(at, group="g2"))  # type: ignore[arg-type]

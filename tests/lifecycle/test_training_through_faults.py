@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import random
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
-from fault_job import IMPATIENCE, PATIENCE, cut, sockets
+from fault_job import IMPATIENCE, PATIENCE, connections, cut
 from gpt_job import PRELOAD, GptTraining, cuda_on_cpu
 from recovery_job import interfere, stop_interfering
 from sampling import sampled
@@ -38,18 +36,6 @@ part in a collective; stand still for longer than the timeout of the others' col
 
 class Injected(Exception):
     """The error of a fault that the test brings about."""
-
-
-def connections() -> set[int]:
-    """The descriptors of this process's connections, except those to the store."""
-    port, found = int(os.environ["MASTER_PORT"]), set()
-    for descriptor in sockets():
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-            if one.family in (socket.AF_INET, socket.AF_INET6):
-                ports = {one.getsockname()[1], one.getpeername()[1]}
-                if port not in ports:
-                    found.add(descriptor)
-    return found
 
 
 class Fault:

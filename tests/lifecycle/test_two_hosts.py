@@ -389,7 +389,7 @@ def one_cycle(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         hosts.launch(str(BOUND_S), "never")
         hosts.await_files(["rank0.json", "rank1.json"], time.monotonic() + LIMIT_S)
         for launcher in hosts.launchers:
-            assert launcher.wait(30) == 0, hosts.logs()
+            assert launcher.wait(LIMIT_S) == 0, hosts.logs()
         return results(hosts)
 
 
