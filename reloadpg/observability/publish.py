@@ -126,7 +126,7 @@ class StatusRecord:
         self.reports: deque[Report] = deque(maxlen=KEPT_REPORTS)
         self._status: dict[str, Any] = {}
         self._seen: tuple[Any, ...] | None = None
-        self._body = ""
+        self._body: tuple[object, object, str] = (None, None, "")
         self._host = socket.gethostname()
         self.changed: Callable[[], object] = _nobody
         subscribe("the status record", self._note)
@@ -165,8 +165,7 @@ class StatusRecord:
         Args:
             exiting: whether the process is at its exit, and this is the last record.
         """
-        if not self._body:
-            self._body = self._encoded()
+        body = self._encoded()
         size, operation = self._status.get("world_size"), running()
         head = {
             "version": VERSION,
@@ -178,7 +177,7 @@ class StatusRecord:
             "exited": exiting,
             "running": None if operation is None else operation.details(),
         }
-        return f"{json.dumps(head)[:-1]}, {self._body}"
+        return f"{json.dumps(head)[:-1]}, {body}"
 
     def _begin(self) -> None:
         """Note the groups as an operation begins: no other thread looks while it runs."""
@@ -202,16 +201,24 @@ class StatusRecord:
     def _look(self, seen: tuple[Any, ...]) -> None:
         self._status = reloadpg.status().details()
         self._seen = seen
-        self._body = ""  # encoded by the thread that needs it, which is not the job's
         self.changed()
 
     def _encoded(self) -> str:
-        body = {
-            "installed": bool(self._status.get("installed", reloadpg.is_installed())),
-            "status": self._status,
-            "last_report": None if self._report is None else self._report.details(),
-        }
-        return json.dumps(body, default=str)[1:]
+        """Status and report as JSON, by the thread that needs it, which is not the job's.
+
+        The text is kept beside what it was made of: a look meanwhile brings another status.
+        """
+        status, report = self._status, self._report
+        of_status, of_report, text = self._body
+        if of_status is not status or of_report is not report:
+            body = {
+                "installed": bool(status.get("installed", reloadpg.is_installed())),
+                "status": status,
+                "last_report": None if report is None else report.details(),
+            }
+            text = json.dumps(body, default=str)[1:]
+            self._body = status, report, text
+        return text
 
     @staticmethod
     def _signature() -> tuple[Any, ...]:

@@ -12,7 +12,9 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -187,6 +189,8 @@ def test_the_last_record_is_written_at_the_end_of_the_process(tmp_path: Path) ->
     code = (
         "import torch.distributed as dist, reloadpg\n"
         "from reloadpg import observability\n"
+        "from reloadpg.observability import publish\n"
+        "publish._LAST_WRITE_S = 60\n"  # at most: the wait is over when the record is there
         "reloadpg.install(backends={'gloo'}, min_size=1)\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "observability.publish_status()\n"
@@ -242,12 +246,35 @@ def _while_busy(rank, world_size, directory):
     reloadpg.on_offload(on_offload)
     reloadpg.offload()
     publisher.stop()
-    return inside, looks[0]
+    return inside, "MainThread" in looks
 
 
 def test_no_other_thread_asks_for_the_status_during_an_operation(tmp_path: Path) -> None:
     """Communicators are not asked for their memory while they may be released."""
-    assert run_ranks(_while_busy, 1, args=(str(tmp_path),)) == [([], "MainThread")]
+    assert run_ranks(_while_busy, 1, args=(str(tmp_path),)) == [([], True)]
+
+
+def _look_while_it_is_encoded(rank, world_size):
+    _single_rank()
+    record = publish.process_record()
+    record.changed = lambda: None
+    record.refresh()
+    looks = [reloadpg.offload]
+
+    def dumps(value, **options):
+        text = json.dumps(value, **options)
+        if "status" in value and looks:
+            looks.pop()()
+        return text
+
+    with mock.patch.object(publish, "json", SimpleNamespace(dumps=dumps)):
+        texts = [record.text() for _ in range(2)]
+    return [json.loads(text)["status"]["state"] for text in texts]
+
+
+def test_a_look_while_the_record_is_encoded_is_not_lost() -> None:
+    """The thread that writes encodes what it has, and the next record has what came meanwhile."""
+    assert run_ranks(_look_while_it_is_encoded, 1) == [["live", "offloaded"]]
 
 
 def _first_offload(rank, world_size, directory):

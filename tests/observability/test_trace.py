@@ -147,7 +147,7 @@ def test_the_file_is_valid_at_every_moment_and_after_a_kill(tmp_path: Path) -> N
     code = (
         "from reports import report\n"
         "from reloadpg.observability import TraceWriter\n"
-        "writer = TraceWriter('trace.json')\n"
+        "writer = TraceWriter('trace.json', kept=10**6)\n"
         "while True: writer.add(report(world_size=1))\n"
     )
     path = tmp_path / "trace.json"
