@@ -66,7 +66,8 @@ def test_what_nccl_cannot_do_is_exit_code_2(monkeypatch, capsys, devices, argume
 
 def test_a_failure_is_exit_code_1_with_the_advice_of_the_command(capsys):
     """Not what a program would do that calls ``run_ranks`` itself; the rank's stack is shown."""
-    assert main(["bench", "--backend", "gloo", "--ranks", "1", "--timeout", "0.05"]) == 1
+    options = ["--ranks", "1", "--cycles", "1000000", "--timeout", "0.05"]
+    assert main(["bench", "--backend", "gloo", *options]) == 1
     errors = capsys.readouterr().err
     advice = "1 of 1 ranks failed (no process is left). --timeout gives them longer than 0.05 s."
     assert advice in errors

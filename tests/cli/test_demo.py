@@ -131,7 +131,8 @@ def test_groups_are_those_of_fsdp_and_megatron():
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
     example = next(path for path in demo.EXAMPLES if path.is_file())
-    options = ["--world-size", "8", "--rank", "1", "--json", "--", "--iterations", "1"]
+    options = ["--world-size", "8", "--rank", "1", "--timeout", str(LIMIT), "--json"]
+    options += ["--", "--iterations", "1"]
     code, output = called("explain", str(example), *options)
     assert code == 0
     groups = json.loads(output)["groups"]

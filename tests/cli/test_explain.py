@@ -3,16 +3,14 @@
 import json
 import runpy
 import sys
-import time
 from contextlib import suppress
-from types import SimpleNamespace
 
 import psutil
 import pytest
-from cli_process import called, command, decoded
+from cli_process import LIMIT, called, command, decoded
 
 import reloadpg
-from reloadpg.cli import explain_rank, main
+from reloadpg.cli import main
 from reloadpg.cli.explain import explain
 from reloadpg.testing import run_ranks
 
@@ -59,7 +57,8 @@ def test_groups_are_those_of_a_real_job(tmp_path):
     """On rank 1: the same reloadable groups; of the others why they bypass; the script's policy."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    process = command("explain", script, "--world-size", 4, "--rank", 1, "--json", "--", "--tp", 2)
+    options = ["--world-size", 4, "--rank", 1, "--timeout", LIMIT, "--json"]
+    process = command("explain", script, *options, "--", "--tp", 2)
     explained = decoded(process)
     assert process.returncode == 0, process.stdout
     real = run_ranks(real_groups, 4, args=(str(script),), timeout=180)[1]
@@ -106,7 +105,8 @@ def test_groups_of_gpus_are_explained_where_there_are_none(tmp_path):
     """
     script = tmp_path / "train.py"
     script.write_text(NCCL)
-    process = command("explain", script, "--world-size", 16, "--rank", 9)
+    options = ["--world-size", 16, "--rank", 9, "--timeout", LIMIT]
+    process = command("explain", script, *options)
     page = process.stdout
     lines = [" ".join(line.split()) for line in page.splitlines()]
     header = lines.index("group desc size ranks backend reloadpg why")
@@ -132,10 +132,11 @@ def test_groups_of_gpus_are_explained_where_there_are_none(tmp_path):
 def explained(tmp_path):
     """A function that explains the text of a script: exit code and JSON."""
 
-    def explained(text, *options):
+    def explained(text, *options, until=None):
         path = tmp_path / "script.py"
         path.write_text(text)
-        code, output = called("explain", str(path), *options, "--json")
+        limit = ("--timeout", str(LIMIT))
+        code, output = called("explain", str(path), *limit, *options, "--json", until=until)
         return code, json.loads(output)
 
     return explained
@@ -289,14 +290,12 @@ assert reloadpg.ensure_process_group()
     ]
 
 
-def test_a_script_that_does_not_end_is_ended(tmp_path, explained, monkeypatch):
+def test_a_script_that_does_not_end_is_ended(tmp_path, explained):
     """At the time limit; what it created until then is shown, and no process is left.
 
     The limit is over when the group is there, on the slowest machine too.
     """
     created = tmp_path / "created"
-    clock = SimpleNamespace(monotonic=lambda: 60.0 * created.exists(), sleep=time.sleep)
-    monkeypatch.setattr(explain_rank, "time", clock)
     text = (
         "import os, subprocess, time, pathlib\n"
         "import torch.distributed as dist\n"
@@ -306,7 +305,7 @@ def test_a_script_that_does_not_end_is_ended(tmp_path, explained, monkeypatch):
         f"pathlib.Path({str(created)!r}).touch()\n"
         "time.sleep(600)\n"
     )
-    code, found = explained(text, "--world-size", "64", "--timeout", "1")
+    code, found = explained(text, "--world-size", "64", "--timeout", "1", until=created)
     assert found["timed_out"] is True
     assert [one["name"] for one in found["groups"]] == ["WORLD"]
     assert code == 0

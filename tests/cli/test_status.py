@@ -389,6 +389,7 @@ def debug_server(said):
 
 def test_ranks_are_read_through_torchs_debug_server(monkeypatch):
     """One that answers, one that is not there, and one that has no handler of ours."""
+    monkeypatch.setattr(records, "ENDPOINT_TIMEOUT_S", 60)
     with debug_server(record(3, 4)) as endpoint:
         reading = read_endpoints([endpoint, "127.0.0.1:1"])
         monkeypatch.setattr(records, "HANDLER", "/handler/no_such_handler")
@@ -547,8 +548,9 @@ def one_cycle(rank, world_size, directory):
     return report.total_ms
 
 
-def test_watch_follows_a_real_job(tmp_path):
+def test_watch_follows_a_real_job(tmp_path, monkeypatch):
     """Two ranks that publish their status: offloaded, then live at generation 1."""
+    monkeypatch.setattr(records, "SILENT_S", 180)  # one that is held up for some seconds is not
     with (
         ThreadPoolExecutor() as pool,
         on_terminal("status", tmp_path, "--watch", "--interval", "0.1") as terminal,

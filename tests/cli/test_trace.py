@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 import xml.etree.ElementTree as ElementTree
 from itertools import combinations
 
@@ -63,6 +64,9 @@ def _job(rank, world_size, directory):
         reloadpg.offload()
     remove()
     end()
+    for thread in threading.enumerate():
+        if thread.name == "reloadpg-status":  # a slow machine may let it write longer than end()
+            thread.join()
     writer.close()
     return [(one.operation, one.started_at, one.released_bytes) for one in reports]
 

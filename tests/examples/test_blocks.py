@@ -158,7 +158,7 @@ def test_the_block_does_what_it_shows(block: Block, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         return
     size, check = check_of(block) or (2, lambda _: None)
-    check(run_ranks(run_block, size, args=(block.code, str(block)), timeout=90))
+    check(run_ranks(run_block, size, args=(block.code, str(block)), timeout=280))
 
 
 def test_each_check_has_its_block() -> None:

@@ -66,5 +66,5 @@ def test_three_cycles_leave_training_as_it_was(tmp_path: Path) -> None:
     # Two ranks on one pipe: their lines may run into each other.
     ranks = [json.loads(text) for text in re.findall(r"\{.*?\}", done.stdout)]
     assert done.stdout.count("[3, 1]") == len(ranks) == 2
-    assert sorted(ranks, key=lambda one: one["rank"]) == run_ranks(as_it_was, 2)
+    assert sorted(ranks, key=lambda one: one["rank"]) == run_ranks(as_it_was, 2, timeout=280)
     assert all(len(set(one["losses"])) == 3 for one in ranks)

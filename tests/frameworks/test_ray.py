@@ -47,7 +47,7 @@ def replaced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def driven(tmp_path_factory: pytest.TempPathFactory, part: str) -> dict[str, Any]:
     """What the driver saw. It runs as a rank, whose process tree is ended with it in any case."""
     actors = {**activation(tmp_path_factory.mktemp("ray")), "GLOO_SOCKET_IFNAME": "lo"}
-    [seen] = run_ranks(ray_job.drive, 1, args=(actors, part), timeout=240, env=RAY)
+    [seen] = run_ranks(ray_job.drive, 1, args=(actors, part), timeout=540, env=RAY)
     return seen
 
 

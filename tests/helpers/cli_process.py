@@ -4,9 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import redirect_stdout
+import time
+from contextlib import ExitStack, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import reloadpg
 from reloadpg.cli import main
@@ -48,16 +51,26 @@ def decoded(process):
         raise AssertionError(f"no JSON:\n{process.stdout}\n{process.stderr}") from None
 
 
-def _called(rank: int, world_size: int, arguments: tuple[str, ...]) -> tuple[int, str]:
-    with redirect_stdout(StringIO()) as output:
+def _called(
+    rank: int, world_size: int, arguments: tuple[str, ...], until: Path | None
+) -> tuple[int, str]:
+    with ExitStack() as stack:
+        output = stack.enter_context(redirect_stdout(StringIO()))
+        if until is not None:
+            clock = SimpleNamespace(monotonic=lambda: LIMIT * until.exists(), sleep=time.sleep)
+            stack.enter_context(mock.patch("reloadpg.cli.explain_rank.time", clock))
         code = main(list(arguments))
     return code, output.getvalue()
 
 
-def called(*arguments: str) -> tuple[int, str]:
+def called(*arguments: str, until: Path | None = None) -> tuple[int, str]:
     """The exit code and the output of a command that forks, run in a process with one thread.
 
     A child of a process with many, as those of tests are, dies now and then (seen: SIGSEGV).
+
+    Args:
+        arguments: of the command.
+        until: for ``explain``: the time limit of the script is over when this file is there.
     """
-    result: tuple[int, str] = run_ranks(_called, 1, args=(arguments,), timeout=LIMIT)[0]
+    result: tuple[int, str] = run_ranks(_called, 1, args=(arguments, until), timeout=LIMIT)[0]
     return result

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import worlds
 
 import reloadpg
+from reloadpg.observability import publish
 
 LIMIT_S = 300.0
 
@@ -28,6 +29,7 @@ def next_call(directory, rank, number):
 
 def main():
     directory, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    publish._LAST_WRITE_S = LIMIT_S  # it ends as soon as the last record is written
     reloadpg.install(backends={"gloo"}, timeout=LIMIT_S)
     store = dist.FileStore(f"{directory}/store", size)
     worlds.init("gloo", store=store, rank=rank, world_size=size)

@@ -26,6 +26,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "releasing": (Releases, "release"),  # a group, which may be part of a split
     "rebuilding": (Rebuilds, "rebuild"),  # likewise
     "arriving": (Round, "_reach"),  # before this rank arrives at a barrier
+    "waiting": (barrier.Barrier, "_await_outcome"),  # it is counted, and about to wait for others
     "counted": (Round, "_pass"),  # it has read the outcome of a barrier, and done nothing with it
     "telling": (Round, "fail"),  # before it tells the others that it has failed
     "abandoning": (failure, "abort"),  # before it leaves its groups failed

@@ -210,9 +210,9 @@ def copying(side: Side) -> dict[str, Any]:
 
     def copy_back() -> None:
         side.log.append("copy")
-        copies.set()
         seen["reload had begun"] = rebuilds.wait(60)
         seen["sum"] = attempt(side.right)
+        copies.set()  # the reload goes on
 
     rollout = colocated(engine, saver=side.bare, copy_back=copy_back)
     remove = reloadpg.on_reload(before_reload, before=True)

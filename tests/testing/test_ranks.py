@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -111,7 +111,8 @@ def reduce_ranks(rank: int, world_size: int) -> int:
 
 
 def look(rank: int, world_size: int, point: Point, *, key: str) -> dict[str, Any]:
-    cpu = time.process_time()
+    import import_place
+
     return {
         "call": (rank, world_size, point.x, key),
         "point": Point(rank),
@@ -121,7 +122,7 @@ def look(rank: int, world_size: int, point: Point, *, key: str) -> dict[str, Any
         "interpreter": (sys.path, sys.argv, os.getcwd(), sys.flags.hash_randomization),
         "temporary": tempfile.mkdtemp(),
         "threads": torch.get_num_threads(),
-        "cpu": cpu,
+        "forked with torch": os.getppid() == import_place.PROCESS and import_place.AFTER_TORCH,
         "installed": reloadpg.is_installed(),
         "sum": reduce_ranks(rank, world_size),
     }
@@ -147,6 +148,7 @@ def seen(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
             kwargs={"key": "k"},
             env=environment,
             start_method=request.param,
+            preload=["import_place"],
             timeout=LIMIT,
         )
     return request.param, ranks
@@ -187,7 +189,7 @@ def test_a_run_has_its_own_temporary_folder_and_caches(seen: Any) -> None:
 
 
 def test_start_methods(seen: Any) -> None:
-    """A forked rank has not paid for torch; a spawned one is a fresh interpreter.
+    """A forked rank has torch from the process it is forked from; a spawned one starts afresh.
 
     Both compute on as many threads, and install themselves, as their environment says.
     """
@@ -195,7 +197,7 @@ def test_start_methods(seen: Any) -> None:
     for found in ranks:
         assert (found["threads"], found["sum"], found["installed"]) == (2, 3, True)
         assert (found["interpreter"][3] == 0) is (method == "spawn")  # read at the start only
-        assert (found["cpu"] < 0.5) is (method == "forkserver")
+        assert found["forked with torch"] is (method == "forkserver")
 
 
 def imported(rank: int, world_size: int) -> int:
@@ -368,19 +370,24 @@ def test_every_way_to_end(method: Any, ways: list[str], capfd: Any) -> None:
 
 
 def fail_in_turn(rank: int, world_size: int) -> None:
-    """Rank 1 fails first; rank 0 sees it die and fails as a consequence; rank 2 waits."""
+    """Rank 1 fails first; rank 0 sees it die and fails as a consequence; rank 2 waits.
+
+    The time that they have after the first failure is over when rank 2 has seen rank 0 die.
+    """
+    import supervising
+
     distributed.init_process_group("gloo")
     store = distributed.distributed_c10d._get_default_store()
+    store.set(f"pid {rank}", str(os.getpid()))
     if rank == 1:
-        store.set("pid", str(os.getpid()))
-        store.wait(["watched", "waiting"])
+        store.wait(["watched 1", "watched 0"])
         raise ValueError("the cause\nand more")
+    fd = os.pidfd_open(int(store.get(f"pid {1 - rank // 2}")))
+    store.set(f"watched {1 - rank // 2}", "")
+    select.select([fd], [], [])
     if rank == 0:
-        fd = os.pidfd_open(int(store.get("pid")))
-        store.set("watched", "")
-        select.select([fd], [], [])
         raise OSError("the consequence")
-    store.set("waiting", "")
+    supervising.advance(100)
     store.wait(["never"])
 
 
@@ -388,7 +395,7 @@ def test_first_failure_comes_first() -> None:
     """The message opens with rank and reason of the first failure; then come its traceback, what
     followed from it, and the ranks that hang with their stacks."""
     with pytest.raises(RanksFailedError, match=r"no process is left") as caught:
-        run_ranks(fail_in_turn, 3, timeout=LIMIT)
+        run_ranks(fail_in_turn, 3, preload=["supervising"], timeout=LIMIT)
     message = str(caught.value)
     assert message.startswith("rank 1: ValueError: the cause; 3 of 3 ranks failed")
     first, second, third = (message.index(f"===== rank {rank}:") for rank in (1, 0, 2))
@@ -407,28 +414,36 @@ class SlowToFlush:
         time.sleep(0.5)
 
 
-def hang(rank: int, world_size: int) -> None:
+def hang(rank: int, world_size: int, folder: str) -> None:
+    """Rank 0 returns when the others hang. Then the time limit comes."""
     if rank == 0:
+        reported(folder, world_size - 1)
         sys.stdout = SlowToFlush()  # type: ignore[assignment] # and so to exit
     else:
-        helper = threading.Thread(target=wait_in_helper, daemon=True)
-        helper.start()
-        wait_in_main(helper)
+        args = (folder, rank == 1)
+        wait_in_main(threading.Thread(target=wait_in_helper, args=args, daemon=True))
 
 
 def wait_in_main(helper: threading.Thread) -> None:
+    helper.start()
     helper.join()
 
 
-def wait_in_helper() -> None:
+def wait_in_helper(folder: str, ends: bool = False) -> None:
+    report(folder)
+    if ends:
+        import supervising
+
+        supervising.await_return()
+        supervising.advance(LIMIT)
     threading.Event().wait()
 
 
-def test_ranks_that_hang_show_their_python_stacks() -> None:
+def test_ranks_that_hang_show_their_python_stacks(tmp_path: Path) -> None:
     """At the time limit those are named that have not returned, with all their threads."""
     started = time.monotonic()
-    with pytest.raises(RanksFailedError, match="at the time limit of 3 s; 2 of 3 ranks") as caught:
-        run_ranks(hang, 3, timeout=3)
+    with pytest.raises(RanksFailedError, match="the time limit of 280 s; 2 of 3 ranks") as caught:
+        run_ranks(hang, 3, args=(str(tmp_path),), preload=["supervising"], timeout=LIMIT)
     assert time.monotonic() - started < LIMIT
     assert str(caught.value).count("in wait_in_main") == 2
     outcomes = caught.value.outcomes
@@ -442,18 +457,21 @@ def test_ranks_that_hang_show_their_python_stacks() -> None:
 
 
 @pytest.mark.parametrize("method", START_METHODS)
-def test_time_limit_before_the_ranks_are_up(method: Any) -> None:
+def test_time_limit_before_the_ranks_are_up(method: Any, tmp_path: Path) -> None:
     """Ranks that are still starting at the time limit count as hung, without stacks."""
-    outcomes = run_ranks(hang, 2, start_method=method, timeout=1e-6, check=False)
+    settings: Any = {"start_method": method, "timeout": 1e-6, "check": False}
+    outcomes = run_ranks(hang, 2, args=(str(tmp_path),), **settings)
     assert (outcomes[1].timed_out, outcomes[1].signal) == (True, signal.SIGKILL)
 
 
 def stay_after_return(rank: int, world_size: int, folder: str) -> None:
     """Rank 0 returns, but its process waits for a thread; rank 1 fails then."""
     if rank == 1:
-        raise ValueError(reported(folder, 1))
-    threading.Thread(target=wait_in_helper).start()
-    report(folder)
+        reported(folder, 1)
+        while not Path(os.environ["TMPDIR"]).with_name("0.result").exists():
+            time.sleep(0.01)
+        raise ValueError
+    threading.Thread(target=wait_in_helper, args=(folder,)).start()
 
 
 @pytest.mark.slow
@@ -501,16 +519,28 @@ def leave_grandchildren(rank: int, world_size: int, folder: str, then_hang: bool
         rest()
 
 
+def leave_them_and_fail(rank: int, world_size: int, folder: str) -> None:
+    """Rank 2 fails when the others have their grandchildren."""
+    if rank == 2:
+        raise ValueError(len(reported(folder, 2)))
+    leave_grandchildren(rank, world_size, folder, True)
+
+
 @pytest.mark.parametrize("hangs", [True, False])
 def test_grandchildren_end_with_the_run(tmp_path: Path, hangs: bool) -> None:
     """Children of ranks are gone after the run, even daemons in sessions of their own."""
-    with pytest.raises(RanksFailedError, match="time limit") if hangs else nullcontext():
-        timeout = 4 if hangs else LIMIT
-        run_ranks(leave_grandchildren, 2, args=(str(tmp_path), hangs), timeout=timeout)
+    if hangs:
+        with pytest.raises(RanksFailedError, match=r"^rank 2: ValueError: 2; "):
+            run_ranks(leave_them_and_fail, 3, args=(str(tmp_path),), timeout=LIMIT)
+    else:
+        run_ranks(leave_grandchildren, 2, args=(str(tmp_path), False), timeout=LIMIT)
     assert [pid for pids in reported(tmp_path, 2) for pid in pids[:4] if exists(pid)] == []
 
 
 def kill_supervisor(rank: int, world_size: int, folder: str) -> None:
+    import supervising
+
+    supervising.await_told()
     child = os.fork()
     if child != 0:
         report(folder, os.getpid(), child)
@@ -527,7 +557,8 @@ def test_killed_supervisors_and_servers(tmp_path: Path, monkeypatch: pytest.Monk
     """A supervisor that is killed takes its ranks and their children along, and the run fails; a
     server that is killed is replaced. Ranks have the caller's environment, not the server's."""
     with pytest.raises(RanksFailedError, match="lost: the process that supervises the ranks"):
-        run_ranks(kill_supervisor, 1, args=(str(tmp_path),), timeout=LIMIT)
+        args, preload = (str(tmp_path),), ["supervising"]
+        run_ranks(kill_supervisor, 1, args=args, preload=preload, timeout=LIMIT)
     wait_gone(reported(tmp_path, 1)[0])
     ((server, _),) = run_ranks(server_and_variable, 1, timeout=LIMIT)
     os.kill(server, signal.SIGKILL)
@@ -689,7 +720,8 @@ def test_main_modules(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_another_reloadpg_in_the_working_directory_is_refused(tmp_path: Path) -> None:
     """The fork server would find it first, though the caller's path does not have it."""
-    shutil.copytree(f"{ROOT}/reloadpg", tmp_path / "reloadpg")
+    compiled = shutil.ignore_patterns("__pycache__")  # other processes write there meanwhile
+    shutil.copytree(f"{ROOT}/reloadpg", tmp_path / "reloadpg", ignore=compiled)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "script.py").write_text(
         "import reloadpg.testing\ndef fn(rank, size):\n    return rank\n"

@@ -25,6 +25,7 @@ from reloadpg.testing.simulated import SimOptions
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
+LIMIT = 280.0  # seconds
 
 
 def start(*, installed: bool, bytes_per_communicator: int = MIB) -> None:
@@ -256,7 +257,8 @@ def value_ranks(rank: int, size: int, installed: bool) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=["bare", "installed"])
 def values(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
-    return request.param, run_ranks(value_ranks, 3, args=(request.param == "installed",))
+    args = (request.param == "installed",)
+    return request.param, run_ranks(value_ranks, 3, args=args, timeout=LIMIT)
 
 
 @pytest.mark.matrix
@@ -447,7 +449,8 @@ def training_rank(rank: int, size: int, installed: bool) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=["bare", "installed"])
 def trained(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
-    return request.param, run_ranks(training_rank, 2, args=(request.param == "installed",))
+    args = (request.param == "installed",)
+    return request.param, run_ranks(training_rank, 2, args=args, timeout=LIMIT)
 
 
 @pytest.mark.matrix
@@ -519,7 +522,7 @@ def cycle_rank(rank: int, size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def cycles() -> list[dict[str, Any]]:
-    return run_ranks(cycle_rank, 2)
+    return run_ranks(cycle_rank, 2, timeout=LIMIT)
 
 
 @pytest.mark.matrix

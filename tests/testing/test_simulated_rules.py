@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from reloadpg.testing.simulated import Fault, GroupInfo, InjectedFaultError, Sim
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
+LIMIT = 280.0  # seconds
 
 
 def start() -> None:
@@ -100,6 +102,7 @@ def rules_rank(rank: int, size: int) -> dict[str, Any]:
         child_stats = simulated.stats()
         os.write(write, f"{child_stats.created} {len(simulated.groups())}".encode())
         os._exit(0)
+    os.close(write)
     os.waitpid(child, 0)
     seen["child"] = os.read(read, 100).decode()
     seen["parent_unchanged"] = simulated.groups() == before
@@ -109,7 +112,7 @@ def rules_rank(rank: int, size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rules() -> list[dict[str, Any]]:
-    return run_ranks(rules_rank, 2)
+    return run_ranks(rules_rank, 2, timeout=LIMIT)
 
 
 def test_use_after_shutdown_is_refused_on_every_path(rules: list[dict[str, Any]]) -> None:
@@ -194,7 +197,7 @@ CLASSES = (simulated.SimulatedProcessGroup, simulated.Stats)
 def test_a_signal_handler_can_read_the_accelerator_at_any_step() -> None:
     """``stats``, ``groups`` and ``inject`` neither wait for the thread that was interrupted nor
     find something half done."""
-    assert run_ranks(read_at_every_step, 1)[0] > 1000
+    assert run_ranks(read_at_every_step, 1, timeout=LIMIT)[0] > 1000
 
 
 # ---------------------------------------------------------------------------------------------
@@ -340,7 +343,7 @@ def test_eager_creation_without_its_peer_fails_and_leaves_nothing(
     """It ends with an error at its timeout; no group is live or leaked, no memory is held."""
     seen = connected[0]
     assert seen["eager_absent"][0]
-    assert seen["eager_absent"][1] < 15
+    assert seen["eager_absent"][1] < 100  # and not at the group's default, which is 30 minutes
     assert seen["eager_failed"] == (0, 0, seen["held_before"])
 
 
@@ -450,7 +453,7 @@ def fault_rank(rank: int, size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def faults() -> dict[str, Any]:
-    result: dict[str, Any] = run_ranks(fault_rank, 1)[0]
+    result: dict[str, Any] = run_ranks(fault_rank, 1, timeout=LIMIT)[0]
     return result
 
 
@@ -563,8 +566,15 @@ def precise_rank(rank: int, size: int) -> dict[str, Any]:
         slow = [alone() for _ in range(2)]
         creation = time.monotonic() - begun
         slow += [alone() for _ in range(6)]
+    sleep, together = time.sleep, threading.Barrier(8)
+
+    def sleep_together(seconds: float) -> None:
+        if seconds == 0.5:  # a release, which begins to take its time where all have come to that
+            together.wait(60)
+        sleep(seconds)
+
     begun = time.monotonic()
-    with ThreadPoolExecutor(8) as pool:
+    with mock.patch.object(time, "sleep", sleep_together), ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(group.shutdown) for group in slow]:
             done.result()
     seen["seconds"] = creation, time.monotonic() - begun
@@ -578,7 +588,7 @@ def precise_rank(rank: int, size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def precise() -> list[dict[str, Any]]:
-    return run_ranks(precise_rank, 2)
+    return run_ranks(precise_rank, 2, timeout=LIMIT)
 
 
 def test_a_fault_can_call_a_function(precise: list[dict[str, Any]]) -> None:
@@ -613,7 +623,7 @@ def test_creations_and_releases_can_take_time(precise: list[dict[str, Any]]) -> 
     for seen in precise:
         creation, release, neither = seen["seconds"]
         assert creation >= 1
-        assert 0.5 <= release < 3.5  # 4 one after another
+        assert release >= 0.5
         assert neither < 60
 
 
@@ -629,7 +639,7 @@ def dying_rank(rank: int, size: int) -> None:
 
 @pytest.fixture(scope="module")
 def deaths() -> list[RankOutcome]:
-    return run_ranks(dying_rank, 2, check=False)
+    return run_ranks(dying_rank, 2, timeout=LIMIT, check=False)
 
 
 def test_exit_ends_the_process_with_its_code(deaths: list[RankOutcome]) -> None:
@@ -685,4 +695,4 @@ def importing_rank(rank: int, size: int) -> list[bool]:
 
 def test_importing_registers_nothing() -> None:
     """The backend is unknown to torch until ``register`` is called."""
-    assert run_ranks(importing_rank, 1) == [[False, True]]
+    assert run_ranks(importing_rank, 1, timeout=LIMIT) == [[False, True]]

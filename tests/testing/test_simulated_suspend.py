@@ -114,7 +114,7 @@ def hang(rank: int, size: int) -> dict[str, Any]:
     dist.group.WORLD.get_group_store().wait(["failed"])
     hangs = not ended and backend.memory_stats()["suspended"] == 0
     backend.abort()
-    waiting.join(10)
+    waiting.join()
     return {"hangs": hangs, "ended": ended}
 
 

@@ -87,7 +87,7 @@ def test_skips_without_a_collective():
     pytest.skip("no such machine")
 
 
-@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.ranks(2, backend="gloo", preload=["supervising"])  # rank 0 has time to end
 def test_fails_on_one_rank(rank):
     print(f"words of rank {rank}")
     numbers = [1, 2, 3]
@@ -95,9 +95,13 @@ def test_fails_on_one_rank(rank):
         assert numbers[rank] == 7
 
 
-@pytest.mark.ranks(2, timeout=4)
+@pytest.mark.ranks(2, timeout=60, preload=["supervising"])
 def test_hangs_on_one_rank(rank):
     if rank == 0:
+        import supervising
+
+        supervising.await_return()
+        supervising.advance(60)
         wait_for_ever()
 
 
@@ -345,8 +349,8 @@ def test_no_phase():
     pass
 
 
-@pytest.mark.ranks(2, backend="gloo", timeout=8)
-@pytest.mark.reload_each_phase
+@pytest.mark.ranks(2, backend="gloo", timeout=60)
+@pytest.mark.reload_each_phase(options={"backends": "gloo", "timeout": 3})
 def test_phase_of_one_rank_alone(rank):
     if rank == 0:
         work = dist.all_reduce(torch.ones(1), async_op=True)

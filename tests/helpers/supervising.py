@@ -1,0 +1,64 @@
+"""The process that supervises ranks, in the hands of a test: ``preload`` this module in its run.
+
+Its clock moves on when a rank says so, and a time limit comes with an event. After a failure the
+other ranks have a minute to end by themselves, and so have Python stacks. Import it in functions
+of ranks alone: it changes the process that imports it. With ``spawn`` it has no effect.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from reloadpg.testing import _rank
+
+
+def _file(name: str) -> Path:
+    """A file of the run. The supervisor has the environment of the rank that it started last."""
+    return Path(os.environ["TMPDIR"], f"supervisor-{name}")
+
+
+def _monotonic() -> float:
+    ahead = _file("ahead")
+    return time.monotonic() + (float(ahead.read_text()) if ahead.exists() else 0.0)
+
+
+def _tell(self: _rank._Supervisor, message: object) -> None:
+    _told(self, message)
+    _file("told").touch()
+
+
+def _look(self: _rank._StartedRank) -> None:
+    _looked(self)
+    if self.returned:
+        _file("returned").touch()
+
+
+def advance(seconds: float) -> None:
+    """Put the supervisor's clock forward, and let it look at it. Called in a rank, once a run."""
+    part = _file("part")
+    part.write_text(str(seconds))
+    part.rename(_file("ahead"))
+    os.kill(os.getppid(), signal.SIGCHLD)
+
+
+def await_told() -> None:
+    """Wait until the supervisor has sent the ranks' process ids to the caller. In a rank."""
+    while not _file("told").exists():
+        time.sleep(0.01)
+
+
+def await_return() -> None:
+    """Wait until the supervisor knows that the function of a rank has returned. In a rank."""
+    while not _file("returned").exists():
+        time.sleep(0.01)
+
+
+_told, _looked = _rank._Supervisor._tell, _rank._StartedRank.look
+_rank._Supervisor._tell = _tell  # type: ignore[method-assign]
+_rank._StartedRank.look = _look  # type: ignore[method-assign]
+_rank.time = SimpleNamespace(monotonic=_monotonic)  # type: ignore[assignment]
+_rank.GRACE = _rank.STACK_LIMIT = 60.0
