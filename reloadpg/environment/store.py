@@ -314,7 +314,7 @@ class _Exchange:
         pause = max(_PAUSE_S, self._mine.world_size / 2000)
         if wait.left > _LAST_S:
             with suppress(RuntimeError):
-                store.wait([key], timedelta(seconds=wait.left - _LAST_S))
+                wait.pause(wait.left - _LAST_S, lambda s: store.wait([key], timedelta(seconds=s)))
         while not store.check([key]):  # raises if the store itself is gone
             if wait.left == 0:
                 return False

@@ -257,7 +257,7 @@ class Barrier:
                 for other in range(self._size)
             }
             store.set(self._key("difference"), first_difference(plans))
-        text = self._await(store, "difference", Wait(self._name, GRACE_S))
+        text = self._await(store, "difference", Wait(self._name, self.grace_s))
         return Outcome("disagree", text=text or "a rank ended before it could say in what")
 
     def roll_call(self, store: Store, outcome: Outcome, *, waits: bool) -> Outcome:

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def job(rank: int, world_size: int, network: Any, ends: list[str]) -> Any:
     for end in ends:
         inside: dict[str, str] = {}
         lines.clear()
-        with contextlib.suppress(ValueError, OSError):
+        with contextlib.suppress(ValueError, OSError, reloadpg.PeerFailedError):
             bring_up(network, end, lambda into=inside: into.update(changes(before)))
         seen.append((inside, changes(before), list(lines)))
     return seen
@@ -46,8 +47,10 @@ def bring_up(network: Any, end: str, look: Callable[[], None]) -> None:
     options: dict[str, Any] = {"network": network, "init_timeout": 60}
     if end == "failure":
 
-        def create(*_: object, **__: object) -> None:
+        def create(store: dist.Store, rank: int, size: int, _: object) -> None:
             look()
+            store.set(f"{rank} has looked", "")  # the first failure ends the others' bring-up
+            store.wait([f"{other} has looked" for other in range(size)], timedelta(minutes=1))
             raise OSError("no group today")
 
         dist.Backend.register_backend("broken", create, devices=["cpu"])

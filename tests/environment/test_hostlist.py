@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reloadpg.environment.slurm import (
@@ -112,6 +112,7 @@ def test_malformed_task_counts_are_value_errors(text: str) -> None:
         max_size=4,
     )
 )
+@settings(deadline=None)
 def test_any_bracket_has_as_many_hosts_as_its_ranges(ranges: list[tuple[int, int, int]]) -> None:
     """For all ranges: the count, the first and the padding are those of the numbers written out."""
     text = ",".join(f"{low:0{width}d}-{low + more:0{width}d}" for low, more, width in ranges)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
+import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -40,16 +42,24 @@ def _keys(store):
     return store.num_keys()
 
 
-def _measure(names, old_names):
+def _threads(process, most):
+    """Number of threads; one that Python has forgotten may take a moment to be gone."""
+    end = time.monotonic() + 60
+    while process.num_threads() > most and time.monotonic() < end:
+        time.sleep(0.01)
+    return process.num_threads()
+
+
+def _measure(names, old_names, most_threads):
     for thread in threading.enumerate():
         if thread.name.startswith("reloadpg"):
-            thread.join(10)  # it has done its work, and is about to end
+            thread.join(60)  # it has done its work, and is about to end
     gc.collect()
     process = psutil.Process()
     return {
         "rss": process.memory_info().rss,
         "files": Counter(_kind(link) for link in _descriptors()),
-        "threads": process.num_threads(),
+        "threads": _threads(process, most_threads),
         "python threads": sorted(thread.name for thread in threading.enumerate()),
         "tables": lengths(),
         "resolved": sum(resolves_to(name) is not None for name in names),
@@ -92,7 +102,8 @@ def _many_cycles(rank, world_size, cycles):
             # Both ranks must be here: a rank that is ahead has keys of its own in the store.
             worlds.barrier()
             old = inner_names if cycle > 1 else []
-            measured[cycle] = _measure(names, old)
+            most = measured[WARM]["threads"] if measured else math.inf
+            measured[cycle] = _measure(names, old, most)
             worlds.barrier()
     return (
         measured,
@@ -130,7 +141,8 @@ def test_resident_memory_is_flat(flat):
 def test_open_files_and_threads_are_flat(flat, what):
     """No socket, pipe or thread of an old generation is left."""
     for warm, last in _pairs(flat, what):
-        assert last == warm
+        # A thread that was about to end may have been counted at first.
+        assert last <= warm if what == "threads" else last == warm
 
 
 @pytest.mark.parametrize("what", ["tables", "objects", "resolved"])

@@ -519,6 +519,15 @@ def test_nothing_of_ours_outlives_the_default_group(world, tmp_path):
     assert results == [[3] * 6] * 2
 
 
+def _follow_rank_0(rank, key):
+    """Rank 1 must not end a group that rank 0 still connects."""
+    store = c10d._get_default_store()
+    if rank == 0:
+        store.set(key, "")
+    else:
+        store.wait([key], timedelta(minutes=1))
+
+
 def _held(rank, world_size, world, delay):
     connect, numbers = store_client.c10d.clone_store, itertools.count(1)
 
@@ -535,6 +544,7 @@ def _held(rank, world_size, world, delay):
         _cycle()
     elif not world:
         reloadpg.offload()  # with no group to manage, the job begins here
+    _follow_rank_0(rank, "connected")
     meet_at_rank_0(rank, "end")
     dist.destroy_process_group()
     with socket.socket() as client:

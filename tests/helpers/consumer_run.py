@@ -28,7 +28,7 @@ from torch.distributed import all_reduce as early_all_reduce  # bound before ins
 import reloadpg
 from reloadpg.testing import RanksFailedError, run_ranks, simulated
 
-TIMEOUT = 120.0
+TIMEOUT = 280.0
 """Seconds for one launch of ranks; most end within 10, compiled ones within 60, on two cores."""
 
 ENVIRONMENT = {"RES_OPTIONS": "timeout:1 attempts:1"}

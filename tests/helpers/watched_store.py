@@ -29,9 +29,11 @@ class WatchedStore(dist.Store):
     ) -> None:
         super().__init__()
         self._store, self._watch, self._answered = store, watch, answered
+        self._clones: list[WatchedStore] = []  # a PrefixStore that is cloned does not keep them
 
     def clone(self) -> WatchedStore:
-        return WatchedStore(self._store.clone(), self._watch, self._answered)
+        self._clones.append(WatchedStore(self._store.clone(), self._watch, self._answered))
+        return self._clones[-1]
 
     def _ask(self, method: str, key: str, *args: Any) -> Any:
         self._watch(method, key)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from reloadpg.errors import (
     ReloadpgError,
     RendezvousTimeoutError,
 )
+from reloadpg.rendezvous import barrier as barriers
+from reloadpg.rendezvous import round as rounds
 from reloadpg.rendezvous.barrier import Barrier, Keys
 from reloadpg.rendezvous.outcome import Outcome
 from reloadpg.rendezvous.plan import Plan, Proposal
@@ -86,14 +89,30 @@ def tcp_job(size: int, answered: Mapping[int, Watch] = {}) -> Job:
     )
 
 
-def signals_arrival(rank: int, arrived: threading.Event) -> dict[int, Watch]:
-    """An event that is set when a rank was counted at a barrier, before it waits there."""
+def signals_arrival(arrived: threading.Event, *ranks: int, at: str = "") -> dict[int, Watch]:
+    """An event that is set when ranks were counted at a barrier, before they wait there."""
+    left = {*ranks}
+
+    def counted(rank: int, method: str, key: str) -> None:
+        if method == "set" and f"{at}/here/" in key:
+            left.discard(rank)
+            if not left:
+                arrived.set()
+
+    if not ranks:
+        arrived.set()
+    return {rank: partial(counted, rank) for rank in ranks}
+
+
+def meet_after(mark: str, *ranks: int) -> dict[int, Watch]:
+    """Ranks that set a key on the store go on when all of them have set theirs."""
+    all_have = threading.Barrier(len(ranks))
 
     def answered(method: str, key: str) -> None:
-        if method == "set" and "/here/" in key:
-            arrived.set()
+        if method == "set" and f"/{mark}/" in key:
+            all_have.wait(SOON)
 
-    return {rank: answered}
+    return dict.fromkeys(ranks, answered)
 
 
 class SilentStore(WatchedStore):
@@ -136,7 +155,7 @@ def any_job(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], J
 
 
 def three_barriers(rdv: Rendezvous) -> str:
-    round_ = rdv.open("offload", ("enter", "quiesced", "released"), 20)
+    round_ = rdv.open("offload", ("enter", "quiesced", "released"), FAR)
     round_.agree("enter", PLAN)
     round_.run("quiesced", lambda *_: None, lambda: "nothing")
     round_.barrier("quiesced")
@@ -169,13 +188,20 @@ def test_a_second_job_on_a_store_reads_no_key_of_the_first() -> None:
     """The outcome of the first one's last barrier is still there, under the same name."""
     job = tcp_job(3)
 
-    def one_barrier(rdv: Rendezvous) -> str:
-        rdv.open("offload", ("released",), 0.5).barrier("released")
+    def one_barrier(rdv: Rendezvous, seconds: float = FAR) -> str:
+        rdv.open("offload", ("released",), seconds).barrier("released")
         return "passed"
 
     assert [result for result, _ in job.run(one_barrier)] == ["passed"] * 3
-    second = Job([job.store, *(job.store.clone() for _ in range(2))])
-    for error, _ in second.run(one_barrier, ranks=[0, 1]):
+    arrived = threading.Event()
+    watched = WatchedStore(job.store.clone(), answered=signals_arrival(arrived, 1)[1])
+    second = Job([job.store, watched, job.store.clone()])
+
+    def one_more(rdv: Rendezvous) -> str:
+        assert rdv.rank == 1 or arrived.wait(SOON)
+        return one_barrier(rdv, FAR if rdv.rank == 1 else 0.5)
+
+    for error, _ in second.run(one_more, ranks=[0, 1]):
         assert isinstance(error, RendezvousTimeoutError)
         assert error.missing == (2,)
 
@@ -185,7 +211,7 @@ def test_keys_of_proposals_are_retired() -> None:
     job = tcp_job(3)
 
     def proposing(rdv: Rendezvous) -> None:
-        round_ = rdv.open("offload", ("enter", "quiesced", "released"), 20)
+        round_ = rdv.open("offload", ("enter", "quiesced", "released"), FAR)
         proposals = [Proposal("of all", "x"), Proposal(f"of {rdv.rank}", "x", yields=True)]
         assert round_.agree("enter", PLAN, proposals, ["of all"]) == {"of all": "x"}
         round_.barrier("quiesced")
@@ -204,7 +230,7 @@ def test_keys_of_failed_rounds_are_retired() -> None:
     job = tcp_job(3)
 
     def fails(rdv: Rendezvous) -> None:
-        round_ = rdv.open("offload", ("enter", "released"), 20)
+        round_ = rdv.open("offload", ("enter", "released"), FAR)
         if rdv.rank == 1:
             round_.fail(ReloadpgError("broken"))
         else:
@@ -212,7 +238,7 @@ def test_keys_of_failed_rounds_are_retired() -> None:
 
     def differs(rdv: Rendezvous) -> None:
         plan = Plan("offload", {"generation": str(rdv.rank)})
-        rdv.open("offload", ("enter", "released"), 20).agree("enter", plan)
+        rdv.open("offload", ("enter", "released"), FAR).agree("enter", plan)
 
     def late(rdv: Rendezvous) -> None:
         rdv.open("offload", ("enter",), 0.3).agree("enter", PLAN)
@@ -232,14 +258,23 @@ def test_keys_of_failed_rounds_are_retired() -> None:
 @pytest.mark.parametrize("absent", [[1], [0], [1, 2, 6], [0, 1, 2, 3, 4, 5, 6]])
 def test_a_time_out_names_the_missing_ranks(absent: list[int]) -> None:
     """Phase, bound, how many arrived and who did not, alike on all ranks that came."""
-    job = tcp_job(8)
     present = [rank for rank in range(8) if rank not in absent]
-    results = job.run(lambda rdv: rdv.open("reload", ("enter",), 0.5).agree("enter", PLAN), present)
-    assert max(seconds for _, seconds in results) >= 0.5
-    for error, seconds in results:
+    last, others = present[-1], threading.Event()
+    bounds = {rank: 0.5 if rank == last else FAR for rank in present}
+    job = tcp_job(8, signals_arrival(others, *present[:-1]))
+
+    def arrive(rdv: Rendezvous) -> None:
+        assert rdv.rank != last or others.wait(SOON)
+        begun = time.monotonic()
+        with pytest.raises(RendezvousTimeoutError) as caught:
+            rdv.open("reload", ("enter",), bounds[rdv.rank]).agree("enter", PLAN)
+        assert rdv.rank != last or time.monotonic() - begun >= 0.5
+        raise caught.value
+
+    for rank, (error, seconds) in zip(present, job.run(arrive, present), strict=True):
         assert isinstance(error, RendezvousTimeoutError)
         assert isinstance(error, TimeoutError)
-        assert (error.phase, error.seconds) == ("enter", 0.5)
+        assert (error.phase, error.seconds) == ("enter", bounds[rank])
         assert (error.arrived, error.missing) == (len(present), tuple(absent))
         assert seconds < SOON
         assert f"{len(present)} of 8 ranks arrived" in str(error)
@@ -247,10 +282,12 @@ def test_a_time_out_names_the_missing_ranks(absent: list[int]) -> None:
 
 def test_a_late_rank_reads_the_same_outcome_at_once() -> None:
     """It does not wait for a bound of its own, and is told that it came too late."""
-    job = tcp_job(3)
+    arrived = threading.Event()
+    job = tcp_job(3, signals_arrival(arrived, 1))
 
     def arrive(rdv: Rendezvous) -> None:
-        rdv.open("reload", ("enter",), FAR if rdv.rank == 2 else 1.0).agree("enter", PLAN)
+        assert rdv.rank != 0 or arrived.wait(SOON)
+        rdv.open("reload", ("enter",), FAR if rdv.rank else 1.0).agree("enter", PLAN)
 
     (first, _), _ = job.run(arrive, ranks=[0, 1])
     ((error, seconds),) = job.run(arrive, ranks=[2])
@@ -262,6 +299,14 @@ def test_a_late_rank_reads_the_same_outcome_at_once() -> None:
     assert [result for result, _ in job.run(three_barriers)] == ["passed"] * 3
 
 
+@pytest.fixture
+def all_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No grace expires: each ends when all ranks have answered, and all of them do."""
+    monkeypatch.setattr(barriers, "GRACE_S", SOON)
+    monkeypatch.setattr(rounds, "_TELL_S", SOON)
+
+
+@pytest.mark.usefixtures("all_answer")
 def test_a_failure_is_heard_at_once(any_job: Callable[[int], Job]) -> None:
     """Ranks that wait at the barrier and ranks at work read it long before the bound."""
     job = any_job(3)
@@ -287,9 +332,10 @@ def test_a_failure_is_heard_at_once(any_job: Callable[[int], Job]) -> None:
         assert seconds < SOON
 
 
-def test_who_does_not_answer_after_a_failure_is_named() -> None:
+def test_who_does_not_answer_after_a_failure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the rank that failed too."""
-    job = tcp_job(4)
+    monkeypatch.setattr(rounds, "_TELL_S", SOON)
+    job = tcp_job(4, meet_after("answer", 0, 1, 3))  # from then on the grace counts
     own = ReloadpgError("connection reset")
 
     def body(rdv: Rendezvous) -> None:
@@ -328,6 +374,7 @@ def test_a_failure_that_another_one_came_before_names_it() -> None:
     ]
 
 
+@pytest.mark.usefixtures("all_answer")
 def test_a_disagreement_is_told_to_all() -> None:
     """The same text on all ranks, and the next round passes."""
     job = tcp_job(5)
@@ -349,7 +396,7 @@ def test_proposals_reach_those_who_look_them_up() -> None:
     proposals = [[Proposal("a", "1")], [Proposal("b", "2"), Proposal("c", "3")], []]
     asks = [["b", "d"], [], ["c", "a"]]
     results = job.run(
-        lambda rdv: rdv.open("reload", ("enter",), 20).agree(
+        lambda rdv: rdv.open("reload", ("enter",), FAR).agree(
             "enter", PLAN, proposals[rdv.rank], asks[rdv.rank]
         )
     )
@@ -360,11 +407,11 @@ def test_proposals_reach_those_who_look_them_up() -> None:
 def test_a_proposal_that_yields_is_read_only_without_another(order: tuple[int, int]) -> None:
     """Whoever comes first."""
     written = threading.Event()
-    job = tcp_job(2, signals_arrival(order[0], written))
+    job = tcp_job(2, signals_arrival(written, order[0]))
     proposals = [[Proposal("a", "weak", yields=True)], [Proposal("a", "strong")]]
 
     def agree(rdv: Rendezvous) -> dict[str, str]:
-        round_ = rdv.open("reload", ("enter",), 20)
+        round_ = rdv.open("reload", ("enter",), FAR)
         if rdv.rank != order[0]:
             assert written.wait(SOON)
         return round_.agree("enter", PLAN, proposals[rdv.rank], ["a"])
@@ -383,27 +430,30 @@ def test_a_rank_alone_reads_its_own_proposals() -> None:
 def test_a_proposal_reaches_all_ranks_whoever_arrives_last(last: int) -> None:
     """Also if the rank that writes the outcome has brought nothing itself."""
     first_is_here = threading.Event()
-    job = tcp_job(2, signals_arrival(1 - last, first_is_here))
+    job = tcp_job(2, signals_arrival(first_is_here, 1 - last))
 
     def agree(rdv: Rendezvous) -> dict[str, str]:
         if rdv.rank == last:
             assert first_is_here.wait(SOON)
         proposals = [Proposal("a", "x")] if rdv.rank == 0 else []
-        return rdv.open("offload", ("enter",), 20).agree("enter", PLAN, proposals, ["a"])
+        return rdv.open("offload", ("enter",), FAR).agree("enter", PLAN, proposals, ["a"])
 
     assert [result for result, _ in job.run(agree)] == [{"a": "x"}] * 2
 
 
-def test_work_that_does_not_end_is_told_from_ranks_that_are_gone() -> None:
+def test_work_that_does_not_end_is_told_from_ranks_that_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Who is stuck leaves a sign, with what it is at; who is gone is missing."""
-    job = tcp_job(3)
+    monkeypatch.setattr(rounds, "GRACE_S", SOON)  # bounds the question
+    job = tcp_job(3, meet_after("rebuilt/here", 0, 1))  # from then on the grace counts
     release = threading.Event()
 
     def body(rdv: Rendezvous) -> None:
-        round_ = rdv.open("reload", ("enter", "rebuilt"), 0.7)
-        round_.agree("enter", PLAN)
+        rdv.open("reload", ("enter",), FAR).agree("enter", PLAN)
         if rdv.rank < 2:
-            round_.run("rebuilt", lambda *_: release.wait(20), lambda: "the group of tests")
+            round_ = rdv.open("reload", ("rebuilt",), 0.7)
+            round_.run("rebuilt", lambda *_: release.wait(FAR), lambda: "the group of tests")
 
     results = job.run(body)
     release.set()
@@ -418,20 +468,19 @@ def test_work_that_does_not_end_is_told_from_ranks_that_are_gone() -> None:
 
 def test_abandoned_work_is_told_that_it_is_not_wanted() -> None:
     """What comes late of it is not put in place."""
-    release, wanted = threading.Event(), []
+    release, ended, wanted = threading.Event(), threading.Event(), []
 
     def work(attempt: Any, _: int) -> None:
-        release.wait(20)
+        release.wait(SOON)
         with attempt as still:
             wanted.append(still)
+        ended.set()
 
     rdv = Rendezvous(None, 0, 1)
     with pytest.raises(RendezvousTimeoutError, match="did not finish its own part"):
         rdv.open("reload", ("rebuilt",), 0.3).run("rebuilt", work, lambda: "a group")
     release.set()
-    deadline = time.monotonic() + 10
-    while not wanted and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert ended.wait(SOON)
     assert wanted == [False]
 
 
@@ -445,13 +494,13 @@ def test_an_error_after_the_last_barrier_finds_the_operation_complete() -> None:
     job = tcp_job(2)
 
     def body(rdv: Rendezvous) -> str | None:
-        round_ = rdv.open("reload", ("enter", "done"), 20)
+        round_ = rdv.open("reload", ("enter", "done"), FAR)
         round_.agree("enter", PLAN)
         if rdv.rank == 0:
             round_.barrier("done")
             return round_.fail(KeyboardInterrupt())
         barrier = round_._barrier("done")
-        wait = Wait("test", 20)
+        wait = Wait("test", FAR)
         rdv.ask(lambda store: barrier.arrive(store, None, (), wait), wait)
         return round_.fail(KeyboardInterrupt())  # counted there, and did not see it
 
@@ -550,36 +599,39 @@ def test_the_remedy_for_a_dead_peer_is_a_restart() -> None:
 
 def test_progress_extends_the_wait() -> None:
     """Of any rank, on ranks that work and on ranks that have arrived; then the bound holds."""
-    job = tcp_job(3)
-    stop, over = threading.Event(), threading.Event()
+    worked, arrived, over = threading.Event(), threading.Event(), threading.Event()
+    job = tcp_job(3, signals_arrival(arrived, 2, at="done"))
+    steps, step = 22, 0.25  # 5.5 s of work under a bound of 5 s
 
     def body(rdv: Rendezvous) -> str:
-        round_ = rdv.open("reload", ("enter", "rebuilt", "done"), 1.0)
-        round_.agree("enter", PLAN)
+        rdv.open("reload", ("enter",), FAR).agree("enter", PLAN)
+        round_ = rdv.open("reload", ("rebuilt",), 5.0)
 
         def work(attempt: Any, _: int) -> None:
-            for _ in range(12 if rdv.rank == 0 else 0):
-                time.sleep(0.25)  # 3 s of work under a bound of 1 s
-                round_.advance()
-            if rdv.rank == 1:
-                stop.wait(2.0)  # hangs longer than the bound, while rank 0 makes progress
+            if rdv.rank == 0:
+                for _ in range(steps):
+                    time.sleep(step)
+                    round_.advance()
+                worked.set()
+            elif rdv.rank == 1:
+                worked.wait(SOON)  # hangs longer than the bound, while rank 0 makes progress
 
         round_.run("rebuilt", work, lambda: "a group")
         round_.barrier("rebuilt")
         if rdv.rank == 0:
             over.wait(SOON)  # progress is over, until the others have ended
+        elif rdv.rank == 1:
+            assert arrived.wait(SOON)
         try:
-            round_.barrier("done")
+            rdv.open("reload", ("done",), 0.5 if rdv.rank == 1 else FAR).barrier("done")
         finally:
             over.set()
         return "passed"
 
-    results = job.run(body)
-    stop.set()
-    for error, _ in results:
+    for error, seconds in job.run(body):
         assert isinstance(error, RendezvousTimeoutError), error
         assert (error.phase, error.missing) == ("done", (0,))
-    assert 3.9 < results[1][1] < SOON
+        assert steps * step < seconds < SOON
 
 
 def test_the_rank_that_hosts_the_store_raises_last() -> None:
@@ -592,11 +644,21 @@ def test_the_rank_that_hosts_the_store_raises_last() -> None:
             first.wait(0.6)  # it does not come: rank 0 is waiting
             ended.append(1)
 
-    job = tcp_job(3, {1: late})
+    arrived = threading.Event()
+    counted = signals_arrival(arrived, 1)[1]
+
+    def answered(method: str, key: str) -> None:
+        late(method, key)
+        counted(method, key)
+
+    job = tcp_job(3, {1: answered})
 
     def body(rdv: Rendezvous) -> None:
+        assert rdv.rank == 1 or arrived.wait(SOON)
+        round_ = rdv.open("reload", ("enter",), FAR if rdv.rank == 1 else 0.5)
+        round_._barrier("enter").grace_s = SOON  # for which rank 0 waits for rank 1 at the end
         try:
-            rdv.open("reload", ("enter",), 0.5).agree("enter", PLAN)
+            round_.agree("enter", PLAN)
         finally:
             if rdv.rank == 0:
                 ended.append(0)
@@ -613,11 +675,11 @@ def test_a_silent_store_is_told_at_the_bound() -> None:
     hold = threading.Event()
 
     def body(rdv: Rendezvous) -> None:
-        round_ = rdv.open("reload", ("enter", "rebuilt"), 1.5)
-        round_.agree("enter", PLAN)
+        rdv.open("reload", ("enter",), FAR).agree("enter", PLAN)
+        round_ = rdv.open("reload", ("rebuilt",), 1.5)
         stores[rdv.rank].silent.set()
         if rdv.rank == 2:
-            round_.run("rebuilt", lambda *_: hold.wait(20), lambda: "a group")
+            round_.run("rebuilt", lambda *_: hold.wait(FAR), lambda: "a group")
         round_.barrier("rebuilt")
 
     results = job.run(body)
@@ -643,7 +705,7 @@ def test_a_recovery_is_noticed_soon_after_the_store_was_silent() -> None:
             rdv.recover(("enter",), "a fault", "", FAR)
             return False, True
         stores[1].silent.set()
-        first, end = rdv.called(0.0), time.monotonic() + 40
+        first, end = rdv.called(0.0), time.monotonic() + SOON
         while not rdv.called(0.0) and time.monotonic() < end:
             time.sleep(0.01)
         return first, rdv.called(0.0)
@@ -652,6 +714,7 @@ def test_a_recovery_is_noticed_soon_after_the_store_was_silent() -> None:
     stores[1].ended.set()
 
 
+@pytest.mark.usefixtures("all_answer")
 def test_a_fall_back_lets_all_ranks_go_on() -> None:
     """Ranks at work abandon it, ranks that wait pass, and a later failure is still told."""
     job = tcp_job(3)
@@ -731,3 +794,23 @@ def test_an_interrupt_while_the_thread_starts_abandons_the_work(
     over.set()
     assert ended.wait(60)
     assert wanted == [False]
+
+
+def test_a_difference_is_waited_for_as_long_as_the_ranks_of_a_large_job_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks that ask the store every eight seconds learn so late that they disagree."""
+    monkeypatch.setattr(barriers, "GRACE_S", 0.0)
+    store = tcp_job(1).store
+    barrier = Barrier("1/enter", Keys(), 1, 16384, lambda: False, lambda _: None)
+    found: list[Outcome] = []
+
+    def handle() -> None:
+        found.append(barrier.handle(store.clone(), Outcome("disagree"), PLAN, waits=False))
+
+    thread = threading.Thread(target=handle)
+    thread.start()
+    thread.join(0.5)
+    store.set("1/enter/difference", "x is 1 on rank 0 and 2 on rank 9000")
+    thread.join(SOON)
+    assert [outcome.text for outcome in found] == ["x is 1 on rank 0 and 2 on rank 9000"]

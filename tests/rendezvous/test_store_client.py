@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import time
 
 import torch.distributed as dist
-import worlds
 
 from reloadpg.rendezvous.store_client import StoreClient
 from reloadpg.rendezvous.worker_thread import Wait
@@ -14,16 +16,31 @@ from reloadpg.testing import run_ranks
 
 def _stopped_after_the_bound(rank, world_size):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    # Lets this process run on 4 s after it has closed the pipe and stopped itself.
+    command = f"read _; while sleep 4 && kill -CONT {os.getpid()}; do :; done"
+    waker = subprocess.Popen(["sh", "-c", command], stdin=subprocess.PIPE)
+    pause, pauses = Wait.pause, []
+
+    def counted(wait, *args):
+        pauses.append(wait)
+        return pause(wait, *args)
+
+    def until_the_next_pause():
+        before = len(pauses)
+        while len(pauses) == before:
+            time.sleep(0.01)
 
     def answer(own):
-        for _ in range(16):  # 0.6 s past the bound, if it runs
-            time.sleep(0.1)
+        until_the_next_pause()  # the bound is past, and the grace has begun
+        waker.stdin.close()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        until_the_next_pause()  # the asking thread has looked at its clock since, and goes on
         return own.add("answers", 1)
 
     client = StoreClient(lambda: store)
     client.ask(lambda own: None, Wait("connect", 60.0))  # the server looks up a host name for it
-    worlds.stop_for(4.0, after=1.3)
-    return client.ask(answer, Wait("test", 1.0))
+    Wait.pause = counted
+    return client.ask(answer, Wait("test", 0.1))
 
 
 def test_the_grace_does_not_pass_while_the_process_is_stopped() -> None:

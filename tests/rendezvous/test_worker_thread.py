@@ -25,8 +25,8 @@ def test_a_task_that_has_ended_holds_nothing_of_its_work() -> None:
         return Task(lambda: held and None, "test"), weakref.ref(held)
 
     task, held = begin()
-    assert task.wait(10)
-    task._thread.join(10)
+    assert task.wait(60)
+    task._thread.join(60)
     gc.collect()
     assert held() is None
 
@@ -38,7 +38,7 @@ def _given_to_another_thread(rank: int, world_size: int) -> list[bool]:
     def signal_the_process() -> None:
         ready.wait()
         os.kill(os.getpid(), signal.SIGUSR2)
-        while_waiting.append(handled.wait(30))
+        while_waiting.append(handled.wait(60))
         ended.set()
 
     signal.signal(signal.SIGUSR2, lambda *_: handled.set())
