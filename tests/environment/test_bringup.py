@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import moments
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,8 +20,6 @@ from in_turn import in_each, variables
 import reloadpg
 from reloadpg.environment import DistributedEnvironmentError, GroupNotInitializedError
 from reloadpg.environment.store import Claim, find_differences
-from reloadpg.rendezvous import barrier as barriers
-from reloadpg.rendezvous import round as rounds
 from reloadpg.testing import run_ranks, simulated
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -585,8 +584,7 @@ def test_bring_up_connects_the_groups_that_it_makes_unless_told_not_to(adopts: b
 def connect_badly(
     rank: int, world_size: int, fault: dict[str, Any], options: dict[str, Any]
 ) -> tuple[str, str, bool]:
-    # All ranks are alive: each of these waits ends when all have answered.
-    barriers.GRACE_S = rounds.GRACE_S = LIMIT
+    moments.wait_for_answers()
     simulated.register()
     with simulated.inject(simulated.Fault(**fault)):
         try:
