@@ -1,5 +1,6 @@
 """Test tools that are part of the library: run a function as the ranks of a job, and an
-accelerator that is simulated (``reloadpg.testing.simulated``).
+accelerator that is simulated (``reloadpg.testing.simulated``), and stand-ins for CUDA and NCCL
+(``reloadpg.testing.standins``).
 
 Names are imported at their first use, so that importing this package costs nothing.
 """
@@ -10,15 +11,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from reloadpg.testing import simulated
+    from reloadpg.testing import simulated, standins
     from reloadpg.testing.ranks import RankOutcome, RanksFailedError, run_ranks
 
-__all__ = ["RankOutcome", "RanksFailedError", "run_ranks", "simulated"]
+__all__ = ["RankOutcome", "RanksFailedError", "run_ranks", "simulated", "standins"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "simulated":
-        return importlib.import_module("reloadpg.testing.simulated")
+    if name in ("simulated", "standins"):
+        return importlib.import_module(f"reloadpg.testing.{name}")
     if name in __all__:
         return getattr(importlib.import_module("reloadpg.testing.ranks"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -40,7 +40,7 @@ class RanksMark:
         backend: of the default group that is made before the body and destroyed afterwards;
             None leaves that to the body.
         env: variables set in the ranks; None removes one.
-        preload, start_method, store: as for ``reloadpg.testing.run_ranks``.
+        preload, start_method, store, standins: as for ``reloadpg.testing.run_ranks``.
     """
 
     world_size: int
@@ -50,6 +50,7 @@ class RanksMark:
     preload: Sequence[str] = ()
     start_method: Literal["forkserver", "spawn"] | None = None
     store: Literal["parent", "rank0"] = "parent"
+    standins: bool | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.world_size, bool) or not isinstance(self.world_size, int):
@@ -151,6 +152,7 @@ def execute(test: RankTest, mark: RanksMark) -> None:
             preload=mark.preload,
             start_method=mark.start_method,
             store=mark.store,
+            standins=mark.standins,
         )
     except RanksFailedError as error:
         head, _, details = str(error).partition("\n")

@@ -39,6 +39,8 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
+from ._tracebacks import folded_traceback
+
 LOADING = "RELOADPG_RANK_LOADING"
 """Set in the environment of a rank while it imports the module of the function."""
 GRACE = 1.0
@@ -67,6 +69,7 @@ class Job:
         timeout: seconds until ranks count as hung.
         end_on_failure: whether the other ranks are ended after the first failure.
         program: file of this module, as the caller imported it.
+        standins: whether the ranks use the stand-ins for CUDA and NCCL.
     """
 
     call: bytes
@@ -79,6 +82,7 @@ class Job:
     timeout: float
     end_on_failure: bool
     program: str
+    standins: bool = False
 
 
 # ---------------------------------------------------------------------------------------------
@@ -336,7 +340,7 @@ def _run_rank(
     except BaseException as error:
         error.__traceback__ = _own_frames_skipped(error.__traceback__)
         reason = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
-        report = time.monotonic(), reason, "".join(traceback.format_exception(error))
+        report = time.monotonic(), reason, folded_traceback(error)
         _write(job.directory / f"{rank}.error", pickle.dumps(report))
         code, failed = _exit_code(error), True
     sys.stdout.flush()
@@ -357,6 +361,10 @@ def _prepare(job: Job, rank: int) -> None:
     stack = os.open(job.directory / f"{rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
     tempfile.tempdir = None  # as TMPDIR says now
+    if "torch" in sys.modules and job.standins:
+        from . import standins
+
+        standins.activate()  # with this rank's settings
     if "torch" in sys.modules and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
         from ..lifecycle import autoinstall
 

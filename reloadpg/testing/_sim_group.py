@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import ErrorType, PrefixStore, Store
 from torch.distributed import DistBackendError, ProcessGroup, ProcessGroupGloo
 
 from reloadpg import c10d
@@ -308,6 +308,10 @@ class SimBackend(ProcessGroupGloo):
 
     def memory_stats(self) -> dict[str, int]:
         return self._communicator.memory_stats()
+
+    def get_error(self) -> ErrorType:
+        """Return that no watchdog has found an error. Local; connects nothing."""
+        return ErrorType.SUCCESS
 
     def suspend(self) -> None:
         self._communicator.suspend()

@@ -15,7 +15,8 @@ nor the rest of the library until a test asks for something::
         dist.init_process_group("sim")
         ...
 
-``ranks(world_size, *, timeout, backend, env, preload, start_method, store)`` runs the body once on
+``ranks(world_size, *, timeout, backend, env, preload, start_method, store, standins)`` runs the
+body once on
 each of so many processes and fails with every failed rank's traceback. ``reload_each_phase`` runs
 the test twice: as it is, and with an offload and a reload before each collective phase (see
 ``_plugin_checks`` for what a phase is, and what is required of the test).
@@ -46,23 +47,35 @@ __all__ = [
 ]
 
 _TIMEOUT = "reloadpg_timeout"
+_STANDINS = "reloadpg_standins"
 _RELOADED = "reloadpg_reloaded"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """One setting: the time limit of tests on ranks that name none."""
+    """The time limit of tests on ranks that name none; whether they run over stand-ins."""
     parser.addini(_TIMEOUT, "seconds that tests on ranks may take (reloadpg)", default="60")
+    what = "run tests on ranks over stand-ins for CUDA and NCCL, without a GPU (reloadpg)"
+    parser.addini(_STANDINS, what, type="bool", default=False)
+    parser.addoption("--reloadpg-standins", action="store_true", help=what)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marks, for ``--strict-markers``."""
     for line in (
         f"{RANKS}(world_size, *, timeout=None, backend=None, env=None, preload=(), "
-        'start_method=None, store="parent"): run the body on so many real rank processes',
+        'start_method=None, store="parent", standins=None): run the body on so many '
+        "real rank processes",
         f"{PHASES}(*, every_group=False, options=None): run the test as it is, and again with an "
         "offload and a reload before each collective phase; needs the mark ranks",
     ):
         config.addinivalue_line("markers", line)
+    if config.getoption("--reloadpg-standins") or config.getini(_STANDINS):
+        from . import standins
+
+        try:
+            standins.enable()
+        except standins.StandinsError as error:
+            raise pytest.UsageError(str(error)) from None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

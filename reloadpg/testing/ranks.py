@@ -28,6 +28,7 @@ import signal as signals
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,6 +39,7 @@ from typing import Any, Literal
 
 from ..errors import ReloadpgError
 from . import _rank
+from . import standins as standin_libraries
 from ._rank import Job
 
 __all__ = ["RankOutcome", "RanksFailedError", "run_ranks"]
@@ -57,6 +59,8 @@ _JOB_VARIABLES = frozenset(
     }
 )
 """Set by a launcher that the caller itself may run under; they would mislead the ranks."""
+_STARTING = threading.Lock()
+"""Held while the environment of this process is changed for one that it starts."""
 _SPOILT_CACHES: list[str] = []
 """Compiler caches of this process in which a killed rank may have left half a file."""
 
@@ -111,6 +115,7 @@ def run_ranks(
     preload: Sequence[str] = (),
     start_method: Literal["forkserver", "spawn"] | None = None,
     store: Literal["parent", "rank0"] = "parent",
+    standins: bool | standin_libraries.Job | None = None,
     check: bool = True,
 ) -> list[Any]:
     """Run `fn(rank, world_size, *args, **kwargs)` in `world_size` processes; return the results.
@@ -148,6 +153,10 @@ def run_ranks(
             first one's addresses and fails (seen on torch 2.13 and 2.15). `rank0`: rank 0,
             inside `init_process_group`, as torch does without torchelastic; the store ends with
             rank 0's group or process, and groups can be initialised again once that has ended.
+        standins: Run on stand-ins for CUDA and NCCL, without a GPU: backend `nccl` is torch's own
+            ProcessGroupNCCL (`reloadpg.testing.standins`). Each run is a separate job, unless
+            this is a `Job`. None: as the calling process does. The supervisor of the run imports
+            torch anew if the calling process does not use them.
         check: Raise if a rank fails. If False, return one `RankOutcome` a rank instead, and let
             the other ranks run on after a failure.
 
@@ -162,6 +171,7 @@ def run_ranks(
         ValueError: An argument is out of range; nothing was started.
         TypeError: `fn` or the arguments cannot be pickled, or `preload` is one string; nothing was
             started.
+        StandinsError: The stand-ins cannot be built; nothing was started.
     """
     __tracebackhide__ = True  # of pytest: the error says it all
     if os.environ.get(_rank.LOADING):
@@ -182,18 +192,29 @@ def run_ranks(
     if store not in ("parent", "rank0"):
         raise ValueError(f"store must be parent or rank0, got {store!r}")
     call, modules = _pickled(fn, tuple(args), dict(kwargs or {}))
-    with _store_port(store) as port, _run_directory() as directory:
+    if standins is None:
+        standins = standin_libraries.enabled()
+    if standins:
+        standin_libraries.refuse_unknown_settings(env or {})
+        standin_libraries.load()  # before the store imports torch
+    with (
+        _store_port(store) as port,
+        _run_directory() as directory,
+        _standins(standins, directory) as common,
+    ):
+        variables = {**common, **(env or {})}
         job = Job(
             call=call,
             modules=modules,
             preload=tuple(preload),
             start_method=start_method or "forkserver",
-            environments=_environments(world_size, port, store, directory, env or {}),
+            environments=_environments(world_size, port, store, directory, variables),
             directory=directory,
             caller=os.getpid(),
             timeout=timeout,
             end_on_failure=check,
             program=_rank.__file__,
+            standins=bool(standins),
         )
         outcomes, left = _run(job)
     if left or (check and not all(outcome.ok for outcome in outcomes)):
@@ -284,6 +305,22 @@ def _environments(
         variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **env}
         environments.append({k: v for k, v in variables.items() if v is not None})
     return environments
+
+
+@contextlib.contextmanager
+def _standins(
+    wanted: bool | standin_libraries.Job, directory: Path
+) -> Iterator[dict[str, str | None]]:
+    """Yield what the environment of ranks that use the stand-ins, or do not, differs in."""
+    # What is visible of the machine's devices says nothing of the stand-ins'.
+    hidden: dict[str, str | None] = {"CUDA_VISIBLE_DEVICES": None}
+    if isinstance(wanted, standin_libraries.Job):
+        yield {**wanted.environment, **hidden}
+    elif wanted:
+        with standin_libraries.job(directory / "standins") as job:
+            yield {**job.environment, **hidden}
+    else:
+        yield {standin_libraries.JOB: None}
 
 
 @contextlib.contextmanager
@@ -382,6 +419,10 @@ def _start(connection: Connection, job: Job) -> BaseProcess:
         process.start()
         return process
 
+    if job.standins and not standin_libraries.enabled():
+        # The fork server of this process has been started without them, or will be.
+        with _STARTING, _environment(standin_libraries.preloading()):
+            return started("spawn")
     try:
         return started("forkserver")
     except (EOFError, OSError):
@@ -389,6 +430,21 @@ def _start(connection: Connection, job: Job) -> BaseProcess:
         # TMPDIR of some 80 characters ("AF_UNIX path too long"), or if it died while it imported
         # torch. A fresh interpreter costs each run that import, and says what is wrong with it.
         return started("spawn")
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for a process that is started in the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _outcome(
@@ -466,7 +522,8 @@ def _signal_name(number: int) -> str:
 
 def _message(outcomes: Sequence[RankOutcome], left: Sequence[int]) -> str:
     failed = [outcome for outcome in outcomes if not outcome.ok]
-    failed.sort(key=lambda o: (o.timed_out or o.ended, o.seconds or 0.0))
+    # A rank that crashed is the cause: the errors of its peers often come before its end is seen.
+    failed.sort(key=lambda o: (o.timed_out or o.ended, o.signal is None, o.seconds or 0.0))
     state = f"processes that could not be killed: {list(left)}" if left else "no process is left"
     first = f"rank {failed[0].rank}: {failed[0].reason}; " if failed else ""
     lines = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import json
 import os
 import select
 import shutil
@@ -812,3 +813,26 @@ if __name__ == "__main__":
     # A test run that a shell put in the background has SIGINT ignored, and so has its child.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     main(*sys.argv[1:])
+
+
+def crash_of_one(rank, world_size, directory):
+    """Rank 0 fails by itself before the crash of rank 1, as by a connection that is closed."""
+    failed = Path(directory, "failed")
+    if rank == 0:
+        failed.touch()
+        json.loads("no json")
+    while not failed.exists():
+        time.sleep(0.01)
+    ctypes.string_at(0)
+
+
+def test_a_crash_is_reported_first_and_frames_of_libraries_are_folded(tmp_path):
+    """The rank that crashed is the cause; the user's own frame and the last one stay."""
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(crash_of_one, 2, args=(str(tmp_path),), timeout=LIMIT)
+    message = str(caught.value)
+    assert message.startswith("rank 1: killed by SIGSEGV; 2 of 2 ranks failed")
+    assert message.index("===== rank 1: ") < message.index("===== rank 0: ")
+    assert 'json.loads("no json")' in message
+    assert "frames of Python" in message
+    assert "JSONDecodeError" in message

@@ -1,0 +1,542 @@
+"""A pretended CUDA device, so that a script for GPUs runs to its end on a machine without one.
+
+Tensors of the device are torch's fake tensors: they have a shape, a type and a device, and no
+values and no memory. What the host reads of them is ones (``False`` for booleans); tensors of the
+CPU stay real. Collectives and kernels of torch return at once. Kernels that are not torch's own
+(Triton, Transformer Engine) read addresses, and raise.
+
+Only ``reloadpg explain`` uses this, in the process that it forks: torch is changed for good.
+Seen on torch 2.13. Torch 2.8 lacks what it needs, and on torch 2.15 the process ends by SIGABRT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import ctypes
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import wrapt
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorConverter,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+__all__ = ["pretend"]
+
+aten, prim = torch.ops.aten, torch.ops.prim
+_DISPATCH = FakeTensor.__torch_dispatch__
+_DEVICE_OF_C = torch.device("meta")
+_FAKE_ATTRIBUTES: set[str] = {"_is_param"}
+_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor}
+_MODE: Any = FakeTensorMode  # its types differ between the supported versions
+_GENERATOR: Any = torch.Generator
+_MEMORY = 80 << 30
+
+
+def can_pretend() -> bool:
+    """Whether this torch has what :func:`pretend` needs. Local."""
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    return hasattr(torch._C, "_ensureCUDADeviceGuardSet") and version < (2, 15)
+
+
+def pretend(devices: int) -> None:
+    """Let this process, and threads that it starts from now on, have so many CUDA devices."""
+    mode = _PretendedCuda(
+        allow_non_fake_inputs=True
+    )  # first: torch._dynamo, which it imports, looks for a real device
+    _provide_guard()
+    _patch_tensors()
+    _patch_module(devices)
+    functions, run = _Indexed(), threading.Thread.run
+
+    def run_in_mode(self: threading.Thread) -> None:
+        torch.autograd.set_multithreading_enabled(False)
+        with functions, mode:
+            run(self)
+
+    threading.Thread.run = run_in_mode  # type: ignore[method-assign]
+    # A backward in the engine's own thread for a device would ask C++ for that device.
+    torch.autograd.set_multithreading_enabled(False)
+    torch._C._set_only_lift_cpu_tensors(True)
+    for one in (functions, mode):
+        entered: Any = one
+        entered.__enter__()
+    _FAKE_ATTRIBUTES.update(vars(torch.empty(0, device="cuda")))
+
+
+def _provide_guard() -> None:
+    """Give C++ a guard for CUDA devices that does nothing, where torch has none.
+
+    Torch's own fake tensors do this in a build with CUDA only.
+    """
+    torch._C._ensureCUDADeviceGuardSet()
+    cpu, cuda = 0, 1
+    guards = (ctypes.c_void_p * 2).in_dll(
+        ctypes.CDLL("libc10.so"), "_ZN3c104impl26device_guard_impl_registryE"
+    )
+    guards[cuda] = guards[cuda] or guards[cpu]
+
+
+class _PretendedCuda(_MODE):  # type: ignore[misc]
+    """Runs what concerns the device on fake tensors, and everything else as ever."""
+
+    _nested = False
+    supports_higher_order_operators = True
+    avoid_device_init = True  # as where torch finds no device, whatever torch.cuda says by then
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is prim.device.default:
+            return _DEVICE_OF_C
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        if not {*types} <= _PLAIN:  # a tensor that is made of others, which come here next
+            return NotImplemented
+        kwargs = dict(kwargs or {})
+        given = pytree.arg_tree_leaves(*args, **kwargs)
+        fakes = [one for one in given if isinstance(one, FakeTensor)]
+        device = kwargs.get("device")
+        if fakes and device == _DEVICE_OF_C:
+            device = kwargs["device"] = fakes[0].fake_device
+        on_cuda = device is not None and torch.device(device).type == "cuda"
+        name = func.overloadpacket.__name__
+        reads = name in ("_to_copy", "_local_scalar_dense") and args[0].is_meta
+        reads = reads or (name == "copy_" and args[1].is_meta)
+        if not fakes and not on_cuda and not reads:  # meta: made by C++ for the device
+            return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            return _sent(func, args)
+        if name == "record_stream":
+            return None
+        if name in ("_local_scalar_dense", "equal"):
+            return func(*map(_value, args))
+        if name == "copy_" and not isinstance(args[0], FakeTensor):
+            return args[0].copy_(_value(args[1]))
+        if fakes and device is not None and not on_cuda:
+            return _on_values(func, args, kwargs)
+        if kwargs.get("generator") is not None:
+            kwargs["generator"] = None
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._of_kernel, (args, kwargs))
+        nested, self._nested = self._nested, True  # some functions are made of others
+        try:
+            made = super().__torch_dispatch__(func, types, args, kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            values = _on_values(func, args, kwargs)
+            device = next(one.device for one in fakes)
+            made = pytree.tree_map_only(
+                torch.Tensor, partial(self._empty_like, device=device), values
+            )
+            _keep(made, values)
+            return made
+        finally:
+            # Its weak references to what was converted would keep modules from moving.
+            self.fake_tensor_converter = FakeTensorConverter()
+            self._nested = nested
+        if nested:
+            return pytree.tree_map_only(FakeTensor, _on_host, made)
+        tensors = [one for one in (*given, *pytree.tree_leaves(made)) if _is_tensor(one)]
+        known = all(_is_known(one) for one in given if _is_tensor(one))
+        if name == "copy_" and _is_known(args[1]) and args[0].numel() <= _KEPT:
+            _keep(args[0], _ones(args[0]).copy_(_value(args[1])))
+        elif known and sum(one.numel() for one in tensors) <= _KEPT:
+            with contextlib.suppress(Exception):  # a kernel that the CPU lacks
+                _keep(made, _on_values(func, args, kwargs))
+        elif _is_decided(name.rstrip("_"), args):  # a generation ends at its greatest length
+            _keep(made, torch.full(made.shape, "or" in name))
+        elif func._schema.is_mutable:
+            for one in pytree.tree_leaves(args[:1]):
+                vars(one).pop(_VALUE, None)
+        return pytree.tree_map_only(FakeTensor, _on_host, made)
+
+    def _of_kernel(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor; on the device, if a function in C++ made it where it believes to be."""
+        if isinstance(tensor, FakeTensor) or not tensor.is_meta:
+            return tensor
+        return self._empty_like(tensor, _indexed("cuda"))
+
+    def _empty_like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        given = {"dtype": tensor.dtype, "device": device}
+        empty: torch.Tensor = super().__torch_dispatch__(
+            aten.empty_strided.default, (), (tensor.shape, tensor.stride()), given
+        )
+        return empty
+
+
+_VALUE = "_reloadpg_value"
+_KEPT = 4096
+"""Elements of tensors whose values are kept, such as flags and counts that the host has set."""
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_known(tensor: Any) -> bool:
+    return _VALUE in vars(tensor) or not (isinstance(tensor, FakeTensor) or tensor.is_meta)
+
+
+def _is_decided(name: str, args: Any) -> bool:
+    """Whether one operand that is known says what ``or``, or ``and``, of all of it is."""
+    if name not in ("bitwise_or", "logical_or", "bitwise_and", "logical_and"):
+        return False
+    known = [_value(one) for one in args if _is_tensor(one) and _is_known(one)]
+    either = [one for one in known if one.dtype is torch.bool and one.shape == args[0].shape]
+    return any(one.all() if "or" in name else not one.any() for one in either)
+
+
+def _keep(made: Any, values: Any) -> None:
+    """Note the values of fake tensors."""
+    for one, value in zip(pytree.tree_leaves(made), pytree.tree_leaves(values), strict=True):
+        if isinstance(one, FakeTensor) and not isinstance(value, FakeTensor):
+            vars(one)[_VALUE] = value
+
+
+def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function of torch on the CPU, with ones for values that are not known."""
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _value, (args, kwargs))
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("cpu")
+    return func(*args, **kwargs)
+
+
+def _on_host(tensor: FakeTensor) -> Any:
+    """A fake tensor; one that is on the CPU becomes a real one."""
+    return tensor if tensor.fake_device.type != "cpu" else _value(tensor)
+
+
+def _value(tensor: Any) -> torch.Tensor:
+    return vars(tensor).get(_VALUE, tensor) if _is_known(tensor) else _ones(tensor)
+
+
+def _ones(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return made.fill_(0 if tensor.dtype is torch.bool else 1)
+
+
+class _Indexed(TorchFunctionMode):
+    """Names the index of each device ``cuda``: C++ has no current one."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.is_pinned:
+            return False
+        if func in (torch.tensor, torch.as_tensor):  # which reads values past all modes
+            args = pytree.tree_map_only(FakeTensor, _value, args)
+        if func is torch.Tensor.cuda:
+            device = kwargs.get("device") if len(args) < 2 else args[1]
+            func, args, kwargs = (
+                torch.Tensor.to,
+                (args[0], _indexed("cuda" if device is None else device)),
+                {},
+            )
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _indexed(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if func is torch.Tensor.to:
+            args = (
+                args[0],
+                *(
+                    _indexed(one)
+                    if isinstance(one, (str, int, torch.device)) and not isinstance(one, bool)
+                    else one
+                    for one in args[1:]
+                ),
+            )
+            if isinstance(args[0], FakeTensor) and _is_there(*args, **kwargs):
+                return args[0]
+        return func(*args, **kwargs)
+
+
+def _indexed(device: Any) -> torch.device:
+    if isinstance(device, int):
+        return torch.device("cuda", device)
+    found = torch.device(device)
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if found == torch.device("cuda")
+        else found
+    )
+
+
+def _is_there(tensor: Any, *args: Any, copy: bool = False, **kwargs: Any) -> bool:
+    """Whether ``Tensor.to`` returns the tensor itself."""
+    if args and isinstance(args[0], torch.Tensor):
+        args = (args[0].device, args[0].dtype)
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args[:2], **kwargs)
+    same = device in (None, tensor.device) and dtype in (None, tensor.dtype)
+    return same and not copy and memory_format is None
+
+
+def _sent(func: Any, args: tuple[Any, ...]) -> Any:
+    """What a collective of c10d returns: what it was given, and a completed work."""
+    made = [
+        FakeWork().boxed() if "Work" in str(one.type) else args[0] for one in func._schema.returns
+    ]
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+# -- tensors ----------------------------------------------------------------------------------
+
+
+def _patch_tensors() -> None:
+    """Let Python see the pretended device, and C++ the device ``meta``.
+
+    Torch's autograd asks C++ for the stream of a tensor's device, and aborts where there is none.
+    """
+
+    def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is prim.device.default:
+            return _DEVICE_OF_C
+        return _DISPATCH.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
+
+    kinds: Any = FakeTensor
+    kinds.__torch_dispatch__ = classmethod(dispatch)
+    kinds.is_cuda = property(lambda self: self.device.type == "cuda")
+    kinds.is_cpu = property(lambda self: self.device.type == "cpu")
+    kinds.is_meta = property(lambda self: self.device.type == "meta")
+    kinds.__reduce_ex__ = lambda self, protocol: _reduced(_value(self), protocol)
+    kinds.type = _type
+    kinds.get_device = lambda self: -1 if self.device.index is None else self.device.index
+    address = torch.UntypedStorage.data_ptr
+    storage: Any = torch.UntypedStorage
+    storage.data_ptr = lambda self: address(self) or self._cdata  # tied weights are told by it
+    wrapt.wrap_function_wrapper(torch.nn.Module, "_apply", _apply)
+    torch.utils.swap_tensors = _swap
+    from torch.distributed.tensor import DTensor
+
+    local: Any = DTensor
+    local.device = property(lambda self: self._local_tensor.device)
+    local.is_cuda = property(lambda self: self._local_tensor.is_cuda)
+
+
+def _reduced(tensor: Any, protocol: int) -> Any:
+    return tensor.__reduce_ex__(protocol)
+
+
+def _type(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs:
+        return torch.Tensor.type(self, *args, **kwargs)
+    return torch.empty(0, dtype=self.dtype).type().replace("torch.", f"torch.{self.device.type}.")
+
+
+def _apply(apply: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    """``Module.to``: parameters stay the same objects, with their attributes."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return apply(*args, **kwargs)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _swap(one: Any, other: Any) -> None:
+    """Give one tensor what another is; attributes that the script has set stay."""
+    kept = {name: value for name, value in vars(one).items() if name not in _FAKE_ATTRIBUTES}
+    given = dict(vars(other))
+    for slot in copyreg._slotnames(type(other)):  # type: ignore[attr-defined]
+        setattr(one, slot, getattr(other, slot))
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    vars(one).clear()
+    vars(one).update({**kept, **given})
+    torch._C._swap_tensor_impl(one, other)
+
+
+# -- torch.cuda -------------------------------------------------------------------------------
+
+
+def _patch_module(devices: int) -> None:
+    """Replace the functions of ``torch.cuda`` and ``torch.accelerator`` that ask for a device."""
+    cuda: Any = torch.cuda
+    current = [0]
+
+    def index_of(device: Any = None) -> int:
+        if isinstance(device, (str, torch.device)):
+            device = torch.device(device).index
+        return current[0] if device is None else int(device)
+
+    def set_device(device: Any) -> None:
+        current[0] = index_of(device)
+
+    @contextlib.contextmanager
+    def on_device(device: Any) -> Any:
+        before = current[0]
+        set_device(device)
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    properties = SimpleNamespace(
+        name="pretended GPU",
+        major=9,
+        minor=0,
+        total_memory=_MEMORY,
+        multi_processor_count=132,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        gcnArchName="",
+        regs_per_multiprocessor=65536,
+    )
+    answers: Mapping[str, Any] = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": devices,
+        "get_device_name": properties.name,
+        "get_device_capability": (9, 0),
+        "get_device_properties": properties,
+        "mem_get_info": (_MEMORY, _MEMORY),
+        "is_bf16_supported": True,
+        "can_device_access_peer": True,
+        "get_arch_list": ["sm_90"],
+        "is_current_stream_capturing": False,
+        "utilization": 0,
+        "get_rng_state_all": [],
+        "memory_snapshot": [],
+        "memory_summary": "",
+    }
+    nothing = [
+        "_lazy_init",
+        "init",
+        "synchronize",
+        "empty_cache",
+        "ipc_collect",
+        "manual_seed",
+        "manual_seed_all",
+        "seed",
+        "seed_all",
+        "set_rng_state",
+        "set_rng_state_all",
+        "reset_peak_memory_stats",
+        "set_stream",
+        "reset_max_memory_allocated",
+        "reset_accumulated_memory_stats",
+        "set_per_process_memory_fraction",
+        "_lazy_call",
+        "set_sync_debug_mode",
+        "reset_max_memory_cached",
+    ]
+    zero = [
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+        "memory_cached",
+        "max_memory_cached",
+    ]
+    table: dict[str, Any] = {name: _answer(value) for name, value in answers.items()}
+    table |= {name: _answer(None) for name in nothing} | {name: _answer(0) for name in zero}
+    stream = _Stream()
+    table |= {
+        "current_device": lambda: current[0],
+        "set_device": set_device,
+        "device": on_device,
+        "Stream": _Stream,
+        "ExternalStream": _Stream,
+        "Event": _Event,
+        "current_stream": _answer(stream),
+        "default_stream": _answer(stream),
+        "stream": lambda _: contextlib.nullcontext(),
+        "StreamContext": lambda _: contextlib.nullcontext(),
+        "memory_stats": lambda *_, **__: defaultdict(int),
+        "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8),
+        "default_generators": tuple(_GENERATOR() for _ in range(devices)),
+        "graph": lambda *_, **__: contextlib.nullcontext(),
+    }
+    for name, value in table.items():
+        setattr(cuda, name, value)
+        for inner in (cuda.memory, cuda.random):
+            if hasattr(inner, name):
+                setattr(inner, name, value)
+    cuda.nccl.version = _answer((2, 29, 7))
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(cuda.nvtx, name, _answer(0))
+    accelerator: Any = torch.accelerator
+    generic = {
+        "is_available": _answer(True),
+        "device_count": _answer(devices),
+        "current_accelerator": _answer(torch.device("cuda")),
+        "synchronize": _answer(None),
+        "current_device_index": table["current_device"],
+        "current_device_idx": table["current_device"],
+        "set_device_index": set_device,
+        "set_device_idx": set_device,
+        "current_stream": _answer(stream),
+        "set_stream": _answer(None),
+        "device_index": on_device,
+        "empty_cache": _answer(None),
+        "get_memory_info": _answer((_MEMORY, _MEMORY)),
+        "memory_stats": table["memory_stats"],
+        **{name: _answer(0) for name in zero},
+    }
+    for name, value in generic.items():
+        setattr(accelerator, name, value)
+    torch._C._get_accelerator = lambda *_: torch.device("cuda")  # type: ignore[assignment,misc]
+
+    class Generator(_GENERATOR):  # type: ignore[misc,valid-type]
+        """A generator of the CPU, whatever device it is for."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return super().__new__(cls)
+
+    torch.Generator = Generator  # type: ignore[misc]
+
+
+def _answer(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+class _Stream:
+    """A stream on which everything is done at once."""
+
+    cuda_stream = stream_id = device_index = 0
+    device = torch.device("cuda", 0)
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def wait_stream(self, _: object) -> None: ...
+    def wait_event(self, _: object) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+
+class _Event:
+    """An event that has happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def record(self, *_: object) -> None: ...
+    def wait(self, *_: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: object) -> float:
+        return 1.0

@@ -1,0 +1,73 @@
+"""``reloadpg standins``: run a program's NCCL code paths without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from ..testing import standins
+from .console import CommandError, say
+
+__all__ = ["add"]
+
+
+def add(subcommands: Any) -> None:
+    """Add the subcommand to the parser."""
+    variables = "\n".join(f"  {name}: {what}" for name, what in standins.SETTINGS.items())
+    parser = subcommands.add_parser(
+        "standins",
+        help="run torch's ProcessGroupNCCL over stand-ins for CUDA and NCCL",
+        description=(
+            "Run a program with torch's CUDA build on a machine without a GPU: device memory is "
+            "host memory, NCCL's operations are done by the CPU, and a kernel that is launched "
+            "raises an error. Example: reloadpg standins run -- torchrun --nproc-per-node 2 "
+            "train.py"
+        ),
+        epilog=f"environment variables that the program's processes read:\n{variables}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "action",
+        choices=("build", "run"),
+        help="build: compile the libraries for the installed torch (once; 10 to 60 s); "
+        "run: run the command that follows --",
+    )
+    parser.set_defaults(run=_run, script_arguments=[])
+
+
+def _run(options: argparse.Namespace) -> int:
+    command = options.script_arguments
+    if (options.action == "run") != bool(command):
+        raise CommandError(
+            "run needs a command and build takes none; nothing was started. Write for example: "
+            "reloadpg standins run -- torchrun --nproc-per-node 2 train.py"
+        )
+    try:
+        if options.action == "build":
+            say(str(standins.build()))
+            return 0
+        with standins.job() as job:
+            return _program(command, {**os.environ, **job.environment})
+    except standins.StandinsError as error:
+        raise CommandError(str(error)) from None
+
+
+def _program(command: list[str], environment: dict[str, str]) -> int:
+    """Run a program to its end; Ctrl-C and SIGTERM are its own to handle."""
+    # What was visible of real devices says nothing of these.
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    try:
+        process = subprocess.Popen(command, env=environment)
+    except OSError as error:
+        raise CommandError(f"{command[0]} cannot be run: {error}; nothing was started") from None
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the program, too
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    code = process.wait()
+    if code < 0:
+        say(f"reloadpg standins: {command[0]} was ended by signal {-code}", sys.stderr)
+        return 128 - code
+    return code

@@ -1,0 +1,370 @@
+"""torch's ProcessGroupNCCL over stand-ins for CUDA and NCCL, on a machine without a GPU.
+
+torch's CUDA build links the CUDA runtime and NCCL dynamically. Two libraries that implement what it
+uses of them on the CPU are enough to run torch's own ``ProcessGroupNCCL``: watchdog, timeouts,
+error handling, eager and lazy connection, splits, abort, suspend and resume::
+
+    run_ranks(check, 2, standins=True)                             # a function as ranks
+    python -m reloadpg standins run -- torchrun --nproc-per-node 2 train.py   # a program
+
+A *job* is the processes that see the same devices and communicators; it has a folder, which holds
+the counters of device memory and is removed when the job ends.
+
+Do not assume that a kernel runs: torch's operators are computed by their CPU kernels, and launching
+any other kernel raises an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, get_args
+
+from ...errors import did_you_mean
+from ._build import StandinsError, build
+
+__all__ = [
+    "JOB",
+    "SETTINGS",
+    "Fault",
+    "InjectedFault",
+    "Job",
+    "StandinsError",
+    "activate",
+    "build",
+    "clear_faults",
+    "communicators",
+    "current_job",
+    "enable",
+    "enabled",
+    "inject",
+    "job",
+    "load",
+    "preloading",
+    "refuse_unknown_settings",
+]
+
+JOB = "RELOADPG_STANDIN_JOB"
+"""Environment variable: the folder of the job. Without it a process has no devices."""
+
+SETTINGS: Mapping[str, str] = {
+    "RELOADPG_STANDIN_DEVICES": "number of devices (8)",
+    "RELOADPG_STANDIN_DEVICE_MIB": "memory of a device (16384)",
+    "RELOADPG_STANDIN_CONTEXT_MIB": "memory that a process takes on a device that it uses (0)",
+    "RELOADPG_STANDIN_KERNELS": "operators: compute on the CPU, or launch kernels, of which all "
+    "but a few are refused (refuse) or do nothing (skip) (compute)",
+    "RELOADPG_STANDIN_COMM_MIB": "memory of a communicator (64)",
+    "RELOADPG_STANDIN_SUSPENDED_MIB": "what a suspend leaves of it (4)",
+    "RELOADPG_STANDIN_INIT_MS": "additional time that a communicator's creation takes (0)",
+    "RELOADPG_STANDIN_PEER_ERRORS": "1: aborts and ends of peers are noticed as over sockets (0)",
+    "RELOADPG_STANDIN_FINALIZE_MEETS": "1: ncclCommFinalize waits for all members (0)",
+    "RELOADPG_STANDIN_SHARE_DEVICE": "1: members of a communicator may be on one device (0)",
+    "RELOADPG_STANDIN_NCCL_VERSION": "what ncclGetVersion returns (the version of torch's build)",
+    "RELOADPG_STANDIN_LOG": "file to which each NCCL call is written (none)",
+}
+"""The environment variables that processes of a job read, what each is, and its default."""
+
+_FAULTS = "faults"
+_serials = itertools.count()
+
+Action = Literal["fail", "delay", "hang", "async"]
+Call = Literal[
+    "init",
+    "split",
+    "collective",
+    "send",
+    "recv",
+    "finalize",
+    "destroy",
+    "abort",
+    "suspend",
+    "resume",
+]
+_RESULTS = {
+    "unhandled_cuda_error": 1,
+    "system_error": 2,
+    "internal_error": 3,
+    "invalid_argument": 4,
+    "invalid_usage": 5,
+    "remote_error": 6,
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong in calls of NCCL.
+
+    Attributes:
+        action: ``fail``: the call returns `result`. ``delay``: it takes `seconds` longer.
+            ``hang``: it does not return until the fault is cleared, or another thread aborts the
+            communicator. ``async``: it succeeds, and the communicator has the asynchronous error
+            `result`, after which its operations wait for the abort.
+        call: which calls.
+        rank: on which global rank (its variable RANK); None for all.
+        communicator: on communicators whose name contains this text. torch gives a name from 2.9
+            on; a communicator without one is concerned only if this is None.
+        skip: calls of each process that go well before.
+        times: calls of each process that it concerns then; None for all.
+        result: what a call returns; one of unhandled_cuda_error, system_error, internal_error,
+            invalid_argument, invalid_usage, remote_error.
+        seconds: of a delay.
+    """
+
+    action: Action
+    call: Call
+    rank: int | None = None
+    communicator: str | None = None
+    skip: int = 0
+    times: int | None = None
+    result: str = "remote_error"
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for value, known, what in (
+            (self.action, get_args(Action), "action"),
+            (self.call, get_args(Call), "call"),
+            (self.result, tuple(_RESULTS), "result"),
+        ):
+            if value not in known:
+                raise ValueError(f"{what}={value!r} must be one of {', '.join(known)}")
+        if self.skip < 0 or self.seconds < 0 or (self.times is not None and self.times < 1):
+            raise ValueError(f"{self}: skip and seconds must be 0 or more, times 1 or more")
+        if {"\t", "\n"} & set(self.communicator or ""):
+            raise ValueError(f"communicator={self.communicator!r} must be one line without tabs")
+
+
+class InjectedFault:
+    """A fault of a job; clears it when a ``with`` block ends."""
+
+    def __init__(self, folder: Path, identity: str, fault: Fault) -> None:
+        self.fault = fault
+        self._folder = folder
+        self._identity = identity
+
+    def clear(self) -> None:
+        """Take the fault back; calls that it hangs go on. Local, idempotent."""
+        _edit(self._folder, lambda lines: [x for x in lines if f"id={self._identity}\t" not in x])
+
+    def __enter__(self) -> InjectedFault:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.clear()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job: the processes that are started with its environment.
+
+    Attributes:
+        folder: what its processes share.
+        environment: the variables that its processes need when they are started.
+    """
+
+    folder: Path
+    environment: Mapping[str, str]
+
+    def inject(self, fault: Fault) -> InjectedFault:
+        """Let calls of NCCL go wrong in all processes of the job, from now on. Local.
+
+        Returns:
+            A handle that clears the fault; also a context manager.
+        """
+        identity = f"{os.getpid()}.{next(_serials)}"
+        fields = {
+            "id": identity,
+            "action": fault.action,
+            "call": fault.call,
+            "rank": fault.rank,
+            "communicator": fault.communicator,
+            "skip": fault.skip,
+            "times": fault.times,
+            "result": _RESULTS[fault.result],
+            "milliseconds": round(fault.seconds * 1000),
+        }
+        line = "\t".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+        _edit(self.folder, lambda lines: [*lines, line])
+        return InjectedFault(self.folder, identity, fault)
+
+    def clear_faults(self) -> None:
+        """Take all faults of the job back. Local, idempotent."""
+        _edit(self.folder, lambda lines: [])
+
+
+@contextmanager
+def job(folder: str | os.PathLike[str] | None = None) -> Iterator[Job]:
+    """Make a job, and remove its folder at the end. Local; the first use builds the libraries.
+
+    Args:
+        folder: an empty folder on a local file system; None makes one, in memory if possible.
+
+    Raises:
+        StandinsError: the libraries cannot be built; see :func:`build`.
+    """
+    libraries = preloading()
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    made = Path(folder or tempfile.mkdtemp(prefix="reloadpg-standins-", dir=memory))
+    made.mkdir(mode=0o700, exist_ok=True)
+    try:
+        yield Job(made, {**libraries, JOB: str(made)})
+    finally:
+        for _ in range(100):  # a process that is about to end may make a file at the same time
+            shutil.rmtree(made, ignore_errors=True)
+            if not made.exists():
+                break
+            time.sleep(0.02)
+
+
+def current_job() -> Job | None:
+    """The job that this process belongs to; None if it is in none. Local."""
+    folder = os.environ.get(JOB)
+    if not folder:
+        return None
+    names = ("LD_PRELOAD", JOB)
+    return Job(Path(folder), {name: os.environ[name] for name in names if name in os.environ})
+
+
+def inject(fault: Fault) -> InjectedFault:
+    """:meth:`Job.inject` in the job that this process belongs to. Local.
+
+    Raises:
+        StandinsError: this process is in no job.
+    """
+    return _own_job().inject(fault)
+
+
+def clear_faults() -> None:
+    """:meth:`Job.clear_faults` in the job that this process belongs to. Local, idempotent."""
+    _own_job().clear_faults()
+
+
+def communicators() -> int:
+    """The number of communicators that this process has created and not ended. Local.
+
+    Raises:
+        StandinsError: this process is in no job.
+    """
+    _own_job()
+    return int(ctypes.CDLL(None).standin_communicators())
+
+
+def preloading() -> dict[str, str]:
+    """The variables with which a process has the libraries, and is in no job. Local.
+
+    Raises:
+        StandinsError: the libraries cannot be built; see :func:`build`.
+    """
+    refuse_unknown_settings(os.environ)
+    libraries = _libraries()
+    given = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
+    others = [path for path in given if path not in libraries]
+    return {"LD_PRELOAD": ":".join([*libraries, *others]), JOB: ""}
+
+
+def refuse_unknown_settings(environ: Mapping[str, str | None]) -> None:
+    """Refuse variables, and values of them, that the stand-ins would not read. Local, pure.
+
+    Raises:
+        StandinsError: there is one.
+    """
+    known = {JOB, *SETTINGS}
+    unknown = sorted(n for n in environ if n.startswith("RELOADPG_STANDIN_") and n not in known)
+    if unknown:
+        raise StandinsError(
+            f"the environment has {unknown[0]}{did_you_mean(unknown[0], known)}, which the "
+            "stand-ins for CUDA and NCCL do not know; nothing was started. Correct the name or "
+            "unset it."
+        )
+    kernels = environ.get("RELOADPG_STANDIN_KERNELS") or "compute"
+    if kernels not in ("compute", "refuse", "skip"):
+        raise StandinsError(
+            f"RELOADPG_STANDIN_KERNELS={kernels}: it is compute, refuse or skip; nothing was "
+            "started."
+        )
+
+
+def enable() -> None:
+    """Let this process and those that it starts use the libraries. Local, idempotent.
+
+    Without a job they have no devices; ``run_ranks`` then makes a job for each run. To be called
+    before torch is imported, and before ``run_ranks``.
+
+    Raises:
+        StandinsError: the libraries cannot be built; see :func:`build`.
+    """
+    load()
+    if not enabled():
+        os.environ.update(preloading())
+
+
+def enabled() -> bool:
+    """Whether the processes that this one starts use the libraries. Local."""
+    return JOB in os.environ
+
+
+def load() -> None:
+    """Load the libraries into this process, so that torch can be imported. Local, idempotent.
+
+    For a process that is in no job but imports torch, in an environment without the packages of
+    NVIDIA that torch's CUDA build requires. It has no devices. Does nothing once torch is imported.
+
+    Raises:
+        StandinsError: the libraries cannot be built; see :func:`build`.
+    """
+    if "torch" not in sys.modules:
+        for path in _libraries():
+            ctypes.CDLL(path)
+
+
+def activate() -> None:
+    """Called at the end of ``import torch`` in processes that use the libraries. Local.
+
+    A rank of ``run_ranks`` that was forked with torch calls it again, in its own environment.
+    """
+    from . import kernels
+
+    kernels.activate()
+
+
+def _libraries() -> list[str]:
+    """The files to load, the CUDA runtime first: the others need it."""
+    folder = build()
+    return [str(folder / name) for name in (folder / "libraries").read_text().split()]
+
+
+def _own_job() -> Job:
+    found = current_job()
+    if found is None:
+        raise StandinsError(
+            f"this process is in no job of the stand-ins for CUDA and NCCL ({JOB} is not set); "
+            "nothing was changed. Start it with run_ranks(..., standins=True) or python -m "
+            "reloadpg standins run, or use the Job that standins.job() returns."
+        )
+    return found
+
+
+def _edit(folder: Path, change: Callable[[list[str]], list[str]]) -> None:
+    """Change the lines of the job's faults; a reader sees the old or the new file."""
+    path = folder / _FAULTS
+    with (folder / f"{_FAULTS}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lines = path.read_text().splitlines() if path.exists() else []
+        new = folder / f"{_FAULTS}.new"
+        new.write_text("".join(f"{line}\n" for line in change(lines)))
+        new.replace(path)

@@ -1,0 +1,386 @@
+"""Build the stand-ins for CUDA and NCCL for the torch that is installed, and cache them.
+
+Three libraries are real: ``libcudart``, ``libcuda`` and ``libnccl``. Every other library of NVIDIA
+that torch's libraries need (cuBLAS, cuDNN, NVSHMEM, ...) is a stub: it defines the symbols that
+torch imports from it, each of which names itself on stderr and returns an error.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...errors import ReloadpgError
+
+__all__ = ["StandinsError", "build"]
+
+SOURCES = Path(__file__).parent
+REAL = {  # library: source, and what a stub in it returns
+    "libcudart": ("cuda_runtime.cpp", 801),  # cudaErrorNotSupported
+    "libcuda": ("cuda_driver.cpp", 801),  # CUDA_ERROR_NOT_SUPPORTED
+    "libnccl": ("nccl.cpp", 5),  # ncclInvalidUsage
+}
+UNSUPPORTED = 1
+"""What the stubs of the other libraries return: a failure in each of their error codes."""
+
+_SYSTEM = re.compile(
+    r"(libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+|ld-linux.*|libgomp|libgfortran"
+    r"|libquadmath|libc10.*|libtorch.*|libshm)\.so"
+)
+_OWNERS = (  # of symbols without a version
+    ("libnccl", r"p?nccl"),
+    ("libcufile", r"cuFile"),
+    ("libcurand", r"curand"),
+    ("libcusparseLt", r"cusparseLt"),
+    ("libcusparse", r"cusparse"),
+    ("libnvrtc", r"nvrtc"),
+    ("libnvJitLink", r"(__)?nvJitLink"),
+    ("libcublasLt", r"cublasLt"),
+    ("libcublas", r"cublas"),
+    ("libcufft", r"cufft"),
+    ("libcudnn", r"cudnn"),
+    ("libcusolver", r"cusolver"),
+    ("libcupti", r"cupti"),
+    ("libcudart", r"(__)?cuda"),
+    ("libcuda", r"cu[A-Z]"),
+    ("libnvshmem_host", r".*nvshmem"),
+)
+_STUB_CALLED = """
+#include <stdio.h>
+#include <unistd.h>
+__attribute__((visibility("hidden"))) long standin_stub_called(const char* name) {
+  static const char* last;
+  if (last != name) fprintf(stderr,
+      "reloadpg stand-ins: %s of LIBRARY is not implemented; it returns an error (process %d)\\n",
+      name, (int)getpid());
+  last = name;
+  return RESULT;
+}
+"""
+
+
+class StandinsError(ReloadpgError, RuntimeError):
+    """The stand-ins for CUDA and NCCL cannot be built or used; the message says what is missing."""
+
+
+def build() -> Path:
+    """Return the folder with the libraries for the installed torch; build them if there is none.
+
+    Local, idempotent; takes 10 to 60 s the first time. The folder is one of
+    ``$XDG_CACHE_HOME/reloadpg/standins`` and named by a hash of the sources, torch's libraries and
+    the compiler. Processes that build at once wait for each other.
+
+    Raises:
+        StandinsError: this is not Linux on x86_64, torch is missing or its CPU build, or a program
+            (g++, nm, readelf) is missing or fails.
+    """
+    torch = _Torch.installed()
+    compiler = _compiler()
+    cache = _cache()
+    target = cache / f"torch-{torch.version}-{_digest(torch, compiler)}"
+    if target.is_dir():
+        return target
+    with _locked(cache / f"{target.name}.lock"):
+        if not target.is_dir():
+            made = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
+            try:
+                _Builder(torch, compiler, made).run()
+                made.rename(target)
+            finally:
+                shutil.rmtree(made, ignore_errors=True)
+    return target
+
+
+@dataclass(frozen=True)
+class _Torch:
+    """The installed torch, found without importing it: that needs the libraries."""
+
+    version: str
+    libraries: Path
+    digest: str
+    nccl: int
+
+    @classmethod
+    def installed(cls) -> _Torch:
+        if sys.platform != "linux" or platform.machine() != "x86_64":
+            raise StandinsError(
+                "the stand-ins for CUDA and NCCL need Linux on x86_64, and this is "
+                f"{sys.platform} on {platform.machine()}; nothing was built"
+            )
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            raise StandinsError(
+                "torch is not installed, so that there is nothing to build the stand-ins for. "
+                "Install its CUDA build: pip install --no-deps torch"
+            )
+        libraries = Path(spec.origin).parent / "lib"
+        version = importlib.metadata.version("torch")
+        if not (libraries / "libtorch_cuda.so").is_file():
+            plain = version.partition("+")[0]
+            raise StandinsError(
+                f"torch {version} is a build without CUDA, and the stand-ins for CUDA and NCCL "
+                f"run the CUDA build; nothing was built. Install torch=={plain} from PyPI, in a "
+                f"separate venv if you like: pip install --no-deps torch=={plain} "
+                "(the packages of NVIDIA that it requires are not needed)"
+            )
+        return cls(version, libraries, _content(libraries), _nccl_version())
+
+
+def _content(libraries: Path) -> str:
+    """What identifies torch's libraries: hashes that pip has recorded, else sizes and times."""
+    recorded = {
+        Path(str(file.locate())).resolve(): file.hash.value
+        for file in importlib.metadata.files("torch") or ()
+        if file.hash is not None and file.suffix == ".so"
+    }
+    parts = []
+    for path in sorted(libraries.glob("*.so")):
+        status = path.stat()
+        known = recorded.get(path.resolve(), f"{status.st_size} {status.st_mtime_ns}")
+        parts.append(f"{path.name} {known}")
+    return "\n".join(parts)
+
+
+def _nccl_version() -> int:
+    """The code of the NCCL that this torch requires, such as 22703 for 2.27.3."""
+    for line in importlib.metadata.requires("torch") or ():
+        found = re.match(r"nvidia-nccl-cu\d+\s*==\s*(\d+)\.(\d+)\.(\d+)", line)
+        if found:
+            major, minor, patch = map(int, found.groups())
+            return major * 10000 + minor * 100 + patch
+    return 22703
+
+
+def _compiler() -> str:
+    for program, package in (("g++", "g++"), ("nm", "binutils"), ("readelf", "binutils")):
+        if shutil.which(program) is None:
+            raise StandinsError(
+                f"the stand-ins for CUDA and NCCL are compiled when they are first used, and "
+                f"{program} was not found; nothing was built. Install it (on Debian: "
+                f"apt-get install {package})."
+            )
+    return _output("g++", "--version").partition("\n")[0]
+
+
+def _digest(torch: _Torch, compiler: str) -> str:
+    digest = hashlib.sha256()
+    for path in (*sorted(SOURCES.glob("*.cpp")), *sorted(SOURCES.glob("*.h")), Path(__file__)):
+        digest.update(path.read_bytes())
+    digest.update(f"{torch.version} {torch.digest} {torch.nccl} {compiler}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _cache() -> Path:
+    """The folder of all builds. No other user can write to it: programs load what is in it."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = Path(base, "reloadpg", "standins").absolute()
+    if re.search(r"[\s:]", str(path)):
+        raise StandinsError(
+            f"the cache folder {str(path)!r} has a space or a colon in its name, which LD_PRELOAD "
+            "cannot hold; nothing was built. Set XDG_CACHE_HOME to another folder."
+        )
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise StandinsError(
+            f"{path} belongs to another user, or others can write to it; nothing was built. "
+            "Remove it, or set XDG_CACHE_HOME to another folder."
+        )
+    return path
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    # The file stays: one that waits for it and one that recreates it would both hold a lock.
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, env=_plain_environment())
+    if done.returncode:
+        words = " ".join(command)
+        raise StandinsError(
+            f"a command of the build of the stand-ins failed with exit code {done.returncode}; "
+            f"nothing was kept: {words}\n{done.stderr[-4000:]}"
+        )
+    return done.stdout
+
+
+def _plain_environment() -> dict[str, str]:
+    return {**{k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}, "LC_ALL": "C"}
+
+
+# ---------------------------------------------------------------------------------------------
+# what torch's libraries need
+
+
+@dataclass
+class _Needs:
+    """What torch's libraries import from libraries that it does not bring.
+
+    Attributes:
+        libraries: names that its libraries ask the loader for, such as libcudart.so.13.
+        symbols: by such a name, each symbol with the version that is asked for, or with "".
+    """
+
+    libraries: set[str] = field(default_factory=set)
+    symbols: dict[str, set[tuple[str, str]]] = field(default_factory=lambda: defaultdict(set))
+
+
+def _needs(libraries: Path) -> _Needs:
+    needs = _Needs()
+    unversioned: set[str] = set()
+    defined: set[str] = set()
+    for library in map(str, sorted(libraries.glob("*.so"))):
+        needed = re.findall(r"NEEDED.*\[(.*?)\]", _output("readelf", "-dW", library))
+        needs.libraries.update(name for name in needed if not _SYSTEM.match(name))
+        owner_of, owner = {}, ""
+        for line in _output("readelf", "-VW", library).splitlines():
+            if found := re.search(r"Version: 1  File: (\S+)", line):
+                owner = found[1]
+            elif found := re.search(r"Name: (\S+)", line):
+                owner_of[found[1]] = owner
+        for line in _output("nm", "-D", "--undefined-only", library).splitlines():
+            name, _, version = line.split()[-1].partition("@")
+            if version:
+                needs.symbols[owner_of.get(version.lstrip("@"), "")].add(
+                    (name, version.lstrip("@"))
+                )
+            elif line.split()[-2] == "U":
+                unversioned.add(name)
+        lines = _output("nm", "-D", "--defined-only", library).splitlines()
+        defined.update(line.split()[-1].partition("@")[0] for line in lines)
+    by_stem = {name.partition(".so")[0]: name for name in needs.libraries}
+    for symbol in unversioned - defined:
+        for stem, pattern in _OWNERS:
+            if stem in by_stem and re.match(pattern, symbol):
+                needs.symbols[by_stem[stem]].add((symbol, ""))
+                break
+    return needs
+
+
+# ---------------------------------------------------------------------------------------------
+# libraries
+
+
+class _Builder:
+    """One build, into an empty folder."""
+
+    def __init__(self, torch: _Torch, compiler: str, out: Path) -> None:
+        self._torch = torch
+        self._compiler = compiler
+        self._out = out
+
+    def run(self) -> None:
+        needs = _needs(self._torch.libraries)
+        runtime = next((n for n in needs.libraries if n.startswith("libcudart.so.")), "")
+        major = runtime.rpartition(".")[2]
+        if major not in ("12", "13"):
+            raise StandinsError(
+                f"torch {self._torch.version} needs {runtime or 'no libcudart'}; the stand-ins "
+                "know CUDA 12 and 13. Nothing was built."
+            )
+        settings = (f"-DCUDART_MAJOR={major}", f"-DNCCL_VERSION_CODE={self._torch.nccl}")
+        objects = self._compile(settings)
+        stems = {name: name.partition(".so")[0] for name in needs.libraries}
+        # The runtime first: the other real parts are linked against it.
+        for name in sorted(needs.libraries, key=lambda name: (name != runtime, name)):
+            source, result = REAL.get(stems[name], ("", UNSUPPORTED))
+            symbols = needs.symbols.get(name, set())
+            self._link(name, symbols, result, objects.get(source), runtime)
+        order = sorted(needs.libraries, key=lambda name: (stems[name] not in REAL, name != runtime))
+        (self._out / "libraries").write_text("\n".join(order))
+
+    def _compile(self, settings: Sequence[str]) -> Mapping[str, Path]:
+        running = {}
+        for source, _ in REAL.values():
+            target = self._out / f"{source}.o"
+            flags = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", *settings)
+            command = ("g++", *flags, "-c", str(SOURCES / source), "-o", str(target))
+            errors = (self._out / f"{source}.errors").open("w+")
+            process = subprocess.Popen(command, stderr=errors, env=_plain_environment())
+            running[source] = (target, process, errors)
+        for source, (_, process, errors) in running.items():
+            with errors:
+                if process.wait():
+                    errors.seek(0)
+                    raise StandinsError(
+                        f"{self._compiler} cannot compile {source}; nothing was kept:\n"
+                        f"{errors.read()[-4000:]}"
+                    )
+        return {source: target for source, (target, _, _) in running.items()}
+
+    def _link(
+        self,
+        name: str,
+        symbols: set[tuple[str, str]],
+        result: int,
+        real: Path | None,
+        runtime: str,
+    ) -> None:
+        base = self._out / name
+        own: set[str] = set()
+        if real is not None:
+            lines = _output("nm", "--defined-only", "-g", str(real)).splitlines()
+            own = {line.split()[-1] for line in lines}
+        stubs = sorted({symbol for symbol, _ in symbols} - own)
+        assembly, code = base.with_suffix(".s"), base.with_suffix(".c")
+        assembly.write_text(_stubs(stubs))
+        code.write_text(_STUB_CALLED.replace("LIBRARY", name).replace("RESULT", str(result)))
+        script = base.with_suffix(".map")
+        script.write_text(_versions(symbols, own))
+        command = ["g++", "-shared", "-fPIC", "-O1", "-pthread", f"-Wl,-soname,{name}"]
+        command += ["-o", str(base), f"-Wl,--version-script={script}", "-Wl,-z,now"]
+        command += [str(assembly), "-x", "c", str(code), "-x", "none"]
+        if real is not None:
+            command.append(str(real))
+            if name != runtime:
+                command += [f"-L{self._out}", f"-l:{runtime}", "-Wl,-rpath,$ORIGIN"]
+        _output(*command)
+        for made in (assembly, code, script):
+            made.unlink()
+
+
+def _stubs(names: Sequence[str]) -> str:
+    """Assembly of functions that hand their name to ``standin_stub_called``."""
+    lines = [".text"]
+    for index, name in enumerate(names):
+        lines += [f".globl {name}", f".type {name},@function"]
+        lines += [f"{name}: lea .Lname{index}(%rip),%rdi", "jmp standin_stub_called"]
+    lines.append(".section .rodata")
+    lines += [f'.Lname{index}: .string "{name}"' for index, name in enumerate(names)]
+    return "\n".join([*lines, '.section .note.GNU-stack,"",@progbits', ""])
+
+
+def _versions(symbols: set[tuple[str, str]], own: set[str]) -> str:
+    """A linker script that gives symbols the versions that torch asks for, and hides the rest."""
+    by_version: dict[str, set[str]] = defaultdict(set)
+    for symbol, version in symbols:
+        by_version[version].add(symbol)
+    known = {symbol for symbol, _ in symbols}
+    main = min((version for version in by_version if version), default="")
+    by_version[main] |= own - known
+    unversioned = by_version.pop("", set()) if main else set()
+    text = ""
+    for version, names in sorted(by_version.items()):
+        extra = "; ".join(sorted(names))
+        hidden = " local: *;" if version == main and not unversioned else ""
+        text += f"{version} {{ global: {extra or 'standin_none'};{hidden} }};\n"
+    return text

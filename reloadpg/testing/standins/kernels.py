@@ -1,0 +1,261 @@
+"""Operators on tensors of the stand-in device, computed by torch's CPU kernels.
+
+The stand-in for CUDA launches no kernel, but its device memory is host memory. :func:`activate`
+replaces the CUDA kernel of each ``aten`` operator by one function: it waits for the current stream,
+runs the operator on CPU tensors that alias the same memory, and copies new results to the device.
+Allocation, views and contiguous copies stay torch's own.
+
+Limits:
+
+- The caller waits for each operator. Work on other streams is as asynchronous as ever.
+- No operator can be captured in a CUDA graph; collectives and copies can.
+- An operator without a CPU kernel raises ``NotImplementedError`` (cuDNN and fused attention are
+  switched off, so layers do not choose them).
+- Random values depend on the seed and on the number of draws before, as on a GPU, but they are
+  those of the CPU's generator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["activate"]
+
+_NATIVE = frozenset(
+    {
+        *("_local_scalar_dense", "_pin_memory", "is_pinned", "record_stream"),
+        *("resize_", "set_", "_efficientzerotensor", "_copy_from", "_copy_from_and_resize"),
+        *("_has_same_storage_numel", "_cudnn_init_dropout_state"),
+        *("empty", "empty_strided", "_empty_affine_quantized", "_cslt_compress"),
+    }
+)
+"""Operators that compute nothing, by name without overload."""
+
+_CPU = torch.device("cpu")
+_DRAWS_PER_CALL = 4
+"""By how much a random operator moves the offset of a CUDA generator, which counts in fours."""
+
+_STRIDE = 0x9E3779B1
+"""Between the seeds of two draws: the CPU's generator takes the low 32 bits of a seed."""
+
+_libraries: list[torch.library.Library] = []
+_active = contextlib.ExitStack()
+"""Takes back what :func:`activate` has changed."""
+
+_draw = threading.Lock()
+
+
+def activate() -> None:
+    """Compute on the stand-in device from now on, unless RELOADPG_STANDIN_KERNELS says otherwise.
+
+    A rank that was forked with kernels, and whose own environment asks for launches, loses them.
+    Local; idempotent; takes well under a second.
+    """
+    if os.environ.get("RELOADPG_STANDIN_KERNELS", "") not in ("", "compute"):
+        _active.close()
+    elif not _libraries:
+        _activate()
+
+
+def _activate() -> None:
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    _libraries.append(library)
+    _active.callback(_libraries.clear)
+    _active.callback(library._destroy)
+    _skip_in_compiled_code()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that kernels are overridden, which is the purpose
+        for full in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
+            namespace, _, name = full.partition("::")
+            base, _, overload = name.partition(".")
+            if namespace == "aten" and base not in _NATIVE:
+                kernel = _Kernel(base, overload)
+                if not kernel.makes_view:
+                    library.impl(name, kernel.run, "CUDA", allow_override=True)
+        library.impl("copy_", _copy, "CUDA", allow_override=True)
+    _active.callback(setattr, torch.backends.cudnn, "enabled", torch.backends.cudnn.enabled)
+    torch.backends.cudnn.enabled = False
+    for name in ("flash", "mem_efficient", "cudnn"):
+        enable = getattr(torch.backends.cuda, f"enable_{name}_sdp")
+        _active.callback(enable, getattr(torch.backends.cuda, f"{name}_sdp_enabled")())
+        enable(False)
+
+
+def _skip_in_compiled_code() -> None:
+    """Keep ``torch.compile`` from tracing these functions where it runs an operator eagerly."""
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for function in (_Kernel.run, _copy):
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
+
+
+class _Kernel:
+    """One operator, computed on the host."""
+
+    def __init__(self, base: str, overload: str) -> None:
+        self._names = base, overload or "default"
+        self._op: Any = None
+        schema = torch._C._get_schema(f"aten::{base}", overload)
+        self._arguments = [argument.name for argument in schema.arguments]
+        self._written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
+        sources = {
+            alias: argument.name
+            for argument in schema.arguments
+            if argument.alias_info
+            for alias in argument.alias_info.before_set
+        }
+        # The argument that each result is, or None.
+        self._returned = [
+            next((sources[alias] for alias in value.alias_info.before_set), None)
+            if value.alias_info
+            else None
+            for value in schema.returns
+        ]
+        self.makes_view = not self._written and any(self._returned)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            if self._op is None:  # at the first call: a thousand look-ups take a second
+                self._op = getattr(getattr(torch.ops.aten, self._names[0]), self._names[1])
+            given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
+            call = _Call(self._written)
+            on_host = {name: call.to_host(name, value) for name, value in given.items()}
+            device = call.device
+            torch.cuda.current_stream(device).synchronize()
+            try:
+                if torch.Tag.nondeterministic_seeded in self._op.tags:
+                    result = self._run_random(device, given, on_host)
+                else:
+                    result = self._op(**on_host)
+            except NotImplementedError as error:
+                raise NotImplementedError(
+                    f"{self._op} cannot be computed on the stand-in for CUDA: torch has no CPU "
+                    "kernel of it. Use another operator, or a CPU tensor."
+                ) from error
+            call.finish()
+            if not self._returned:
+                return None
+            several = len(self._returned) > 1
+            results = [
+                call.to_device(one, given.get(source) if source else None)
+                for one, source in zip(
+                    result if several else (result,), self._returned, strict=True
+                )
+            ]
+            return tuple(results) if several else results[0]
+
+    def _run_random(self, device: Any, given: dict[str, Any], on_host: dict[str, Any]) -> Any:
+        """Draw from a CPU generator that is seeded by the state of the device's generator."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        own = given.get("generator") or torch.cuda.default_generators[index]
+        seed = own.initial_seed()
+        with _draw:
+            if own.device.type == "cuda":
+                seed += own.get_offset() * _STRIDE
+                own.set_offset(own.get_offset() + _DRAWS_PER_CALL)
+            seed &= (1 << 63) - 1
+            if "generator" in self._arguments:
+                generator = torch.Generator().manual_seed(seed)
+                return self._op(**{**on_host, "generator": generator})
+            before = torch.default_generator.get_state()
+            try:
+                torch.default_generator.manual_seed(seed)
+                return self._op(**on_host)
+            finally:
+                torch.default_generator.set_state(before)
+
+
+class _Call:
+    """The arguments of one call: what lies where."""
+
+    def __init__(self, written: set[str]) -> None:
+        self._written = written
+        self._device: torch.device | None = None
+        self._fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def device(self) -> torch.device:
+        return self._device or torch.device("cuda", torch.cuda.current_device())
+
+    def to_host(self, name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.device.type != "cuda":
+                return value
+            self._device = self._device or value.device
+            if name in self._written and value.numel() == 0:
+                # Such an output is resized by the operator, which the alias could not be.
+                fresh = torch.empty(value.shape, dtype=value.dtype, device=_CPU)
+                self._fresh.append((value, fresh))
+                return fresh
+            return alias(value)
+        if isinstance(value, list | tuple):
+            return [self.to_host(name, one) for one in value]
+        if isinstance(value, torch.device) and value.type == "cuda":
+            self._device = value
+            return _CPU
+        return value
+
+    def finish(self) -> None:
+        """Give outputs that the operator has resized their size and values."""
+        for value, fresh in self._fresh:
+            if fresh.numel():
+                value.resize_(fresh.shape)
+                alias(value).copy_(fresh)
+
+    def to_device(self, value: Any, source: Any) -> Any:
+        if source is not None:
+            return source
+        if isinstance(value, torch.Tensor):
+            result = torch.empty_like(value, device=self.device)
+            alias(result).copy_(value)
+            return result
+        if isinstance(value, list | tuple):
+            return [self.to_device(one, None) for one in value]
+        return value
+
+
+def alias(value: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor on the memory of a device tensor, which must live as long. Waits for nothing."""
+    storage = value.untyped_storage()
+    if storage.nbytes() == 0:
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_CPU)
+    own = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), _CPU, storage.nbytes())
+    return torch.empty(0, dtype=value.dtype, device=_CPU).set_(
+        own, value.storage_offset(), value.size(), value.stride()
+    )
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """``copy_``: torch's own, asynchronous one where the stand-in can copy, and else the host's."""
+    with torch._C.DisableTorchFunction():
+        plain = (
+            target.dtype == source.dtype
+            and target.size() == source.size()
+            and target.is_contiguous()
+            and source.is_contiguous()
+            and target.is_neg() == source.is_neg()
+            and target.is_conj() == source.is_conj()
+        )
+        if plain:
+            # The kernel of copy_ is one for all backends; XPU's key has nothing but that.
+            return _copy_of_all(target, source, non_blocking)
+        for tensor in (target, source):
+            if tensor.device.type == "cuda":
+                torch.cuda.current_stream(tensor.device).synchronize()
+        here, there = (alias(t) if t.device.type == "cuda" else t for t in (target, source))
+        here.copy_(there)
+        return target
+
+
+def _copy_of_all(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.XPU)
+    op: Callable[..., torch.Tensor] = torch.ops.aten.copy_.default.redispatch
+    return op(keys, target, source, non_blocking)

@@ -1,0 +1,1246 @@
+// Stand-in for NCCL (libnccl.so.2) between processes of one machine, on the CPU.
+//
+// The members of a communicator meet in a file of the job's folder, which is unlinked as soon as
+// all have mapped it. An operation waits on its stream: it publishes where its data is, waits for
+// the other members, and reads from their memory (process_vm_readv). Creation, split, suspend and
+// resume wait on the host. As with NCCL over NVLink, a member that has gone, or has aborted, is
+// noticed by no other rank: they wait until they abort (RELOADPG_STANDIN_PEER_ERRORS=1: they get
+// ncclRemoteError, as over sockets).
+//
+// Differences from NCCL that a program could notice: members that call different collectives get
+// ncclInvalidUsage, where NCCL hangs or mixes up the data; a process may abort an operation that
+// has not reached the head of its stream after two seconds.
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cmath>
+#include <condition_variable>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <random>
+#include <set>
+#include <sstream>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "internal.h"
+
+using standin::number;
+using standin::setting;
+using Lock = std::unique_lock<std::mutex>;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using Clock = std::chrono::steady_clock;
+
+EXPORT cudaError_t cudaGetDevice(int* device);
+EXPORT cudaError_t cudaSetDevice(int device);
+EXPORT cudaError_t cudaDeviceSynchronize();
+EXPORT cudaError_t cudaMalloc(void** pointer, size_t size);
+EXPORT cudaError_t cudaFree(void* pointer);
+
+namespace {
+
+constexpr int kMostMembers = 1024;
+constexpr auto kAbortLimit = seconds(2);    // for operations that have not reached their turn
+constexpr auto kRootLimit = seconds(2);     // after which a dead creator of the id is noticed
+constexpr auto kPoll = milliseconds(10);
+
+thread_local std::string t_last_error;
+
+ncclResult_t fail(ncclResult_t result, const std::string& why) {
+  t_last_error = why;
+  return result;
+}
+
+int global_rank() {
+  const char* rank = getenv("RANK");
+  return rank ? atoi(rank) : -1;
+}
+
+// ---- what the members of a communicator share ----
+
+enum Kind { kAllReduce, kBroadcast, kReduce, kAllGather, kReduceScatter, kAllToAll, kGather, kScatter };
+const char* const kKindNames[] = {"AllReduce",     "Broadcast", "Reduce", "AllGather",
+                                  "ReduceScatter", "AlltoAll",  "Gather", "Scatter"};
+
+struct Collective {
+  int kind, type, op, root;
+  size_t count;
+  const void* from;
+  double factor;  // of a premultiplied sum
+};
+
+enum Presence { kAbsent, kHere, kAborted, kGone };
+
+struct Member {
+  std::atomic<int> presence, process;
+  int physical_device;
+  std::atomic<uint64_t> published, finished;  // the collective that it takes part in, and has left
+  Collective collective;
+  std::atomic<uint64_t> met, parted;  // meetings of the hosts: split, suspend, resume
+  int color, key;
+};
+
+struct Channel {  // from one member to another
+  std::atomic<uint64_t> sent, received;
+  const void* from;
+  size_t bytes;
+};
+
+struct SharedFile {
+  std::atomic<uint32_t> changes;
+  std::atomic<int> size, arrived;
+
+  static size_t bytes(size_t n) {
+    return sizeof(SharedFile) + n * sizeof(Member) + n * n * sizeof(Channel);
+  }
+  Member& member(int rank) { return reinterpret_cast<Member*>(this + 1)[rank]; }
+  Channel& channel(int from, int to) {
+    return reinterpret_cast<Channel*>(reinterpret_cast<Member*>(this + 1) + size)[from * size + to];
+  }
+  void changed() {
+    changes++;
+    syscall(SYS_futex, &changes, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+  // Wait until ready() holds; false if `stop` was set first.
+  template <class Ready>
+  bool wait(Ready ready, const std::atomic<bool>& stop) {
+    for (;;) {
+      uint32_t seen = changes;
+      if (ready()) return true;
+      if (stop) return false;
+      timespec limit{0, std::chrono::nanoseconds(kPoll).count()};
+      syscall(SYS_futex, &changes, FUTEX_WAIT, seen, &limit, nullptr, 0);
+    }
+  }
+};
+
+bool read_memory(int process, void* to, const void* from, size_t size) {
+  if (process == getpid()) {
+    memcpy(to, from, size);
+    return true;
+  }
+  for (size_t done = 0; done < size;) {
+    iovec local{static_cast<char*>(to) + done, size - done};
+    iovec remote{const_cast<char*>(static_cast<const char*>(from)) + done, size - done};
+    ssize_t count = process_vm_readv(process, &local, 1, &remote, 1, 0);
+    if (count <= 0) return false;
+    done += count;
+  }
+  return true;
+}
+
+}  // namespace
+
+// ---- communicators ----
+
+struct ncclComm {
+  int rank = 0, size = 0, device = 0;
+  bool blocking = true;
+  std::string id, name;
+  SharedFile* shared = nullptr;
+  std::thread starter;  // of one that is created without blocking
+
+  std::atomic<bool> aborted{false};
+  std::atomic<bool> broken{false};  // after an error its operations wait for the abort
+  std::atomic<int> state{ncclSuccess};
+
+  std::mutex mutex;  // of what follows
+  std::condition_variable progress;
+  uint64_t launched = 0, turn = 1, completed = 0;
+  int graph_references = 0;
+  std::string error;
+
+  uint64_t collectives = 0, meetings = 0;  // numbers that members compare
+  std::map<int, uint64_t> sent, received;
+  int shrinks = 0;
+
+  long bytes = 0, persistent_bytes = 0;
+  bool suspended = false;
+  std::shared_ptr<int> shares;  // one for all that a split with splitShare=1 connects
+
+  ~ncclComm() {
+    if (shared) munmap(shared, SharedFile::bytes(size));
+  }
+  Member& me() { return shared->member(rank); }
+  void break_with(ncclResult_t result, const std::string& why) {
+    Lock lock(mutex);
+    error = why;
+    if (result) state = result;
+    broken = true;
+    shared->changed();
+  }
+};
+
+namespace {
+
+using Comm = std::shared_ptr<ncclComm>;
+
+std::mutex& comms_mutex() {
+  static auto& object = *new std::mutex;
+  return object;
+}
+std::map<const ncclComm*, Comm>& comms() {
+  static auto& object = *new std::map<const ncclComm*, Comm>;
+  return object;
+}
+
+void log(const ncclComm* comm, const char* format, ...) {
+  std::string path = setting("LOG");
+  if (path.empty()) return;
+  timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  char line[600];
+  int length = snprintf(line, sizeof line, "%ld.%03ld pid %d rank %d ", now.tv_sec,
+                        now.tv_nsec / 1000000, getpid(), global_rank());
+  if (comm)
+    length += snprintf(line + length, sizeof line - length, "comm %.40s(%.80s) %d/%d ",
+                       comm->id.c_str(), comm->name.c_str(), comm->rank, comm->size);
+  va_list arguments;
+  va_start(arguments, format);
+  length += vsnprintf(line + length, sizeof line - length - 1, format, arguments);
+  va_end(arguments);
+  length = std::min<int>(length, sizeof line - 2);
+  line[length++] = '\n';
+  int file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+  if (file < 0) return;
+  if (write(file, line, length) != length) fprintf(stderr, "%.*s", length, line);
+  close(file);
+}
+
+Comm find(const ncclComm* comm) {  // null, with the error set: none, or no more
+  Lock lock(comms_mutex());
+  auto found = comms().find(comm);
+  if (found != comms().end()) return found->second;
+  t_last_error = "no such communicator; it may have been destroyed";
+  return nullptr;
+}
+
+// ---- faults: lines of the job's file `faults`, which Python writes ----
+
+// A line has fields KEY=VALUE, separated by tabs: id, action, call, and any of rank, communicator,
+// skip, times, result, milliseconds. It counts the calls of each process that match it.
+using Fields = std::map<std::string, std::string>;
+
+std::vector<Fields> read_faults() {
+  std::vector<Fields> faults;
+  std::ifstream file(std::string(standin_job()) + "/faults");
+  for (std::string line; std::getline(file, line);) {
+    Fields fields;
+    std::istringstream parts(line);
+    for (std::string part; std::getline(parts, part, '\t');) {
+      auto equal = part.find('=');
+      if (equal != std::string::npos) fields[part.substr(0, equal)] = part.substr(equal + 1);
+    }
+    faults.push_back(fields);
+  }
+  return faults;
+}
+
+bool concerns(const Fields& fault, const char* call, const ncclComm* comm) {
+  auto field = [&](const char* name) {
+    auto found = fault.find(name);
+    return found == fault.end() ? std::string() : found->second;
+  };
+  if (field("call") != call) return false;
+  if (!field("rank").empty() && atoi(field("rank").c_str()) != global_rank()) return false;
+  return field("communicator").empty() || comm->name.find(field("communicator")) != std::string::npos;
+}
+
+ncclResult_t fault(const char* call, const Comm& comm) {
+  static auto& counts = *new std::map<std::string, long>;
+  static auto& counts_mutex = *new std::mutex;
+  for (Fields& each : read_faults()) {
+    if (!concerns(each, call, comm.get())) continue;
+    long skip = atol(each["skip"].c_str());
+    long times = each["times"].empty() ? LONG_MAX - skip : atol(each["times"].c_str());
+    {
+      Lock lock(counts_mutex);
+      long seen = counts[each["id"]]++;
+      if (seen < skip || seen >= skip + times) continue;
+    }
+    std::string action = each["action"];
+    auto result = static_cast<ncclResult_t>(atoi(each["result"].c_str()));
+    log(comm.get(), "fault: %s in %s", action.c_str(), call);
+    std::string why = "injected fault: " + std::string(call) + " fails on rank " +
+                      std::to_string(global_rank());
+    if (action == "fail") return fail(result, why);
+    if (action == "async") comm->break_with(result, why);
+    if (action == "delay")
+      std::this_thread::sleep_for(milliseconds(atol(each["milliseconds"].c_str())));
+    if (action == "hang") {
+      auto there = [&] {
+        for (Fields& now : read_faults())
+          if (now["id"] == each["id"]) return true;
+        return false;
+      };
+      while (there()) {
+        if (comm->aborted && strcmp(call, "abort") != 0)
+          return fail(ncclSystemError, "aborted during an injected hang");
+        std::this_thread::sleep_for(kPoll);
+      }
+    }
+  }
+  return ncclSuccess;
+}
+
+// ---- creation ----
+
+struct DeferredStart {
+  Comm comm;
+  int creator;
+};
+
+thread_local int t_group_depth = 0;
+thread_local ncclResult_t t_group_error = ncclSuccess;  // of the calls in the group
+thread_local std::vector<DeferredStart> t_starts;
+
+std::string shared_path(const ncclComm& comm) { return std::string(standin_job()) + "/comm-" + comm.id; }
+
+Comm new_comm(int size, int rank, const ncclConfig_t* config, const ncclComm* parent) {
+  auto comm = std::make_shared<ncclComm>();
+  comm->size = size;
+  comm->rank = rank;
+  cudaGetDevice(&comm->device);
+  if (parent) {
+    comm->blocking = parent->blocking;
+    comm->device = parent->device;
+  }
+  if (!config) return comm;
+  if (config->blocking == 0 || config->blocking == 1) comm->blocking = config->blocking;
+  if (config->size >= sizeof(ncclConfig_t) && config->commName) comm->name = config->commName;
+  return comm;
+}
+
+ncclResult_t map_shared(ncclComm* comm) {
+  std::string path = shared_path(*comm);
+  size_t bytes = SharedFile::bytes(comm->size);
+  int file = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  if (file < 0) return fail(ncclSystemError, path + ": " + strerror(errno));
+  void* memory = MAP_FAILED;
+  if (ftruncate(file, bytes) == 0)
+    memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  if (memory == MAP_FAILED) return fail(ncclSystemError, path + ": " + strerror(errno));
+  comm->shared = static_cast<SharedFile*>(memory);
+  int none = 0;
+  if (!comm->shared->size.compare_exchange_strong(none, comm->size) && none != comm->size)
+    return fail(ncclInvalidUsage, "members give different numbers of ranks");
+  return ncclSuccess;
+}
+
+void give_back_memory(ncclComm* comm) {
+  long held = comm->suspended ? comm->persistent_bytes : comm->bytes;
+  if (held) standin_take(comm->device, -held);
+  comm->bytes = comm->persistent_bytes = 0;
+}
+
+// Meet the other members. creator: the process that made the unique id, 0 for a split. A member
+// that arrives after its end gets an error (its socket refuses); those that wait already do not.
+ncclResult_t meet_members(const Comm& comm, int creator) {
+  SharedFile& shared = *comm->shared;
+  Member& me = comm->me();
+  int absent = kAbsent;
+  if (!me.presence.compare_exchange_strong(absent, kHere))
+    return fail(ncclInvalidUsage, "two members give the same rank");
+  me.physical_device = standin_physical_device(comm->device);
+  me.process = getpid();
+  if (++shared.arrived == comm->size) unlink(shared_path(*comm).c_str());  // all have mapped it
+  shared.changed();
+  auto begun = Clock::now();
+  bool refused = false;
+  bool met = shared.wait(
+      [&] {
+        refused = creator && shared.arrived < comm->size && Clock::now() - begun > kRootLimit &&
+                  !standin_alive(creator);
+        return refused || shared.arrived == comm->size;
+      },
+      comm->aborted);
+  if (refused) return fail(ncclRemoteError, "socket to the root: Connection refused");
+  if (!met) return fail(ncclSystemError, "aborted while it was created");
+  bool may_share = number("SHARE_DEVICE", 0) != 0;
+  for (int rank = 0; rank < comm->size && !may_share; rank++)
+    if (rank != comm->rank && shared.member(rank).physical_device == me.physical_device)
+      return fail(ncclInvalidUsage, "Duplicate GPU detected : rank " + std::to_string(comm->rank) +
+                                        " and rank " + std::to_string(rank) +
+                                        " both on stand-in device " +
+                                        std::to_string(me.physical_device));
+  std::this_thread::sleep_for(milliseconds(number("INIT_MS", 0)));
+  return ncclSuccess;
+}
+
+ncclResult_t start(const Comm& comm, int creator) {
+  // Not inherited by a forked child, so not at load. Members read each other's memory.
+  prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+  log(comm.get(), "init begins");
+  ncclResult_t result = fault("init", comm);
+  long bytes = number("COMM_MIB", 64) << 20;
+  if (!result && !standin_take(comm->device, bytes))
+    result = fail(ncclUnhandledCudaError, "Cuda failure 2 'out of memory'");
+  else if (!result) {
+    comm->bytes = bytes;
+    comm->persistent_bytes = std::min(bytes, number("SUSPENDED_MIB", 4) << 20);
+    result = meet_members(comm, creator);
+  }
+  if (result) {
+    give_back_memory(comm.get());
+    if (comm->shared) comm->me().presence = kAborted;
+    Lock lock(comm->mutex);
+    comm->error = t_last_error;
+    comm->broken = true;
+  }
+  log(comm.get(), "init: %d", result);
+  return result;
+}
+
+void forget(const Comm& comm) {
+  Lock lock(comms_mutex());
+  comms().erase(comm.get());
+}
+
+// Create a communicator by prepare(), which may wait and which maps the file, and start().
+ncclResult_t create(const Comm& comm, int creator, ncclComm_t* out,
+                    std::function<ncclResult_t()> prepare) {
+  {
+    Lock lock(comms_mutex());
+    comms()[comm.get()] = comm;
+  }
+  *out = comm.get();
+  if (!comm->blocking) {
+    comm->state = ncclInProgress;
+    comm->starter = std::thread([comm, creator, prepare] {
+      cudaSetDevice(comm->device);
+      ncclResult_t result = prepare();
+      comm->state = result ? result : start(comm, creator);
+    });
+    return ncclInProgress;
+  }
+  ncclResult_t result = prepare();
+  if (!result && t_group_depth) {
+    t_starts.push_back({comm, creator});
+    return ncclSuccess;
+  }
+  if (!result) result = start(comm, creator);
+  if (result) {
+    forget(comm);
+    *out = nullptr;
+  }
+  return result;
+}
+
+ncclResult_t start_all(const std::vector<DeferredStart>& starts) {
+  std::vector<std::thread> threads;
+  std::vector<ncclResult_t> results(starts.size());
+  for (size_t k = 0; k < starts.size(); k++)
+    threads.emplace_back([&, k] {
+      cudaSetDevice(starts[k].comm->device);
+      results[k] = start(starts[k].comm, starts[k].creator);
+    });
+  for (auto& thread : threads) thread.join();
+  for (ncclResult_t result : results)
+    if (result) return result;
+  return ncclSuccess;
+}
+
+// The hosts of all members meet: each gives two numbers and reads those of the others.
+bool meet(ncclComm* comm, int color, int key, std::vector<std::pair<int, int>>* all = nullptr) {
+  uint64_t meeting = ++comm->meetings;
+  Member& me = comm->me();
+  auto reached = [&](std::atomic<uint64_t> Member::*field, uint64_t value) {
+    auto ready = [&] {
+      for (int rank = 0; rank < comm->size; rank++)
+        if (comm->shared->member(rank).*field < value) return false;
+      return true;
+    };
+    return comm->shared->wait(ready, comm->aborted);
+  };
+  if (!reached(&Member::parted, meeting - 1)) return false;
+  me.color = color;
+  me.key = key;
+  me.met = meeting;
+  comm->shared->changed();
+  if (!reached(&Member::met, meeting)) return false;
+  for (int rank = 0; all && rank < comm->size; rank++)
+    all->push_back({comm->shared->member(rank).color, comm->shared->member(rank).key});
+  me.parted = meeting;
+  comm->shared->changed();
+  return true;
+}
+
+// ---- end ----
+
+// Wait until what was launched is done, and graphs that hold the communicator are gone.
+void finish(ncclComm* comm) {
+  Lock lock(comm->mutex);
+  while (!comm->aborted && (comm->completed < comm->launched || comm->graph_references))
+    comm->progress.wait_for(lock, kPoll);
+}
+
+ncclResult_t end(const Comm& comm, bool abort) {
+  if (abort) {
+    comm->aborted = true;
+    if (comm->shared) comm->shared->changed();
+  }
+  if (comm->starter.joinable()) comm->starter.join();
+  finish(comm.get());
+  if (abort) {
+    Lock lock(comm->mutex);
+    auto done = [&] { return comm->completed == comm->launched; };
+    comm->progress.wait_for(lock, kAbortLimit, done);
+  }
+  if (comm->shared) {
+    comm->me().presence = abort ? kAborted : kGone;
+    comm->shared->changed();
+  }
+  give_back_memory(comm.get());
+  comm->shares = nullptr;
+  forget(comm);
+  log(comm.get(), abort ? "aborted" : "destroyed");
+  return ncclSuccess;
+}
+
+}  // namespace
+
+EXPORT int standin_communicators() {
+  Lock lock(comms_mutex());
+  return comms().size();
+}
+
+EXPORT ncclResult_t ncclGetVersion(int* version) {
+  *version = number("NCCL_VERSION", NCCL_VERSION_CODE);
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  *id = ncclUniqueId{};
+  std::random_device random;
+  int creator = getpid();
+  for (int k = 0; k < 4; k++) {
+    uint32_t bits = random();
+    memcpy(id->internal + 4 * k, &bits, 4);
+  }
+  memcpy(id->internal + 16, &creator, 4);
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclCommInitRankConfig(
+    ncclComm_t* out, int size, ncclUniqueId id, int rank, ncclConfig_t* config) {
+  *out = nullptr;
+  if (size > kMostMembers || rank < 0 || rank >= size)
+    return fail(ncclInvalidArgument, "no such rank, or more than 1024 ranks");
+  Comm comm = new_comm(size, rank, config, nullptr);
+  for (int k = 0; k < 16; k++) {
+    char digits[3];
+    snprintf(digits, sizeof digits, "%02x", static_cast<unsigned char>(id.internal[k]));
+    comm->id += digits;
+  }
+  int creator;
+  memcpy(&creator, id.internal + 16, 4);
+  return create(comm, creator, out, [raw = comm.get()] { return map_shared(raw); });
+}
+
+EXPORT ncclResult_t ncclCommInitRank(ncclComm_t* out, int size, ncclUniqueId id, int rank) {
+  return ncclCommInitRankConfig(out, size, id, rank, nullptr);
+}
+
+EXPORT ncclResult_t ncclCommInitRankScalable(
+    ncclComm_t* out, int size, int rank, int, ncclUniqueId* ids, ncclConfig_t* config) {
+  return ncclCommInitRankConfig(out, size, ids[0], rank, config);
+}
+
+EXPORT ncclResult_t ncclCommInitAll(ncclComm_t* out, int count, const int* devices) {
+  ncclUniqueId id;
+  ncclGetUniqueId(&id);
+  std::vector<std::thread> threads;
+  std::vector<ncclResult_t> results(count);
+  for (int k = 0; k < count; k++)
+    threads.emplace_back([&, k] {
+      cudaSetDevice(devices ? devices[k] : k);
+      results[k] = ncclCommInitRank(&out[k], count, id, k);
+    });
+  for (auto& thread : threads) thread.join();
+  for (ncclResult_t result : results)
+    if (result) return result;
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclCommSplit(
+    ncclComm_t handle, int color, int key, ncclComm_t* out, ncclConfig_t* config) {
+  *out = nullptr;
+  Comm parent = find(handle);
+  if (!parent) return ncclInvalidArgument;
+  if (parent->aborted) return fail(ncclInvalidUsage, "the communicator was aborted");
+  if (parent->state == ncclInProgress) return fail(ncclInvalidArgument, "it is not ready");
+  log(parent.get(), "split color %d key %d", color, key);
+  if (ncclResult_t result = fault("split", parent)) return result;
+  Comm comm = new_comm(0, 0, config, parent.get());
+  bool share = config && config->splitShare == 1;
+  auto agree = [raw = comm.get(), parent, color, key, share] {
+    std::vector<std::pair<int, int>> all;
+    if (!meet(parent.get(), color, key, &all)) return fail(ncclSystemError, "the parent was aborted");
+    if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
+    std::vector<std::pair<int, int>> order;  // key, rank of the parent
+    for (int rank = 0; rank < parent->size; rank++)
+      if (all[rank].first == color) order.push_back({all[rank].second, rank});
+    std::sort(order.begin(), order.end());
+    raw->size = order.size();
+    auto mine = std::find(order.begin(), order.end(), std::make_pair(key, parent->rank));
+    raw->rank = mine - order.begin();
+    raw->id = parent->id + "." + std::to_string(parent->meetings) + "c" + std::to_string(color);
+    if (share) {
+      if (!parent->shares) parent->shares = std::make_shared<int>(0);
+      raw->shares = parent->shares;
+    }
+    return map_shared(raw);
+  };
+  if (color == NCCL_SPLIT_NOCOLOR) return agree();
+  return create(comm, 0, out, agree);
+}
+
+EXPORT ncclResult_t ncclCommShrink(ncclComm_t handle, int* excluded, int count, ncclComm_t* out,
+                                   ncclConfig_t* config, int flags) {
+  *out = nullptr;
+  Comm parent = find(handle);
+  if (!parent) return ncclInvalidArgument;
+  if (ncclResult_t result = fault("split", parent)) return result;
+  if (flags & NCCL_SHRINK_ABORT) {
+    parent->aborted = true;
+    parent->shared->changed();
+  }
+  std::set<int> without(excluded, excluded + count);
+  int size = 0, rank = 0;
+  for (int k = 0; k < parent->size; k++) {
+    if (without.count(k)) continue;
+    if (k < parent->rank) rank++;
+    size++;
+  }
+  Comm comm = new_comm(size, rank, config, parent.get());
+  comm->id = parent->id + ".s" + std::to_string(++parent->shrinks);
+  return create(comm, 0, out, [raw = comm.get()] { return map_shared(raw); });
+}
+
+EXPORT ncclResult_t ncclCommFinalize(ncclComm_t handle) {
+  Comm comm = find(handle);
+  if (!comm) return ncclInvalidArgument;
+  log(comm.get(), "finalize");
+  if (ncclResult_t result = fault("finalize", comm)) return result;
+  finish(comm.get());
+  if (number("FINALIZE_MEETS", 0)) meet(comm.get(), 0, 0);
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclCommDestroy(ncclComm_t handle) {
+  if (!handle) return ncclSuccess;
+  Comm comm = find(handle);
+  if (!comm) return ncclInvalidArgument;
+  log(comm.get(), "destroy begins");
+  ncclResult_t result = fault("destroy", comm);
+  return result ? result : end(comm, false);
+}
+
+EXPORT ncclResult_t ncclCommAbort(ncclComm_t handle) {
+  if (!handle) return ncclSuccess;
+  Comm comm = find(handle);
+  if (!comm) return ncclInvalidArgument;
+  log(comm.get(), "abort begins");
+  ncclResult_t result = fault("abort", comm);
+  return result ? result : end(comm, true);
+}
+
+EXPORT ncclResult_t ncclCommRevoke(ncclComm_t handle, int) {
+  Comm comm = find(handle);
+  if (!comm) return ncclInvalidArgument;
+  log(comm.get(), "revoke");
+  comm->aborted = true;
+  comm->shared->changed();
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* result) {
+  Comm comm = find(handle);
+  if (!comm) return *result = ncclInvalidArgument;
+  if (comm->state == ncclSuccess && comm->shared && number("PEER_ERRORS", 0))
+    for (int rank = 0; rank < comm->size; rank++) {
+      Member& member = comm->shared->member(rank);
+      bool died = member.presence == kHere && !standin_alive(member.process);
+      if (died || member.presence == kAborted)
+        comm->break_with(ncclRemoteError, "rank " + std::to_string(rank) + " closed the connection");
+    }
+  *result = static_cast<ncclResult_t>(comm->state.load());
+  return ncclSuccess;
+}
+
+EXPORT const char* ncclGetErrorString(ncclResult_t result) {
+  switch (result) {
+    case ncclSuccess: return "no error";
+    case ncclUnhandledCudaError: return "unhandled cuda error (run with NCCL_DEBUG=INFO for details)";
+    case ncclSystemError: return "unhandled system error (run with NCCL_DEBUG=INFO for details)";
+    case ncclInternalError:
+      return "internal error - please report this issue to the NCCL developers";
+    case ncclInvalidArgument: return "invalid argument (run with NCCL_DEBUG=WARN for details)";
+    case ncclInvalidUsage: return "invalid usage (run with NCCL_DEBUG=WARN for details)";
+    case ncclRemoteError: return "remote process exited or there was a network error";
+    case ncclInProgress: return "NCCL operation in progress";
+  }
+  return "unknown result code";
+}
+
+EXPORT const char* ncclGetLastError(ncclComm_t handle) {
+  Comm comm = handle ? find(handle) : nullptr;
+  if (comm) {
+    Lock lock(comm->mutex);
+    if (!comm->error.empty()) t_last_error = comm->error;
+  }
+  return t_last_error.c_str();
+}
+
+EXPORT ncclResult_t ncclCommCount(const ncclComm_t handle, int* count) {
+  Comm comm = find(handle);
+  if (comm) *count = comm->size;
+  return comm ? ncclSuccess : ncclInvalidArgument;
+}
+
+EXPORT ncclResult_t ncclCommUserRank(const ncclComm_t handle, int* rank) {
+  Comm comm = find(handle);
+  if (comm) *rank = comm->rank;
+  return comm ? ncclSuccess : ncclInvalidArgument;
+}
+
+EXPORT ncclResult_t ncclCommCuDevice(const ncclComm_t handle, int* device) {
+  Comm comm = find(handle);
+  if (comm) *device = comm->device;
+  return comm ? ncclSuccess : ncclInvalidArgument;
+}
+
+// ---- memory ----
+
+EXPORT ncclResult_t ncclMemAlloc(void** pointer, size_t size) {
+  return cudaMalloc(pointer, size) ? ncclUnhandledCudaError : ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclMemFree(void* pointer) {
+  return cudaFree(pointer) ? ncclUnhandledCudaError : ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclCommRegister(const ncclComm_t handle, void* buffer, size_t, void** out) {
+  *out = buffer;
+  return find(handle) ? ncclSuccess : ncclInvalidArgument;
+}
+
+EXPORT ncclResult_t ncclCommDeregister(const ncclComm_t handle, void*) {
+  return find(handle) ? ncclSuccess : ncclInvalidArgument;
+}
+
+EXPORT ncclResult_t ncclCommWindowRegister(
+    ncclComm_t handle, void* buffer, size_t, ncclWindow_t* window, int) {
+  *window = static_cast<ncclWindow_t>(buffer);
+  return find(handle) ? ncclSuccess : ncclInvalidArgument;
+}
+
+EXPORT ncclResult_t ncclCommWindowDeregister(ncclComm_t handle, ncclWindow_t) {
+  return find(handle) ? ncclSuccess : ncclInvalidArgument;
+}
+
+EXPORT ncclResult_t ncclWinGetUserPtr(ncclComm_t, ncclWindow_t window, void** pointer) {
+  *pointer = window;
+  return ncclSuccess;
+}
+
+static ncclResult_t suspend_or_resume(ncclComm_t handle, bool suspend) {
+  Comm comm = find(handle);
+  if (!comm) return ncclInvalidArgument;
+  log(comm.get(), suspend ? "suspend" : "resume");
+  if (ncclResult_t result = fault(suspend ? "suspend" : "resume", comm)) return result;
+  if (comm->shares.use_count() > 1)
+    return fail(ncclInvalidUsage, "Memory suspend not supported with split_share communicators");
+  if (comm->aborted || comm->suspended == suspend)
+    return fail(ncclInvalidUsage, suspend ? "it is suspended or aborted" : "it is not suspended");
+  if (suspend) finish(comm.get());
+  if (!meet(comm.get(), 0, 0)) return fail(ncclSystemError, "it was aborted");
+  long bytes = comm->bytes - comm->persistent_bytes;
+  if (!standin_take(comm->device, suspend ? -bytes : bytes))
+    return fail(ncclUnhandledCudaError, "Cuda failure 2 'out of memory'");
+  comm->suspended = suspend;
+  return meet(comm.get(), 0, 0) ? ncclSuccess : fail(ncclSystemError, "it was aborted");
+}
+
+EXPORT ncclResult_t ncclCommSuspend(ncclComm_t handle, int) { return suspend_or_resume(handle, true); }
+EXPORT ncclResult_t ncclCommResume(ncclComm_t handle) { return suspend_or_resume(handle, false); }
+
+EXPORT ncclResult_t ncclCommMemStats(ncclComm_t handle, ncclCommMemStat_t what, uint64_t* value) {
+  Comm comm = find(handle);
+  if (!comm) return ncclInvalidArgument;
+  switch (what) {
+    case ncclStatGpuMemSuspend: *value = comm->bytes - comm->persistent_bytes; break;
+    case ncclStatGpuMemSuspended: *value = comm->suspended; break;
+    case ncclStatGpuMemPersist: *value = comm->persistent_bytes; break;
+    case ncclStatGpuMemTotal: *value = comm->bytes; break;
+  }
+  return ncclSuccess;
+}
+
+// ---- reductions ----
+
+namespace {
+
+size_t width(int type) {
+  switch (type) {
+    case ncclInt8: case ncclUint8: case ncclFloat8e4m3: case ncclFloat8e5m2: return 1;
+    case ncclFloat16: case ncclBfloat16: return 2;
+    case ncclInt32: case ncclUint32: case ncclFloat32: return 4;
+    case ncclInt64: case ncclUint64: case ncclFloat64: return 8;
+  }
+  return 0;
+}
+
+struct Half {
+  uint16_t bits;
+  operator float() const {
+    int sign = bits >> 15, exponent = bits >> 10 & 31, fraction = bits & 1023;
+    float value = exponent == 31  ? (fraction ? NAN : INFINITY)
+                  : exponent == 0 ? ldexpf(fraction, -24)
+                                  : ldexpf(fraction + 1024, exponent - 25);
+    return sign ? -value : value;
+  }
+  static Half of(float value) {
+    _Float16 rounded = static_cast<_Float16>(value);
+    Half half;
+    memcpy(&half, &rounded, 2);
+    return half;
+  }
+};
+
+struct Bfloat16 {
+  uint16_t bits;
+  operator float() const {
+    uint32_t wide = static_cast<uint32_t>(bits) << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+  }
+  static Bfloat16 of(float value) {
+    uint32_t wide;
+    memcpy(&wide, &value, 4);
+    if (std::isnan(value)) return {0x7fc0};
+    return {static_cast<uint16_t>((wide + 0x7fff + (wide >> 16 & 1)) >> 16)};  // to even
+  }
+};
+
+template <class T>
+struct Plain {
+  T value;
+  operator T() const { return value; }
+  static Plain of(T value) { return {value}; }
+};
+
+using Inputs = std::vector<std::vector<char>>;
+
+// Stored as T, computed as A, in the order of ranks, so that all members get the same bits.
+template <class T, class A>
+void combine(const Inputs& inputs, const std::vector<double>& factors, int op, size_t count, char* to) {
+  for (size_t k = 0; k < count; k++) {
+    A result{};
+    for (size_t rank = 0; rank < inputs.size(); rank++) {
+      A value = reinterpret_cast<const T*>(inputs[rank].data())[k];
+      if (op >= ncclNumOps) value = static_cast<A>(value * factors[rank]);
+      if (rank == 0) result = value;
+      else if (op == ncclProd) result *= value;
+      else if (op == ncclMax) result = std::max(result, value);
+      else if (op == ncclMin) result = std::min(result, value);
+      else result += value;
+    }
+    if (op == ncclAvg) result /= static_cast<A>(inputs.size());
+    reinterpret_cast<T*>(to)[k] = T::of(result);
+  }
+}
+
+void reduce(const Inputs& inputs, const std::vector<double>& factors, const Collective& what, char* to) {
+  auto with = [&](auto run) { run(inputs, factors, what.op, what.count, to); };
+  switch (what.type) {
+    case ncclInt8: return with(combine<Plain<int8_t>, int8_t>);
+    case ncclUint8: return with(combine<Plain<uint8_t>, uint8_t>);
+    case ncclInt32: return with(combine<Plain<int32_t>, int32_t>);
+    case ncclUint32: return with(combine<Plain<uint32_t>, uint32_t>);
+    case ncclInt64: return with(combine<Plain<int64_t>, int64_t>);
+    case ncclUint64: return with(combine<Plain<uint64_t>, uint64_t>);
+    case ncclFloat16: return with(combine<Half, float>);
+    case ncclFloat32: return with(combine<Plain<float>, float>);
+    case ncclFloat64: return with(combine<Plain<double>, double>);
+    case ncclBfloat16: return with(combine<Bfloat16, float>);
+  }
+}
+
+std::mutex& factors_mutex() {
+  static auto& object = *new std::mutex;
+  return object;
+}
+std::map<int, double>& factors() {  // of premultiplied sums
+  static auto& object = *new std::map<int, double>;
+  return object;
+}
+
+// ---- operations on a stream ----
+
+bool reduces(int kind) { return kind == kAllReduce || kind == kReduce || kind == kReduceScatter; }
+
+// A collective publishes, waits for all, reads its part, waits until all have read, and writes.
+// It returns early if the communicator is aborted or broken.
+void run_collective(ncclComm* comm, const Collective& what, void* to) {
+  SharedFile& shared = *comm->shared;
+  Member& me = comm->me();
+  uint64_t number_of_it = ++comm->collectives;
+  auto all = [&](std::atomic<uint64_t> Member::*field) {
+    auto ready = [&] {
+      for (int rank = 0; rank < comm->size; rank++)
+        if (shared.member(rank).*field < number_of_it) return false;
+      return !comm->broken.load();
+    };
+    return shared.wait(ready, comm->aborted);
+  };
+  me.collective = what;
+  me.published = number_of_it;
+  shared.changed();
+  if (comm->broken || !all(&Member::published)) return;
+  for (int rank = 0; rank < comm->size; rank++) {
+    const Collective& other = shared.member(rank).collective;
+    bool same_op = other.op == what.op || (other.op >= ncclNumOps && what.op >= ncclNumOps);
+    if (other.kind == what.kind && other.count == what.count && other.type == what.type &&
+        other.root == what.root && same_op)
+      continue;
+    std::ostringstream why;
+    why << "collective " << number_of_it << " of communicator " << comm->id << " (" << comm->name
+        << ") differs: rank " << comm->rank << " calls " << kKindNames[what.kind] << " of "
+        << what.count << " elements of type " << what.type << ", rank " << rank << " "
+        << kKindNames[other.kind] << " of " << other.count << " of type " << other.type;
+    fprintf(stderr, "reloadpg stand-ins: %s\n", why.str().c_str());
+    return comm->break_with(ncclInvalidUsage, why.str());
+  }
+  size_t bytes = what.count * width(what.type);
+  std::vector<char> result;
+  bool readable = true;
+  auto read = [&](int rank, size_t offset, char* into) {
+    Member& member = shared.member(rank);
+    auto from = static_cast<const char*>(member.collective.from) + offset;
+    readable = readable && read_memory(member.process, into, from, bytes);
+  };
+  auto reduce_part = [&](size_t offset) {
+    Inputs inputs;
+    std::vector<double> all_factors;
+    for (int rank = 0; rank < comm->size; rank++) {
+      inputs.emplace_back(bytes);
+      all_factors.push_back(shared.member(rank).collective.factor);
+      read(rank, offset, inputs.back().data());
+    }
+    result.resize(bytes);
+    if (readable) reduce(inputs, all_factors, what, result.data());
+  };
+  auto gather_parts = [&](size_t offset) {
+    result.resize(bytes * comm->size);
+    for (int rank = 0; rank < comm->size; rank++) read(rank, offset, result.data() + bytes * rank);
+  };
+  auto read_root = [&](size_t offset) {
+    result.resize(bytes);
+    read(what.root, offset, result.data());
+  };
+  switch (what.kind) {
+    case kAllReduce: reduce_part(0); break;
+    case kReduce: if (comm->rank == what.root) reduce_part(0); break;
+    case kReduceScatter: reduce_part(bytes * comm->rank); break;
+    case kBroadcast: read_root(0); break;
+    case kScatter: read_root(bytes * comm->rank); break;
+    case kGather: if (comm->rank == what.root) gather_parts(0); break;
+    case kAllGather: gather_parts(0); break;
+    case kAllToAll: gather_parts(bytes * comm->rank); break;
+  }
+  if (!readable) {
+    auto result_of_it = number("PEER_ERRORS", 0) ? ncclRemoteError : ncclSuccess;
+    return comm->break_with(result_of_it, "the memory of a peer cannot be read; it may have died");
+  }
+  me.finished = number_of_it;
+  shared.changed();
+  if (all(&Member::finished) && !result.empty()) memcpy(to, result.data(), result.size());
+}
+
+struct Transfer {
+  bool send;
+  int peer;
+  void* memory;
+  size_t bytes;
+};
+
+// Sends and receives of one group progress together.
+void run_transfers(ncclComm* comm, const std::vector<Transfer>& transfers) {
+  SharedFile& shared = *comm->shared;
+  struct Progress {
+    uint64_t number_of_it;
+    bool posted = false, done = false;
+  };
+  std::vector<Progress> progress;
+  for (auto& each : transfers)
+    progress.push_back({++(each.send ? comm->sent : comm->received)[each.peer]});
+  auto step = [&](const Transfer& transfer, Progress& now) {
+    Channel& channel = transfer.send ? shared.channel(comm->rank, transfer.peer)
+                                     : shared.channel(transfer.peer, comm->rank);
+    if (transfer.send && !now.posted && channel.received == now.number_of_it - 1) {
+      channel.from = transfer.memory;
+      channel.bytes = transfer.bytes;
+      channel.sent = now.number_of_it;
+      now.posted = true;
+      shared.changed();
+    }
+    if (transfer.send) {
+      now.done = now.posted && channel.received >= now.number_of_it;
+    } else if (channel.sent >= now.number_of_it) {
+      if (channel.bytes != transfer.bytes)
+        return comm->break_with(ncclInvalidUsage,
+                                "rank " + std::to_string(comm->rank) + " receives " +
+                                    std::to_string(transfer.bytes) + " bytes, rank " +
+                                    std::to_string(transfer.peer) + " sends " +
+                                    std::to_string(channel.bytes));
+      int peer = shared.member(transfer.peer).process;
+      if (!read_memory(peer, transfer.memory, channel.from, transfer.bytes))
+        return comm->break_with(ncclSuccess, "the memory of a peer cannot be read");
+      channel.received = now.number_of_it;
+      now.done = true;
+      shared.changed();
+    }
+  };
+  auto all_done = [&] {
+    bool done = true;
+    for (size_t k = 0; k < transfers.size() && !comm->broken; k++) {
+      if (!progress[k].done) step(transfers[k], progress[k]);
+      done = done && progress[k].done;
+    }
+    return done || comm->broken;
+  };
+  shared.wait(all_done, comm->aborted);
+}
+
+// Run an operation when the earlier ones of the communicator are done, on whatever stream.
+void take_turn(const Comm& comm, uint64_t turn, const std::function<void(ncclComm*)>& run) {
+  {
+    Lock lock(comm->mutex);
+    while (comm->turn != turn && !comm->aborted) comm->progress.wait_for(lock, kPoll);
+  }
+  if (!comm->aborted) run(comm.get());
+  while (comm->broken && !comm->aborted) std::this_thread::sleep_for(milliseconds(1));
+  Lock lock(comm->mutex);
+  comm->turn = std::max(comm->turn, turn + 1);
+  comm->completed++;
+  comm->progress.notify_all();
+}
+
+uint64_t new_turn(ncclComm* comm) {
+  Lock lock(comm->mutex);
+  return ++comm->launched;
+}
+
+void launch(const Comm& comm, cudaStream_t stream, std::function<void(ncclComm*)> run) {
+  std::function<void()> operation;
+  if (standin_capturing(stream)) {  // it takes a turn each time that the graph is launched
+    {
+      Lock lock(comm->mutex);
+      comm->graph_references++;
+    }
+    standin_keep_with_graph(stream, std::shared_ptr<void>(comm.get(), [comm](void*) {
+      Lock lock(comm->mutex);
+      comm->graph_references--;
+      comm->progress.notify_all();
+    }));
+    operation = [comm, run] { take_turn(comm, new_turn(comm.get()), run); };
+  } else {
+    operation = [comm, run, turn = new_turn(comm.get())] { take_turn(comm, turn, run); };
+  }
+  standin_enqueue(stream, &operation);
+}
+
+struct Pending {  // until the group ends
+  Comm comm;
+  cudaStream_t stream;
+  std::function<void(ncclComm*)> collective;
+  Transfer transfer;
+};
+thread_local std::vector<Pending> t_pending;
+
+void launch_pending() {
+  std::vector<Pending> pending = std::move(t_pending);
+  t_pending.clear();
+  for (auto& each : pending)
+    if (each.collective) launch(each.comm, each.stream, each.collective);
+  std::map<std::pair<ncclComm*, cudaStream_t>, std::vector<Transfer>> transfers;
+  for (auto& each : pending)
+    if (!each.collective) transfers[{each.comm.get(), each.stream}].push_back(each.transfer);
+  for (auto& each : pending) {  // in the order in which they were called
+    auto found = transfers.find({each.comm.get(), each.stream});
+    if (each.collective || found == transfers.end()) continue;
+    auto run = [together = found->second](ncclComm* comm) { run_transfers(comm, together); };
+    launch(each.comm, each.stream, run);
+    transfers.erase(found);
+  }
+}
+
+ncclResult_t usable(ncclComm_t handle, const char* call, Comm* comm) {
+  *comm = find(handle);
+  if (!*comm) return ncclInvalidArgument;
+  if ((*comm)->suspended) return fail(ncclInvalidUsage, "the communicator is suspended");
+  if ((*comm)->aborted) return fail(ncclInvalidUsage, "the communicator was aborted or revoked");
+  if ((*comm)->state == ncclInProgress) return fail(ncclInvalidArgument, "it is not ready");
+  auto state = static_cast<ncclResult_t>((*comm)->state.load());
+  return state ? state : fault(call, *comm);
+}
+
+// Note the error of a call; the group that it is in launches nothing.
+ncclResult_t in_group(ncclResult_t error) {
+  if (t_group_depth) t_group_error = error;
+  return error;
+}
+
+ncclResult_t collective(ncclComm_t handle, Collective what, void* to, cudaStream_t stream) {
+  Comm comm;
+  if (ncclResult_t result = usable(handle, "collective", &comm)) return in_group(result);
+  if (!width(what.type) || what.root < 0 || what.root >= comm->size)
+    return fail(ncclInvalidArgument, "unknown type, or no such root");
+  bool float8 = what.type == ncclFloat8e4m3 || what.type == ncclFloat8e5m2;
+  if (float8 && reduces(what.kind))
+    return fail(ncclInvalidUsage, "the stand-in for NCCL does not reduce float8");
+  if (what.op >= ncclNumOps) {
+    Lock lock(factors_mutex());
+    auto found = factors().find(what.op);
+    if (found == factors().end()) return fail(ncclInvalidArgument, "no such reduction");
+    what.factor = found->second;
+  }
+  log(comm.get(), "%s count %zu type %d", kKindNames[what.kind], what.count, what.type);
+  auto run = [what, to](ncclComm* raw) { run_collective(raw, what, to); };
+  t_pending.push_back({comm, stream, run, {}});
+  if (!t_group_depth) launch_pending();
+  return ncclSuccess;
+}
+
+ncclResult_t transfer(ncclComm_t handle, Transfer what, cudaStream_t stream) {
+  Comm comm;
+  const char* call = what.send ? "send" : "recv";
+  if (ncclResult_t result = usable(handle, call, &comm)) return in_group(result);
+  if (what.peer < 0 || what.peer >= comm->size) return fail(ncclInvalidArgument, "no such peer");
+  log(comm.get(), "%s %zu bytes, peer %d", what.send ? "Send" : "Recv", what.bytes, what.peer);
+  t_pending.push_back({comm, stream, nullptr, what});
+  if (!t_group_depth) launch_pending();
+  return ncclSuccess;
+}
+
+}  // namespace
+
+EXPORT ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type,
+                                  ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+  return collective(comm, {kAllReduce, type, op, 0, count, from, 1}, to, stream);
+}
+
+EXPORT ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataType_t type,
+                                  int root, ncclComm_t comm, cudaStream_t stream) {
+  return collective(comm, {kBroadcast, type, 0, root, count, from, 1}, to, stream);
+}
+
+EXPORT ncclResult_t ncclBcast(void* memory, size_t count, ncclDataType_t type, int root,
+                              ncclComm_t comm, cudaStream_t stream) {
+  return ncclBroadcast(memory, memory, count, type, root, comm, stream);
+}
+
+EXPORT ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclDataType_t type,
+                               ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
+  return collective(comm, {kReduce, type, op, root, count, from, 1}, to, stream);
+}
+
+EXPORT ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataType_t type,
+                                  ncclComm_t comm, cudaStream_t stream) {
+  return collective(comm, {kAllGather, type, 0, 0, count, from, 1}, to, stream);
+}
+
+EXPORT ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDataType_t type,
+                                      ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+  return collective(comm, {kReduceScatter, type, op, 0, count, from, 1}, to, stream);
+}
+
+EXPORT ncclResult_t ncclAlltoAll(const void* from, void* to, size_t count, ncclDataType_t type,
+                                 ncclComm_t comm, cudaStream_t stream) {
+  return collective(comm, {kAllToAll, type, 0, 0, count, from, 1}, to, stream);
+}
+
+EXPORT ncclResult_t ncclGather(const void* from, void* to, size_t count, ncclDataType_t type,
+                               int root, ncclComm_t comm, cudaStream_t stream) {
+  return collective(comm, {kGather, type, 0, root, count, from, 1}, to, stream);
+}
+
+EXPORT ncclResult_t ncclScatter(const void* from, void* to, size_t count, ncclDataType_t type,
+                                int root, ncclComm_t comm, cudaStream_t stream) {
+  return collective(comm, {kScatter, type, 0, root, count, from, 1}, to, stream);
+}
+
+EXPORT ncclResult_t ncclSend(const void* from, size_t count, ncclDataType_t type, int peer,
+                             ncclComm_t comm, cudaStream_t stream) {
+  return transfer(comm, {true, peer, const_cast<void*>(from), count * width(type)}, stream);
+}
+
+EXPORT ncclResult_t ncclRecv(void* to, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+                             cudaStream_t stream) {
+  return transfer(comm, {false, peer, to, count * width(type)}, stream);
+}
+
+EXPORT ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* factor, ncclDataType_t type,
+                                             ncclScalarResidence_t residence, ncclComm_t) {
+  static std::atomic<int> next{ncclNumOps + 100};
+  if (residence == ncclScalarDevice) cudaDeviceSynchronize();
+  double value;
+  switch (type) {
+    case ncclFloat64: value = *static_cast<double*>(factor); break;
+    case ncclFloat32: value = *static_cast<float*>(factor); break;
+    case ncclFloat16: value = *static_cast<Half*>(factor); break;
+    case ncclBfloat16: value = *static_cast<Bfloat16*>(factor); break;
+    default: return fail(ncclInvalidArgument, "a premultiplied sum of integers is not supported");
+  }
+  Lock lock(factors_mutex());
+  int id = next++;
+  factors()[id] = value;
+  *op = static_cast<ncclRedOp_t>(id);
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t) {
+  Lock lock(factors_mutex());
+  factors().erase(op);
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclGroupStart() {
+  t_group_depth++;
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclGroupEnd() {
+  if (!t_group_depth) return fail(ncclInvalidUsage, "ncclGroupEnd: not in a group call");
+  if (--t_group_depth > 0) return ncclSuccess;
+  if (ncclResult_t error = std::exchange(t_group_error, ncclSuccess)) {
+    t_starts.clear();
+    t_pending.clear();
+    return error;
+  }
+  std::vector<DeferredStart> starts = std::move(t_starts);
+  t_starts.clear();
+  ncclResult_t result = start_all(starts);
+  launch_pending();
+  return result;
+}

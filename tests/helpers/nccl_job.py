@@ -1,0 +1,136 @@
+"""A job on torch's ProcessGroupNCCL over the stand-ins: its start, and what it holds."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import reloadpg
+from reloadpg.testing import standins
+
+NEW_ENGINE = hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
+CAN_SUSPEND = hasattr(torch._C._distributed_c10d.Backend, "suspend")
+ENGINES = ("legacy", "default") if NEW_ENGINE else ("default",)
+"""Torch's implementations of the backend; 2.15 has two."""
+
+LIMIT = timedelta(seconds=120)
+MIB = 1 << 20
+
+
+def engine_variables(engine: str) -> dict[str, str]:
+    """The variables that choose one of ``ENGINES``."""
+    return {"TORCH_DIST_USE_NCCL2": "0"} if engine == "legacy" else {}
+
+
+def start(rank: int, *, bound: bool = False, backend: str = "nccl", **options: Any) -> None:
+    """Install the library and make the default group."""
+    torch.cuda.set_device(rank)
+    reloadpg.install(**{"timeout": LIMIT, **options})
+    device = {"device_id": torch.device("cuda", rank)} if bound else {}
+    dist.init_process_group(backend, timeout=LIMIT, **device)
+
+
+def summed(group: Any, rank: int) -> float:
+    """The sum of ``rank + 1`` over the members of a group."""
+    tensor = torch.tensor([rank + 1.0]).cuda()
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def used() -> int:
+    """MiB in use on this rank's device."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) // MIB
+
+
+def signals() -> dist.Store:
+    """A separate store client, for events between ranks."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=LIMIT)
+    return dist.PrefixStore("test", store)
+
+
+class Meetings:
+    """Barriers of a test over its own store client."""
+
+    def __init__(self, size: int) -> None:
+        self._store = signals()
+        self._size = size
+        self._number = 0
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        self._number += 1
+        if self._store.add(f"{self._number}/count", 1) == self._size:
+            self._store.set(f"{self._number}/all", "")
+        self._store.wait([f"{self._number}/all"])
+
+
+class Held(NamedTuple):
+    """What a process holds."""
+
+    communicators: int
+    mib: int
+    threads: int
+    descriptors: int
+
+
+def held() -> Held:
+    """What this process holds once the library's threads have ended. Local, bounded."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("reloadpg"):
+            thread.join(1)
+    gc.collect()
+    torch.cuda.empty_cache()
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            names.append((task / "comm").read_text().strip())
+        except OSError:  # it has ended
+            continue
+    return Held(
+        standins.communicators(),
+        used() - torch.cuda.memory_reserved() // MIB,
+        sum(name != "standin-stream" for name in names),  # they end when they are idle
+        len(os.listdir("/proc/self/fd")),
+    )
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether it holds before a minute has passed."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def left_over(before: Held, stuck: int = 0) -> str:
+    """What this process holds a minute later that it did not hold before; empty if nothing.
+
+    Args:
+        before: what it held.
+        stuck: communicators, at most, in which a thread may stay until the process ends.
+    """
+    most = Held(
+        before.communicators + stuck,
+        before.mib + 64 * stuck,
+        before.threads + 5 * stuck,
+        before.descriptors + 5 * stuck,
+    )
+
+    def same() -> bool:
+        now = held()
+        return before[:2] <= now[:2] and all(map(int.__le__, now, most))
+
+    return "" if eventually(same) else f"{held()} instead of {before}"

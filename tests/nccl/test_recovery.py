@@ -1,0 +1,81 @@
+"""Recovery over torch's ProcessGroupNCCL, on stand-ins for CUDA and NCCL."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reloadpg
+from reloadpg.cli.job import JobView
+from reloadpg.cli.records import read_directory
+from reloadpg.observability import publish_status
+from reloadpg.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.standins,
+    pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA"),
+]
+
+
+def hangs(rank: int, world_size: int, directory: str) -> str:
+    """Rank 1 does not come to a collective, and reads what is shown until that is seen."""
+    torch.cuda.set_device(rank)
+    reloadpg.install()
+    end = publish_status(directory)
+    dist.init_process_group("nccl")
+    reloadpg.offload()
+    reloadpg.reload()  # the recorder has the generation in the group's name
+    tensor = torch.ones(3, device="cuda")
+    dist.all_reduce(tensor)
+    remedy = ""
+    while rank == 1 and "rank 0 is at " not in remedy:
+        found = JobView(read_directory(Path(directory))).lasting_findings()
+        remedy = "".join(one.remedy for one in found if one.check == "collective")
+        time.sleep(0.2)  # between two looks
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    end()
+    return remedy
+
+
+def test_a_hang_shows_what_the_flight_recorder_has(tmp_path: Path) -> None:
+    """The collective that the other rank has begun, and its state on the device."""
+    # Torch 2.8 records nothing by default, and ProcessGroupNCCL2 of 2.15 nothing at all.
+    env = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "200", "TORCH_DIST_USE_NCCL2": "0"}
+    remedies = run_ranks(hangs, 2, args=(str(tmp_path),), timeout=240, standins=True, env=env)
+    waiting = remedies[1].partition("rank 0 is at ")[2]
+    assert "in synchronize" in waiting
+    assert "; unfinished there: all_reduce [3], number 2 of group '0', scheduled" in waiting
+
+
+class Injected(Exception):
+    """The error of a fault that the test brings about."""
+
+
+def waits_for_the_device(rank: int, world_size: int) -> list[tuple[int, int, float]]:
+    torch.cuda.set_device(rank)
+    reloadpg.install(recoverable=True, timeout=600)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=600))
+    dist.all_reduce(torch.ones(1, device="cuda"))  # connected: an abort cannot end NCCL's init
+    seen = []
+    for step in reloadpg.retrying(range(2), on=Injected):
+        with step:
+            if (rank, step.number, step.attempt) == (1, 0, 1):
+                raise Injected
+            tensor = torch.ones(1, device="cuda")
+            dist.all_reduce(tensor)
+            total = tensor.item()  # waits for the device, and cannot be interrupted
+        if step.complete:
+            seen.append((step.number, step.attempt, total))
+    return seen
+
+
+def test_a_wait_for_the_device_ends_when_a_peer_gives_the_step_up() -> None:
+    """Long before the timeout of the collective that the peer does not come to."""
+    results = run_ranks(waits_for_the_device, 2, timeout=240, standins=True)
+    assert results == [[(0, 2, 2.0), (1, 1, 2.0)]] * 2
