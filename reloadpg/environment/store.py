@@ -55,6 +55,9 @@ _opened: dict[tuple[int, str, int], tuple[TCPStore, int]] = {}
 second bring-up at the same address otherwise races with the first one's server, where a fast rank
 connected to the one that rank 0 was just about to close."""
 
+_PROBE_S = 0.1
+"""Interval between two attempts to connect to a store that is not there yet."""
+
 
 def open_store(
     environment: DistributedEnvironment, timeout: timedelta, given: Store | None = None
@@ -91,19 +94,36 @@ def _connect(environment: DistributedEnvironment, timeout: timedelta) -> TCPStor
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = environment.rank == 0 and not by_agent
     seconds = timeout.total_seconds()
-    task = Task(
-        lambda: TCPStore(
+    end = time.monotonic() + seconds
+
+    def opened(limit: timedelta) -> TCPStore:
+        return TCPStore(
             host_name=address,
             port=port,
             is_master=serves,
-            timeout=timeout,
+            timeout=limit,
             wait_for_workers=False,
             multi_tenant=True,
-        ),
-        "store-open",
-    )
+        )
+
+    def connected() -> TCPStore:
+        # Torch keeps trying for up to twice its timeout, in C++. A thread that is in there when
+        # the interpreter ends makes the process end in "terminate called without an active
+        # exception", and the error is lost. So it is called when somebody listens.
+        while True:
+            left = max(0.001, end - time.monotonic())
+            try:
+                socket.create_connection((address, port), timeout=left).close()
+            except OSError as error:
+                if time.monotonic() >= end:
+                    raise RuntimeError(f"no server listens at {address}:{port}: {error}") from error
+                time.sleep(_PROBE_S)
+            else:
+                return opened(timedelta(seconds=left))
+
+    task = Task((lambda: opened(timeout)) if serves else connected, "store-open")
     cause: Exception | None = None
-    # torch keeps trying for up to twice its timeout, and for ever where a server says nothing.
+    # torch tries indefinitely where a server accepts the connection and does not respond.
     if task.wait(seconds):
         try:
             return task.result()

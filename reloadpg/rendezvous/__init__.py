@@ -1,15 +1,16 @@
-"""Agreement of a job's ranks through the rendezvous store: bounded barriers and their outcomes.
+"""Agreement of a job's ranks through the rendezvous store: barriers and their decisions.
 
 Nothing here uses a collective of a process group: the groups may be gone.
 
 =================  ===============================================================================
-``round``          one operation as a sequence of barriers; start here
-``barrier``        one barrier, as the store sees it: arrival, outcome, failure handling
-``outcome``        how a barrier ended, and the error that each rank raises for it
+``protocol``       the agreement as a state machine, without I/O; start here
+``round``          one rank: it performs the commands of the protocol on the store
+``decision``       how a barrier ended, and the error that each rank raises for it
 ``plan``           what a rank is about to do, as a value that ranks compare
+``peers``          the processes on this host, and which of them have ended
 ``predecessor``    whether this process takes the place of one that has ended
-``store_client``   store clients of this library's own, with bounds
-``worker_thread``  blocking calls in threads that can be abandoned, and the bound of a wait
+``store_client``   separate store clients, each request to which has a timeout
+``worker_thread``  blocking calls in threads that can be abandoned, and the timeout of a wait
 =================  ===============================================================================
 """
 

@@ -37,6 +37,7 @@ class GroupPlan:
         generation: the reload that built its communicator.
         strategy: how it is to be released or brought back.
         digest: 40 bits over what else all members must have alike.
+        set: the set that it belongs to.
     """
 
     name: str
@@ -44,10 +45,11 @@ class GroupPlan:
     generation: int
     strategy: str
     digest: int
+    set: str = ""
 
     def difference(self, other: GroupPlan) -> str:
         """Return the first difference in words; empty if there is none."""
-        for field_name in ("members", "generation", "strategy", "digest"):
+        for field_name in ("members", "set", "generation", "strategy", "digest"):
             mine, theirs = getattr(self, field_name), getattr(other, field_name)
             if mine != theirs:
                 if field_name == "digest":
@@ -73,21 +75,25 @@ class Plan:
     def contribution(self, rank: int, size: int) -> int:
         """Return this rank's summand: over all ranks the sum is zero exactly if all plans agree.
 
-        For each group the first member subtracts what the others add. Digests have 40 bits, so
-        for 2^14 ranks and 2^7 groups the sum stays inside the store's 64-bit integers, and a
-        difference goes unnoticed with a chance of about 10^-12.
+        For each group the first member subtracts what the others add. The count of the ranks that
+        have arrived is kept below the sum in one 64-bit integer, so digests have 40 bits for up to
+        64 ranks, and 24 bits for 16,384: with 512 groups a rank the sum stays inside, and a
+        difference goes unnoticed with a chance of 10^-12 to 10^-7.
         """
-        total = _share(self._job_digest(), range(size), rank)
+        bits = min(40, 54 - 2 * size.bit_length())
+        total = _share(self._job_digest(bits), range(size), rank)
         for group in self.groups:
-            text = f"{group.digest}:{group.name}:{group.generation}:{group.strategy}"
-            total += _share(_digest(text), group.members, rank)
+            text = f"{group.digest}:{group.name}:{group.generation}:{group.strategy}:{group.set}"
+            total += _share(_digest(text, bits), group.members, rank)
         return total
 
-    def _job_digest(self) -> int:
-        return _digest(json.dumps([self.operation, sorted(self.settings.items())]))
+    def _job_digest(self, bits: int) -> int:
+        return _digest(json.dumps([self.operation, sorted(self.settings.items())]), bits)
 
     def to_json(self) -> str:
-        groups = [[g.name, g.members, g.generation, g.strategy, g.digest] for g in self.groups]
+        groups = [
+            [g.name, g.members, g.generation, g.strategy, g.digest, g.set] for g in self.groups
+        ]
         return json.dumps([self.operation, dict(self.settings), groups])
 
     @classmethod
@@ -96,12 +102,13 @@ class Plan:
         return cls(
             operation,
             settings,
-            tuple(GroupPlan(n, tuple(m), int(g), s, int(d)) for n, m, g, s, d in groups),
+            tuple(GroupPlan(n, tuple(m), int(g), s, int(d), t) for n, m, g, s, d, t in groups),
         )
 
 
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
+def _digest(text: str, bits: int) -> int:
+    found = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
+    return found >> (40 - bits)
 
 
 def _share(digest: int, members: Sequence[int], rank: int) -> int:
@@ -151,7 +158,7 @@ def first_difference(plans: Mapping[int, Plan]) -> str:
         if lacking:
             return (
                 f"group {group.name!r} of ranks [{format_ranks(group.members)}] exists on rank "
-                f"{holder_rank} and not on rank {format_ranks(lacking)} (destroyed there, or "
-                "created before install)"
+                f"{holder_rank} and not on rank {format_ranks(lacking)} (destroyed there, in "
+                "another set, or created before install)"
             )
     return "the plans differ, in nothing that they list"

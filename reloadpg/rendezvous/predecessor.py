@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-__all__ = ["RECOVERY", "Predecessor", "job_keys", "mark_begun", "mark_ended", "next_instance"]
+from .protocol import base
 
-RECOVERY = "recovery"
-"""The key that holds the number of the last recovery that a rank has called to."""
+__all__ = ["Predecessor", "job_keys", "process_mark"]
 
 _tokens: dict[int, str] = {}
 
@@ -26,12 +25,12 @@ class Predecessor(NamedTuple):
 
     Attributes:
         instance: number of the job among those on its store.
-        era: number of the last recovery that was begun before this process: it may have counted
-            the other one.
+        epoch: number of the last recovery that was requested before this process: it may have
+            counted the other one.
     """
 
     instance: int
-    era: int
+    epoch: int
 
     @classmethod
     def find(cls, root: Store, rank: int, size: int) -> Predecessor | None:
@@ -47,8 +46,8 @@ class Predecessor(NamedTuple):
             return None
         store = job_keys(root, instance)
         store.delete_key(_ended(rank))
-        mark_begun(store, rank)
-        return cls(instance, store.add(RECOVERY, 0))
+        store.set(_begun(rank), process_mark())
+        return cls(instance, store.add("recovery", 0))
 
     @staticmethod
     def exists(root: Store, rank: int, size: int) -> bool:
@@ -58,37 +57,18 @@ class Predecessor(NamedTuple):
 
 def _left(root: Store, rank: int, size: int) -> int:
     """The number of the job in which another process has left this rank's place; 0 for none."""
-    instance = root.add(_count(rank), 0)
+    instance = root.add(f"reloadpg/instance/{rank}", 0)
     store = job_keys(root, instance)
     if not instance or not store.check([_begun(rank)]):
         return 0
-    if store.get(_begun(rank)).decode() == _process():
+    if store.get(_begun(rank)).decode() == process_mark():
         return 0  # this process has ended that job, and begins another one
     return 0 if store.check([_ended(other) for other in range(size)]) else instance
 
 
-def next_instance(root: Store, rank: int) -> int:
-    """Count a job that begins on its store; its number, equal on all ranks."""
-    return root.add(_count(rank), 1)
-
-
 def job_keys(root: Store, instance: int) -> Store:
     """Return the part of the store that belongs to one job."""
-    return PrefixStore(f"reloadpg/{instance}", root)
-
-
-def mark_begun(store: Store, rank: int) -> None:
-    """Leave the mark of this process in the job."""
-    store.set(_begun(rank), _process())
-
-
-def mark_ended(store: Store, rank: int) -> None:
-    """Note that this rank has ended the job."""
-    store.set(_ended(rank), "1")
-
-
-def _count(rank: int) -> str:
-    return f"reloadpg/instance/{rank}"
+    return PrefixStore(base(instance), root)
 
 
 def _begun(rank: int) -> str:
@@ -99,6 +79,6 @@ def _ended(rank: int) -> str:
     return f"ended/{rank}"
 
 
-def _process() -> str:
+def process_mark() -> str:
     """A word that no other process has; a forked child has its own."""
     return _tokens.setdefault(os.getpid(), secrets.token_hex(8))

@@ -1,33 +1,11 @@
-"""Rounds: a lifecycle operation as a sequence of barriers that all ranks reach together.
+"""One rank's part in the agreement: it performs the commands of :mod:`.protocol` on the store.
 
-A barrier has one outcome, written to the store once and read by all ranks, so all ranks of a round
-end it alike:
+:class:`Rendezvous` is the owner of all that this rank knows of the agreement: the connection, the
+state (epoch, operation, keys) and its changes. A :class:`Round` is one operation: the barriers that
+it still has to reach, in order.
 
-* ``ok``: all ranks arrived, and, where they were to agree, have equal plans.
-* ``fall_back``: a rank could not suspend or resume a communicator. All ranks go on in this round
-  and recreate these communicators instead.
-* ``failed``: a rank cannot go on and wrote why. The others do not wait for it; they answer a roll
-  call, so that a rank whose death made the first one fail is named too.
-* ``timeout``: a rank waited for the bound without progress anywhere. The outcome names the ranks
-  that are missing; a rank that arrives later reads the same outcome at once.
-* ``disagree``: the ranks asked for different things; the outcome says what the first is.
-
-The bound is on waiting, not on working: whenever a rank has released or rebuilt a group it counts
-that on the store, and every rank that sees the count change starts its bound again.
-
-A rank that is interrupted just as the last rank arrives does not know how the barrier ended until
-it tries to write its failure: the outcome that was written first says it, see :meth:`Round.fail`.
-
-A recovery (:meth:`Rendezvous.recover`) begins an era: a count of rounds of its own, with a number
-that the store gives. So ranks that have ended different rounds, or hang in one, meet in it.
-
-A barrier costs each rank five short store operations, whatever the number of ranks. Agreement adds
-one: each group's members add numbers whose sum is zero exactly if all of them describe the group
-alike; plans are exchanged in full only after that sum has shown a difference. A proposal is kept
-under its subject for the ranks that look it up, which they do only if some rank made one.
-
-When all ranks are at a barrier, all have read the outcome of the one before, and its keys are
-deleted (each rank its own, rank 0 the shared ones).
+The timeout is on waiting, not on working: whenever a rank has released or rebuilt a group it counts
+that on the store, and every rank that sees the count change starts its timeout again.
 """
 
 from __future__ import annotations
@@ -36,28 +14,48 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import ProcessGroup
 
 from .. import c10d
-from ..errors import PeerFailedError, ReloadpgError, RendezvousTimeoutError
-from .barrier import Barrier, Keys
-from .outcome import Outcome, store_lost, store_silent
+from ..errors import ReloadpgError, RendezvousTimeoutError, format_ranks
+from .decision import Decision, store_lost, store_silent
+from .peers import Peers
 from .plan import Plan, Proposal
-from .predecessor import (
-    RECOVERY,
-    Predecessor,
-    job_keys,
-    mark_begun,
-    mark_ended,
-    next_instance,
+from .predecessor import Predecessor, process_mark
+from .protocol import (
+    Arrive,
+    At,
+    Cancel,
+    Close,
+    Command,
+    Decide,
+    Event,
+    Fail,
+    Join,
+    Lost,
+    Next,
+    Poll,
+    Recover,
+    Reply,
+    State,
+    base,
+    step,
 )
-from .store_client import GRACE_S, Root, StoreClient, StoreLost, StoreSilent
+from .store_client import (
+    GRACE_S,
+    PeerDied,
+    Root,
+    StoreClient,
+    StoreLost,
+    StoreSilent,
+    absent,
+    perform,
+    read,
+)
 from .worker_thread import Attempt, Task, Wait, logger
 
 __all__ = ["Rendezvous", "Round"]
@@ -65,19 +63,22 @@ __all__ = ["Rendezvous", "Round"]
 T = TypeVar("T")
 
 _NEXT_S = 0.2
-"""Seconds in which a rank that was late looks whether the others call again at this moment."""
+"""Seconds in which a rank that was late looks whether the others have called again."""
 
 _TELL_S = 5.0
-"""Seconds in which a rank that fails tries to tell the others."""
+"""Seconds in which a rank that fails tries to notify the others."""
 
 _CALL_S = 10.0
-"""Seconds in which a rank tries to call the others to a recovery."""
+"""Seconds in which a rank tries to request a recovery."""
+
+_COUNT_S = 5.0
+"""Seconds in which the store is to count a job that begins."""
 
 _FLAG_S = 0.5
-"""Seconds in which the store is to answer whether a recovery has begun."""
+"""Seconds in which the store is to answer whether a recovery was requested."""
 
 _SILENT_S = 2.0, 60.0
-"""Seconds for which a store that did not answer that is not asked again, at first and at most."""
+"""Back-off for a store that does not answer that: initial and maximum, in seconds."""
 
 
 class Rendezvous:
@@ -89,9 +90,10 @@ class Rendezvous:
         size: number of ranks.
         predecessor: the place that this process takes in a job that goes on; None otherwise.
         marks: whether to leave marks by which a process that takes this one's place knows it.
+        watches: whether to find out which processes on this host have ended.
 
     Attributes:
-        era: number of the recovery that this rank took part in last; 0 before the first.
+        alone: whether this rank has no peers.
         recovered: number of the last recovery that is complete; 0 before the first.
         replaces: whether this process takes another one's place, and no recovery has let it in yet.
     """
@@ -104,22 +106,41 @@ class Rendezvous:
         *,
         predecessor: Predecessor | None = None,
         marks: bool = False,
+        watches: bool = False,
     ) -> None:
         self.rank = rank
         self.size = size
-        self._keys = Keys()
-        self._root = root
-        self._client = StoreClient(root) if root is not None else None
-        self._instance = None if predecessor is None else predecessor.instance
-        self._counting = threading.Lock()
-        self._marks = marks
-        self.era = 0 if predecessor is None else predecessor.era
+        self.alone = root is None
         self.recovered = 0
         self.replaces = predecessor is not None
-        self._sequence = 0
+        self._root = root
+        self._client = None if root is None else StoreClient(root)
+        self._own = HashStore()
+        self._mark = process_mark() if marks else ""
+        self._stepping = threading.Lock()  # held for one step of the protocol, never for a call
+        self._joined, self._joins = threading.Event(), False
+        self._state = State(rank, tuple(range(size)) if root is not None else (rank,))
+        if predecessor is not None:
+            self._state = State(
+                rank,
+                self._state.members,
+                predecessor.instance,
+                confirmed=True,
+                epoch=predecessor.epoch,
+                mark=self._mark,
+            )
+        self._peers = Peers(rank, watches=watches and root is not None)
+        self._published = self._found = -1  # the epochs in which that was done last
         self._last = 0
         self._ask_again = 0.0
         self._silent_s = 0.0
+        # In a large job all ranks together ask the store some thousand times a second at most.
+        self.pause_s = max(0.1, size / 2000)
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds in which ranks have to answer after a failure."""
+        return GRACE_S + 2 * self.pause_s
 
     @classmethod
     def of_world(
@@ -127,40 +148,90 @@ class Rendezvous:
     ) -> Rendezvous:
         """Return the rendezvous of the job that ``world`` is the default group of. Local."""
         root = c10d.root_store_of_job(world) if c10d.has_peers() else None
-        return cls(root, world.rank(), world.size(), predecessor=predecessor, marks=marks)
+        rank, size = world.rank(), world.size()
+        return cls(root, rank, size, predecessor=predecessor, marks=marks, watches=True)
+
+    # -- the job ----------------------------------------------------------------------------
 
     def count_job(self, root: Store) -> None:
-        """Count this job on its store, which must be the same on all ranks. One store operation.
+        """Count this job on its store. Blocking, bounded; idempotent.
 
         Called by all ranks when the job begins: the first operation may be one that only some
-        call, and at a later time the port of the store may be another job's.
+        call, and at a later time the port of the store may be another job's. Where it fails, the
+        first operation says it.
         """
-        with suppress(RuntimeError):  # lost already: the first operation says it
-            self._own_keys(root)
+        task = Task(lambda: self._join(root), "count")
+        if task.wait(_COUNT_S):
+            with suppress(RuntimeError):
+                task.result()
+        else:
+            self._give_up_joining()
 
-    def connect_ahead(self) -> list[Task[Store]]:
+    def connect_ahead(self) -> list[Task[None]]:
         """Connect to the store in the background, and count this job if it is not counted. Local.
 
         Returns:
             The tasks that connect.
         """
-        return [] if self._client is None else [self._client.connect_ahead(self._own_keys)]
+        if self._client is None:
+            return []
+        connection = self._client.connect()
+
+        def connect() -> None:
+            with suppress(RuntimeError):
+                self._join(connection.store())
+
+        return [Task(connect, "connect")]
 
     def end(self) -> None:
         """Note that this rank has ended the job: nothing is left to replace. Local, bounded."""
-        if self._marks and not self.alone:
+        self._peers.forget()
+        if self._mark and not self.alone:
             with suppress(StoreLost, StoreSilent, RuntimeError):
-                self.ask(lambda store: mark_ended(store, self.rank), Wait("end", _FLAG_S))
+                self.ask(lambda store: store.set(f"ended/{self.rank}", "1"), Wait("end", _FLAG_S))
+
+    def _join(self, root: Store) -> None:
+        """Count this job unless that is done, or under way in another thread. Blocking."""
+        with self._stepping:
+            mine = not self._joins and not self._state.instance
+            self._joins = self._joins or mine
+        if mine:
+            try:
+                self._count(root)
+            finally:
+                self._give_up_joining()
+            self._joined.set()
+        elif not self._state.instance:
+            self._joined.wait()  # in a thread that can be abandoned
+
+    def _count(self, root: Store) -> None:
+        # A separate state machine: an operation may begin while this runs.
+        state, wait = self._state._replace(asked=0), Wait("join", _COUNT_S)
+        state, command = step(state, Join(self._mark))
+        while command is not None:
+            reply = perform(root, command, wait, self.pause_s)
+            state, command = step(state, Reply(state.asked, reply))
+        with self._stepping:
+            if not self._state.instance:
+                self._state = self._state._replace(instance=state.instance, mark=self._mark)
+
+    def _give_up_joining(self) -> None:
+        self._joins = False
 
     @property
     def instance(self) -> int:
         """Number of this job among those on its store, equal on all ranks; 0 before they met."""
-        return self._instance or 0
+        return self._state.instance
 
     @property
-    def alone(self) -> bool:
-        """Whether this rank has no peers."""
-        return self._client is None
+    def epoch(self) -> int:
+        """Number of the recovery that this rank took part in last; 0 before the first."""
+        return self._state.epoch
+
+    @property
+    def state(self) -> State:
+        """What this rank knows of the agreement."""
+        return self._state
 
     def is_host(self) -> bool:
         """Whether the store's server is in this process. Local."""
@@ -171,20 +242,30 @@ class Rendezvous:
         except RuntimeError:
             return False  # the job has ended
 
-    def open(self, operation: str, phases: Sequence[str], seconds: float) -> Round:
-        """Begin a round. Local; all ranks must open their rounds in the same order.
+    # -- operations -------------------------------------------------------------------------
+
+    def open(
+        self,
+        operation: str,
+        phases: Sequence[str],
+        seconds: float,
+        optional: Sequence[str] = (),
+    ) -> Round:
+        """Begin an operation. Local; all ranks must begin their operations in the same order.
 
         Args:
             operation: its name, for messages.
             phases: its barriers, in order.
             seconds: how long to wait for a rank that makes no progress.
+            optional: the barriers that are left out unless a rank asks for them at the first.
 
         Raises:
             ReloadpgError: this process has to rejoin the job first.
         """
         self.check_rejoined(operation)
-        self._sequence += 1
-        return Round(self, operation, self._sequence, phases, seconds)
+        with self._stepping:
+            self._state = self._state.open(tuple(phases), tuple(optional))
+        return Round(self, operation, seconds)
 
     def check_rejoined(self, operation: str) -> None:
         """Raise if this process replaces another one, and the other ranks do not know it. Local."""
@@ -195,21 +276,17 @@ class Rendezvous:
                 "first, once its groups are created."
             )
 
-    def complete_recovery(self) -> None:
-        """Note that the recovery that was begun last is complete, on all ranks. Local."""
-        self.recovered, self.replaces = self.era, False
-
     def recover(self, phases: Sequence[str], reason: str, report: str, seconds: float) -> Round:
-        """Call all ranks to a recovery, and begin its round. Local, bounded.
+        """Request a recovery of all ranks, or join the one that was requested. Local, bounded.
 
-        From then on :meth:`called` is true on ranks that have not begun it, and those that wait at
-        a barrier of an earlier round learn of it there: at once at the first one of the round that
-        this rank would begin next, and at those of a recovery that cannot end since the process
-        that this one replaces took part in it.
+        From then on :meth:`called` is true on ranks that have not joined it. Those that wait at a
+        barrier of an earlier epoch learn of it there: at once at the first one of the operation
+        that this rank would begin next, and at those of a recovery that cannot end since the
+        process that this one replaces took part in it.
 
         Args:
             phases: its barriers, in order.
-            reason: why, for ranks that are called in.
+            reason: why, for ranks that wait elsewhere.
             report: what this rank has to say to :meth:`gather`.
             seconds: how long to wait for a rank that makes no progress.
 
@@ -217,115 +294,180 @@ class Rendezvous:
             ReloadpgError: the store is lost.
             RendezvousTimeoutError: it does not answer.
         """
-        era, ends = self.era, [f"{self.era}.{self._sequence + 1}/{phases[0]}"]
-        if self.replaces:
-            ends += [f"{era}.0/{phase}" for phase in phases]
-        outcome = Outcome("recover", self.rank, reason)
+        event = Recover(reason, report, tuple(phases), self.replaces)
+        self.drive(event, "recover", "flag", Wait("recover, flag", min(seconds, _CALL_S)))
+        self._peers.forget()  # a process that has ended may be replaced
+        return Round(self, "recover", seconds)
 
-        def call(store: Store) -> int:
-            while True:
-                number = store.add(RECOVERY, 0)
-                ended = f"{number}.0/{phases[0]}/outcome"
-                if number > era and not store.check([ended]):
-                    break
-                store.compare_set(RECOVERY, str(number), str(number + 1))
-            own = f"{RECOVERY}/{number}"
-            store.set(self._keys.add(f"{own}/{self.rank}"), report)
-            store.compare_set(self._keys.add(f"{own}/call"), "", outcome.to_json())
-            for name in ends:
-                self._keys.add(f"{name}/outcome")
-                self.barrier(name).settle(store, outcome)
-            return number
+    def cancel_recovery(self, error: BaseException) -> None:
+        """Let the ranks that wait in a recovery know that this one does not come. Bounded."""
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        event = Cancel(Decision("cancelled", self.rank, text[:4000]))
+        with suppress(ReloadpgError):
+            self.drive(event, "recover", "flag", Wait("recover, cancel", _TELL_S))
 
-        if self.alone:
-            self.era += 1
-        else:
-            self.era = self._ask("recover", "flag", call, min(seconds, _CALL_S))
-        self._sequence = 0
-        return Round(self, "recover", 0, phases, seconds)
+    def complete_recovery(self) -> None:
+        """Note that the recovery that was begun last is complete, on all ranks. Local."""
+        self.recovered, self.replaces = self.epoch, False
 
     def called(self, every: float) -> bool:
-        """Whether a recovery has begun in which this rank takes no part yet. Local, bounded.
+        """Whether a recovery was requested in which this rank takes no part yet. Local, bounded.
 
-        Asks the store if it was last asked so many seconds ago, and else answers as then; False
-        while the store does not answer, and then it is left alone for 2 s, and for twice as long
-        each time that it does not answer again, up to a minute.
+        Polls at most once per ``every`` seconds, and otherwise returns the cached answer. False
+        while the store does not answer; the back-off is then 2 s, and doubles up to a minute.
         """
         if self.alone or time.monotonic() < self._ask_again:
-            return self._last > self.era
+            return self._last > self.epoch
         self._ask_again = time.monotonic() + every
         try:
-            self._last = self.ask(lambda store: store.add(RECOVERY, 0), Wait("flag", _FLAG_S))
-            self._silent_s = 0.0
+            text = self.ask(lambda store: read(store, "recovery"), Wait("flag", _FLAG_S))
+            self._last, self._silent_s = int(text or 0), 0.0
         except (StoreLost, StoreSilent):
             least, most = _SILENT_S
             self._silent_s = min(most, max(least, 2 * self._silent_s))
             self._ask_again = time.monotonic() + self._silent_s
-        return self._last > self.era
+        return self._last > self.epoch
 
-    def gather(self, store: Store, summary: Callable[[list[str]], str]) -> None:
-        """Read what all ranks report to this recovery, and leave a summary for them. Blocking.
+    def gather(self, summary: Callable[[list[str]], str], seconds: float) -> None:
+        """Read what all ranks report to this recovery, and leave a summary. Blocking, bounded.
 
         Called on one rank, between two barriers of the recovery.
         """
-        own = f"{RECOVERY}/{self.era}"
-        reports = [store.get(f"{own}/{rank}").decode() for rank in range(self.size)]
-        store.set(self._keys.add(f"{own}/summary"), summary(reports))
+        own = f"recovery/{self.epoch}"
 
-    def summary(self, store: Store) -> str:
+        def question(store: Store) -> None:
+            reports = [read(store, f"{own}/{rank}") or "{}" for rank in self._state.members]
+            store.set(f"{own}/summary", summary(reports))
+
+        with self._stepping:
+            self._state = self._state.owning(f"{base(self.instance)}/{own}/summary")
+        self.ask_or_raise(question, "recover", "agreed", Wait("recover, reports", seconds))
+
+    def summary(self, seconds: float) -> str:
         """Read the summary, once all ranks have reached the barrier after :meth:`gather`."""
-        return store.get(f"{RECOVERY}/{self.era}/summary").decode()
-
-    def skip(self, sequence: int) -> int:
-        """Count a round that the others have ended without this rank; the number of the next."""
-        self._sequence = max(self._sequence, sequence + 1)
-        return sequence + 1
-
-    def barrier(self, name: str) -> Barrier:
-        """Return a barrier of that name for this rank."""
-        return Barrier(
-            name, self._keys, self.rank, self.size, self.is_host, partial(self._call, self.era)
+        return self.ask_or_raise(
+            lambda store: store.get(f"recovery/{self.epoch}/summary").decode(),
+            "recover",
+            "agreed",
+            Wait("recover, summary", seconds),
         )
 
-    def _call(self, era: int, store: Store) -> Outcome | None:
-        """The outcome of a barrier of an era that a recovery has ended; None if none has."""
-        if not store.check([RECOVERY]):  # to add nothing to it would make the key
-            return None
-        number = store.add(RECOVERY, 0)
-        key = f"{RECOVERY}/{number}/call"
-        if number <= era or not store.check([key]):
-            return None
-        return Outcome.from_json(store.get(key))
+    # -- the store --------------------------------------------------------------------------
 
     def ask(self, question: Callable[[Store], T], wait: Wait) -> T:
         """Ask this rendezvous' own part of the store; see :meth:`StoreClient.ask`."""
-        return self.ask_root(lambda root: question(self._own_keys(root)), wait)
+        return self._ask_joined(lambda root: question(PrefixStore(base(self.instance), root)), wait)
 
-    def _ask(self, operation: str, phase: str, question: Callable[[Store], T], seconds: float) -> T:
-        """Ask this rendezvous' own part of the store, and raise what the user is to read."""
+    def ask_root(
+        self, question: Callable[[Store], T], wait: Wait, died: Callable[[], object] | None = None
+    ) -> T:
+        """Ask the whole store; see :meth:`StoreClient.ask`."""
+        if self._client is None:
+            return question(self._own)
+        return self._client.ask(question, wait, died)
+
+    def _ask_joined(
+        self, question: Callable[[Store], T], wait: Wait, died: Callable[[], object] | None = None
+    ) -> T:
+        def ask(root: Store) -> T:
+            self._join(root)
+            return question(root)
+
         try:
-            return self.ask(question, Wait(f"{operation}, {phase}", seconds))
+            return self.ask_root(ask, wait, died)
+        except BaseException:
+            if not self.instance:  # the thread that counts this job may hang: let another one do it
+                self._give_up_joining()
+            raise
+
+    def ask_or_raise(
+        self, question: Callable[[Store], T], operation: str, phase: str, wait: Wait
+    ) -> T:
+        """Ask this rendezvous' own part of the store, and raise what the user is to read.
+
+        Raises:
+            ReloadpgError: the store is lost.
+            RendezvousTimeoutError: it does not answer.
+        """
+        return self._raising(lambda: self.ask(question, wait), operation, phase, wait)
+
+    def ask_root_or_raise(
+        self, question: Callable[[Store], T], operation: str, phase: str, wait: Wait
+    ) -> T:
+        """Ask the whole store, and raise as :meth:`ask_or_raise`."""
+        return self._raising(lambda: self.ask_root(question, wait), operation, phase, wait)
+
+    def drive(self, event: Event, operation: str, phase: str, wait: Wait) -> State:
+        """Let something happen to this rank, and perform what follows. Blocking, bounded.
+
+        Raises:
+            ReloadpgError: the store is lost.
+            RendezvousTimeoutError: it does not answer.
+        """
+        # In closing all ranks answer at this moment, and no wait is long.
+        closes = isinstance(event, Close)
+        pause_s = self.pause_s / 5 if closes else self.pause_s
+        detail = None if closes else self._missing
+
+        def perform_all(root: Store) -> None:
+            self._publish(root)
+            number, command = self._step(event)
+            while command is not None:
+                reply = perform(root, command, wait, pause_s, detail)
+                number, command = self._step(Reply(number, reply))
+            self._find_peers(root)
+
+        died = self.dead if isinstance(event, Arrive) else None
+        try:
+            self._raising(lambda: self._ask_joined(perform_all, wait, died), operation, phase, wait)
+        except PeerDied:
+            return self.drive(Decide(self.death()), operation, phase, Wait(wait.what, GRACE_S))
+        except ReloadpgError:
+            self._step(Lost())
+            raise
+        return self._state
+
+    def dead(self) -> tuple[int, ...]:
+        """List the ranks of this host whose processes have ended. Local, at once."""
+        return self._peers.dead()
+
+    def death(self) -> Decision:
+        """The decision of a rank that has found other ranks' processes ended. Local."""
+        dead = self.dead()
+        text = f"its process on the host of rank {self.rank} has ended"
+        return Decision("failed", dead[0], text, by=self.rank, dead=dead)
+
+    def _publish(self, root: Store) -> None:
+        """Make this process known, once in an epoch, before this rank is counted in it."""
+        if self._peers.watches and self._published != self.epoch:
+            self._published = self.epoch
+            self._peers.publish(PrefixStore(base(self.instance), root))
+
+    def _find_peers(self, root: Store) -> None:
+        """Watch the processes of this host, once all ranks of the epoch have been counted."""
+        if self._peers.watches and self._found != self.epoch and self._state.passed.ok:
+            self._found = self.epoch
+            self._peers.find(PrefixStore(base(self.instance), root))
+
+    def _raising(self, call: Callable[[], T], operation: str, phase: str, wait: Wait) -> T:
+        try:
+            return call()
         except StoreLost as error:
             raise store_lost(operation, phase, error) from error
         except StoreSilent:
             raise store_silent(
-                operation, phase, seconds=seconds, rank=self.rank, size=self.size
+                operation, phase, seconds=wait.seconds, rank=self.rank, size=self.size
             ) from None
 
-    def ask_root(self, question: Callable[[Store], T], wait: Wait) -> T:
-        """Ask the whole store; see :meth:`StoreClient.ask`."""
-        if self._client is None:
-            raise ReloadpgError(f"{wait.what}: this rank has no peers and no store")
-        return self._client.ask(question, wait)
+    def _step(self, event: Event) -> tuple[int, Command | None]:
+        with self._stepping:
+            self._state, command = step(self._state, event)
+            return self._state.asked, command
 
-    def _own_keys(self, root: Store) -> Store:
-        # A second job on the same store gets keys of its own: each rank counts its jobs there.
-        with self._counting:
-            if self._instance is None:
-                self._instance = next_instance(root, self.rank)
-                if self._marks:
-                    mark_begun(job_keys(root, self._instance), self.rank)
-        return job_keys(root, self._instance)
+    def _missing(self, root: Store) -> str:
+        state = self._state
+        late = absent(root, state.key("here"), state.members) if state.phases else []
+        return f"missing: rank {format_ranks(late)}" if late else ""
 
 
 class Round:
@@ -333,59 +475,59 @@ class Round:
 
     Attributes:
         operation: its name, for messages.
-        sequence: number of the round, equal on all ranks.
-        seconds: the bound of each wait.
+        sequence: number of the operation, equal on all ranks.
+        seconds: the timeout of each wait.
         waited_ms: time spent waiting for other ranks, by phase.
-        wait: the wait that is going on, or None.
         unfinished: the tasks of abandoned work that had not ended when it was abandoned, with the
             numbers of their threads.
-        store_failed: whether the store has failed this round.
-        outcome: the outcome that ended the round early; None before that.
+        decision: the decision that ended the operation early; None before that.
         since: Unix time at which this rank arrived at the next barrier, or else began to work
             towards it.
-        told: set when the others know of this rank's failure, or cannot be told.
+        told: set when the others know of this rank's failure, or cannot be notified.
     """
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        operation: str,
-        sequence: int,
-        phases: Sequence[str],
-        seconds: float,
-    ) -> None:
+    def __init__(self, rendezvous: Rendezvous, operation: str, seconds: float) -> None:
+        self._rendezvous = rendezvous
+        self._epoch = rendezvous.epoch
+        self._ended = False
+        self._advanced = 0
         self.operation = operation
-        self.sequence = sequence
+        self.sequence = rendezvous.state.sequence
         self.seconds = seconds
         self.waited_ms: dict[str, float] = {}
-        self.wait: Wait | None = None
         self.unfinished: list[tuple[int, Task[object]]] = []
-        self.store_failed = False
-        self.outcome: Outcome | None = None
+        self.decision: Decision | None = None
         self.since = time.time()
         self.told = threading.Event()
-        self._rendezvous = rendezvous
-        self._era = rendezvous.era
-        self._phases = list(phases)  # still to pass
-        self._barriers: dict[str, Barrier] = {}
-        self._arrived = ""  # the last phase at which this rank may have been counted
-        self._ended: str | None = None  # the phase whose outcome ended the round
-        self._advanced = 0
+
+    @property
+    def _state(self) -> State:
+        return self._rendezvous.state
 
     @property
     def label(self) -> str:
         """A label that no other round on the same store has, of this job or of one before it."""
-        return f"{self._rendezvous.instance}.{self._era}.{self.sequence}"
+        return f"{self._rendezvous.instance}.{self._epoch}.{self.sequence}"
 
     @property
     def phase(self) -> str:
         """The next barrier; empty after the last."""
-        return self._phases[0] if self._phases else ""
+        return (self._state.phases or ("",))[0]
 
     @property
     def waiting(self) -> bool:
         """Whether this rank has arrived at the next barrier and not all others have. Local."""
-        return self._ended is None and self.phase == self._arrived != ""
+        return not self._ended and self._state.arrived
+
+    @property
+    def store_failed(self) -> bool:
+        """Whether the store has failed this operation."""
+        return self._state.at is At.UNKNOWN
+
+    @property
+    def supposed_end(self) -> str | None:
+        """The phase at which the operation ends for a rank that cannot ask the store."""
+        return self._state.supposed_end
 
     # -- barriers ---------------------------------------------------------------------------
 
@@ -395,6 +537,8 @@ class Round:
         plan: Plan,
         proposals: Sequence[Proposal] = (),
         subjects: Sequence[str] = (),
+        *,
+        extends: bool = False,
     ) -> dict[str, str]:
         """Reach a barrier at which all ranks must have equal plans. Collective, blocking, bounded.
 
@@ -403,6 +547,7 @@ class Round:
             plan: what this rank is about to do.
             proposals: what this rank proposes.
             subjects: the subjects of which it must know what any rank has proposed.
+            extends: whether this rank asks for the optional barriers.
 
         Returns:
             The proposals on these subjects, where there are any.
@@ -411,52 +556,36 @@ class Round:
             DisagreementError: on all ranks; nothing was touched.
             RendezvousTimeoutError, PeerFailedError: see :meth:`barrier`.
         """
-        outcome = self._agree_in_step(phase, plan, proposals)
-        if not outcome.proposed or not subjects:
+        rendezvous = self._rendezvous
+        share = 0 if rendezvous.alone else plan.contribution(rendezvous.rank, rendezvous.size)
+        arrival = Arrive(plan.to_json(), share, tuple(proposals), extends)
+        barrier = self._state
+        while True:
+            try:
+                decision = self._reach(phase, arrival)
+                break
+            except RendezvousTimeoutError:
+                if not self._is_behind(barrier):
+                    raise
+        if not decision.proposed or not subjects:
             return {}
-        if self._rendezvous.alone:
-            return {one.subject: one.text for one in proposals if one.subject in subjects}
-        barrier = self._barrier(phase)
-        return self._ask(lambda store: barrier.lookup(store, subjects), phase, self.seconds)
 
-    def barrier(self, phase: str) -> Outcome:
+        def look_up(store: Store) -> dict[str, str]:
+            stem = f"{self._epoch}.{self.sequence}/{phase}/proposal"
+            found = {subject: read(store, f"{stem}/{subject}") for subject in subjects}
+            return {subject: text for subject, text in found.items() if text is not None}
+
+        wait = Wait(f"{self.operation}, {phase}", self.seconds)
+        return rendezvous.ask_or_raise(look_up, self.operation, phase, wait)
+
+    def barrier(self, phase: str) -> None:
         """Wait until all ranks are here. Collective, blocking, bounded.
 
-        Returns:
-            The outcome: ``ok`` or ``fall_back``.
-
         Raises:
-            RendezvousTimeoutError: not all ranks arrived, and none made progress, for the bound.
+            RendezvousTimeoutError: not all ranks arrived, and none made progress, for the timeout.
             PeerFailedError: a rank failed on its way here.
         """
-        return self._reach(phase)
-
-    def fall_back(self, phase: str, error: ReloadpgError) -> Outcome:
-        """Let all ranks pass a barrier and recreate what could not be suspended or resumed.
-
-        Args:
-            phase: the barrier.
-            error: what this rank could not do; it gets the names of ranks that do not answer.
-
-        Returns:
-            The outcome that was written first: this one, or another rank's of the same kind.
-
-        Raises:
-            RendezvousTimeoutError, PeerFailedError: the round has ended at this barrier.
-            ReloadpgError: ``error``, if it has ended since another rank does not answer.
-        """
-        rank = self._rendezvous.rank
-        outcome = Outcome("fall_back", rank, f"{type(error).__name__}: {error}".splitlines()[0])
-        if not self._rendezvous.alone:
-            barrier, mine = self._barrier(phase), outcome
-            outcome = self._ask(lambda store: barrier.settle(store, mine), phase, self.seconds)
-        try:
-            return self._pass(phase, outcome)
-        except PeerFailedError:
-            if self.outcome is None or self.outcome.rank != rank:
-                raise
-            _append(error, self.outcome.silence())
-            raise error from error.__cause__
+        self._reach(phase, Arrive())
 
     def run(
         self,
@@ -464,23 +593,20 @@ class Round:
         work: Callable[[Attempt, int], object],
         doing: Callable[[], str],
         threads: int = 1,
-    ) -> Outcome | None:
+    ) -> None:
         """Do this rank's own part before a barrier, while reading what happens on other ranks.
 
         Args:
             phase: the barrier that comes after the work.
-            work: runs in so many threads, with the thread's number; abandoned when this raises or
-                falls back. It calls :meth:`advance` when it has made progress.
+            work: runs in so many threads, with the thread's number; abandoned when this raises.
+                It calls :meth:`advance` when it has made progress.
             doing: says what the work is at now, for messages.
             threads: number of threads.
 
-        Returns:
-            None when the work is done; an outcome ``fall_back`` of another rank, which has passed
-            the barrier, if the work was abandoned for it.
-
         Raises:
-            PeerFailedError: another rank failed meanwhile.
-            RendezvousTimeoutError: neither the work nor any other rank made progress for the bound.
+            PeerFailedError: another rank failed in the meantime.
+            RendezvousTimeoutError: neither the work nor any other rank made progress for the
+                timeout.
         """
         attempt = Attempt()
         tasks: list[Task[object]] = []
@@ -489,13 +615,12 @@ class Round:
             for index in range(threads):
                 call = partial(work, attempt, index)
                 tasks.append(Task(call, self.operation))
-            outcome = self._attend(phase, tasks, doing)
-            done = outcome is None
+            self._attend(phase, tasks, doing)
+            done = True
         finally:
             if not done:
                 attempt.abandon()
                 self.unfinished += [one for one in enumerate(tasks) if not one[1].ended]
-        return outcome
 
     def advance(self) -> None:
         """Count progress of this rank. Local, from any thread."""
@@ -503,214 +628,126 @@ class Round:
 
     # -- failures ---------------------------------------------------------------------------
 
-    def fail(self, error: BaseException) -> str | None:
-        """Tell the other ranks that this one cannot go on. Local, bounded.
+    def fail(self, error: BaseException, *, cancels: bool = False) -> str | None:
+        """Notify the other ranks that this one cannot go on. Local, bounded.
 
         A :class:`ReloadpgError` gets the names of the ranks that did not answer.
 
+        Args:
+            error: why.
+            cancels: whether this rank takes no part in a recovery that comes next.
+
         Returns:
-            The phase at which the round ended, on all ranks alike. It may be a later one than this
-            rank knows of: all had arrived at the barrier just before. None: all ranks have passed
-            the last barrier, so the operation is complete in spite of the error.
+            The phase at which the operation ended, on all ranks alike. It may be a later one than
+            this rank knows of: all had arrived at the barrier just before. None: all ranks have
+            passed the last barrier, so the operation is complete in spite of the error.
         """
         try:
-            return self._fail(error)
+            return self._fail(error, "cancelled" if cancels else "failed")
         finally:
             self.told.set()
 
-    def _fail(self, error: BaseException) -> str | None:
-        if self._ended is not None or not self._phases:
-            return self._ended
-        if self._rendezvous.alone or self.store_failed:
-            self._ended = self.supposed_end
-            return self._ended
+    def _fail(self, error: BaseException, kind: str) -> str | None:
+        if self._ended or not self._is_current or not self.phase or self.store_failed:
+            self._ended = True
+            return self.supposed_end
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        failed = Outcome("failed", self._rendezvous.rank, text[:4000])
-        phases, waits = list(self._phases), isinstance(error, ReloadpgError)
-
-        def tell(store: Store) -> tuple[str | None, Outcome]:
-            written = failed
-            for phase in phases:
-                barrier = self._barrier(phase)
-                written = barrier.settle(store, failed)
-                if not written.goes_on:
-                    return phase, barrier.handle(store, written, None, waits=waits)
-                if not written.ok:
-                    barrier.roll_call(store, written, waits=False)
-            return None, written
-
+        dead = self._rendezvous.dead()
+        failed = Decision(kind, self._rendezvous.rank, text[:4000], dead=dead)
         try:
-            self._ended, written = self._ask(tell, phases[0], _TELL_S)
-            self._phases.clear()
-            self.outcome = written
-            _append(error, written.earlier_failure(self._rendezvous.rank) + written.silence())
+            self._drive(Fail(failed), self.phase, _TELL_S)
+            self._close("", waits=isinstance(error, ReloadpgError))
         except ReloadpgError as lost:
-            logger.warning("could not tell the other ranks of a failure: %s", lost)
+            logger.warning("could not notify the other ranks of a failure: %s", lost)
             _append(error, f"\nThe other ranks could not be told: {lost}")
-            self._ended = self.supposed_end
-        return self._ended
-
-    @property
-    def supposed_end(self) -> str | None:
-        """The phase at which the round ends for a rank that cannot ask the store.
-
-        It does not know the outcome of a barrier at which it was counted: it supposes that the
-        others have gone on.
-        """
-        if self._ended is not None or not self._phases:
-            return self._ended
-        counted = self._phases[0] == self._arrived and len(self._phases) > 1
-        return self._phases[1 if counted else 0]
+            self._ended = True
+            return self.supposed_end
+        self._ended = True
+        decision = self._state.decision
+        if decision.kind:
+            self.decision = decision
+            rank = self._rendezvous.rank
+            _append(error, decision.earlier_failure(rank) + decision.silence(rank))
+        return self.phase or None
 
     # -- one barrier ------------------------------------------------------------------------
 
-    def _barrier(self, phase: str) -> Barrier:
-        barrier = self._barriers.get(phase)
-        if barrier is None:
-            barrier = self._barriers[phase] = self._rendezvous.barrier(
-                f"{self._era}.{self.sequence}/{phase}"
-            )
-        return barrier
+    @property
+    def _is_current(self) -> bool:
+        state = self._state
+        return (state.epoch, state.sequence) == (self._epoch, self.sequence)
 
-    def _reach(
-        self, phase: str, plan: Plan | None = None, proposals: Sequence[Proposal] = ()
-    ) -> Outcome:
-        if self._phases[:1] != [phase]:
-            raise ReloadpgError(f"barrier {phase!r} is not the next of {self._phases}")
-        wait = self.wait = Wait(f"{self.operation}, phase {phase}", self.seconds)
-        outcome: Outcome | None = Outcome("ok", proposed=bool(proposals))
-        if not self._rendezvous.alone:
-            barrier = self._barrier(phase)
-            self._arrived, self.since = phase, time.time()
-            outcome = self._ask_within(
-                lambda store: barrier.arrive(store, plan, proposals, wait), phase, wait
-            )
-            if outcome is None:
-                outcome = self._ask(barrier.judge, phase, 3 * GRACE_S)
-        self.wait = None
+    def _reach(self, phase: str, arrival: Arrive) -> Decision:
+        if not self._is_current or self.phase != phase:
+            raise ReloadpgError(f"barrier {phase!r} is not the next of {self._state.phases}")
+        wait = Wait(f"{self.operation}, phase {phase}", self.seconds)
+        self.since = time.time()
+        self._rendezvous.drive(arrival, self.operation, phase, wait)
         self.waited_ms[phase] = wait.waited * 1e3
-        passed = self._pass(phase, outcome, plan)
+        passed = self._conclude(phase)
         wait.log_end()
         return passed
 
-    def _pass(self, phase: str, outcome: Outcome | None, plan: Plan | None = None) -> Outcome:
-        """Go on to the next phase, or raise what the outcome says."""
-        if outcome is None:
-            raise ReloadpgError(f"barrier {phase!r} has no outcome; this is a bug")
-        barrier, read = self._barrier(phase), outcome
-        if outcome.kind == "fall_back" and not self._rendezvous.alone:
-            # A communicator can fail since a peer is gone: then nobody goes on.
-            outcome = self._ask(
-                lambda store: barrier.roll_call(store, read, waits=True), phase, 2 * barrier.grace_s
-            )
-            if outcome.silent:
-                outcome = replace(outcome, kind="failed")
-        if outcome.goes_on:
-            self._phases.pop(0)
-            self.since = time.time()
-            return outcome
-        self._ended = phase
-        self.outcome = outcome
-        if not self._rendezvous.alone:
-            ended = outcome
-            self.outcome = outcome = self._ask(
-                lambda store: barrier.handle(store, ended, plan, waits=not ended.silent),
-                phase,
-                3 * barrier.grace_s,
-            )
-        raise outcome.error(
-            self.operation,
-            phase,
-            seconds=self.seconds,
-            rank=self._rendezvous.rank,
-            size=self._rendezvous.size,
-        )
+    def _conclude(self, phase: str, doing: str = "") -> Decision:
+        """Go on to the next barrier, or raise what the decision of this one says."""
+        if self._state.decision.kind:
+            self._close(doing, waits=True)
+        self.since = time.time()
+        decision = self._state.decision
+        if not decision.kind:
+            return self._state.passed
+        self._ended, self.decision = True, decision
+        rank, size = self._rendezvous.rank, self._rendezvous.size
+        raise decision.error(self.operation, phase, seconds=self.seconds, rank=rank, size=size)
 
-    def _agree_in_step(self, phase: str, plan: Plan, proposals: Sequence[Proposal]) -> Outcome:
-        """Reach the first barrier, in the round that the others are in.
+    def _close(self, doing: str, *, waits: bool) -> None:
+        rendezvous = self._rendezvous
+        if self._state.decision.kind and not self._state.ended:
+            event = Close(doing, waits, rendezvous.is_host())
+            wait = Wait(f"{self.operation}, {self.phase}", rendezvous.grace_s)
+            rendezvous.drive(event, self.operation, self.phase, wait)
 
-        A rank that did not call at all must not stay one behind for ever. Nothing was touched.
+    def _is_behind(self, barrier: State) -> bool:
+        """Go to the operation that the others have begun, if this rank was late for this one.
+
+        A rank that did not call at all must not stay one behind. Nothing was touched.
         """
-        while True:
-            try:
-                return self._reach(phase, plan, proposals)
-            except RendezvousTimeoutError:
-                ended = self.outcome
-                if ended is None or self._rendezvous.rank not in ended.missing:
-                    raise
-                if not self._ask(self._next_has_begun, phase, GRACE_S):
-                    raise
-                self.sequence = self._rendezvous.skip(self.sequence)
-                self._barriers.clear()
-                self._ended = self.outcome = None
+        decision = self.decision
+        if decision is None or self._rendezvous.rank not in decision.missing:
+            return False
+        self._drive(Next(barrier.phases, barrier.optional), self.phase, _NEXT_S)
+        if self._state.sequence == self.sequence:
+            return False
+        self.sequence, self._ended, self.decision = self._state.sequence, False, None
+        return True
 
-    def _next_has_begun(self, store: Store) -> bool:
-        key = f"{self._era}.{self.sequence + 1}/{self._phases[0]}/count"
-        with suppress(RuntimeError):
-            store.wait([key], timedelta(seconds=_NEXT_S))
-        return bool(store.check([key]))
-
-    def _attend(
-        self, phase: str, tasks: Sequence[Task[object]], doing: Callable[[], str]
-    ) -> Outcome | None:
+    def _attend(self, phase: str, tasks: Sequence[Task[object]], doing: Callable[[], str]) -> None:
         """Wait until the tasks have ended, and raise what the first that failed has raised."""
-        wait = self.wait = Wait(f"{self.operation}, phase {phase}", self.seconds)
-        barrier = None if self._rendezvous.alone else self._barrier(phase)
+        rendezvous = self._rendezvous
+        wait = Wait(f"{self.operation}, phase {phase}", self.seconds)
         # Most work ends at once, and the store is not asked.
         pause, seen, reported = min(0.2, self.seconds), self._advanced, self._advanced
         while not wait.pause(pause, partial(_all_ended, tasks)):
-            pause = 0.1 if barrier is None else barrier.pause_s
+            pause = rendezvous.pause_s
             if self._advanced != seen:
                 seen = self._advanced
                 wait.extend()
-            if barrier is not None:
-                # The question is asked before the next pass changes ``reported``.
-                news = seen - reported
-                outcome = self._ask_within(
-                    lambda store, n=news: barrier.poll(store, n, wait),  # type: ignore[misc]
-                    phase,
-                    wait,
-                )
+            if rendezvous.dead():
+                self._drive(Decide(rendezvous.death()), phase, GRACE_S)
+                self._conclude(phase, doing())
+            if not rendezvous.alone:
+                rendezvous.drive(Poll(seen - reported), self.operation, phase, wait)
                 reported = seen
-                if outcome is not None:
-                    self.wait = None
-                    return self._pass(phase, outcome)
+                if self._state.decision.kind:
+                    self._conclude(phase, doing())
             wait.log(doing)
             if wait.left == 0 and self._advanced == seen:
-                return self._fail_stuck(phase, doing())
-        self.wait = None
-        return None
+                self._drive(Decide(Decision("timeout", rendezvous.rank)), phase, GRACE_S)
+                self._conclude(phase, doing())
 
-    def _fail_stuck(self, phase: str, doing: str) -> Outcome:
-        """Find out which ranks hang, since this rank's own part makes no progress, and raise."""
-        rank = self._rendezvous.rank
-        outcome = Outcome("timeout", rank, stuck=(rank,), doing=doing)
-        if not self._rendezvous.alone:
-            barrier = self._barrier(phase)
-            outcome = self._ask(
-                lambda store: barrier.judge(store, working=True, doing=doing), phase, 3 * GRACE_S
-            )
-        self.wait = None
-        return self._pass(phase, outcome)
-
-    def _ask(self, question: Callable[[Store], T], phase: str, seconds: float) -> T:
-        return self._ask_within(question, phase, Wait(f"{self.operation}, {phase}", seconds))
-
-    def _ask_within(self, question: Callable[[Store], T], phase: str, wait: Wait) -> T:
-        try:
-            return self._rendezvous.ask(question, wait)
-        except StoreLost as error:
-            self.store_failed = True
-            raise store_lost(self.operation, phase, error) from error
-        except StoreSilent:
-            self.store_failed = True
-            raise store_silent(
-                self.operation,
-                phase,
-                seconds=wait.seconds,
-                rank=self._rendezvous.rank,
-                size=self._rendezvous.size,
-            ) from None
+    def _drive(self, event: Event, phase: str, seconds: float) -> None:
+        wait = Wait(f"{self.operation}, {phase}", seconds)
+        self._rendezvous.drive(event, self.operation, phase, wait)
 
 
 def _all_ended(tasks: Sequence[Task[object]], seconds: float) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from functools import partial
@@ -810,3 +812,22 @@ def ensure_within(rank: int, world_size: int) -> tuple[bool, int]:
 def test_an_evaluator_with_a_group_keeps_it_silently() -> None:
     """Already initialised: nothing made, nothing logged."""
     assert run_ranks(ensure_within, 2) == [(False, 0)] * 2
+
+
+def test_no_thread_is_in_torchs_store_while_there_is_none() -> None:
+    """The exit of the interpreter would end in SIGABRT there; torch would also say its part."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens there
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        code = "import reloadpg; reloadpg.init_distributed(device='cpu', init_timeout=2)"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **place, **ranks},
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+    assert done.returncode == 1, done.stderr
+    assert "RendezvousTimeoutError" in done.stderr.splitlines()[-1]
+    assert "socket.cpp" not in done.stderr

@@ -60,6 +60,7 @@ def changes(plan: Plan) -> list[Plan]:
         for other in (
             replace(group, generation=group.generation + 1),
             replace(group, strategy="suspend"),
+            replace(group, set="engine"),
             replace(group, digest=group.digest ^ 1),
             replace(group, name=group.name + "'"),
         ):
@@ -113,7 +114,7 @@ def test_the_sum_fits_the_stores_integers() -> None:
     assert abs(plan.contribution(1, 2**14)) < 2**63
 
 
-GROUP = GroupPlan("7", (0, 1, 2), 3, "recreate", 5)
+GROUP = GroupPlan("7", (0, 1, 2), 3, "recreate", 5, "trainer")
 AGREED = Plan("offload", {"min_size": "2"}, (GROUP,))
 
 
@@ -125,8 +126,12 @@ AGREED = Plan("offload", {"min_size": "2"}, (GROUP,))
         (replace(AGREED, settings={}), "min_size is 2 on rank 0 and None on rank 1"),
         (
             replace(AGREED, groups=()),
-            "group '7' of ranks [0-2] exists on rank 0 and not on rank 1 (destroyed there, or "
-            "created before install)",
+            "group '7' of ranks [0-2] exists on rank 0 and not on rank 1 (destroyed there, in "
+            "another set, or created before install)",
+        ),
+        (
+            replace(AGREED, groups=(replace(GROUP, set="engine"),)),
+            "group '7': set trainer against engine (rank 0 against rank 1)",
         ),
         (
             replace(AGREED, groups=(replace(GROUP, generation=2),)),

@@ -18,16 +18,14 @@ from reloadpg import c10d
 from reloadpg.errors import (
     DisagreementError,
     PeerFailedError,
-    ReleaseError,
     ReloadpgError,
     RendezvousTimeoutError,
 )
-from reloadpg.rendezvous import barrier as barriers
 from reloadpg.rendezvous import round as rounds
-from reloadpg.rendezvous.barrier import Barrier, Keys
-from reloadpg.rendezvous.outcome import Outcome
+from reloadpg.rendezvous.decision import Decision
 from reloadpg.rendezvous.plan import Plan, Proposal
 from reloadpg.rendezvous.round import Rendezvous
+from reloadpg.rendezvous.store_client import StoreSilent, absent
 from reloadpg.rendezvous.worker_thread import Wait
 
 pytestmark = pytest.mark.matrix
@@ -94,7 +92,7 @@ def signals_arrival(arrived: threading.Event, *ranks: int, at: str = "") -> dict
     left = {*ranks}
 
     def counted(rank: int, method: str, key: str) -> None:
-        if method == "set" and f"{at}/here/" in key:
+        if method == "add" and key.endswith(f"{at}/count"):
             left.discard(rank)
             if not left:
                 arrived.set()
@@ -244,14 +242,16 @@ def test_keys_of_failed_rounds_are_retired() -> None:
         rdv.open("offload", ("enter",), 0.3).agree("enter", PLAN)
 
     job.run(three_barriers)
-    before = job.store.num_keys()
-    for _ in range(4):
+    before = 0
+    for number in range(4):
         assert isinstance(job.run(fails)[0][0], PeerFailedError)
         assert isinstance(job.run(differs)[0][0], DisagreementError)
         job.run(late, ranks=[0, 2])
         job.run(late, ranks=[1])
         assert [result for result, _ in job.run(three_barriers)] == ["passed"] * 3
-    job.run(three_barriers)
+        job.run(three_barriers)
+        if number == 0:  # a job's first long wait makes the counter of its progress
+            before = job.store.num_keys()
     assert job.store.num_keys() == before
 
 
@@ -302,7 +302,7 @@ def test_a_late_rank_reads_the_same_outcome_at_once() -> None:
 @pytest.fixture
 def all_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """No grace expires: each ends when all ranks have answered, and all of them do."""
-    monkeypatch.setattr(barriers, "GRACE_S", SOON)
+    monkeypatch.setattr(rounds, "GRACE_S", SOON)
     monkeypatch.setattr(rounds, "_TELL_S", SOON)
 
 
@@ -346,7 +346,7 @@ def test_who_does_not_answer_after_a_failure_is_named(monkeypatch: pytest.Monkey
         round_.agree("enter", PLAN)
 
     results = job.run(body, ranks=[0, 1, 3])
-    assert all("No sign of life since then from rank 2" in str(error) for error, _ in results)
+    assert all("No response since then from rank 2" in str(error) for error, _ in results)
     assert [error.missing for error, _ in results[1:]] == [(2,), (2,)]
     assert all(seconds < SOON for _, seconds in results)
 
@@ -441,12 +441,9 @@ def test_a_proposal_reaches_all_ranks_whoever_arrives_last(last: int) -> None:
     assert [result for result, _ in job.run(agree)] == [{"a": "x"}] * 2
 
 
-def test_work_that_does_not_end_is_told_from_ranks_that_are_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_work_that_does_not_end_is_told_from_ranks_that_are_gone() -> None:
     """Who is stuck leaves a sign, with what it is at; who is gone is missing."""
-    monkeypatch.setattr(rounds, "GRACE_S", SOON)  # bounds the question
-    job = tcp_job(3, meet_after("rebuilt/here", 0, 1))  # from then on the grace counts
+    job = tcp_job(3, meet_after("rebuilt/answer", 0, 1))  # from then on the grace counts
     release = threading.Event()
 
     def body(rdv: Rendezvous) -> None:
@@ -490,19 +487,14 @@ def test_a_rank_alone_passes_without_a_store() -> None:
 
 
 def test_an_error_after_the_last_barrier_finds_the_operation_complete() -> None:
-    """What the store says counts, not what this rank has seen of it."""
+    """The operation has ended on all ranks."""
     job = tcp_job(2)
 
     def body(rdv: Rendezvous) -> str | None:
         round_ = rdv.open("reload", ("enter", "done"), FAR)
         round_.agree("enter", PLAN)
-        if rdv.rank == 0:
-            round_.barrier("done")
-            return round_.fail(KeyboardInterrupt())
-        barrier = round_._barrier("done")
-        wait = Wait("test", FAR)
-        rdv.ask(lambda store: barrier.arrive(store, None, (), wait), wait)
-        return round_.fail(KeyboardInterrupt())  # counted there, and did not see it
+        round_.barrier("done")
+        return round_.fail(KeyboardInterrupt())
 
     assert [result for result, _ in job.run(body)] == [None, None]
 
@@ -522,9 +514,8 @@ class Counting:
 @pytest.mark.parametrize("missing", [[], [0], [999], [500], [3, 4, 900]])
 def test_few_missing_ranks_are_found_with_few_questions(missing: list[int]) -> None:
     """At most twenty or so for each of a thousand ranks that is missing."""
-    barrier = Barrier("1/enter", Keys(), 5, 1000, lambda: False, lambda _: None)
     store: Any = Counting({f"1/enter/here/{rank}" for rank in range(1000) if rank not in missing})
-    assert barrier._without(store, "here") == missing
+    assert absent(store, "1/enter/here", range(1000)) == missing
     assert store.checks <= 1 + 20 * len(missing)
 
 
@@ -563,9 +554,9 @@ def test_a_store_that_is_gone_is_an_error_within_the_bound() -> None:
 
 def test_outcomes_survive_the_store() -> None:
     """Written and read back, an outcome is the same."""
-    outcome = Outcome("timeout", 3, missing=(1, 2), stuck=(0,), doing="a group", proposed=True)
-    assert Outcome.from_json(outcome.to_json()) == outcome
-    assert Outcome.from_json(Outcome("ok").to_json()) == Outcome("ok")
+    outcome = Decision("timeout", 3, missing=(1, 2), stuck=(0,), doing="a group", proposed=True)
+    assert Decision.from_json(outcome.to_json()) == outcome
+    assert Decision.from_json(Decision("ok").to_json()) == Decision("ok")
 
 
 @pytest.mark.parametrize(
@@ -579,7 +570,7 @@ def test_outcomes_survive_the_store() -> None:
 @pytest.mark.parametrize("kind", ["failed", "timeout"])
 def test_an_error_says_what_to_do_next(kind: str, operation: str, step: str) -> None:
     """A function that exists, or that nothing here can be called again."""
-    outcome = Outcome(kind, 1, text="broken", missing=(1,))
+    outcome = Decision(kind, 1, text="broken", missing=(1,))
     error = outcome.error(operation, "arrive", seconds=3, rank=0, size=2)
     assert step in str(error)
     raised = "raise install(timeout=...)" in str(error)
@@ -588,11 +579,11 @@ def test_an_error_says_what_to_do_next(kind: str, operation: str, step: str) -> 
 
 def test_the_remedy_for_a_dead_peer_is_a_restart() -> None:
     """Not a retry once that rank is able to."""
-    failed = Outcome("failed", 1, text="connection closed by peer", silent=(2,))
+    failed = Decision("failed", 1, text="connection closed by peer", silent=(2,))
     text = str(failed.error("reload", "rebuilt", seconds=3, rank=0, size=3))
     assert "if rank 2 has ended, restart the job" in text
     assert "rank 1 is removed" not in text
-    missing = Outcome("timeout", 1, missing=(2,))
+    missing = Decision("timeout", 1, missing=(2,))
     text = str(missing.error("reload", "rebuilt", seconds=3, rank=0, size=3))
     assert "if rank 2 has ended, restart the job" in text
 
@@ -634,38 +625,29 @@ def test_progress_extends_the_wait() -> None:
         assert steps * step < seconds < SOON
 
 
-def test_the_rank_that_hosts_the_store_raises_last() -> None:
+def test_the_rank_that_hosts_the_store_raises_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process often ends then, and with it the store that the others still have to read."""
+    monkeypatch.setattr(rounds, "GRACE_S", SOON)  # for which rank 0 waits for rank 1 at the end
     ended: list[int] = []
     first = threading.Event()
 
-    def late(method: str, key: str) -> None:  # rank 1 knows the outcome, and takes its time
-        if method in ("get", "compare_set") and key.endswith("/outcome"):
+    def late(method: str, key: str) -> None:  # rank 1 knows who has answered, and takes its time
+        if method == "compare_set" and key.endswith("/roll") and 1 not in ended:
             first.wait(0.6)  # it does not come: rank 0 is waiting
             ended.append(1)
 
-    arrived = threading.Event()
-    counted = signals_arrival(arrived, 1)[1]
-
-    def answered(method: str, key: str) -> None:
-        late(method, key)
-        counted(method, key)
-
-    job = tcp_job(3, {1: answered})
+    job = tcp_job(2, {1: late})
 
     def body(rdv: Rendezvous) -> None:
-        assert rdv.rank == 1 or arrived.wait(SOON)
-        round_ = rdv.open("reload", ("enter",), FAR if rdv.rank == 1 else 0.5)
-        round_._barrier("enter").grace_s = SOON  # for which rank 0 waits for rank 1 at the end
-        try:
+        round_ = rdv.open("reload", ("enter",), FAR)
+        if rdv.rank == 1:
             round_.agree("enter", PLAN)
-        finally:
-            if rdv.rank == 0:
-                ended.append(0)
-                first.set()
+        round_.fail(ReloadpgError("broken"))
+        ended.append(0)
+        first.set()
 
-    results = job.run(body, ranks=[0, 1])
-    assert [error.missing for error, _ in results] == [(2,), (2,)]
+    (_, _), (error, _) = job.run(body)
+    assert isinstance(error, PeerFailedError)
     assert ended == [1, 0]  # the server is rank 0's: all are in this process
 
 
@@ -714,35 +696,57 @@ def test_a_recovery_is_noticed_soon_after_the_store_was_silent() -> None:
     stores[1].ended.set()
 
 
-@pytest.mark.usefixtures("all_answer")
-def test_a_fall_back_lets_all_ranks_go_on() -> None:
-    """Ranks at work abandon it, ranks that wait pass, and a later failure is still told."""
-    job = tcp_job(3)
-    release = threading.Event()
+class HeldStore(WatchedStore):
+    """The first count of a job gets no answer; the next connection is another one."""
 
-    def body(rdv: Rendezvous) -> list[str]:
-        round_ = rdv.open("offload", ("suspended", "released"), FAR)
-        seen = []
-        if rdv.rank == 0:
-            seen.append(round_.fall_back("suspended", ReleaseError("no room")).kind)
-        elif rdv.rank == 1:
-            outcome = round_.run("suspended", lambda *_: release.wait(FAR), lambda: "a group")
-            assert outcome is not None
-            seen.append(outcome.text)
-        else:
-            seen.append(round_.barrier("suspended").text)
-        round_.barrier("released")
-        return seen
+    def __init__(self, store: Any, ended: threading.Event) -> None:
+        self.held: list[str] = []
 
-    results = job.run(body)
-    release.set()
-    assert [result for result, _ in results] == [
-        ["fall_back"],
-        ["ReleaseError: no room"],
-        ["ReleaseError: no room"],
-    ]
-    assert max(seconds for _, seconds in results) < SOON
-    assert [result for result, _ in job.run(three_barriers)] == ["passed"] * 3
+        def watch(method: str, key: str) -> None:
+            if method == "add" and "instance" in key and not self.held:
+                self.held.append(key)
+                ended.wait(FAR)
+
+        super().__init__(store, watch)
+
+
+def test_a_count_without_an_answer_holds_up_no_other_question() -> None:
+    """No lock is held across a question to the store."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ended = threading.Event()
+    held = HeldStore(server, ended)
+    rdv = Rendezvous(lambda: held, 0, 1)
+    with pytest.raises(StoreSilent):
+        rdv.ask(lambda _: None, Wait("held", 0.1))
+    try:
+        assert rdv.ask(lambda _: "answered", Wait("next", 20.0)) == "answered"
+    finally:
+        ended.set()
+
+
+def test_a_job_begins_in_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``init_process_group`` counts it, on a store that may give no answer."""
+    monkeypatch.setattr(rounds, "_COUNT_S", 0.1, raising=False)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ended = threading.Event()
+    held = HeldStore(server, ended)
+    counting = threading.Thread(target=Rendezvous(lambda: held, 0, 1).count_job, args=(held,))
+    counting.start()
+    counting.join(20.0)
+    hangs = counting.is_alive()
+    ended.set()
+    assert not hangs
+
+
+def test_a_silent_store_is_an_error_of_the_library_in_a_recovery_too() -> None:
+    """What a rank reads between two barriers."""
+    job, stores = silent_job(1)
+    rdv = job.ranks[0]
+    rdv.recover(("enter",), "a fault", "{}", FAR)
+    stores[0].silent.set()
+    with pytest.raises(RendezvousTimeoutError, match="does not answer"):
+        rdv.summary(0.1)
+    stores[0].ended.set()
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -796,21 +800,8 @@ def test_an_interrupt_while_the_thread_starts_abandons_the_work(
     assert wanted == [False]
 
 
-def test_a_difference_is_waited_for_as_long_as_the_ranks_of_a_large_job_pause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Ranks that ask the store every eight seconds learn so late that they disagree."""
-    monkeypatch.setattr(barriers, "GRACE_S", 0.0)
-    store = tcp_job(1).store
-    barrier = Barrier("1/enter", Keys(), 1, 16384, lambda: False, lambda _: None)
-    found: list[Outcome] = []
-
-    def handle() -> None:
-        found.append(barrier.handle(store.clone(), Outcome("disagree"), PLAN, waits=False))
-
-    thread = threading.Thread(target=handle)
-    thread.start()
-    thread.join(0.5)
-    store.set("1/enter/difference", "x is 1 on rank 0 and 2 on rank 9000")
-    thread.join(SOON)
-    assert [outcome.text for outcome in found] == ["x is 1 on rank 0 and 2 on rank 9000"]
+def test_a_large_job_has_time_to_answer() -> None:
+    """Its ranks ask the store every eight seconds, and learn so late that they have to answer."""
+    rank = Rendezvous(None, 1, 16384)
+    assert rank.pause_s > 8
+    assert rank.grace_s > 2 * rank.pause_s

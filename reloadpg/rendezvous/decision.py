@@ -1,4 +1,4 @@
-"""The outcome of a barrier, as all ranks read it, and the error that each of them raises for it."""
+"""The decision of a barrier, as all ranks read it, and the error that each rank raises for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import (
     format_ranks,
 )
 
-__all__ = ["Outcome", "store_lost", "store_silent"]
+__all__ = ["Decision", "store_lost", "store_silent"]
 
 TIMEOUT_SETTING = {
     "offload": "install(timeout=...)",
@@ -25,20 +25,23 @@ TIMEOUT_SETTING = {
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The outcome of a barrier. Written to the store once, by the rank that knows it first.
+class Decision:
+    """The decision of a barrier. Written to the store once, by the rank that decides first.
 
     Attributes:
-        kind: ``ok``; ``fall_back`` (a communicator could not be suspended or resumed: all ranks
-            go on, and recreate); ``failed``, ``timeout``, ``disagree``, or ``recover`` (a rank does
-            not come: it calls all ranks to a recovery).
-        rank: the rank that failed, that reached its bound, or that calls.
+        kind: ``ok``, ``failed``, ``timeout``, ``disagree``; ``recover`` (a rank does not come: it
+            requests a recovery of all ranks), or ``cancelled`` (a rank was interrupted in a step:
+            it takes no part in a recovery).
+        rank: the rank that failed, that reached its timeout, or that requests a recovery.
         text: why it failed, or in what the ranks differ.
-        missing: ranks that gave no sign of life before the bound.
-        stuck: ranks that were here and did not finish their own part before the bound.
-        silent: ranks that did not answer when a failure was announced.
+        missing: ranks that did not answer after a timeout.
+        stuck: ranks that answered and had not finished their own part at the timeout.
+        silent: ranks that did not answer after a failure.
         doing: what the first of ``stuck`` was working at.
         proposed: whether a rank has made a proposal.
+        extended: whether a rank has asked for the barriers that are optional.
+        by: the rank that wrote the decision for ``rank``.
+        dead: ranks whose processes have ended, as a rank on their host has found.
     """
 
     kind: str
@@ -49,23 +52,21 @@ class Outcome:
     silent: tuple[int, ...] = ()
     doing: str = ""
     proposed: bool = False
+    extended: bool = False
+    by: int = -1
+    dead: tuple[int, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether all ranks arrived."""
         return self.kind == "ok"
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the round goes on to its next barrier."""
-        return self.kind in ("ok", "fall_back")
-
     def to_json(self) -> str:
         given = {f.name for f in fields(self) if getattr(self, f.name) != f.default}
         return json.dumps({name: value for name, value in asdict(self).items() if name in given})
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Outcome:
+    def from_json(cls, text: str | bytes) -> Decision:
         values: dict[str, Any] = json.loads(text)
         given: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**given)
@@ -73,7 +74,7 @@ class Outcome:
     def error(
         self, operation: str, phase: str, *, seconds: float, rank: int, size: int
     ) -> ReloadpgError:
-        """Build the error that ``rank`` raises for an outcome that ends the round. Pure."""
+        """Build the error that ``rank`` raises for a decision that ends the operation. Pure."""
         if self.kind == "disagree":
             return DisagreementError(
                 f"{operation}: the ranks do not agree: {self.text}. {_unchanged(operation)} Make "
@@ -86,32 +87,48 @@ class Outcome:
                 rank=self.rank,
                 phase=phase,
             )
-        if self.kind == "failed":
+        if self.kind == "cancelled":
             return PeerFailedError(
-                f"{operation}: rank {self.rank} failed before phase {phase!r}: {self.text}"
-                f"{self.silence()}\nSee reloadpg.status(); {self._remedy(operation)}.",
+                f"{operation}: rank {self.rank} was interrupted in a step and takes no part in a "
+                f"recovery: {self.text}. See reloadpg.status(); restart the job, or call "
+                "reloadpg.recover() on all ranks.",
+                rank=self.rank,
+                phase="step",
+            )
+        if self.kind == "failed":
+            how = "died" if self.rank in self.dead else "failed"
+            return PeerFailedError(
+                f"{operation}: rank {self.rank} {how} before phase {phase!r}: {self.text}"
+                f"{self.silence(rank)}\nSee reloadpg.status(); {self._remedy(operation)}.",
                 rank=self.rank,
                 phase=phase,
-                missing=self.silent,
+                missing=(*self.dead, *(one for one in self.silent if one != rank)),
             )
         return self._timeout(operation, phase, seconds, rank, size)
 
-    def silence(self) -> str:
-        """Say which ranks gave no sign of life after the failure; empty if all did."""
-        if not self.silent:
-            return ""
-        return (
-            f"\nNo sign of life since then from rank {format_ranks(self.silent)}: ended, cut off, "
-            "or busy."
-        )
+    def silence(self, rank: int) -> str:
+        """Say on ``rank`` which ranks died, or did not respond in time; empty if none did."""
+        text = ""
+        if dead := [one for one in self.dead if one != self.rank]:
+            text += f"\nRank {format_ranks(dead)} died: the process has ended."
+        if others := [one for one in self.silent if one != rank]:
+            text += (
+                f"\nNo response since then from rank {format_ranks(others)}: ended, cut off, or "
+                "still in a callback or collective."
+            )
+        if rank in self.silent:
+            text += "\nThis rank responded too late: until now it was in its own part."
+        return text
 
     def earlier_failure(self, rank: int) -> str:
         """Say which other rank failed before ``rank`` did, as its cause may be; else empty."""
-        if self.kind != "failed" or self.rank == rank:
+        if self.kind not in ("failed", "cancelled") or self.rank == rank:
             return ""
         return f"\nRank {self.rank} had failed before: {self.text}"
 
     def _remedy(self, operation: str) -> str:
+        if self.dead:
+            return _replace(operation)
         if self.silent:
             return (
                 f"if rank {format_ranks(self.silent)} has ended, {_replace(operation)}; otherwise "

@@ -1,0 +1,976 @@
+"""The agreement protocol as a state machine: states, events, transitions, commands to the store.
+
+Pure: no I/O, no clock, no thread. :func:`step` takes the state of one rank and an event. It returns
+the next state and the command that the rank sends to the store, or None if it waits for an event of
+its caller. :class:`~.round.Rendezvous` performs the commands on a store;
+``tests/helpers/explorer.py`` performs them on a dictionary, in every order.
+
+A rank has one command outstanding at most, and ``State.at`` names it. Each command has a number. A
+reply to an earlier command, which the rank has given up, changes nothing.
+
+=========  =====================================================================================
+event      what the rank does (the commands, in order)
+=========  =====================================================================================
+Join       counts the jobs on the store; the highest count of any rank is the job's instance:
+           COUNT_JOB, INSTANCE, (SEND)
+Arrive     arrives at the next barrier and waits for its decision: (SEND,) COUNT; the last rank
+           decides: (NOTES,) DECIDE; the others wait: BLOCK, READ; a long wait polls:
+           (SEND,) READ, PROGRESS, REQUESTED, (REQUEST or NEWER,) PAUSE; at the timeout: DECIDE
+Poll       reads the decision before it has arrived: READ, PROGRESS, REQUESTED, (REQUEST,) PAUSE
+Decide     writes a decision other than ``ok``: at its timeout at work, or where another rank's
+           process has ended: DECIDE
+Close      does what all ranks do after such a decision: it answers (SEND, ANSWER), waits until all
+           have answered (ROLL, PAUSE), or finds out who has not (ABSENT, STUCK, DOING, PLANS) and
+           writes that (ROLLED), and leaves (LEAVE, PAUSE)
+Fail       writes ``failed`` at the first barrier that is not decided yet: TELL; an interrupt of a
+           step is also written where recoveries read it: SEND, TELL, PENDING
+Cancel     writes that it was interrupted while it joined a recovery: SEND, PENDING
+Next       goes to the operation that the others have begun: NEXT, NEXT_PAUSE
+Recover    requests a recovery, or joins the one that was requested: NUMBER, ENTERED, BUMP; it
+           leaves a report (SEND), reads whether a rank was interrupted (CANCELLED), and begins a
+           new epoch. One that has ended without this rank is joined only if a rank has failed in
+           it: this one then ends like the others. Otherwise it requests the next one
+Lost       the store has not answered: what this rank has last asked has an unknown outcome
+=========  =====================================================================================
+
+Rules that the transitions keep:
+
+* A decision is written by a compare-and-set, once. All ranks act on the value that the store holds.
+* A rank passes a barrier only on the decision that all ranks have arrived.
+* The names of keys are never used again: instance, epoch, operation and phase are part of them.
+* The rank whose decision was accepted deletes the barrier's keys, and each rank the other keys that
+  it has made, once it has passed the next barrier: by then all ranks have left this one.
+* A recovery begins a new epoch. A request is written before anything of the old epoch is read, and
+  an interrupt is written before the number of recoveries is read, so one of both finds the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+from .decision import Decision
+from .plan import Plan, Proposal, first_difference
+
+__all__ = [
+    "REPLIES",
+    "Absent",
+    "Add",
+    "Arrive",
+    "At",
+    "Await",
+    "Cancel",
+    "Close",
+    "Command",
+    "Decide",
+    "Delete",
+    "Event",
+    "Fail",
+    "Join",
+    "Lost",
+    "Next",
+    "Pause",
+    "Poll",
+    "Read",
+    "ReadAll",
+    "Recover",
+    "Reply",
+    "Set",
+    "State",
+    "Swap",
+    "base",
+    "step",
+]
+
+UNDECIDED = Decision("")
+
+ENTER = "enter"
+"""The first barrier of every recovery."""
+
+EXTENDS = 1 << 20
+"""What a rank that asks for the optional barriers adds to the notes; each proposer adds 1."""
+
+
+# -- commands to the store ----------------------------------------------------------------------
+
+
+class Add(NamedTuple):
+    """Add to a counter; the reply is its value."""
+
+    key: str
+    amount: int
+
+
+class Read(NamedTuple):
+    """The value of a key as text; None if there is no such key."""
+
+    key: str
+
+
+class ReadAll(NamedTuple):
+    """The values of ``stem/rank`` for some ranks, as a tuple."""
+
+    stem: str
+    ranks: tuple[int, ...]
+
+
+class Set(NamedTuple):
+    """Write a key. ``stays``: it is not deleted before the job has ended."""
+
+    key: str
+    value: str
+    stays: bool = False
+
+
+class Swap(NamedTuple):
+    """Write a key that holds ``expected``, or that is not there if that is empty; its value."""
+
+    key: str
+    expected: str
+    value: str
+
+
+class Await(NamedTuple):
+    """Wait until a key exists, for some time at most. ``brief``: for half a second."""
+
+    key: str
+    brief: bool
+
+
+class Absent(NamedTuple):
+    """The ranks of these without a key ``stem/rank``, as a tuple."""
+
+    stem: str
+    ranks: tuple[int, ...]
+
+
+class Delete(NamedTuple):
+    """Delete a key."""
+
+    key: str
+
+
+class Pause(NamedTuple):
+    """Let some time pass, and say whether the timeout is not reached. No request to the store.
+
+    Attributes:
+        restart: whether the timeout starts again first.
+        sleeps: whether any time is to pass.
+    """
+
+    restart: bool
+    sleeps: bool = True
+
+
+Command = Add | Read | ReadAll | Set | Swap | Await | Absent | Delete | Pause
+
+
+# -- events -------------------------------------------------------------------------------------
+
+
+class Reply(NamedTuple):
+    """The store's reply to the command of this number."""
+
+    number: int
+    value: Any
+
+
+class Join(NamedTuple):
+    """Begin a job. ``mark`` tells this process from others; empty to leave no mark."""
+
+    mark: str
+
+
+class Arrive(NamedTuple):
+    """Arrive at the next barrier.
+
+    Attributes:
+        plan: what all ranks must agree on here, as JSON; empty if there is nothing.
+        share: this rank's summand of the plans: over all ranks the sum is zero if they agree.
+        proposals: what this rank proposes.
+        extends: whether this rank asks for the optional barriers.
+    """
+
+    plan: str = ""
+    share: int = 0
+    proposals: tuple[Proposal, ...] = ()
+    extends: bool = False
+
+
+class Poll(NamedTuple):
+    """Read the decision before this rank has arrived; ``news`` is its progress since the last."""
+
+    news: int
+
+
+class Decide(NamedTuple):
+    """Write a decision: ``timeout`` of a rank at work, ``failed`` where a process has ended."""
+
+    decision: Decision
+
+
+class Close(NamedTuple):
+    """End the operation as the decision says.
+
+    Attributes:
+        doing: what this rank is at, if it has not arrived.
+        waits: whether to wait until the others have answered.
+        hosts: whether the store ends with this process: it leaves last.
+    """
+
+    doing: str
+    waits: bool
+    hosts: bool
+
+
+class Fail(NamedTuple):
+    """This rank cannot go on. ``decision`` is of the kind ``failed`` or ``cancelled``."""
+
+    decision: Decision
+
+
+class Cancel(NamedTuple):
+    """This rank was interrupted while it joined a recovery. ``decision`` is ``cancelled``."""
+
+    decision: Decision
+
+
+class Next(NamedTuple):
+    """Go to the operation after this one, if the others have begun it."""
+
+    phases: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+class Recover(NamedTuple):
+    """Request a recovery, or join the one that was requested.
+
+    Attributes:
+        reason: why, for ranks that wait elsewhere.
+        report: what this rank reports to the others.
+        phases: the barriers of the recovery.
+        replaces: whether this process replaces one that may have been counted in its epoch.
+    """
+
+    reason: str
+    report: str
+    phases: tuple[str, ...]
+    replaces: bool
+
+
+class Lost(NamedTuple):
+    """The store has not answered, or has ended."""
+
+
+Event = Reply | Join | Arrive | Poll | Decide | Close | Fail | Cancel | Next | Recover | Lost
+
+
+# -- states -------------------------------------------------------------------------------------
+
+
+class At(Enum):
+    """The command that is outstanding. The events of the caller are for ranks that are idle."""
+
+    IDLE = auto()
+    UNKNOWN = auto()
+    SEND = auto()
+    COUNT_JOB = auto()
+    INSTANCE = auto()
+    COUNT = auto()
+    NOTES = auto()
+    DECIDE = auto()
+    BLOCK = auto()
+    READ = auto()
+    PROGRESS = auto()
+    REQUESTED = auto()
+    REQUEST = auto()
+    NEWER = auto()
+    PAUSE = auto()
+    ANSWER = auto()
+    ROLL = auto()
+    ROLL_PAUSE = auto()
+    ABSENT = auto()
+    STUCK = auto()
+    DOING = auto()
+    PLANS = auto()
+    ROLLED = auto()
+    LEAVE = auto()
+    LEAVE_PAUSE = auto()
+    TELL = auto()
+    PENDING = auto()
+    NEXT = auto()
+    NEXT_PAUSE = auto()
+    NUMBER = auto()
+    ENTERED = auto()
+    BUMP = auto()
+    CANCELLED = auto()
+
+
+Then = Callable[["State"], "Step"]
+
+
+class State(NamedTuple):
+    """What one rank knows.
+
+    Attributes:
+        rank: this rank.
+        members: all ranks.
+        instance: number of this job among those on the store; 0 before it has joined.
+        confirmed: whether all ranks have met in this instance.
+        epoch: number of the recovery that this rank took part in last.
+        sequence: number of the operation in its epoch.
+        phases: the barriers that are still to pass.
+        optional: those of them that are left out unless a rank asks for them at the next one.
+        at: the command that is outstanding.
+        asked: its number.
+        arrived: whether this rank may have been counted at the next barrier.
+        waits_long: whether it has left a mark there, since the wait is long.
+        answered: whether this rank may have been counted among those that answer there.
+        left: whether it may have been counted among those that leave.
+        decision: the decision of the next barrier, if it was read and is not ``ok``.
+        passed: the decision of the barrier that was passed last.
+        ended: whether the operation has ended early, and all that is to be done then is done.
+        noted: the last decision that ended an operation, as it was written.
+        arriving: how this rank has arrived.
+        closing: how it closes the operation.
+        failing: what it fails with.
+        recovering: how it recovers.
+        following: which operation it goes to.
+        wanted: the text of the decision that it writes.
+        progress: the progress of all ranks that it has seen.
+        news: this rank's progress to report.
+        restart: whether a timeout is to start again.
+        mark: what tells this process from others; empty to leave no mark.
+        missing: the ranks that have not answered.
+        todo: commands that are sent before it goes on.
+        then: how it goes on.
+        spent: keys that it deletes when it has passed the next barrier.
+        owned: keys that it has made since it has passed the last one.
+    """
+
+    rank: int
+    members: tuple[int, ...]
+    instance: int = 0
+    confirmed: bool = False
+    epoch: int = 0
+    sequence: int = 0
+    phases: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    at: At = At.IDLE
+    asked: int = 0
+    arrived: bool = False
+    waits_long: bool = False
+    answered: bool = False
+    left: bool = False
+    decision: Decision = UNDECIDED
+    passed: Decision = UNDECIDED
+    ended: bool = False
+    noted: str = ""
+    arriving: Arrive = Arrive()
+    closing: Close = Close("", waits=False, hosts=False)
+    failing: Decision = UNDECIDED
+    recovering: Recover = Recover("", "", (), replaces=False)
+    following: Next = Next(())
+    wanted: str = ""
+    progress: int = 0
+    news: int = 0
+    restart: bool = False
+    mark: str = ""
+    missing: tuple[int, ...] = ()
+    todo: tuple[Command, ...] = ()
+    then: Then | None = None
+    spent: tuple[str, ...] = ()
+    owned: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.members)
+
+    def open(self, phases: tuple[str, ...], optional: tuple[str, ...] = ()) -> State:
+        """Begin the next operation of this epoch."""
+        return self._fresh(phases)._replace(sequence=self.sequence + 1, optional=optional)
+
+    def _fresh(self, phases: tuple[str, ...]) -> State:
+        return self._replace(
+            phases=phases,
+            optional=(),
+            at=At.IDLE,
+            asked=self.asked + 1,
+            arrived=False,
+            waits_long=False,
+            answered=False,
+            left=False,
+            decision=UNDECIDED,
+            passed=UNDECIDED,
+            ended=False,
+            failing=UNDECIDED,
+            todo=(),
+        )
+
+    def owning(self, key: str) -> State:
+        """Note a key that this rank makes past the protocol, to be deleted with the others."""
+        return self._replace(owned=_merged(self.owned, (key,)))
+
+    def key(self, *parts: object) -> str:
+        """A key of the next barrier."""
+        return self.key_of(self.epoch, self.sequence, self.phases[0], *parts)
+
+    def key_of(self, epoch: int, sequence: int, *parts: object) -> str:
+        """A key of any barrier of this instance."""
+        names = "/".join(str(part) for part in parts)
+        return f"{base(self.instance)}/{epoch}.{sequence}/{names}"
+
+    def of_recovery(self, *parts: object) -> str:
+        """A key of recoveries."""
+        return "/".join(map(str, (base(self.instance), "recovery", *parts)))
+
+    @property
+    def supposed_end(self) -> str | None:
+        """The phase at which the operation ends for a rank that cannot ask the store.
+
+        It does not know the decision of a barrier at which it was counted: it supposes that the
+        others have gone on.
+        """
+        counted = self.arrived and not self.decision.kind
+        left = _left_after(self, Decision("ok")) if counted else self.phases
+        return (left or self.phases or (None,))[0]
+
+
+Step = tuple[State, Command | None]
+
+
+def base(instance: int) -> str:
+    """The prefix of the keys of a job."""
+    return f"reloadpg/{instance}"
+
+
+def step(state: State, event: Event) -> Step:
+    """The next state, and the command to send, if there is one. Pure."""
+    if isinstance(event, Reply):
+        if event.number != state.asked or state.at not in REPLIES:
+            return state, None  # it is late: the command was given up
+        return REPLIES[state.at](state, event.value)
+    return EVENTS[type(event)](state, event)
+
+
+def _ask(state: State, at: At, command: Command) -> Step:
+    return state._replace(at=at, asked=state.asked + 1), command
+
+
+def _idle(state: State) -> Step:
+    return state._replace(at=At.IDLE, asked=state.asked + 1, todo=()), None
+
+
+def _send(state: State, commands: tuple[Command, ...], then: Then) -> Step:
+    """Send some commands, and go on. What they write belongs to this rank."""
+    if not commands:
+        return then(state)
+    made = tuple(one.key for one in commands if isinstance(one, Set) and not one.stays)
+    state = state._replace(owned=_merged(state.owned, made), todo=commands, then=then)
+    return _ask(state, At.SEND, commands[0])
+
+
+def _sent(state: State, value: Any) -> Step:
+    command, *left = state.todo
+    if isinstance(command, Swap) and not command.expected and value == command.value:
+        state = _own(state, command.key, value)
+    if left:
+        return _ask(state._replace(todo=tuple(left)), At.SEND, left[0])
+    return (state.then or _idle)(state._replace(todo=()))
+
+
+def _own(state: State, key: str, text: str) -> State:
+    """Note a key that this rank has made, with those that come with it."""
+    keys = [key]
+    stem, _, name = key.rpartition("/")
+    if name == "decision":
+        decision = Decision.from_json(text)
+        keys.append(f"{stem}/count")
+        if not decision.ok or decision.proposed or decision.extended:
+            keys.append(f"{stem}/notes")
+        if decision.kind not in ("ok", "recover"):
+            keys += [f"{stem}/{more}" for more in ("answers", "roll", "readers")]
+    return state._replace(owned=_merged(state.owned, tuple(keys)))
+
+
+def _merged(keys: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
+    return keys + tuple(key for key in more if key not in keys)
+
+
+# -- the job ------------------------------------------------------------------------------------
+
+
+def _join(state: State, event: Join) -> Step:
+    state = state._replace(mark=event.mark)
+    return _ask(state, At.COUNT_JOB, Add(f"reloadpg/instance/{state.rank}", 1))
+
+
+def _job_counted(state: State, count: int) -> Step:
+    return _ask(state._replace(instance=count), At.INSTANCE, Read("reloadpg/instance"))
+
+
+def _instance_read(state: State, text: str | None) -> Step:
+    highest, mine = int(text or 0), state.instance
+    if highest < mine:
+        return _ask(state, At.INSTANCE, Swap("reloadpg/instance", text or "", str(mine)))
+    state, todo = _moved(state, highest)
+    return _send(state, todo, _idle)
+
+
+def _moved(state: State, instance: int) -> tuple[State, tuple[Command, ...]]:
+    """Go to the job that a rank has counted and this one has not, and leave the mark there."""
+    behind = instance - state.instance
+    todo: tuple[Command, ...] = ()
+    if behind:
+        todo += (Add(f"reloadpg/instance/{state.rank}", behind),)
+    if state.mark:
+        todo += (Set(f"{base(instance)}/process/{state.rank}", state.mark, stays=True),)
+    return state._replace(instance=instance), todo
+
+
+# -- arrival ------------------------------------------------------------------------------------
+
+
+def _arrive(state: State, event: Arrive) -> Step:
+    commands: list[Command] = []
+    for one in event.proposals:
+        key = state.key("proposal", one.subject)
+        commands.append(Swap(key, "", one.text) if one.yields else Set(key, one.text))
+    notes = bool(event.proposals) + event.extends * EXTENDS
+    if notes:
+        commands.append(Add(state.key("notes"), notes))
+    return _send(state._replace(arriving=event, waits_long=False), tuple(commands), _count)
+
+
+def _count(state: State) -> Step:
+    amount = 1 + (state.arriving.share << state.size.bit_length())
+    return _ask(state._replace(arrived=True), At.COUNT, Add(state.key("count"), amount))
+
+
+def _counted(state: State, total: int) -> Step:
+    bits = state.size.bit_length()
+    if total & ((1 << bits) - 1) != state.size:
+        return _ask(state, At.BLOCK, Await(state.key("decision"), not state.confirmed))
+    if not state.arriving.plan:
+        return _decide(state, Decision("ok"))
+    if total >> bits != 0:
+        return _decide(state, Decision("disagree"))
+    return _ask(state, At.NOTES, Read(state.key("notes")))
+
+
+def _notes_read(state: State, text: str | None) -> Step:
+    notes = int(text or 0)
+    return _decide(state, Decision("ok", proposed=notes % EXTENDS > 0, extended=notes >= EXTENDS))
+
+
+def _decide(state: State, decision: Decision) -> Step:
+    text = decision.to_json()
+    return _ask(state._replace(wanted=text), At.DECIDE, Swap(state.key("decision"), "", text))
+
+
+def _decided(state: State, text: str) -> Step:
+    if text == state.wanted:
+        state = _own(state, state.key("decision"), text)
+    return _known(state, text)
+
+
+def _known(state: State, text: str) -> Step:
+    """Act on the decision of the next barrier, as the store holds it."""
+    decision = Decision.from_json(text)
+    if decision.ok:
+        return _pass(state, decision)
+    ended = decision.kind == "recover"  # the rank that requests it answers nothing here
+    return _idle(state._replace(decision=decision, noted=text, ended=ended))
+
+
+def _pass(state: State, decision: Decision) -> Step:
+    deletes = tuple(Delete(key) for key in state.spent)
+    return _send(_passed(state, decision), deletes, _idle)
+
+
+def _passed(state: State, decision: Decision) -> State:
+    return state._replace(
+        phases=_left_after(state, decision),
+        optional=(),
+        arrived=False,
+        waits_long=False,
+        answered=False,
+        left=False,
+        decision=UNDECIDED,
+        passed=decision,
+        confirmed=True,
+        spent=state.owned,
+        owned=(),
+    )
+
+
+def _left_after(state: State, decision: Decision) -> tuple[str, ...]:
+    left = state.phases[1:]
+    return left if decision.extended else tuple(p for p in left if p not in state.optional)
+
+
+def _woken(state: State, _: None) -> Step:
+    return _read(state)
+
+
+def _read(state: State) -> Step:
+    return _ask(state, At.READ, Read(state.key("decision")))
+
+
+def _poll(state: State, event: Poll) -> Step:
+    return _read(state._replace(news=event.news))
+
+
+def _decision_read(state: State, text: str | None) -> Step:
+    if text is not None:
+        return _known(state, text)
+    if state.arrived and not state.waits_long:
+        mark = Set(state.key("here", state.rank), "1")
+        return _send(state._replace(waits_long=True), (mark,), _read_progress)
+    return _read_progress(state)
+
+
+def _read_progress(state: State) -> Step:
+    command = Add(f"{base(state.instance)}/progress", state.news)
+    return _ask(state._replace(news=0), At.PROGRESS, command)
+
+
+def _progress_read(state: State, total: int) -> Step:
+    state = state._replace(restart=total != state.progress, progress=total)
+    return _ask(state, At.REQUESTED, Read(state.of_recovery()))
+
+
+def _number_read(state: State, text: str | None) -> Step:
+    number = int(text or 0)
+    if number > state.epoch:
+        return _ask(state, At.REQUEST, Read(state.of_recovery(number, "request")))
+    if not state.confirmed and state.arrived:
+        return _ask(state, At.NEWER, Read("reloadpg/instance"))
+    return _pause(state)
+
+
+def _request_read(state: State, text: str | None) -> Step:
+    if text is None:
+        return _pause(state)
+    return _decide(state, replace(Decision.from_json(text), by=state.rank))
+
+
+def _newer_read(state: State, text: str | None) -> Step:
+    """Move to the job that other ranks have begun on this store, as long as none was met here."""
+    instance = int(text or 0)
+    if instance <= state.instance:
+        return _pause(state)
+    delete = Delete(state.key("count"))
+    state, todo = _moved(state, instance)
+    return _send(state, (*todo, delete), _count)
+
+
+def _pause(state: State) -> Step:
+    return _ask(state, At.PAUSE, Pause(state.restart, sleeps=state.arrived))
+
+
+def _paused(state: State, is_left: bool) -> Step:
+    if not state.arrived:
+        return _idle(state)
+    if is_left:
+        return _read(state)
+    return _decide(state, Decision("timeout", state.rank))
+
+
+def _write(state: State, event: Decide) -> Step:
+    return _decide(state, event.decision)
+
+
+# -- the end of an operation --------------------------------------------------------------------
+
+
+def _close(state: State, event: Close) -> Step:
+    decision = state.decision
+    if not decision.kind or state.ended:
+        return _idle(state)
+    text = state.arriving.plan if decision.kind == "disagree" else event.doing
+    answer: tuple[Command, ...] = (Set(state.key("answer", state.rank), text),)
+    if state.arrived:
+        answer = (Set(state.key("arrived", state.rank), "1"), *answer)
+    state = state._replace(closing=event, restart=True)
+    if decision.kind == "cancelled":  # the rank is known, and answers nothing where others wait
+        return _leave(state)
+    return _send(state, answer, _count_answer)
+
+
+def _count_answer(state: State) -> Step:
+    amount = int(not state.answered)
+    return _ask(state._replace(answered=True), At.ANSWER, Add(state.key("answers"), amount))
+
+
+def _answered(state: State, count: int) -> Step:
+    if count >= state.size - len(state.decision.dead):
+        return _collect(state)
+    return _read_roll(state) if state.closing.waits else _leave(state)
+
+
+def _read_roll(state: State) -> Step:
+    return _ask(state, At.ROLL, Read(state.key("roll")))
+
+
+def _roll_read(state: State, text: str | None) -> Step:
+    if text is not None:
+        return _called(state, text)
+    return _ask(state, At.ROLL_PAUSE, Pause(restart=False))
+
+
+def _roll_paused(state: State, is_left: bool) -> Step:
+    return _read_roll(state) if is_left else _collect(state)
+
+
+def _collect(state: State) -> Step:
+    return _ask(state, At.ABSENT, Absent(state.key("answer"), state.members))
+
+
+def _absent_read(state: State, missing: tuple[int, ...]) -> Step:
+    missing = tuple(rank for rank in missing if rank not in state.decision.dead)
+    state = state._replace(missing=missing)
+    present = tuple(rank for rank in state.members if rank not in missing)
+    if state.decision.kind == "timeout":
+        return _ask(state, At.STUCK, Absent(state.key("arrived"), present))
+    if state.decision.kind == "disagree":
+        return _ask(state, At.PLANS, ReadAll(state.key("answer"), present))
+    return _write_roll(state, replace(state.decision, silent=missing))
+
+
+def _stuck_read(state: State, stuck: tuple[int, ...]) -> Step:
+    decision = replace(state.decision, missing=state.missing, stuck=stuck)
+    if not stuck:
+        return _write_roll(state, decision)
+    return _ask(state._replace(decision=decision), At.DOING, Read(state.key("answer", stuck[0])))
+
+
+def _doing_read(state: State, text: str | None) -> Step:
+    return _write_roll(state, replace(state.decision, doing=text or ""))
+
+
+def _plans_read(state: State, plans: tuple[str, ...]) -> Step:
+    present = [rank for rank in state.members if rank not in state.missing]
+    found = {rank: Plan.from_json(text) for rank, text in zip(present, plans, strict=True) if text}
+    text = "a rank ended before it could say in what"
+    if not state.missing:
+        text = first_difference(found)
+    return _write_roll(state, replace(state.decision, text=text))
+
+
+def _write_roll(state: State, decision: Decision) -> Step:
+    return _ask(state, At.ROLLED, Swap(state.key("roll"), "", decision.to_json()))
+
+
+def _called(state: State, text: str) -> Step:
+    """Act on what was found out after the decision, as the store holds it."""
+    return _leave(state._replace(decision=Decision.from_json(text)))
+
+
+def _leave(state: State) -> Step:
+    amount = int(not state.left)
+    return _ask(state._replace(left=True), At.LEAVE, Add(state.key("readers"), amount))
+
+
+def _left(state: State, count: int) -> Step:
+    decision, closing = state.decision, state.closing
+    gone = {*decision.missing, *decision.silent, *decision.dead}
+    if decision.kind == "cancelled":
+        gone.add(decision.rank)
+    if count < state.size - len(gone) and closing.hosts:
+        # It is about to raise, and often ends then: the store must not end before all have read.
+        restart = state.restart
+        return _ask(state._replace(restart=False), At.LEAVE_PAUSE, Pause(restart))
+    return _idle(state._replace(ended=True))
+
+
+def _leave_paused(state: State, is_left: bool) -> Step:
+    if is_left:
+        return _ask(state, At.LEAVE, Add(state.key("readers"), 0))
+    return _idle(state._replace(ended=True))
+
+
+# -- failures of this rank ----------------------------------------------------------------------
+
+
+def _fail(state: State, event: Fail) -> Step:
+    state = state._replace(failing=event.decision, wanted=event.decision.to_json())
+    if state.ended or state.decision.kind or not state.phases:
+        return _idle(state)
+    if event.decision.kind != "cancelled":
+        return _tell(state)
+    # The others may be on their way to a recovery, and not come to this barrier any more.
+    return _send(state, (_note_cancelled(state),), _tell)
+
+
+def _cancel_recovery(state: State, event: Cancel) -> Step:
+    state = state._replace(failing=event.decision, wanted=event.decision.to_json())
+    return _send(state, (_note_cancelled(state),), _see_pending)
+
+
+def _note_cancelled(state: State) -> Command:
+    return Swap(f"{base(state.instance)}/cancelled/{state.epoch}", "", state.wanted)
+
+
+def _tell(state: State) -> Step:
+    return _ask(state, At.TELL, Swap(state.key("decision"), "", state.wanted))
+
+
+def _told(state: State, text: str) -> Step:
+    decision = Decision.from_json(text)
+    if text == state.wanted:
+        state = _own(state, state.key("decision"), text)
+    if not decision.ok:
+        ended = decision.kind == "recover"
+        return _see_pending(state._replace(decision=decision, noted=text, ended=ended))
+    # All ranks have passed this barrier, which this one did not know.
+    spent, owned = state.spent, state.owned
+    state = _passed(state, decision)._replace(spent=spent, owned=owned)
+    return _tell(state) if state.phases else _see_pending(state)
+
+
+def _see_pending(state: State) -> Step:
+    if state.failing.kind != "cancelled":
+        return _idle(state)
+    return _ask(state, At.PENDING, Read(state.of_recovery()))
+
+
+def _pending_read(state: State, text: str | None) -> Step:
+    number = int(text or 0)
+    if number <= state.epoch:
+        return _idle(state)
+    return _send(state, (_cancel(state, number),), _idle)
+
+
+def _cancel(state: State, number: int) -> Command:
+    key = state.key_of(number, 0, ENTER, "decision")
+    return Swap(key, "", state.wanted)
+
+
+def _next(state: State, event: Next) -> Step:
+    key = state.key_of(state.epoch, state.sequence + 1, event.phases[0], "count")
+    return _ask(state._replace(following=event, wanted=key), At.NEXT, Read(key))
+
+
+def _next_read(state: State, text: str | None) -> Step:
+    if text is None:
+        return _ask(state, At.NEXT_PAUSE, Pause(restart=False))
+    return _idle(state.open(*state.following))
+
+
+def _next_paused(state: State, is_left: bool) -> Step:
+    return _ask(state, At.NEXT, Read(state.wanted)) if is_left else _idle(state)
+
+
+# -- recovery -----------------------------------------------------------------------------------
+
+
+def _recover(state: State, event: Recover) -> Step:
+    state = state._replace(recovering=event)
+    return _ask(state, At.NUMBER, Read(state.of_recovery()))
+
+
+def _recovery_read(state: State, text: str | None) -> Step:
+    number = int(text or 0)
+    if number <= state.epoch:
+        return _bump(state, text)
+    key = state.key_of(number, 0, ENTER, "decision")
+    return _ask(state._replace(wanted=str(number)), At.ENTERED, Read(key))
+
+
+def _entered_read(state: State, text: str | None) -> Step:
+    if text is not None:  # that recovery has begun, or has ended, without this rank
+        # The rank that failed there may not come to another one, so this one takes part in its end.
+        failed = Decision.from_json(text).kind in ("failed", "cancelled")
+        if not failed or state.recovering.replaces:
+            return _bump(state, state.wanted)
+    number, event = int(state.wanted), state.recovering
+    request = Decision("recover", state.rank, event.reason, by=state.rank).to_json()
+    # At the first barrier of the operation that this rank would begin next, the others wait for it.
+    ends = [state.key_of(state.epoch, state.sequence + 1, ENTER, "decision")]
+    if event.replaces:  # the process that it replaces was counted in a recovery that cannot end
+        ends = [state.key_of(state.epoch, 0, phase, "decision") for phase in event.phases]
+    todo: tuple[Command, ...] = (
+        Set(state.of_recovery(number, state.rank), event.report),
+        Swap(state.of_recovery(number, "request"), "", request),
+        *(Swap(key, "", request) for key in ends),
+    )
+    return _send(state, todo, _read_cancelled)
+
+
+def _read_cancelled(state: State) -> Step:
+    key = f"{base(state.instance)}/cancelled/{state.epoch}"
+    return _ask(state, At.CANCELLED, Read(key))
+
+
+def _bump(state: State, text: str | None) -> Step:
+    number = str(int(text or 0) + 1)
+    return _ask(state, At.BUMP, Swap(state.of_recovery(), text or "", number))
+
+
+def _cancelled_read(state: State, text: str | None) -> Step:
+    if text is None or text == state.noted or Decision.from_json(text).rank == state.rank:
+        return _begin_epoch(state)
+    # A rank was interrupted in the epoch that ends: it does not come.
+    cancel = _cancel(state._replace(wanted=text), int(state.wanted))
+    return _send(state, (cancel,), _begin_epoch)
+
+
+def _begin_epoch(state: State) -> Step:
+    state, number = state._fresh(state.recovering.phases), int(state.wanted)
+    return _idle(state._replace(epoch=number, sequence=0, wanted=""))
+
+
+def _lost(state: State, _: Lost) -> Step:
+    return state._replace(at=At.UNKNOWN, asked=state.asked + 1, todo=()), None
+
+
+EVENTS: dict[type[Any], Callable[[State, Any], Step]] = {
+    Join: _join,
+    Arrive: _arrive,
+    Poll: _poll,
+    Decide: _write,
+    Close: _close,
+    Fail: _fail,
+    Cancel: _cancel_recovery,
+    Next: _next,
+    Recover: _recover,
+    Lost: _lost,
+}
+
+REPLIES: dict[At, Callable[[State, Any], Step]] = {
+    At.SEND: _sent,
+    At.COUNT_JOB: _job_counted,
+    At.INSTANCE: _instance_read,
+    At.COUNT: _counted,
+    At.NOTES: _notes_read,
+    At.DECIDE: _decided,
+    At.BLOCK: _woken,
+    At.READ: _decision_read,
+    At.PROGRESS: _progress_read,
+    At.REQUESTED: _number_read,
+    At.REQUEST: _request_read,
+    At.NEWER: _newer_read,
+    At.PAUSE: _paused,
+    At.ANSWER: _answered,
+    At.ROLL: _roll_read,
+    At.ROLL_PAUSE: _roll_paused,
+    At.ABSENT: _absent_read,
+    At.STUCK: _stuck_read,
+    At.DOING: _doing_read,
+    At.PLANS: _plans_read,
+    At.ROLLED: _called,
+    At.LEAVE: _left,
+    At.LEAVE_PAUSE: _leave_paused,
+    At.TELL: _told,
+    At.PENDING: _pending_read,
+    At.NEXT: _next_read,
+    At.NEXT_PAUSE: _next_paused,
+    At.NUMBER: _recovery_read,
+    At.ENTERED: _entered_read,
+    At.BUMP: _recovery_read,
+    At.CANCELLED: _cancelled_read,
+}

@@ -1,0 +1,625 @@
+"""Exploration of the agreement protocol: the library's code, over a store that is a dictionary.
+
+A world is the store, the ranks, and the commands that ranks have given up and that may still take
+effect. From each world all ranks that can act do so, in every order, and a fault can happen at each
+step. Time passes only when no rank can act: a timeout that expires is one of a rank that is dead,
+stalled or cut off, so whoever answers is named by nobody. Worlds that were seen are not explored
+again. After the method of FoundationDB's simulation and of explicit-state model checkers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from reloadpg.rendezvous import protocol
+from reloadpg.rendezvous.decision import Decision
+from reloadpg.rendezvous.protocol import (
+    Absent,
+    Add,
+    Arrive,
+    At,
+    Await,
+    Cancel,
+    Close,
+    Command,
+    Decide,
+    Delete,
+    Event,
+    Fail,
+    Join,
+    Lost,
+    Next,
+    Pause,
+    Poll,
+    Read,
+    ReadAll,
+    Recover,
+    Reply,
+    Set,
+    State,
+    Swap,
+)
+
+RECOVERY = ("enter", "done")
+COUNTERS = ("/count", "/answers", "/readers")
+RECOVERIES = 3
+"""How often a rank recovers before it gives up."""
+
+Store = frozenset[tuple[str, str]]
+
+
+class Violation(AssertionError):
+    """What must hold does not."""
+
+
+class Rank(NamedTuple):
+    """One process of a rank, and the program that it runs.
+
+    Attributes:
+        state: what the library knows there.
+        command: what it has asked.
+        program: the operations that are left: their barriers, or ``recover``.
+        running: the operation that is going on; empty between operations.
+        log: how operations ended.
+        life: ``runs``, ``stalled``, ``dead``, ``over``, or ``unborn``.
+        failing: whether it ends its operation since it was interrupted.
+        polls: whether it looks at the decision once before it arrives.
+        tries: recoveries that are left to it.
+        replaces: whether it takes the place of a process that has ended.
+        epoch: the one in which it has begun to recover.
+    """
+
+    state: State
+    program: tuple[Any, ...]
+    command: Command | None = None
+    running: Any = ""
+    log: tuple[str, ...] = ()
+    life: str = "runs"
+    failing: bool = False
+    polls: bool = False
+    tries: int = RECOVERIES
+    replaces: bool = False
+    epoch: int = 0
+
+
+class World(NamedTuple):
+    """Everything there is. The sets are what has happened, for the invariants."""
+
+    store: Store
+    ranks: tuple[Rank, ...]
+    late: frozenset[tuple[int, Command]] = frozenset()
+    faults: tuple[str, ...] = ()
+    deleted: frozenset[str] = frozenset()
+    arrived: frozenset[tuple[str, int]] = frozenset()
+    decided: frozenset[tuple[str, str]] = frozenset()
+    timeouts: int = 0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is explored.
+
+    Attributes:
+        size: number of ranks.
+        program: of each rank.
+        others: of the ranks that are no victims, if it is another one.
+        faults: each happens once at most, at any step; in this order.
+        victims: the ranks to which they happen.
+        meets: whether every rank that lives is to complete its program.
+        waits: whether a timeout of an operation may expire.
+        cancels: whether interrupts are those of a step.
+        polls: whether ranks look at the decision before they arrive.
+        stuck: whether rank 0 reaches its timeout at work, before the second barrier.
+        late: whether what a rank has given up may take effect at any later time.
+        watches: whether ranks that wait find out that another one has crashed.
+        again: whether the program goes on after a timeout.
+        joins: whether ranks count the job first; ``uneven`` ranks have counted one more.
+    """
+
+    size: int
+    program: tuple[Any, ...]
+    faults: tuple[str, ...] = ()
+    victims: tuple[int, ...] = (0, 1, 2)
+    meets: bool = False
+    waits: bool = True
+    cancels: bool = False
+    polls: bool = False
+    stuck: bool = False
+    late: bool = False
+    watches: bool = False
+    again: bool = False
+    joins: bool = False
+    uneven: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()
+    others: tuple[Any, ...] = ()
+
+
+class Explorer:
+    """Explores one scenario.
+
+    Attributes:
+        seen: the number of worlds.
+        ends: the number of worlds in which nothing can happen any more.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.seen = 0
+        self.ends = 0
+
+    def start(self) -> World:
+        case = self.scenario
+        store = {"reloadpg/1/progress": "0"}
+        ranks = []
+        for rank in range(case.size):
+            state = State(rank, tuple(range(case.size)), instance=1)
+            program = case.others if case.others and rank not in case.victims else case.program
+            if case.joins:
+                state, program = state._replace(instance=0), ("join", *program)
+            if rank in case.uneven:
+                store[f"reloadpg/instance/{rank}"] = "1"
+            ranks.append(Rank(state, program, polls=case.polls))
+        world = World(_frozen(store), tuple(ranks), faults=case.faults)
+        for n in range(case.size):
+            world = self._settle(world, n)
+        return world
+
+    def explore(self, most: int) -> bool:
+        """Breadth first, so many worlds at most; whether these were all of them."""
+        first = self.start()
+        known: dict[World, World | None] = {first: None}
+        queue = deque([first])
+        before: dict[World, list[World]] = {}
+        ends = []
+        while queue and len(known) < most:
+            world = queue.popleft()
+            try:
+                following = list(self.next(world))
+                if not following:
+                    self.check_end(world)
+                    ends.append(world)
+            except Violation as found:
+                raise Violation(f"{found}\n{_path(known, world)}") from None
+            for one in following:
+                before.setdefault(one, []).append(world)
+                if one not in known:
+                    known[one] = world
+                    queue.append(one)
+        self.seen, self.ends = len(known), len(ends)
+        if not queue:
+            self._check_all_can_end(known, before, ends)
+        return not queue
+
+    def _check_all_can_end(
+        self,
+        known: dict[World, World | None],
+        before: dict[World, list[World]],
+        ends: list[World],
+    ) -> None:
+        """Whatever has happened, there is a way to an end: no rank goes round for ever."""
+        can_end = {*ends}
+        while ends:
+            for one in before.get(ends.pop(), ()):
+                if one not in can_end:
+                    can_end.add(one)
+                    ends.append(one)
+        for world in known:
+            if world not in can_end:
+                raise Violation(f"there is no end\n{_path(known, world)}")
+
+    def walk(self, seed: int, steps: int) -> World:
+        """One random path."""
+        chance, world = random.Random(seed), self.start()
+        for _ in range(steps):
+            following = list(self.next(world))
+            if not following:
+                self.check_end(world)
+                self.ends += 1
+                break
+            world = chance.choice(following)
+            self.seen += 1
+        return world
+
+    # -- what can happen ------------------------------------------------------------------------
+
+    def next(self, world: World) -> Iterator[World]:
+        """The worlds that come after one."""
+        for one in self._next(world):
+            for n in range(len(one.ranks)):
+                one = self._settle(one, n)
+            yield one
+
+    def _next(self, world: World) -> Iterator[World]:
+        acts = [n for n, rank in enumerate(world.ranks) if self._can_act(world, n, rank)]
+        for n in acts:
+            yield self._act(world, n, True)
+        for n, command in world.late:
+            yield self._late(world, n, command)
+        if world.faults:
+            yield from self._fault(world)
+        deaths = list(self._deaths(world)) if self.scenario.watches else []
+        yield from deaths
+        if not acts and not deaths:
+            yield from self._time(world)
+
+    def _settle(self, world: World, n: int) -> World:
+        """What a rank does that no other one sees: no order of it matters."""
+        over = world.ranks[n]
+        if over.life == "over" and over.tries and self.scenario.meets and not over.program:
+            number = int(dict(world.store).get(over.state.of_recovery(), "0"))
+            if number > over.state.epoch and over.log[-1:] == ("passed",):  # fault_pending says it
+                called = over._replace(program=("recover",), life="runs", tries=over.tries - 1)
+                world = self._with(world, n, called)
+        while (rank := world.ranks[n]).life == "runs":
+            command = rank.command
+            alone = isinstance(command, Set | Delete) or (
+                isinstance(command, Pause) and not command.sleeps
+            )
+            if not alone and (command is not None or not (rank.running or rank.program)):
+                break
+            world = self._act(world, n, True)
+        return world
+
+    def _can_act(self, world: World, n: int, rank: Rank) -> bool:
+        if rank.life != "runs":
+            return False
+        command = rank.command
+        if isinstance(command, Await):
+            return command.key in dict(world.store)
+        if isinstance(command, Pause) and command.sleeps:
+            return self._would_change(world, n)
+        return command is not None or bool(rank.running or rank.program)
+
+    def _would_change(self, world: World, n: int) -> bool:
+        """Whether a rank that pauses would find something new."""
+        state, store = world.ranks[n].state, dict(world.store)
+        at, (state, command) = state.at, protocol.step(state, Reply(state.asked, True))
+        while command is not None and not isinstance(command, Pause):
+            reply, changes = _performed(store, command)
+            if changes:
+                return True
+            state, command = protocol.step(state, Reply(state.asked, reply))
+        return state.at is not at or (isinstance(command, Pause) and command.restart)
+
+    def _act(self, world: World, n: int, is_left: bool) -> World:
+        rank = world.ranks[n]
+        if rank.command is None:
+            return self._call(world, n)
+        if isinstance(rank.command, Pause):
+            reply = Reply(rank.state.asked, is_left)
+            if rank.command.sleeps and protocol.step(rank.state, reply)[0].at is At.IDLE:
+                raise Violation(f"rank {n} ends a wait before its time: {rank.state.at}")
+            return self._step(world, n, reply)
+        world, reply = self._perform(world, n, rank.command, live=True)
+        return self._step(world, n, Reply(rank.state.asked, reply))
+
+    def _perform(self, world: World, n: int, command: Command, *, live: bool) -> tuple[World, Any]:
+        store, deleted = dict(world.store), world.deleted
+        keys = [command.key] if not isinstance(command, Absent | ReadAll | Pause) else []
+        ends = world.ranks[n].replaces and isinstance(command, Swap)  # what another may have left
+        if live and not ends and any(key in deleted for key in keys):
+            raise Violation(f"rank {n} asks for a key that was deleted: {command}")
+        reply, _ = _performed(store, command)
+        arrived = world.arrived
+        if isinstance(command, Delete):
+            deleted |= {command.key}
+        elif isinstance(command, Add) and command.key.endswith(COUNTERS):
+            size, bits = self.scenario.size, self.scenario.size.bit_length()
+            if reply & ((1 << bits) - 1) > size:
+                raise Violation(f"{command.key} counts {reply} of {size} ranks")
+            if command.key.endswith("/count"):
+                arrived |= {(command.key.removesuffix("/count"), n)}
+        return world._replace(store=_frozen(store), deleted=deleted, arrived=arrived), reply
+
+    def _late(self, world: World, n: int, command: Command) -> World:
+        """A command that was given up takes effect, and its reply comes."""
+        world, reply = self._perform(world, n, command, live=False)
+        world = world._replace(late=world.late - {(n, command)})
+        return self._step(world, n, Reply(-1, reply))
+
+    def _time(self, world: World) -> Iterator[World]:
+        """The shortest time passes in which something happens."""
+        waits = [
+            ({At.BLOCK}, None),
+            ({At.ROLL_PAUSE, At.LEAVE_PAUSE, At.NEXT_PAUSE}, False),
+        ]
+        running = [(n, rank) for n, rank in enumerate(world.ranks) if rank.life == "runs"]
+        for places, reply in waits:
+            found = [n for n, rank in running if rank.command and rank.state.at in places]
+            for n in found:
+                rank = world.ranks[n]
+                yield self._step(world, n, Reply(rank.state.asked, reply))
+            if found:
+                return
+        stalled = [n for n, rank in enumerate(world.ranks) if rank.life == "stalled"]
+        for n in stalled:
+            yield self._with(world, n, world.ranks[n]._replace(life="runs"))
+        for n, rank in running:
+            if rank.command is not None and rank.state.at is At.PAUSE:
+                if not self.scenario.waits:
+                    raise Violation(f"rank {n} waits for its whole timeout: {rank.state.key()}")
+                reply_of = Reply(rank.state.asked, False)
+                yield self._step(world._replace(timeouts=world.timeouts + 1), n, reply_of)
+
+    def _deaths(self, world: World) -> Iterator[World]:
+        """A rank that waits for others finds that a process of its host has ended."""
+        dead = tuple(n for n, rank in enumerate(world.ranks) if rank.life == "dead")
+        for n, rank in enumerate(world.ranks):
+            if dead and rank.life == "runs" and rank.state.at in (At.BLOCK, At.PAUSE):
+                yield self._step(world, n, Decide(Decision("failed", dead[0], by=n, dead=dead)))
+
+    # -- faults ---------------------------------------------------------------------------------
+
+    def _fault(self, world: World) -> Iterator[World]:
+        kind, left = world.faults[0], world.faults[1:]
+        world = world._replace(faults=left)
+        if kind == "store lost":
+            for n in range(len(world.ranks)):
+                world = self._cut_off(world, n)
+            yield world
+            return
+        for n in self.scenario.victims[: len(world.ranks)]:
+            rank = world.ranks[n]
+            if kind == "replace":
+                if rank.life == "dead":
+                    yield self._with(world, n, self._replacement(world, rank))
+            elif rank.life != "runs" or not (rank.running or rank.program):
+                continue
+            elif kind == "crash":
+                for given_up in self._give_up(world, n):
+                    yield self._with(given_up, n, rank._replace(life="dead"))
+            elif kind == "stall":
+                yield self._with(world, n, rank._replace(life="stalled"))
+            elif kind == "silent":
+                for given_up in self._give_up(world, n):
+                    yield self._cut_off(given_up, n)
+            elif rank.running and kind in ("interrupt", "failure"):
+                for given_up in self._give_up(world, n):
+                    yield self._interrupt(given_up, n)
+
+    def _give_up(self, world: World, n: int) -> Iterator[World]:
+        """What a rank has asked was done and not answered, was not done, or is done later."""
+        command = world.ranks[n].command
+        yield world
+        if command is not None and not isinstance(command, Pause | Await | Read | Absent | ReadAll):
+            yield self._perform(world, n, command, live=False)[0]
+            if self.scenario.late:
+                yield world._replace(late=world.late | {(n, command)})
+
+    def _cut_off(self, world: World, n: int) -> World:
+        rank = world.ranks[n]
+        if rank.life != "runs" or rank.command is None:
+            return world
+        return self._ended(self._step(world, n, Lost()), n, "unknown")
+
+    def _interrupt(self, world: World, n: int) -> World:
+        rank = world.ranks[n]
+        cancels = self.scenario.cancels and rank.running != "recover"
+        failed = Decision("cancelled" if cancels else "failed", n, "interrupted")
+        world = self._with(world, n, rank._replace(failing=True))
+        if rank.running == "recover" and not _has_joined(rank):
+            failed = Decision("cancelled", n, "interrupted")
+            return self._step(world, n, Cancel(failed))
+        return self._step(world, n, Fail(failed))
+
+    def _replacement(self, world: World, rank: Rank) -> Rank:
+        epoch = int(dict(world.store).get("reloadpg/1/recovery", "0"))
+        state = State(rank.state.rank, rank.state.members, instance=1, confirmed=True, epoch=epoch)
+        program = rank.program[rank.program.index("recover") :] if "recover" in rank.program else ()
+        if rank.running == "recover":
+            program = ("recover", *rank.program)
+        return Rank(state, program, replaces=True)
+
+    # -- the program of a rank ------------------------------------------------------------------
+
+    def _call(self, world: World, n: int) -> World:
+        """What the caller of the library does next, on a rank that waits for no reply."""
+        rank, state = world.ranks[n], world.ranks[n].state
+        if not rank.running:
+            return self._begin(world, n)
+        if rank.running == "recover" and not _has_joined(rank):
+            if not rank.failing:
+                raise Violation(f"rank {n} has requested a recovery, and takes part in none")
+            return self._ended(world, n, "failed")
+        if rank.running == "join":
+            if not state.instance:
+                raise Violation(f"rank {n} has joined no job")
+            return self._ended(world, n, "joined")
+        if state.decision.kind and not state.ended:
+            if state.left and not rank.failing:
+                raise Violation(f"rank {n} has left {state.key()}, and its operation has not ended")
+            return self._step(world, n, Close("", not rank.failing, hosts=n == 0))
+        if state.ended:
+            decision = state.decision
+            behind = decision.kind == "timeout" and n in decision.missing
+            first = rank.running != "recover" and state.phases[0] == rank.running[0]
+            if behind and first and rank.log[-1:] != ("behind",):
+                asked = rank._replace(log=(*rank.log, "behind"))
+                return self._step(self._with(world, n, asked), n, Next(rank.running))
+            count = state.key_of(state.epoch, state.sequence + 1, state.phases[0], "count")
+            if behind and first and count in dict(world.store):
+                raise Violation(f"rank {n} does not follow the others to their operation")
+            return self._ended(world, n, decision.kind)
+        if not state.phases:
+            return self._ended(world, n, "passed")
+        if rank.failing:  # all ranks had passed the barrier: the next one is told
+            raise Violation(f"rank {n} has failed and no decision says it")
+        if rank.polls and not state.arrived and state.phases[0] != rank.running[0]:
+            return self._step(self._with(world, n, rank._replace(polls=False)), n, Poll(0))
+        if self.scenario.stuck and n == 0 and state.phases[0] == "released":
+            return self._step(world, n, Decide(Decision("timeout", n)))
+        return self._step(world, n, self._arrival(n, state, rank))
+
+    def _arrival(self, n: int, state: State, rank: Rank) -> Arrive:
+        shares = self.scenario.shares
+        if shares and state.phases[0] == "enter" and rank.running != "recover":
+            return Arrive('["offload", {}, []]', shares[n])
+        return Arrive()
+
+    def _begin(self, world: World, n: int) -> World:
+        rank = world.ranks[n]
+        item, *left = rank.program
+        rank = rank._replace(program=tuple(left), running=item, polls=self.scenario.polls)
+        if item == "join":
+            return self._step(self._with(world, n, rank), n, Join(""))
+        if item == "recover":
+            event = Recover("fault", "{}", RECOVERY, rank.replaces)
+            rank = rank._replace(epoch=rank.state.epoch)
+            return self._step(self._with(world, n, rank), n, event)
+        return self._with(world, n, rank._replace(state=rank.state.open(item)))
+
+    def _ended(self, world: World, n: int, how: str) -> World:
+        rank = world.ranks[n]
+        program, tries = rank.program, rank.tries
+        if how not in ("passed", "joined"):
+            if self.scenario.again and how == "timeout":
+                pass
+            elif rank.running == "recover":
+                program, tries = ("recover", *program), tries - 1
+            elif "recover" in program:
+                program = program[program.index("recover") :]
+            else:
+                program = ()
+            # Whom that happens to is gone, and the others know it.
+            interrupted = self.scenario.cancels and (rank.failing or how == "failed")
+            if how == "cancelled" or interrupted or not tries:
+                program = ()
+        replaces = rank.replaces and not (rank.running == "recover" and how == "passed")
+        log = (*(one for one in rank.log if one != "behind"), how)
+        rank = rank._replace(
+            running="",
+            command=None,
+            failing=False,
+            program=program,
+            tries=tries,
+            log=log[-2:],
+            replaces=replaces,
+            life=rank.life if program or rank.life == "dead" else "over",
+        )
+        return self._with(world, n, rank)
+
+    # -- one step, and what must hold -------------------------------------------------------------
+
+    def _step(self, world: World, n: int, event: Event) -> World:
+        rank = world.ranks[n]
+        before = rank.state
+        if rank.life == "dead" and isinstance(event, Reply):
+            return world
+        after, command = protocol.step(before, event)
+        if isinstance(event, Reply) and event.number == -1:
+            if (after, command) != (before, None):
+                raise Violation(f"a late reply changes rank {n}: {before.at} to {after.at}")
+            return world
+        world = self._check(world, n, before, after, command)
+        # Numbers of commands are only ever compared for being equal.
+        state = after._replace(asked=1)
+        return self._with(world, n, world.ranks[n]._replace(state=state, command=command))
+
+    def _check(
+        self, world: World, n: int, before: State, after: State, command: Command | None
+    ) -> World:
+        if isinstance(command, Swap) and command.key.endswith("/roll"):
+            self._check_names(world, before, Decision.from_json(command.value))
+        if not before.phases or (after.epoch, after.sequence) != (before.epoch, before.sequence):
+            return world
+        barrier = before.key().removesuffix("/")
+        kind = ""
+        if len(after.phases) < len(before.phases):
+            kind = f"passed {after.passed.kind}"
+            if after.passed.ok:
+                arrived = {rank for name, rank in world.arrived if name == barrier}
+                if arrived != {*before.members}:
+                    raise Violation(f"rank {n} passes {barrier}, where {arrived} have arrived")
+        elif after.decision.kind and after.decision.kind != before.decision.kind:
+            kind = after.decision.kind
+        if not kind:
+            return world
+        for name, other in world.decided:
+            if name == barrier and other != kind:
+                raise Violation(f"{barrier} is {other}, and {kind} on rank {n}")
+        return world._replace(decided=world.decided | {(barrier, kind)})
+
+    def _check_names(self, world: World, state: State, decision: Decision) -> None:
+        for named in (*decision.missing, *decision.silent):
+            rank = world.ranks[named]
+            # What a process that was replaced has done is not what its successor has.
+            counted = (state.key().removesuffix("/"), named) in world.arrived
+            here = counted and rank.state.arrived
+            same = (rank.state.epoch, rank.state.sequence) == (state.epoch, state.sequence)
+            if rank.life == "runs" and here and same and rank.running and not rank.failing:
+                raise Violation(f"rank {named} is named, and could answer: {decision}")
+
+    def check_end(self, world: World) -> None:
+        for n, rank in enumerate(world.ranks):
+            if rank.life in ("runs", "stalled"):
+                raise Violation(f"rank {n} waits for ever at {rank.state.at}: {rank.state}")
+            if self.scenario.meets and rank.life != "dead" and rank.log[-1:] != ("passed",):
+                raise Violation(f"rank {n} has not met the others again: {rank.log}")
+        if not self.scenario.faults:
+            left = [key for key, _ in world.store if not _stays(key, world)]
+            if left:
+                raise Violation(f"left in the store: {left}")
+
+    def _with(self, world: World, n: int, rank: Rank) -> World:
+        return world._replace(ranks=(*world.ranks[:n], rank, *world.ranks[n + 1 :]))
+
+
+def _path(known: dict[World, World | None], world: World) -> str:
+    """What each rank was at in the worlds that led to one."""
+    lines, before = [], None
+    one: World | None = world
+    worlds = []
+    while one is not None:
+        worlds.append(one)
+        one = known[one]
+    for world in reversed(worlds):
+        for n, rank in enumerate(world.ranks):
+            if before is None or before.ranks[n] != rank:
+                lines.append(f"rank {n} {rank.life} {rank.running}: {rank.state.at} {rank.command}")
+        before = world
+    return "\n".join(lines)
+
+
+def _has_joined(rank: Rank) -> bool:
+    """Whether a rank that recovers has begun the epoch of the recovery."""
+    return rank.state.epoch > rank.epoch
+
+
+def _stays(key: str, world: World) -> bool:
+    """Whether a key belongs to the job, or to its last two barriers."""
+    owned = {name for rank in world.ranks for name in (*rank.state.owned, *rank.state.spent)}
+    return key in owned or "instance" in key or "progress" in key or key.endswith("/recovery")
+
+
+def _frozen(store: dict[str, str]) -> Store:
+    return frozenset(store.items())
+
+
+def _performed(store: dict[str, str], command: Command) -> tuple[Any, bool]:
+    """The reply of the store, which is changed, and whether it is."""
+    match command:
+        case Add(key, amount):
+            store[key] = str(int(store.get(key, "0")) + amount)
+            return int(store[key]), bool(amount)
+        case Read(key):
+            return store.get(key), False
+        case ReadAll(stem, ranks):
+            return tuple(store.get(f"{stem}/{rank}", "") for rank in ranks), False
+        case Set(key, value):
+            store[key] = value
+            return None, True
+        case Swap(key, expected, value):
+            if store.get(key, "") == expected:
+                store[key] = value
+                return value, True
+            return store.get(key, expected), False
+        case Absent(stem, ranks):
+            return tuple(rank for rank in ranks if f"{stem}/{rank}" not in store), False
+        case Delete(key):
+            store.pop(key, None)
+            return None, True
+    return None, False
