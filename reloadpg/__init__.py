@@ -46,7 +46,9 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .groups.proxy import GroupState as GroupState
     from .groups.proxy import ReloadableProcessGroup as ReloadableProcessGroup
     from .groups.selection import StrategyPolicy as StrategyPolicy
+    from .groups.sets import region as region
     from .lifecycle.block import offloaded as offloaded
+    from .lifecycle.block import swapped as swapped
     from .lifecycle.callbacks import on_offload as on_offload
     from .lifecycle.callbacks import on_reload as on_reload
     from .lifecycle.callbacks import on_report as on_report
@@ -69,6 +71,7 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .lifecycle.report import OperationStatus as OperationStatus
     from .lifecycle.report import Report as Report
     from .lifecycle.report import Reports as Reports
+    from .lifecycle.report import SetStatus as SetStatus
     from .lifecycle.report import Status as Status
     from .lifecycle.retrying import retrying as retrying
     from .lifecycle.status import status as status
@@ -92,7 +95,8 @@ _HOMES = {
     "groups.manage": "manage",
     "groups.proxy": "GroupState ReloadableProcessGroup",
     "groups.selection": "StrategyPolicy",
-    "lifecycle.block": "offloaded",
+    "groups.sets": "region",
+    "lifecycle.block": "offloaded swapped",
     "lifecycle.callbacks": "on_offload on_reload on_report",
     "lifecycle.install": "Installation install is_installed uninstall",
     "lifecycle.offload": "offload",
@@ -101,7 +105,7 @@ _HOMES = {
     "lifecycle.rejoin": "rejoin",
     "lifecycle.reload": "reload",
     "lifecycle.report": """
-        BypassedGroup Fault GroupReport GroupStatus OperationStatus Report Reports Status
+        BypassedGroup Fault GroupReport GroupStatus OperationStatus Report Reports SetStatus Status
     """,
     "lifecycle.retrying": "retrying",
     "lifecycle.status": "status",

@@ -1,8 +1,8 @@
 """Errors of reloadpg: one root, and for each the built-in that a caller would already catch.
 
 Every message says what happened, the state now, and what to call. This module imports neither
-torch nor any other module of the package, so that it can be used before torch is loaded; so the
-functions are here, too, that show values as text, and that check variables and bounds.
+torch nor any other module of the package, so it can be used before torch is loaded. It also has the
+functions that format values and check variables and timeouts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SHORTEST, _LONGEST = timedelta(milliseconds=1), timedelta(days=365)
 
 
 class ReloadpgError(RuntimeError):
-    """Root of every error that reloadpg raises on its own account."""
+    """Root of every error that reloadpg raises."""
 
 
 class InvalidOptionError(ReloadpgError, ValueError):
@@ -58,7 +58,7 @@ class NotInstalledError(ReloadpgError):
 
 
 class PatchConflictError(ReloadpgError):
-    """The patches in place are not the ones asked for, or not ours; nothing was changed."""
+    """Other patches are in place than those asked for; nothing was changed."""
 
 
 class GroupOffloadedError(ReloadpgError):
@@ -84,18 +84,18 @@ class GroupPickleError(ReloadpgError):
 
 
 class DisagreementError(ReloadpgError):
-    """The ranks do not ask for the same thing. Raised on all ranks, before anything is touched."""
+    """The ranks' calls differ. Raised on all ranks, before anything is changed."""
 
 
 class RendezvousTimeoutError(ReloadpgError, TimeoutError):
-    """Not all ranks reached a phase within the bound.
+    """Not all ranks reached a phase within the timeout.
 
     Attributes:
         phase: the phase in which the ranks waited for each other.
-        seconds: the bound.
+        seconds: the timeout.
         arrived: how many ranks had arrived.
         missing: the ranks that had not.
-        unknown: the ranks of which nothing is known, since the store did not answer.
+        unknown: the ranks whose state is unknown, since the store did not respond.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class PeerFailedError(ReloadpgError):
     Attributes:
         rank: the rank that failed.
         phase: the phase in which it failed.
-        missing: the ranks that gave no sign of life when the failure was made known. A rank that
-            dies makes its neighbours fail first; then it is named here.
+        missing: the ranks that did not respond to the failure. A rank that dies makes its
+            neighbours fail first; it is named here.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class PeerFailedError(ReloadpgError):
 
 
 class PendingError(ReloadpgError, TimeoutError):
-    """An operation that was begun with ``wait=False`` has not ended within the caller's bound."""
+    """An operation with ``wait=False`` has not ended within the caller's timeout."""
 
 
 class InsufficientMemoryError(ReloadpgError, MemoryError):
@@ -148,7 +148,7 @@ class ReleaseError(ReloadpgError):
 
 
 class RebuildError(ReloadpgError):
-    """A group could not be built again on this rank; the cause is chained."""
+    """A group could not be rebuilt on this rank; the cause is chained."""
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -234,7 +234,7 @@ VARIABLES = frozenset(
         "RELOADPG_TIMEOUT_S",
     }
 )
-"""The variables of the environment that this library reads."""
+"""The environment variables that this library reads."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -248,12 +248,15 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return sorted(
         f"{name}{did_you_mean(name, VARIABLES)}"
         for name, value in environ.items()
-        if name.startswith("RELOADPG_") and name not in VARIABLES and value.strip()
+        if name.startswith("RELOADPG_")
+        and name not in VARIABLES
+        and value.strip()
+        and not name.startswith("RELOADPG_STANDIN_")  # read by reloadpg.testing.standins
     )
 
 
 def refuse_unknown_variables(environ: Mapping[str, str], what: str) -> None:
-    """Refuse an environment with variables that this library would silently not read. Local.
+    """Refuse an environment with unknown variables of this library. Local.
 
     Args:
         environ: the variables.
@@ -273,12 +276,12 @@ def refuse_unknown_variables(environ: Mapping[str, str], what: str) -> None:
 def as_timedelta(
     value: timedelta | float, name: str, nothing: str = "nothing was started"
 ) -> timedelta:
-    """Read a bound that a caller gave. Local, pure.
+    """Convert a caller's timeout. Local, pure.
 
     Args:
         value: a timedelta, or seconds.
-        name: what the caller calls it.
-        nothing: what has not been done: "nothing was installed".
+        name: the name of the argument.
+        nothing: the consequence, for the message: "nothing was installed".
 
     Raises:
         InvalidOptionError: not a time, or one that torch does not take.

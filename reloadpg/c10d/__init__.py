@@ -1,7 +1,7 @@
 """Every use of torch's private names, and every branch on torch's version.
 
-Seen on torch 2.8.0, 2.13.0 and 2.15.0. The other packages ask this one and never import a name
-with a leading underscore from torch themselves. Each function says what it relies on.
+Seen on torch 2.8.0, 2.13.0 and 2.15.0. The other packages never import a name with a leading
+underscore from torch. Each function states what it relies on.
 """
 
 from __future__ import annotations
@@ -14,3 +14,4 @@ from .creation import *
 from .inspection import *
 from .stores import *
 from .tables import *
+from .training import *

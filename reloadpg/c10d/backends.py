@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Mapping, Sequence
+import re
+import socket
+import stat
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
@@ -13,22 +17,34 @@ from torch._C._distributed_c10d import Backend as CppBackend
 from torch._C._distributed_c10d import (
     Store,
 )
-from torch.distributed import DistError, ProcessGroup
+from torch.distributed import DistBackendError, DistError, ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
+
+from ..errors import GroupDestroyedError, GroupOffloadedError
+from .tables import device_backends, known_groups, label_of
 
 __all__ = [
     "abort_all",
     "abort_groups",
+    "aborted_groups",
     "add_backends",
+    "drop_inherited_connections",
     "get_timeouts",
     "group_of_backends",
     "is_communication_error",
+    "is_connected",
     "live_backends",
     "memory_stats",
+    "nccl_is_concerned",
+    "nccl_version",
     "options_of",
+    "raise_for_aborted",
     "recovery_settings",
     "release_cautions",
+    "resume",
     "set_timeouts",
+    "suspend",
+    "shut_connections",
     "suspend_obstacle",
 ]
 
@@ -70,14 +86,33 @@ def set_timeouts(group: ProcessGroup, timeouts: Mapping[str, timedelta]) -> None
     backends = live_backends(group, tuple(timeouts))
     for device, timeout in timeouts.items():
         if device in backends and now.get(device) != timeout:
-            cast(Any, backends[device])._set_default_timeout(timeout)
+            backend = cast(Any, backends[device])
+            # ProcessGroupNCCL2 (2.15) has the base class's method alone, which earlier ones lack.
+            setter = getattr(backend, "_set_default_timeout", None) or backend.set_timeout
+            setter(timeout)
+
+
+def is_connected(backend: CppBackend) -> bool:
+    """Whether a backend has a communicator for the current device; False if it cannot tell. Local.
+
+    ``ProcessGroupNCCL.eager_connect_single_device`` makes another communicator each time and loses
+    the one before (torch 2.13.0 and 2.14.1, over stand-ins for CUDA and NCCL); that of
+    ``ProcessGroupNCCL2`` (2.15) keeps the first.
+    """
+    pointer = getattr(backend, "_comm_ptr", None)
+    try:
+        return pointer is not None and pointer() != 0
+    except RuntimeError:  # without a communicator it raises
+        return False
 
 
 def suspend_obstacle(backend: CppBackend) -> str:
-    """Why the communicators of a backend cannot be suspended, in words; empty if they can. Local.
+    """Say why the communicators of a backend cannot be suspended; empty if they can. Local.
 
     ``Backend.suspend`` is in torch 2.12 and later; NCCL has it from 2.29.7 on. With
-    ``NCCL_CUMEM_ENABLE=0`` NCCL says that it worked and gives nothing back.
+    ``NCCL_CUMEM_ENABLE=0`` NCCL reports success and releases nothing. Torch expects
+    ``ncclCommSuspend`` to block, which it does not on a communicator that is created with
+    ``TORCH_NCCL_USE_COMM_NONBLOCKING=1``.
     """
     suspend = getattr(type(backend), "suspend", None)
     name = backend.name()
@@ -87,79 +122,279 @@ def suspend_obstacle(backend: CppBackend) -> str:
         return _cumem_obstacle()  # a backend written in Python that has its own
     if not name.startswith("nccl"):
         return f"backend {name} cannot suspend its communicators"
-    version = cast(Any, torch.cuda.nccl).version()
-    if version < (2, 29, 7):
+    version = nccl_version()
+    if version is not None and version < (2, 29, 7):
         shown = ".".join(map(str, version))
         return f"NCCL {shown} cannot suspend communicators (2.29.7 and later)"
+    if os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING", "0") not in ("", "0"):
+        return "TORCH_NCCL_USE_COMM_NONBLOCKING is set: such communicators cannot be suspended"
+    if _nccl() is None:
+        return "the NCCL library that torch uses is not found in this process"
     return _cumem_obstacle()
+
+
+def suspend(backend: CppBackend) -> None:
+    """Suspend the communicator of a backend. Collective over its members, blocking.
+
+    Torch's own ``suspend`` and ``resume`` hold Python's lock, and one that ``abort`` needs, while
+    they wait for the other members (2.13.0 to 2.15.0), so that no timeout could end the wait. NCCL
+    is called here as torch calls it, without either lock: another thread can abort the
+    communicator, which ends the call (seen over stand-ins for NCCL, not on a GPU).
+
+    Raises:
+        RuntimeError: NCCL returned an error.
+    """
+    if _is_nccl(backend):
+        _call_nccl("ncclCommSuspend", backend, ctypes.c_int(_SUSPEND_MEM))
+    else:
+        cast(Any, backend).suspend()
+
+
+def resume(backend: CppBackend) -> None:
+    """Resume the communicator of a backend; as for :func:`suspend`."""
+    if _is_nccl(backend):
+        _call_nccl("ncclCommResume", backend)
+    else:
+        cast(Any, backend).resume()
+
+
+_SUSPEND_MEM = 1
+"""``NCCL_SUSPEND_MEM`` of ``nccl.h``."""
+
+
+def _is_nccl(backend: CppBackend) -> bool:
+    return type(backend).__name__.startswith("ProcessGroupNCCL")
+
+
+def _call_nccl(name: str, backend: CppBackend, *arguments: Any) -> None:
+    library = cast(Any, _nccl())
+    result = getattr(library, name)(ctypes.c_void_p(cast(Any, backend)._comm_ptr()), *arguments)
+    if result != 0:
+        library.ncclGetErrorString.restype = ctypes.c_char_p
+        raise RuntimeError(f"{name}: {library.ncclGetErrorString(result).decode()}")
+
+
+def _nccl() -> ctypes.CDLL | None:
+    """The NCCL library that torch has loaded; None if it is part of another one, or not there."""
+    try:
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except (OSError, AttributeError):
+        return None
+    number = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(number))
+    major, rest = divmod(number.value, 10000)
+    return library if (major, rest // 100, rest % 100) == nccl_version() else None
+
+
+def nccl_version() -> tuple[int, ...] | None:
+    """Return the version of the loaded NCCL; None if this torch has none. Local.
+
+    Before torch 2.13 it is the version that torch was built with.
+    """
+    engine = getattr(_c10d, "ProcessGroupNCCL", None)
+    if engine is None:
+        return None
+    known = getattr(engine, "get_runtime_nccl_version", None) or cast(Any, torch.cuda.nccl).version
+    return tuple(known())
 
 
 def _cumem_obstacle() -> str:
     if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
-        return "NCCL_CUMEM_ENABLE=0 makes a suspend give nothing back"
+        return "NCCL_CUMEM_ENABLE=0 makes a suspend release nothing"
     return ""
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether an error says that a collective failed, and not the program. Pure.
+    """Whether an error is that of a failed collective, and not of the program. Pure.
 
-    Torch's own classes say it. Gloo's errors are plain RuntimeErrors, as seen on torch 2.8 to 2.15.
+    Torch has classes for it. The errors of gloo (torch 2.8 to 2.15) and of ``ProcessGroupNCCL2``
+    (2.15) are plain RuntimeErrors.
     """
     if isinstance(error, DistError):
         return True
-    return type(error) is RuntimeError and any(part in str(error) for part in _GLOO_SAYS)
+    text = str(error)
+    return type(error) is RuntimeError and (
+        text.startswith("NCCL ") or any(part in text for part in _GLOO_SAYS)
+    )
 
 
 def recovery_settings(
     environ: Mapping[str, str], seconds: float
 ) -> tuple[dict[str, str], list[str]]:
-    """Say how NCCL's part of torch must be set for a fault to reach the program. Pure.
+    """Return the settings with which torch's NCCL engines raise faults in the program. Pure.
 
-    By default its watchdog ends the process after a time-out or an error. By the documentation and
-    ``ProcessGroupNCCL.hpp`` of torch 2.8 to 2.15; not seen on a GPU.
+    By default the watchdog ends the process after a timeout or an error. With these settings it
+    aborts the communicator instead: the device continues *with wrong values*, and only the next
+    collective raises, so call :func:`raise_for_aborted` before results are used.
+
+    Seen on ``ProcessGroupNCCL`` (torch 2.13.0) and ``ProcessGroupNCCL2`` (2.15.0) over stand-ins
+    for CUDA and NCCL. With ``TORCH_NCCL_BLOCKING_WAIT=1`` the former runs no watchdog, and a
+    collective that is not waited for by ``wait()`` hangs indefinitely.
 
     Args:
         environ: the variables to look at. They are read when a group is created.
         seconds: how long an operation of this library waits.
 
     Returns:
-        Settings that are missing; and those that are in the way, in words.
+        Settings that are missing, or that torchrun has set by default; and messages about
+        those that conflict.
     """
     missing, obstacles = {}, []
-    for name, (values, why) in _RECOVERY_SETTINGS.items():
+    for name, (value, why) in _RECOVERY_SETTINGS.items():
         given = environ.get(name) or environ.get(name.removeprefix("TORCH_"))
         if name == _MONITORING and given == "1":
             with suppress(ValueError):
                 if float(environ.get(_HEARTBEAT, "480")) > seconds:
                     continue
-        if not given:
-            missing[name] = values[0]
-        elif given not in values:
-            obstacles.append(f"{name}={given}: {why}; set it to {' or '.join(values)}")
+        if not given or (name == _HANDLING and given == "1" and "TORCHELASTIC_RUN_ID" in environ):
+            missing[name] = value
+        elif given != value and why:
+            obstacles.append(f"{name}={given}: {why}; set it to {value}")
     return missing, obstacles
 
+
+def nccl_is_concerned(backends: Collection[str] | None) -> bool:
+    """Whether groups of these backends, or of any for None, may use NCCL in this torch. Local."""
+    if backends is None:
+        return torch.distributed.is_nccl_available()
+    return any(name.startswith("nccl") for name in backends)
+
+
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+def drop_inherited_connections() -> None:
+    """Close the parent's gloo connections in a forked child. Local, idempotent.
+
+    A connection ends when all processes have closed it: a child that holds it, such as a worker of
+    a DataLoader, keeps the peers of an abort waiting for their timeouts. The threads that serve it
+    are not in the child, so it is unusable there. The descriptors are replaced by the null device:
+    gloo would close their numbers again.
+    """
+    with suppress(OSError):
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor in [one for sockets in _gloo_sockets() for one in sockets]:
+            os.dup2(null, descriptor, inheritable=False)
+        os.close(null)
+
+
+def shut_connections(groups: int) -> None:
+    """Shut the gloo connections of this process down, so that the peers' collectives fail. Local.
+
+    Gloo cannot abort, and a connection stays open as long as anything refers to work that was begun
+    on it: a variable, a graph of autograd, the reducer of ``DistributedDataParallel``. Only the
+    sending side is shut, as all ranks do: with both, this process's own work was not woken, and the
+    group's destructor waited for its timeout (seen on 2.13).
+
+    Args:
+        groups: how many groups are aborted. Does nothing if more groups have connections: it is
+            unknown which connection belongs to which group.
+    """
+    found = []
+    for sockets in _gloo_sockets():
+        connections = []
+        for descriptor, inode in sockets.items():
+            with suppress(OSError):
+                one = socket.socket(fileno=os.dup(descriptor))
+                with suppress(OSError):
+                    one.getpeername()  # a socket that listens has none
+                    if os.fstat(one.fileno()).st_ino == inode:
+                        connections.append(one)
+                        continue
+                one.close()
+        found.append(connections)
+    shuts = sum(map(bool, found)) <= groups
+    for one in [one for connections in found for one in connections]:
+        with one, suppress(OSError):
+            if shuts:
+                one.shutdown(socket.SHUT_WR)
+
+
+def _gloo_sockets() -> list[dict[int, int]]:
+    """The sockets of each gloo device of this process: descriptors and inodes.
+
+    A device has an epoll instance that is inherited over ``exec``, with pointers as data, one pipe,
+    and its sockets (seen on torch 2.13, Linux). None are found on other systems.
+    """
+    found = []
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError):
+            if "eventpoll" not in os.readlink(f"/proc/self/fd/{name}"):
+                continue
+            with open(f"/proc/self/fdinfo/{name}", encoding="ascii") as file:
+                text = file.read()
+            served = [(int(fd), int(data, 16), int(inode, 16)) for fd, data, inode in _SERVED(text)]
+            if re.search(r"flags:\s*0*2\b", text) and all(fd != data for fd, data, _ in served):
+                sockets: dict[int, int] = {}
+                others = 0
+                for fd, _, inode in served:
+                    with suppress(OSError):  # gloo's thread closes those that fail, as now
+                        is_socket = stat.S_ISSOCK(os.fstat(fd).st_mode)
+                        sockets |= {fd: inode} if is_socket else {}
+                        others += not is_socket
+                if others == 1:
+                    found.append(sockets)
+    return found
+
+
+_SERVED = re.compile(r"tfd:\s*(\d+).*?data:\s*([0-9a-f]+).*?ino:([0-9a-f]+)").findall
 
 _MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
 _HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 _RECOVERY_SETTINGS = {
+    _HANDLING: ("2", "the watchdog ends the process after an error, or does not abort it"),
     "TORCH_NCCL_BLOCKING_WAIT": (
-        ("1",),
-        "a collective that failed raises nothing where it is waited for, and the step goes on",
-    ),
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": (
-        ("0", "2"),
-        "the watchdog ends the process after an error",
+        "0",
+        "no watchdog runs, so that a collective without a wait() hangs indefinitely",
     ),
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": (
-        ("0",),
+        "0",
         "the watchdog raises errors of the device, which ends the process",
     ),
     _MONITORING: (
-        ("0",),
+        "0",
         f"the process is ended if the watchdog hangs for {_HEARTBEAT}, which is no longer than "
         "the timeout given to install",
     ),
+    # How long the watchdog waits, four times, for a dump before it aborts; 15 s by default.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": ("200", ""),
 }
+"""The value of each variable, and why another is refused; empty if it is not."""
+
+if hasattr(_c10d, "ProcessGroupNCCL2"):
+    # Its first dump, with stack traces, goes on in a thread that is left behind. It wants Python's
+    # lock at the exit of the interpreter, which ends the process with SIGABRT (seen on 2.15.0).
+    _RECOVERY_SETTINGS["TORCH_INCLUDE_STACK_TRACE"] = ("0", "")
+
+
+def aborted_groups() -> list[str]:
+    """Name the groups of this process whose communicator the watchdog has found broken. Local.
+
+    The engines note an error before they free the device (seen as for :func:`recovery_settings`),
+    so what a device that is idle has computed is right if there is none.
+    """
+    found = []
+    for group in known_groups():
+        for device, backend in live_backends(group, tuple(device_backends(group))).items():
+            with suppress(AttributeError, GroupOffloadedError, GroupDestroyedError):
+                error = cast(Any, backend).get_error().name
+                if error != "SUCCESS":
+                    found.append(f"group {label_of(group)}, {device}: {error}")
+    return found
+
+
+def raise_for_aborted() -> None:
+    """Raise if results on this rank's idle device are wrong: a collective was aborted. Local.
+
+    Raises:
+        DistBackendError: as torch raises it in the next collective of that group.
+    """
+    if found := aborted_groups():
+        raise DistBackendError(
+            f"a collective was aborted on this rank, and its results are wrong: {'; '.join(found)}."
+            " Call reloadpg.recover() on all ranks and repeat the step."
+        )
+
 
 _GLOO_SAYS = ("/gloo/", "Application timeout caused pair closure", "Connection closed by peer")
 

@@ -1,8 +1,8 @@
 """Asynchronous checkpoints: saves that threads of ``torch.distributed.checkpoint`` still write.
 
 ``async_save`` returns while a thread goes on with collectives on the group that it was given. Torch
-keeps no list of these threads, so each save is noted when it is handed to one. Saves in a process
-of its own (``AsyncCheckpointerType.PROCESS``) use that process's groups and are not noted.
+keeps no list of these threads, so each save is noted when it is handed to one. Saves in a
+separate process (``AsyncCheckpointerType.PROCESS``) use that process's groups and are not noted.
 """
 
 from __future__ import annotations

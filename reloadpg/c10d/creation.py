@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup, device_mesh
 from torch.distributed import distributed_c10d as _c10d
 
@@ -28,10 +31,12 @@ __all__ = [
     "complete_ranks",
     "create_world",
     "creator_modules",
+    "creators_outside_tables",
     "forget_parent",
     "is_creating",
     "non_member",
     "original",
+    "owner_of",
     "part_of_split",
     "sorts_ranks",
 ]
@@ -40,6 +45,25 @@ __all__ = [
 def creator_modules() -> tuple[ModuleType, ...]:
     """Return torch's modules that bind the creating functions."""
     return (_c10d, torch.distributed, device_mesh)
+
+
+def creators_outside_tables() -> list[str]:
+    """Name what creates groups and enters them into no table, as far as the installed torch has it.
+
+    Methods of ``ProcessGroup`` (2.13: ``split_group``, ``merge_remote_group``) and ``new_group`` of
+    the experimental module ``_dist2`` (2.13).
+    """
+    methods = ("split_group", "merge_remote_group")
+    found = [f"ProcessGroup.{name}" for name in methods if name in vars(ProcessGroup)]
+    return [*found, "_dist2.new_group"] if find_spec("torch.distributed._dist2") else found
+
+
+def owner_of(name: str) -> tuple[Any, str]:
+    """Return the class or module that has one of these, and its name there."""
+    owner, _, attribute = name.partition(".")
+    if owner == "ProcessGroup":
+        return ProcessGroup, attribute
+    return import_module(f"torch.distributed.{owner}"), attribute
 
 
 def original(name: str) -> Callable[..., Any]:
@@ -101,21 +125,21 @@ class Asked(NamedTuple):
 
 @dataclass
 class CreationByMembers:
-    """A block in which this thread's groups are created on their own, never split from WORLD.
+    """A block in which this thread's groups are created by their members, not split from WORLD.
 
     Where the default group is bound to a device, torch makes new groups by splitting its
-    communicator, in which all ranks of the job take part, and ``TORCH_DIST_INIT_BARRIER=1`` lets
-    all ranks wait for each other. Within this block neither happens: the members alone create.
+    communicator, in which all ranks of the job take part; with ``TORCH_DIST_INIT_BARRIER=1`` all
+    ranks wait for each other. Within this block neither happens.
 
     Other threads are not affected. What torch does was seen on 2.8, 2.13 and 2.15.
 
     Attributes:
-        name: the name that groups get; None leaves it to torch, whose names come from a counter
-            that all ranks advance alike.
+        name: the name that groups get; None for torch's names, from a counter that all ranks
+            advance equally.
         store: the store beneath the name's prefix; None for the default group's.
         device: the device that groups are bound to, if ``name`` is given.
-        without_backends: asked for each group whether it is to be created without any backend,
-            which waits for no other rank; None for none.
+        without_backends: called for each group; whether to create it without a backend, which waits
+            for no other rank. None for never.
         waits: whether creating functions may wait for other ranks (``TORCH_DIST_INIT_BARRIER=1``)
             if ``name`` is None; not, once a group was created without backends.
     """
@@ -140,20 +164,29 @@ class CreationByMembers:
 
 
 class _Hooks:
-    """Private functions of torch's, replaced while a thread is in a `CreationByMembers` block."""
+    """Private functions of torch, replaced while a thread is in a `CreationByMembers` block."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
         self._local = threading.local()
         self._originals: dict[str, Callable[..., Any]] = {}
+        self._hooks: dict[str, Callable[..., Any]] = {
+            "_process_group_name": self._process_group_name,
+            "_get_split_source": self._get_split_source,
+            "_is_barrier_after_init": self._is_barrier_after_init,
+            "_new_process_group_helper": self._helper,
+        }
+        self._covered: set[str] = set()
+        """Hooks that other code has wrapped: they stay, and are called through its wrapper."""
 
     def enter(self, creation: CreationByMembers) -> None:
         with self._lock:
-            if self._users == 0:
-                for name in ("_process_group_name", "_get_split_source", "_is_barrier_after_init"):
-                    self._replace(name, getattr(self, name))
-                self._replace("_new_process_group_helper", self._helper)
+            for name, hook in self._hooks.items() if self._users == 0 else ():
+                current = getattr(_c10d, name)
+                if name not in self._covered or current is self._originals[name]:
+                    self._originals[name] = current
+                    setattr(_c10d, name, hook)
             self._users += 1
         self._local.creation = creation
 
@@ -161,14 +194,13 @@ class _Hooks:
         self._local.creation = None
         with self._lock:
             self._users -= 1
-            if self._users == 0:
-                # The table stays: a caller may have looked a hook up just before.
-                for name, function in self._originals.items():
-                    setattr(_c10d, name, function)
-
-    def _replace(self, name: str, hook: Callable[..., Any]) -> None:
-        self._originals[name] = getattr(_c10d, name)
-        setattr(_c10d, name, hook)
+            # The originals are kept: a caller may have looked a hook up just before.
+            for name, hook in self._hooks.items() if self._users == 0 else ():
+                if getattr(_c10d, name) is hook:
+                    setattr(_c10d, name, self._originals[name])
+                    self._covered.discard(name)
+                else:
+                    self._covered.add(name)
 
     @property
     def creation(self) -> CreationByMembers | None:
@@ -200,11 +232,24 @@ class _Hooks:
             kwargs["device_id"] = creation.device
             kwargs["pg_tag"] = None  # or torch finds the group that has the tag already
         if creation is not None and creation.without_backends is not None:
+            if not ranks:
+                store = _of_this_start(store)
             made = _without_backends(creation, size, rank, ranks, backend, store, *args, **kwargs)
             if made is not None:
                 return made
         helper = self._originals["_new_process_group_helper"]
         return helper(size, rank, ranks, backend, store, *args, **kwargs)
+
+
+def _of_this_start(store: Store) -> Store:
+    """The store of a default group, with a prefix for this start of the job.
+
+    Torchrun restarts all processes of a job on the same store, in which the ranks would read the
+    addresses of processes that have ended (seen with gloo on 2.13). A single process that is
+    restarted has the same number as the others.
+    """
+    number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return store if number in ("", "0") else PrefixStore(f"start{number}", store)
 
 
 def _without_backends(
@@ -222,7 +267,7 @@ def _without_backends(
     group_desc: Any = None,
     **_: Any,
 ) -> tuple[ProcessGroup, Store] | None:
-    """Do what the helper does, but for the backends, if that is what is wanted."""
+    """Do what torch's helper does, without creating backends, if the block asks for it."""
     if rank is None or rank < 0:  # no member; or MPI, which knows the rank itself
         return None
     config = _c10d.BackendConfig(_c10d.Backend(backend))
@@ -246,9 +291,9 @@ def _without_backends(
 def part_of_split(
     parent: ProcessGroup, split_ranks: Sequence[Sequence[int]]
 ) -> tuple[str, list[int] | None]:
-    """Name the part of a split that this rank is in, as ``split_group`` does. Local.
+    """Name this rank's part of a split, as ``split_group`` does. Local.
 
-    To be called once for each split: torch counts it in the names of the groups to come.
+    Call it once for each split: torch counts the calls in the names of later groups.
 
     Returns:
         The name, and the global ranks; None if this rank is in no part.
@@ -263,7 +308,7 @@ def part_of_split(
 
 
 def non_member() -> Any:
-    """What a creating function returns on a rank that is no member."""
+    """The value that a creating function returns on a rank that is not a member."""
     return _c10d.GroupMember.NON_GROUP_MEMBER
 
 
@@ -276,11 +321,11 @@ def is_creating() -> bool:
 
 
 def forget_parent(options: object) -> None:
-    """Let a group with these options be created on its own. Local, idempotent.
+    """Remove the parent of a split from these options. Local, idempotent.
 
-    When torch splits a communicator it notes the parent in the options that it was given (NCCL's
-    have ``split_from``), would split from it again for the next group with the same options, and
-    keeps it alive as long as the options live.
+    When torch splits a communicator it stores the parent in the options that it was given (NCCL's
+    have ``split_from``). It would split from it again for the next group with the same options, and
+    the options keep the parent alive.
     """
     if getattr(options, "split_from", None) is not None:
         cast(Any, options).split_from = None
@@ -316,18 +361,13 @@ def create_world(
             timeout=timeout or _c10d._get_default_timeout(cast(Any, backend)),
             group_desc=desc,
         )
-    created = cast(ProcessGroup, group)
-    tables = _c10d._world
-    ranks = tables.pg_group_ranks.get(cast(ProcessGroup, tables.default_pg))
-    # The mapping is as long as the job is large: a rebuilt WORLD shares that of the one before.
-    tables.pg_group_ranks[created] = ranks or {rank: rank for rank in range(size)}
-    return created
+    return cast(ProcessGroup, group)
 
 
 def complete_ranks(world: ProcessGroup, devices: Sequence[str]) -> None:
-    """Tell the backends of a default group its ranks. Local, idempotent.
+    """Set the ranks of a default group in its backends' options. Local, idempotent.
 
-    Torch creates a default group with an empty list of ranks; the backends then make the list up,
+    Torch creates a default group with an empty list of ranks; the backends then fill the list in,
     but only in the first group of the process. ``split`` of a later one indexes the empty list,
     which kills the process (seen with gloo on 2.13; ``ProcessGroupNCCL::split`` has the same line).
     """

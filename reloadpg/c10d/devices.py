@@ -1,7 +1,7 @@
-"""The accelerator of this process, if it has one and uses it. Never starts one.
+"""The accelerator of this process, if it has one and uses it. Never initialises one.
 
-Asking an accelerator's runtime anything creates a context of some hundred MB on the device, so
-every function here does nothing until the process has initialised the accelerator itself.
+Any call into an accelerator's runtime creates a context of several hundred MB on the device, so
+no function here does anything until the process has initialised the accelerator itself.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["current_index", "empty_cache", "name_devices", "runtime", "synchroni
 
 
 def runtime() -> ModuleType | None:
-    """``torch.cuda`` or its sibling for the accelerator in use; None if none is in use."""
-    accelerator = torch.accelerator.current_accelerator()  # as built; does not ask the driver
+    """``torch.cuda`` or the module of another accelerator; None if none is in use."""
+    accelerator = torch.accelerator.current_accelerator()  # as built; does not call the driver
     if accelerator is None:
         return None
     module: ModuleType = torch.get_device_module(accelerator)
@@ -26,9 +26,9 @@ def runtime() -> ModuleType | None:
 
 
 def name_devices() -> str:
-    """The accelerators of this machine, in words; empty without one. Asks the driver.
+    """Describe the accelerators of this machine; empty without one. Calls the driver.
 
-    Starts none: counting devices creates no context (``torch.cuda.device_count`` goes to NVML).
+    Does not initialise any: ``torch.cuda.device_count`` goes to NVML and creates no context.
     """
     accelerator = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count() if accelerator is not None else 0
@@ -53,10 +53,10 @@ def synchronize() -> None:
 
 
 def empty_cache() -> None:
-    """Give back to the device what torch's caching allocator holds unused. Local.
+    """Release the unused memory of torch's caching allocator. Local.
 
-    A reload that needs room for communicators otherwise runs out of memory beside gigabytes that
-    the allocator holds free (slime#669, #1086).
+    Otherwise a reload can run out of memory for communicators while the allocator holds gigabytes
+    that are free (slime#669, #1086).
     """
     module = runtime()
     if module is not None and hasattr(module, "empty_cache"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import pickle
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -20,6 +21,7 @@ __all__ = [
     "skip_in_compiled_code",
     "table_sizes",
     "tell_collective_error",
+    "unfinished_collectives",
 ]
 
 
@@ -36,7 +38,7 @@ def table_sizes() -> dict[str, int]:
 
 
 def registered(names: Iterable[str]) -> frozenset[str]:
-    """Those of the names under which the C++ registry has a group; it cannot be listed. Local."""
+    """Return those of the names that the C++ registry knows; it cannot be listed. Local."""
 
     def is_registered(name: str) -> bool:
         try:
@@ -47,15 +49,36 @@ def registered(names: Iterable[str]) -> frozenset[str]:
     return frozenset(name for name in names if is_registered(name))
 
 
+def unfinished_collectives(most: int) -> list[str]:
+    """The last collectives that the flight recorder has as begun and not completed. Local.
+
+    From any thread, without waiting for the device. Backends other than NCCL record none. Seen on
+    2.8, where ``TORCH_NCCL_TRACE_BUFFER_SIZE`` must be set, and on 2.13 and 2.15, where the
+    recorder is on by default. ``ProcessGroupNCCL2`` (2.15) records none.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    if dump is None:  # built without NCCL
+        return []
+    arguments = {"includeCollectives": True, "includeStackTraces": False, "onlyActive": True}
+    found = []
+    for one in pickle.loads(dump(**arguments)).get("entries", [])[-most:]:
+        group = one["process_group"][0].partition("@")[0]
+        counts = "p2p_seq_id" if one["is_p2p"] else "collective_seq_id"
+        name = one["profiling_name"].removeprefix("nccl:")
+        shapes = ", ".join(map(str, one["input_sizes"][:2]))
+        found.append(f"{name} {shapes}, number {one[counts]} of group {group!r}, {one['state']}")
+    return found
+
+
 def is_coalescing(group: object) -> bool:
-    """Whether torch collects this group's operations now, to run them together later."""
+    """Whether torch is coalescing this group's operations."""
     return group in cast(Any, _c10d._world.pg_coalesce_state)
 
 
 def register_debug_handler(name: str, answer: Callable[[], str]) -> bool:
     """Serve JSON at ``/handler/<name>`` of torch's per-rank debug server (``_register_handler``).
 
-    Local; the server calls it in a thread of its own. A second handler of one name is ignored by
+    Local; the server calls it in a separate thread. A second handler of one name is ignored by
     torch with a warning. Seen on 2.13 and 2.15; 2.8 has none.
 
     Returns:
@@ -69,24 +92,24 @@ def register_debug_handler(name: str, answer: Callable[[], str]) -> bool:
         response.set_content(answer(), "application/json")
         response.set_status(200)
 
-    # Torch lets go of it after the interpreter has ended, which aborts the process if that is the
-    # last reference (seen on 2.13 with a closure): so there is one more, for ever.
+    # Torch releases it after the interpreter has ended, which aborts the process if that is the
+    # last reference (seen on 2.13 with a closure): so one more is kept.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
     register(name, handle)
     return True
 
 
 def on_collective_error(call: Callable[[BaseException], object]) -> Callable[[], None]:
-    """Call this with each error of a collective: torch's function, or a reloadable group's method.
+    """Call a function with each error of a collective, of torch's or of a reloadable group's.
 
     Local. Torch wraps its functions to log such an error (``c10d_logger``, level DEBUG) before it
     raises it again; a filter on that logger sees the error, and costs nothing where none is raised.
-    It sees none while DEBUG records are disabled. Groups tell of theirs with
-    :func:`tell_collective_error`, so that one error may be told twice. Each function is called
-    once for each telling, however often it is given. Seen on 2.8, 2.13 and 2.15.
+    It sees none while DEBUG records are disabled. Reloadable
+    groups report theirs with :func:`tell_collective_error`, so one error may be reported twice.
+    Adding a function twice has no effect. Seen on 2.8, 2.13 and 2.15.
 
     Returns:
-        A function that takes it off again; idempotent.
+        A function that removes it; idempotent.
     """
     from torch.distributed import c10d_logger
 
@@ -107,7 +130,7 @@ _error_listeners: list[Callable[[BaseException], object]] = []
 
 
 def tell_collective_error(error: BaseException) -> None:
-    """Tell those who asked for it of an error in a collective. Local."""
+    """Report an error of a collective to the listeners. Local."""
     for call in list(_error_listeners):
         call(error)
 
@@ -120,7 +143,7 @@ def _look_for_error(record: logging.LogRecord) -> bool:
 
 
 def skip_in_compiled_code(functions: Iterable[Any]) -> None:
-    """Let ``torch.compile`` run these Python functions as they are, with what they call traceable.
+    """Exclude these Python functions from ``torch.compile``; what they call is traced.
 
     After a graph break torch runs its own function eagerly, which calls the group's method. On a
     plain group that is C++; on a reloadable one it is a Python frame, which Dynamo would compile:

@@ -1,4 +1,4 @@
-"""The store of a group: clients of it, and the keys that a group leaves there."""
+"""The store of a group: its clients, and the keys that a group writes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from torch._C._distributed_c10d import (
     Store,
 )
 from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as _c10d
 
 from .tables import is_known, store_of
 
 _RANKS_PER_ROOT = 128
+_HAS_NCCL2 = hasattr(_c10d, "ProcessGroupNCCL2")
 _PAIRS_UP_TO = 16
-"""In larger groups, such as data-parallel ones, pairs leave their keys: nobody sends there."""
+"""In larger groups, such as data-parallel ones, the keys of pairs stay: there is no send there."""
 
 __all__ = ["clone_store", "is_store_host", "rendezvous_keys", "root_store", "root_store_of_job"]
 
@@ -32,8 +34,8 @@ def root_store(group: ProcessGroup) -> Store:
 def root_store_of_job(world: ProcessGroup) -> Callable[[], Store]:
     """Return a function that finds the root store of the job for as long as the job lasts.
 
-    Rank 0's client of a TCPStore holds the server, which ends with the default group, so what
-    outlives the group must hold neither. Called later, the function raises a RuntimeError.
+    Rank 0's client of a TCPStore holds the server, which ends with the default group, so objects
+    that outlive the group must hold neither. Called later, the function raises a RuntimeError.
     """
     reference = weakref.ref(world)
 
@@ -47,10 +49,10 @@ def root_store_of_job(world: ProcessGroup) -> Callable[[], Store]:
 
 
 def clone_store(store: Store) -> Store:
-    """Return a handle on the same store with a connection of its own. Blocking.
+    """Return a client of the same store with a separate connection. Blocking.
 
-    A blocking wait holds the lock of its TCPStore client until it ends, so two threads that must
-    not wait for each other need a client each.
+    A blocking wait holds the lock of its TCPStore client until it ends, so threads that must
+    not wait for each other need one client each.
     """
     return cast(Store, cast(Any, store).clone())
 
@@ -58,7 +60,7 @@ def clone_store(store: Store) -> Store:
 def is_store_host(store: Store, rank: int) -> bool:
     """Whether the server of a store runs in this process. Local.
 
-    Torch does not say it; a TCPStore's server listens on the port that its clients know.
+    Torch has no function for it. A TCPStore's server listens on the port that its clients know.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -68,7 +70,7 @@ def is_store_host(store: Store, rank: int) -> bool:
     try:
         mine = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd")}
         return any(f"socket:[{inode}]" in mine for inode in _listening(port))
-    except OSError:  # no such files beside Linux, or one was closed meanwhile
+    except OSError:  # no such files except on Linux, or one has just been closed
         return rank == 0
 
 
@@ -87,12 +89,13 @@ def _listening(port: int) -> list[str]:
 def rendezvous_keys(name: str, backends: Mapping[str, str], rank: int, size: int) -> list[str]:
     """List the keys that one member of a group has written to connect it, in the root store.
 
-    A group leaves them there for ever; with names that change from generation to generation the
-    store would grow. Torch puts the default group's keys under its name, and all others under the
+    Torch never deletes them. As each generation has another name, the store would grow.
+    Torch puts the default group's keys under its name, and those of all other groups under the
     default group's. Seen: gloo writes ``0/<rank>`` in the device's prefix on torch 2.8 to 2.15,
     and a split of it without that prefix (2.15). NCCL, by ``ProcessGroupNCCL.cpp`` of torch 2.8 and
     later, not seen on a GPU: group rank 0 writes the unique id, one for each 128 ranks in a large
-    group; a pair that sends before any collective has an id of its own, ``<lower>:<higher>``.
+    group; a pair that sends before any collective has a separate id, ``<lower>:<higher>``.
+    ``ProcessGroupNCCL2`` (2.15, over stand-ins): rank 0 writes ``<name>/nccl_storekey_0``.
 
     Args:
         name: the name of the generation; for a group that is not WORLD, under WORLD's.
@@ -113,5 +116,7 @@ def rendezvous_keys(name: str, backends: Mapping[str, str], rank: int, size: int
             peers = range(rank + 1, size) if size <= _PAIRS_UP_TO else ()
             more = [f"UniqueNCCLID:{root}" for root in range(roots)]
             more += [f"{rank}:{peer}" for peer in peers]
+            if rank == 0 and _HAS_NCCL2:
+                more.append(f"{name}/nccl_storekey_0")
             found += [f"{name}//{device}//{key}" for key in more]
     return found

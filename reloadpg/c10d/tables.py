@@ -1,14 +1,16 @@
-"""The tables of c10d: which groups exist, and under which object and name they are found."""
+"""The tables of c10d, which map objects and names to groups."""
 
 from __future__ import annotations
 
 import threading
+from collections import ChainMap
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any, cast
 
+import torch
 from torch._C._distributed_c10d import (
     PrefixStore,
     Store,
@@ -22,6 +24,8 @@ from ..errors import described
 
 __all__ = [
     "NameFreed",
+    "backend_class",
+    "Unseen",
     "backend_of",
     "close_coalescing",
     "create_without_backends",
@@ -59,7 +63,7 @@ def is_initialized() -> bool:
 
 
 def world() -> ProcessGroup | None:
-    """The default group as c10d's tables have it, or None."""
+    """The default group in c10d's tables, or None."""
     return _c10d._world.default_pg
 
 
@@ -73,8 +77,9 @@ def is_known(group: ProcessGroup) -> bool:
 
 
 def name_of(group: ProcessGroup) -> str:
-    """The name under which c10d registered the group."""
-    return str(_c10d._world.pg_names[group])
+    """The name under which c10d registered the group; one that is in no table says its name."""
+    name = _c10d._world.pg_names.get(group)
+    return str((group.group_name or "(unnamed)") if name is None else name)
 
 
 def desc_of(group: ProcessGroup) -> str:
@@ -83,7 +88,7 @@ def desc_of(group: ProcessGroup) -> str:
 
 
 def label_of(group: ProcessGroup) -> str:
-    """The group in words, for lists in messages: its name, and its description or ranks."""
+    """The group as text, for messages: its name, and its description or ranks."""
     return f"{name_of(group)!r} ({described(desc_of(group), ranks_of(group))})"
 
 
@@ -99,6 +104,18 @@ def ranks_of(group: ProcessGroup) -> tuple[int, ...]:
 def backend_of(group: ProcessGroup) -> str:
     """The backend string as the group was asked for: ``nccl``, ``cpu:gloo,cuda:nccl``."""
     return str(_c10d._world.pg_map[group][0])
+
+
+def backend_class(group: Any, device: str) -> type:
+    """Torch's class of the backend that a group has, or had, for a type of device.
+
+    Only those that torch asks for by ``isinstance``, as seen on 2.8 to 2.15; ``object`` for others.
+    """
+    name = device_backends(group).get(device, "") if is_known(group) else ""
+    return cast(type, getattr(_c10d, _CLASSES.get(name, ""), object))
+
+
+_CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
 
 
 def store_of(group: ProcessGroup) -> Store:
@@ -131,7 +148,10 @@ def entry_of(
 
 def device_backends(group: ProcessGroup) -> dict[str, str]:
     """Backend by device type, as c10d resolved it: ``{"cpu": "gloo", "cuda": "nccl"}``."""
-    return dict(_devices_of(str(_c10d._world.pg_backend_config[group])))
+    config = _c10d._world.pg_backend_config.get(group)
+    if config is None:  # it is in no table
+        return {d.type: group._get_backend(d).name() for d in group._device_types}
+    return dict(_devices_of(str(config)))
 
 
 @cache
@@ -216,7 +236,7 @@ def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
     tags = tables.tags_to_pg
     with _changing_lists:
         for groups in (tags.get("", []), tags.get(tag, []) if tag else []):
-            # Torch appends: a new group is the last. Its index does not change meanwhile.
+            # Torch appends: a new group is the last. Its index does not change here.
             index = len(groups) - 1
             while index >= 0:
                 if groups[index] is inner:
@@ -236,9 +256,74 @@ def take_generation(inner: ProcessGroup, proxy: ProcessGroup) -> None:
     """
     hooks = _flight_recorder_hooks()
     hook = hooks.pop(inner, None)
-    evict(inner)
+    if is_known(inner):
+        evict(inner)
     if hook is not None:
         hooks[proxy] = hook
+
+
+_NAMED_TABLES = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "pg_to_tag",
+    "tags_to_pg",
+)
+
+
+class _OfThread(threading.local):
+    tables: dict[str, Any] | None = None
+
+
+class Unseen:
+    """A block in which this thread's new groups are in tables that no other thread sees.
+
+    Torch derives names from the number of groups in its tables
+    (``use_local_synchronization=True`` and ``split_group``, seen on 2.8 to 2.15). A group that is
+    rebuilt while other threads create groups must not be counted, or ranks give one group different
+    names. Existing groups are visible as before. After the block its groups are in no table.
+
+    Other threads are not affected. Each table is a property of the class of ``_world``, which torch
+    documents as the place to override them.
+    """
+
+    _lock = threading.Lock()
+    _users = 0
+    _of_thread = _OfThread()
+
+    def __enter__(self) -> None:
+        tables = cast(Any, _c10d._world)
+        with Unseen._lock:
+            if Unseen._users == 0:
+                properties = {name: self._property(type(tables), name) for name in _NAMED_TABLES}
+                tables.__class__ = type("_World", (type(tables),), properties)
+            Unseen._users += 1
+        seen = {name: ChainMap({}, getattr(tables, name)) for name in _NAMED_TABLES}
+        # Torch appends to the lists that it finds there.
+        self._of_thread.tables = {**seen, "tags_to_pg": {}}
+
+    def __exit__(self, *_: object) -> None:
+        made, self._of_thread.tables = self._of_thread.tables or {}, None
+        tables = cast(Any, _c10d._world)
+        with Unseen._lock:
+            Unseen._users -= 1
+            if Unseen._users == 0:
+                tables.__class__ = type(tables).__base__
+        for group, name in made["pg_names"].maps[0].items():
+            if group not in tables.pg_names and name not in list(tables.pg_names.values()):
+                with suppress(RuntimeError):
+                    _unregister_process_group(name)
+
+    @classmethod
+    def _property(cls, world: type, name: str) -> property:
+        whole = getattr(world, name)
+
+        def find(tables: Any) -> Any:
+            own = cls._of_thread.tables
+            return whole.fget(tables) if own is None else own[name]
+
+        return property(find)
 
 
 class NameFreed:
@@ -271,10 +356,10 @@ def evict(inner: ProcessGroup) -> None:
     tag = tables.pg_to_tag.get(inner)
     for table in _tables_by_group():
         table.pop(inner, None)
-    for groups in list(tables.tags_to_pg.values()):  # other threads may create groups meanwhile
+    for groups in list(tables.tags_to_pg.values()):  # other threads may create groups
         with _changing_lists, suppress(ValueError):
             groups.remove(inner)
-    # Tags are made of names, so every generation has one: its empty list would stay for ever.
+    # Tags contain names, so every generation has one; torch never removes its empty list.
     if tag and not tables.tags_to_pg.get(tag):
         tables.tags_to_pg.pop(tag, None)
     if name is not None and name not in tables.pg_names.values():
@@ -282,17 +367,29 @@ def evict(inner: ProcessGroup) -> None:
             _unregister_process_group(name)
 
 
-def close_coalescing(group: ProcessGroup) -> None:
-    """Take a group out of torch's table of groups that collect operations. Local, idempotent.
+_NESTED = 4
+"""The most group calls of NCCL that are ended: torch opens two."""
 
-    ``_coalescing_manager`` enters a group there before it asks it to start and leaves it there if
-    that fails; from then on torch collects the group's collectives and never runs them.
+
+def close_coalescing(group: ProcessGroup) -> None:
+    """End the collection of a group's operations that an error has left open. Local, idempotent.
+
+    ``_coalescing_manager`` has no clean-up: after an error in its block the group stays in torch's
+    table, and NCCL's group call stays open in this thread. Torch and NCCL then collect all later
+    operations of the thread and run none of them (seen on 2.13 and 2.15).
     """
-    _c10d._world.pg_coalesce_state.pop(group, None)
+    if _c10d._world.pg_coalesce_state.pop(group, None) is None:
+        return
+    for device in device_backends(group):
+        # Until NCCL returns the error that it has seen, or that no group call is open: a transfer
+        # that fails leaves a second one open. Other backends raise at once.
+        with suppress(RuntimeError):
+            for _ in range(_NESTED):
+                cast(Any, group)._end_coalescing(torch.device(device))
 
 
 def drop_generation(proxy: ProcessGroup) -> None:
-    """Forget what the tables keep for one generation only. Local, idempotent."""
+    """Remove the entries that belong to one generation. Local, idempotent."""
     _flight_recorder_hooks().pop(proxy, None)
 
 

@@ -312,7 +312,7 @@ class Construction:
             whole: whether to create the backends too that stay alive in an offload.
 
         Returns:
-            The group; it is in c10d's tables.
+            The group; it is in the tables of c10d that this thread sees.
         """
         if self.rebuild is not None:
             with verbatim():

@@ -360,9 +360,6 @@ class Dispatch(ProcessGroup):
 
     # -- controls of the live communicator: they return anything but a Work -------------------
 
-    def _add_ephemeral_timeout(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner._add_ephemeral_timeout(*args, **kwargs)
-
     def _backend_id(self, *args: Any, **kwargs: Any) -> Any:
         return self._inner._backend_id(*args, **kwargs)
 
@@ -411,9 +408,6 @@ class Dispatch(ProcessGroup):
 
     def register_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
         return self._inner.register_pre_hook(*args, **kwargs)
-
-    def set_timeout(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner.set_timeout(*args, **kwargs)
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
         return self._inner.split_group(*args, **kwargs)
@@ -466,6 +460,7 @@ class Dispatch(ProcessGroup):
 
 IDENTITY = frozenset(
     {
+        "_add_ephemeral_timeout",
         "_device_types",
         "_get_backend_name",
         "_has_hooks",
@@ -479,6 +474,7 @@ IDENTITY = frozenset(
         "group_name",
         "name",
         "rank",
+        "set_timeout",
         "shutdown",
         "size",
         "use_pg_for_symm_mem_rendezvous",

@@ -11,6 +11,7 @@ from ..errors import InvalidOptionError, NotInstalledError
 from .creation import HANDED_OVER, Call, Construction
 from .proxy import ReloadableProcessGroup
 from .registry import registry
+from .sets import TRAINER
 
 __all__ = ["manage"]
 
@@ -29,8 +30,9 @@ def manage(
     :func:`reloadpg.reload` calls ``rebuild`` after all others are live; use the returned object
     in place of ``group``, which is found in its place by ``torch.distributed``, too.
 
-    Local; call it on each rank of the job that is a member. What the members outside the job do
-    meanwhile is their own affair: they must destroy and rebuild their ends at the same times.
+    Local; call it on each rank of the job that is a member. Members outside the job must destroy
+    and rebuild their ends at the same times. The group joins the set of the place of this call,
+    like one that is created there.
 
     Args:
         group: the live group; it must be in c10d's tables, as the helper leaves it there.
@@ -60,6 +62,7 @@ def manage(
             )
     if isinstance(group, ReloadableProcessGroup):
         return group
+    set_name = registry.options.selection.set_now() or TRAINER
     if not isinstance(group, ProcessGroup) or not c10d.is_known(group) or group is c10d.world():
         raise InvalidOptionError(
             f"manage({group!r}): torch.distributed has no such group beside the default group; "
@@ -88,5 +91,6 @@ def manage(
         size=len(construction.ranks),
         desc=construction.desc,
     )
+    proxy.set_name = set_name
     c10d.take_place(group, proxy)
     return proxy

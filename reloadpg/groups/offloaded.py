@@ -7,14 +7,17 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
+from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..errors import GroupDestroyedError, GroupOffloadedError
 from .dispatch import dispatched
+from .sets import TRAINER
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -28,8 +31,13 @@ if TYPE_CHECKING:
         @property
         def group_name(self) -> str: ...
 
+        @property
+        def set_name(self) -> str: ...
 
-__all__ = ["GroupState", "Offloaded", "UnderWay"]
+        def set_default_timeout(self, timeout: timedelta) -> None: ...
+
+
+__all__ = ["GroupState", "Offloaded", "OffloadedBackend", "UnderWay"]
 
 
 class GroupState(str, Enum):
@@ -110,8 +118,8 @@ class Offloaded:
         current: what these threads use: the live group, or its placeholder.
     """
 
-    block_is_open: ClassVar[Callable[[], bool]] = staticmethod(lambda: False)
-    """Whether the job is in an ``offloaded()`` block; the registry, which knows, sets it."""
+    block_is_open: ClassVar[Callable[[str], bool]] = staticmethod(lambda set_name: False)
+    """Whether a set is in an ``offloaded()`` block; the registry, which knows, sets it."""
 
     def __init__(
         self,
@@ -147,7 +155,9 @@ class Offloaded:
         text = f"{operation} on {owner!r}: the group is {state} and {lacks}."
         if self.reason:
             text += f" {self.reason}"
-        if state is GroupState.OFFLOADED and Offloaded.block_is_open():
+        if owner is not None and owner.set_name != TRAINER:
+            text += f" It is in set {owner.set_name!r}."
+        if owner and state is GroupState.OFFLOADED and Offloaded.block_is_open(owner.set_name):
             text = f"{text} {IN_BLOCK}"
         else:
             text = f"{text} {self.remedy or NEXT_CALL[state]}"
@@ -155,18 +165,75 @@ class Offloaded:
             return GroupDestroyedError(text)
         return GroupOffloadedError(text, group=owner.group_name, operation=operation)
 
+    def without_backend(
+        self, name: str, args: tuple[Any, ...], cause: BaseException | None = None
+    ) -> OffloadedBackend:
+        """Refuse an operation; only a query of the backend has an answer."""
+        owner = self._owner()
+        if name != "_get_backend" or owner is None:
+            raise self.refusal(name) from cause
+        device = args[0] if args else "cpu"
+        return OffloadedBackend(self, owner, torch.device(device).type)
+
+
+class OffloadedBackend:
+    """The answer of a group without a communicator to a query of its backend.
+
+    Torch asks every group of the process for its backend: to extend a timeout when a compiled graph
+    is read from a cache, to set a timeout, and to destroy another group. Only what these need has
+    an answer; everything else raises :class:`~reloadpg.errors.GroupOffloadedError`. It passes for
+    the backend's class in ``isinstance``, which torch asks before it sets a timeout (before 2.15).
+
+    Args:
+        placeholder: what the group dispatches to.
+        owner: the group.
+        device: the device type.
+    """
+
+    uid = -1
+    supports_coalescing = False
+    supports_splitting = False
+
+    def __init__(self, placeholder: Offloaded, owner: Owner, device: str) -> None:
+        self._placeholder = placeholder
+        self._owner = owner
+        self._device = device
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # type: ignore[override]
+        return c10d.backend_class(self._owner, self._device)
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of the next generation. Local."""
+        self._owner.set_default_timeout(timeout)
+
+    set_timeout = _set_default_timeout
+
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        """Do nothing: it is for collectives that ranks enter late, and a reload meets them."""
+
+    def _group_start(self) -> None:
+        """Do nothing: there is no communicator whose abort could be grouped."""
+
+    _group_end = _group_start
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._placeholder.refusal(name)
+
 
 def _refusing(name: str) -> Callable[..., Any]:
     def refuse(self: Offloaded, *args: Any, **kwargs: Any) -> Any:
         if self.under_way is not None and self.under_way.is_mine:
             return getattr(self.current, name)(*args, **kwargs)
         if self.kept is None:
-            raise self.refusal(name)
+            return self.without_backend(name, args)
         try:
             return getattr(self.kept, name)(*args, **kwargs)
         except RuntimeError as error:
             if "No backend type associated with device" in str(error) or "backend" in name:
-                raise self.refusal(name) from error
+                return self.without_backend(name, args, error)
             raise
 
     refuse.__name__ = name

@@ -45,7 +45,7 @@ def _wrapped(name: str, original: Any, wrapper_of: Wrapper) -> Any:
 class _Patch:
     """One name that was changed."""
 
-    owner: ModuleType
+    owner: ModuleType | type
     attribute: str
     original: Any
     replacement: Any
@@ -68,10 +68,19 @@ class Patches:
         function gets one of ours too at the names that the other one left out.
         """
         put: dict[int, tuple[Any, Any]] = {}
+        found: list[_Patch] = []
         for name, wrapper_of in wrappers().items():
-            for original in _originals(name):
-                put[id(original)] = (original, _wrapped(name, original, wrapper_of))
-        found = [_Patch(owner, attribute, *put[key]) for owner, attribute, key in _bindings(put)]
+            if "." not in name:
+                for original in _originals(name):
+                    put[id(original)] = (original, _wrapped(name, original, wrapper_of))
+                continue
+            owner, attribute = c10d.owner_of(name)
+            original = vars(owner)[attribute]
+            if isinstance(owner, type):
+                found.append(_Patch(owner, attribute, original, wrapper_of(original)))
+            else:
+                put[id(original)] = (original, wrapper_of(original))
+        found += [_Patch(owner, attribute, *put[key]) for owner, attribute, key in _bindings(put)]
         applied = cls()
         try:
             for patch in found:
@@ -89,7 +98,10 @@ class Patches:
             f"{patch} is {now!r}"
             for patch in self.patches
             if (now := vars(patch.owner).get(patch.attribute)) is not patch.replacement
-            and sys.modules.get(patch.owner.__name__) is patch.owner
+            and (
+                isinstance(patch.owner, type)
+                or sys.modules.get(patch.owner.__name__) is patch.owner
+            )
         ]
 
     def undo(self) -> None:
@@ -98,6 +110,9 @@ class Patches:
         replaced = {id(patch.replacement): patch.original for patch in self.patches}
         for owner, attribute, key in list(_bindings(replaced)):
             setattr(owner, attribute, replaced[key])
+        for patch in self.patches:
+            if isinstance(patch.owner, type):
+                setattr(patch.owner, patch.attribute, patch.original)
         self.patches.clear()
 
 

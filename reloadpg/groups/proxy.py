@@ -28,6 +28,7 @@ from ..errors import GroupPickleError
 from .creation import Construction, Facts
 from .dispatch import Dispatch
 from .offloaded import GroupState, Offloaded, UnderWay
+from .sets import TRAINER
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend as CppBackend
@@ -68,7 +69,8 @@ class ReloadableProcessGroup(Dispatch):
 
     Attributes:
         construction: how the group was made.
-        generation: the job's count of reloads when its communicator was built: 0 for the first one
+        set_name: the set that it belongs to.
+        generation: its set's count of reloads when its communicator was built: 0 for the first one
             of a group made before the first reload.
         state: :class:`GroupState`.
         last_error: why it failed; empty if it did not.
@@ -88,6 +90,7 @@ class ReloadableProcessGroup(Dispatch):
 
     # Every member makes one of these for every group of the job, so what an operation changes has
     # its first value in the class.
+    set_name = TRAINER
     generation = 0
     state = _LIVE
     last_error = ""
@@ -354,10 +357,15 @@ class ReloadableProcessGroup(Dispatch):
         self._backend_name = next(iter(devices.values()))
         self._timeouts = dict.fromkeys(devices, timeout)
 
-    def release_kept(self) -> list[ProcessGroup]:
-        """Return what stays alive of a group without communicator, if anything, and forget it."""
-        kept, self._inner.kept = self._inner.kept, None
-        return [] if kept is None else [kept]
+    @property
+    def kept(self) -> ProcessGroup | None:
+        """What stays alive of a group without communicator, if anything."""
+        kept: ProcessGroup | None = self._inner.kept
+        return kept
+
+    def release_kept(self) -> None:
+        """Forget what stays alive of a group without communicator."""
+        self._inner.kept = None
 
     def suspend(self) -> Any:
         """Set the live group aside, whole, and refuse its use; the caller suspends it."""
@@ -389,12 +397,23 @@ class ReloadableProcessGroup(Dispatch):
             return c10d.get_timeouts(self._current, tuple(self.construction.devices))
         return dict(self._timeouts)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of all backends, now or from the next generation on. Local."""
+        self._set_timeouts(dict.fromkeys(self.construction.devices, timeout))
+
     def set_default_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the reloadable backends, now or from the next generation on. Local."""
-        timeouts = dict.fromkeys(self.construction.selected, timeout)
-        if self.is_live:
-            c10d.set_timeouts(self._current, timeouts)
+        self._set_timeouts(dict.fromkeys(self.construction.selected, timeout))
+
+    def _set_timeouts(self, timeouts: Mapping[str, timedelta]) -> None:
+        live = self._current if self.is_live else self._current.kept
+        if live is not None:
+            c10d.set_timeouts(live, timeouts)
         self._timeouts = {**self._timeouts, **timeouts}
+
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        if self.is_live:  # else there is no collective that it could be for
+            self._current._add_ephemeral_timeout(timeout)
 
     def memory_stats(self) -> dict[str, int] | None:
         """Return the bytes that the communicator says it holds, by NCCL's names; None if unknown.

@@ -13,11 +13,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
-from types import FrameType
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch.distributed import ProcessGroup
 
@@ -30,8 +29,10 @@ from ..rendezvous.worker_thread import Task, Wait
 from .offloaded import Offloaded
 from .proxy import GroupState, ReloadableProcessGroup
 from .selection import Bypass, Selection, StrategyPolicy
+from .sets import TRAINER, Chosen, SetStates
 
 __all__ = [
+    "Callback",
     "Callbacks",
     "Job",
     "Options",
@@ -67,6 +68,22 @@ class Options:
     parallelism: int = 8
     recoverable: bool = False
 
+    def settings(self) -> dict[str, Any]:
+        """Return the options by name, as plain values. Pure."""
+        selection = self.selection
+        named = selection.backends
+        return {
+            "backends": "accelerators" if named is None else sorted(named),
+            "min_size": selection.min_size,
+            "world": selection.world,
+            "strategy": str(self.strategy),
+            "timeout_s": self.timeout.total_seconds(),
+            "parallelism": self.parallelism,
+            "exclude": list(selection.exclude),
+            "sets": dict(selection.sets),
+            "recoverable": self.recoverable,
+        }
+
 
 class Unfinished(NamedTuple):
     """A call that a failed operation has left running.
@@ -87,17 +104,21 @@ class Unfinished(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where a rank is in the loops of ``retrying``, from 0: the next step that is not complete.
+    """Where a rank is in the loops of ``retrying``, counted from 0.
 
     Attributes:
-        loop: number of the loop.
-        step: number of the step in it.
-        attempt: number of attempts at it that have failed.
+        steps: number of complete steps, of all loops.
+        loop: number of the loop of the next step, among those that are in no other loop.
+        attempt: number of attempts at that step that have failed.
+        number: number of the step in its loop.
+        nested: whether another loop is open around it.
     """
 
+    steps: int = 0
     loop: int = 0
-    step: int = 0
     attempt: int = 0
+    number: int = 0
+    nested: bool = False
 
 
 @dataclass
@@ -107,36 +128,38 @@ class Job:
     Attributes:
         of: the default group of the job; the job ends with it.
         rendezvous: where the ranks of the job agree.
-        generation: number of completed reloads.
-        cycles: number of completed offloads.
-        offloaded: whether the last operation left the groups without communicators.
+        sets: the states of the sets of groups; blocks hold these, and not the job, whose store
+            ends with the default group.
+        generation: number of completed reloads, of any set.
+        cycles: number of completed offloads, of any set.
         unfinished: what failed operations have left running.
+        doomed: communicators that their groups have let go of and that are not destroyed yet,
+            with their groups in words.
         creation_stores: store clients for creating groups; None without peers.
         connecting: connections to the store that were begun in the background.
-        suspend_obstacle: why this job has learnt not to suspend; empty if it has not.
+        suspend_obstacle: the suspend or resume that has failed; empty if none has.
         last_error: the error that the last operation raised on this rank; empty if none.
         round: the round that is going on, or the last one.
-        blocks: open ``offloaded()`` blocks; they hold this set, and not the job.
         position: where this rank is in the loops of ``retrying``.
-        loops: number of these loops that this rank has begun.
+        loops: the loops of ``retrying`` on this rank, as that module keeps them.
         replaced: the ranks that were replaced since the last complete step; equal on all ranks
             that are at one step.
     """
 
     of: weakref.ref[ProcessGroup]
     rendezvous: Rendezvous
+    sets: SetStates = field(default_factory=SetStates)
     generation: int = 0
     cycles: int = 0
-    offloaded: bool = False
     unfinished: list[Unfinished] = field(default_factory=list)
+    doomed: dict[ReloadableProcessGroup, tuple[str, list[Any]]] = field(default_factory=dict)
     creation_stores: StorePool | None = None
     connecting: list[Task[Any]] = field(default_factory=list)
     suspend_obstacle: str = ""
     last_error: str = ""
     round: Round | None = None
-    blocks: set[object] = field(default_factory=set)
     position: Position = Position()  # noqa: RUF009 - immutable
-    loops: int = 0
+    loops: Any = None
     replaced: tuple[int, ...] = ()
 
     @property
@@ -145,6 +168,11 @@ class Job:
         if world is None:
             raise ReloadpgError("the default group of this job was destroyed; this is a bug")
         return world
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether any set is offloaded."""
+        return any(state.offloaded for state in self.sets.all())
 
     def end(self) -> None:
         """End the job on this rank: its default group is about to be destroyed. Local, bounded."""
@@ -162,6 +190,14 @@ class Job:
                 task.wait(wait.left)
 
 
+class Callback(NamedTuple):
+    """What a user registered for an operation: its name, and the sets that it is for."""
+
+    name: str
+    function: Callable[[], object]
+    sets: Chosen
+
+
 @dataclass
 class Callbacks:
     """The callbacks that users registered.
@@ -173,34 +209,22 @@ class Callbacks:
 
     begin: list[Callable[[], object]] = field(default_factory=list)
 
-    offload: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
-    before_reload: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
-    reload: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
+    offload: list[Callback] = field(default_factory=list)
+    before_reload: list[Callback] = field(default_factory=list)
+    reload: list[Callback] = field(default_factory=list)
     report: list[Callable[[Any], object]] = field(default_factory=list)
     install: list[Callable[[], object]] = field(default_factory=list)
     uninstall: list[Callable[[], object]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Running:
-    """A lifecycle operation that has begun.
+class Owner(Protocol):
+    """A lifecycle operation: while ``is_running`` is true, no other one begins."""
 
-    It runs as long as its function does: an interrupt can end the function at any instruction.
-    """
+    name: str
+    is_running: bool
 
-    operation: str
-    frame: FrameType
-    progress: Callable[[], Any]
-
-    def is_active(self) -> bool:
-        # Python refuses to clear a frame that is executing, in whatever thread. Looking for it on
-        # the stacks of all threads (sys._current_frames) can deadlock in a garbage collection, or
-        # crash, where other threads start meanwhile: seen on Python 3.11.7 (python#106883).
-        try:
-            self.frame.clear()
-        except RuntimeError:
-            return True
-        return False
+    def status(self) -> Any:
+        """Return how far it is. Local, from any thread."""
 
 
 class Registry:
@@ -218,12 +242,16 @@ class Registry:
         """Whether the installation is that of ``RELOADPG_AUTOINSTALL``."""
         self.callbacks = Callbacks()
         self.warned: set[str] = set()
-        self.variables: dict[str, str] = {}
+        self.variables: dict[str, tuple[str, str | None]] = {}
         """Variables of the environment that the installation has set."""
         self.left_alone: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
         """Groups that the selection would take, and that cannot be managed, with the reason."""
+        self.without_set: WeakSet[ProcessGroup] = WeakSet()
+        """Groups whose creator is in no set, by a rule or a region."""
+        self.outside_tables: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
+        """Groups that torch has entered into none of its tables, with the reason."""
         self._job: Job | None = None
-        self._running: _Running | None = None
+        self._running: weakref.ref[Owner] | None = None
         self._inherited: ProcessGroup | None = None
 
     def after_fork(self) -> None:
@@ -235,6 +263,8 @@ class Registry:
         options, patches, callbacks = self.options, self.patches, self.callbacks
         by_environment, variables = self.by_environment, self.variables
         c10d.forget_saves()
+        if c10d.known_groups():
+            c10d.drop_inherited_connections()
         self._clear()
         self.options, self.patches, self.by_environment = options, patches, by_environment
         self.variables = variables
@@ -309,11 +339,16 @@ class Registry:
 
         They keep their communicators while the others are offloaded. Local.
         """
-        return [
+        found = [
             (group, self.left_alone.get(group, _RAW))
             for group, bypass in self._others()
             if bypass is None
         ]
+        if self.options is not None:
+            for group, reason in list(self.outside_tables.items()):
+                if bypass_of(group, self.options.selection) is None:
+                    found.append((group, reason))
+        return found
 
     def bypassed(self) -> list[tuple[ProcessGroup, Bypass]]:
         """List the groups that the selection leaves alone, with the reason. Local."""
@@ -338,61 +373,46 @@ class Registry:
         job = self._job
         return job if job is not None and job.of() is c10d.world() else None
 
-    @property
-    def blocks(self) -> set[object]:
-        """The open ``offloaded()`` blocks of the present job; without a job, an empty set."""
-        job = self.known_job
-        return set() if job is None else job.blocks
-
     def is_inherited(self, world: ProcessGroup) -> bool:
         """Whether a default group came with a fork, and is the parent's."""
         return world is self._inherited
 
     # -- one operation at a time --------------------------------------------------------------
 
-    def begin(
-        self,
-        operation: str,
-        frame: FrameType,
-        progress: Callable[[], Any],
-    ) -> None:
+    def begin(self, owner: Owner) -> None:
         """Refuse a second lifecycle operation while one runs, from any thread or callback.
 
-        Args:
-            operation: its name.
-            frame: of the function that runs it.
-            progress: says how far it is, to any thread; must not keep the operation alive.
+        The operation ends when its ``is_running`` is false, or when the object is gone: so an
+        interrupt, at whatever instruction, leaves no process busy. It is called within the ``try``
+        whose ``finally`` resets ``is_running``.
+
+        Raises:
+            ReloadpgError: another operation runs.
         """
         with self._lock:
-            if self.busy:
-                running = self._running.operation if self._running else ""
+            running = self._owner()
+            if running is not None:
                 raise ReloadpgError(
-                    f"{operation} was called while {running} is running in this process; "
+                    f"{owner.name} was called while {running.name} is running in this process; "
                     "nothing was changed. Call them one after the other, from one thread, and "
                     "not from a callback; after one with wait=False, when result() on its handle "
                     "has returned."
                 )
-            self._running = _Running(operation, frame, progress)
+            self._running = weakref.ref(owner)
 
-    def continue_in(self, frame: FrameType) -> None:
-        """Note that the operation goes on in another function, of another thread."""
-        with self._lock:
-            if self._running is not None:
-                self._running = replace(self._running, frame=frame)
-
-    def end(self) -> None:
-        """End the operation that was begun."""
-        self._running = None
+    def _owner(self) -> Owner | None:
+        owner = None if self._running is None else self._running()
+        return owner if owner is not None and owner.is_running else None
 
     @property
     def busy(self) -> bool:
         """Whether a lifecycle operation is running in this process."""
-        return self._running is not None and self._running.is_active()
+        return self._owner() is not None
 
     def progress(self) -> Any:
         """Say how far the running operation is; None if none runs. Local, from any thread."""
-        running = self._running
-        return running.progress() if running is not None and running.is_active() else None
+        running = self._owner()
+        return None if running is None else running.status()
 
     @property
     def lock(self) -> threading.RLock:  # type: ignore[valid-type]
@@ -408,6 +428,7 @@ def bypass_of(group: ProcessGroup, selection: Selection) -> Bypass | None:
         name=c10d.name_of(group),
         desc=c10d.desc_of(group),
         is_world=group is c10d.world(),
+        in_set=None if group in registry.without_set else TRAINER,
     )
 
 
@@ -417,5 +438,7 @@ _RAW = (
 )
 
 registry = Registry()
-Offloaded.block_is_open = staticmethod(lambda: bool(registry.blocks))
+Offloaded.block_is_open = staticmethod(
+    lambda name: (job := registry.known_job) is not None and job.sets[name].in_block()
+)
 os.register_at_fork(after_in_child=registry.after_fork)

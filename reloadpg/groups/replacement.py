@@ -16,6 +16,7 @@ from ..rendezvous.predecessor import Predecessor
 from .creation import Call, verbatim
 from .proxy import ReloadableProcessGroup
 from .registry import registry
+from .sets import TRAINER
 
 __all__ = ["Places", "await_members", "is_without_backends", "replaces", "split_alone"]
 
@@ -57,7 +58,12 @@ def is_without_backends(asked: c10d.Asked) -> bool:
 def _refuse_bypassed(asked: c10d.Asked) -> None:
     options = registry.options
     bypass = options and options.selection.bypass(
-        asked.devices, asked.size, name=asked.name, desc=asked.desc, is_world=asked.is_world
+        asked.devices,
+        asked.size,
+        name=asked.name,
+        desc=asked.desc,
+        is_world=asked.is_world,
+        in_set=TRAINER if asked.is_world else options.selection.set_now(),
     )
     if bypass:
         raise ReloadpgError(

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from numbers import Real
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from .. import c10d
 from ..errors import InvalidOptionError, did_you_mean
+from .sets import TRAINER, check_name, creators, open_regions
 
 __all__ = ["BYPASS", "STRATEGY_NAMES", "Bypass", "Selection", "StrategyPolicy"]
 
 BYPASS = frozenset({"gloo", "mpi", "fake", "undefined"})
 """Backends that hold no device memory worth releasing: never reloadable unless named."""
 
-STRATEGY_NAMES = ("auto", "recreate", "suspend")
+STRATEGY_NAMES = ("recreate", "suspend")
 
 
 class Bypass(NamedTuple):
@@ -41,12 +42,15 @@ class Selection:
         min_size: smallest number of members; smaller groups are returned as torch made them.
         world: whether the default group is made reloadable too.
         exclude: patterns (``fnmatch``) of the description or name of groups to leave alone.
+        sets: for each set the patterns of the modules that create its groups, in order; None as a
+            set, or as its patterns, for groups to leave alone.
     """
 
     backends: frozenset[str] | None = None
     min_size: int = 2
     world: bool = True
     exclude: tuple[str, ...] = ()
+    sets: tuple[tuple[str | None, tuple[str, ...] | None], ...] = ()
 
     @classmethod
     def of(
@@ -55,6 +59,7 @@ class Selection:
         min_size: int,
         world: bool,
         exclude: Iterable[str] | str = (),
+        sets: Mapping[str | None, Iterable[str] | str | None] | None = None,
         *,
         registered_later: bool = False,
     ) -> Selection:
@@ -65,11 +70,13 @@ class Selection:
             min_size: likewise.
             world: likewise.
             exclude: likewise.
+            sets: likewise.
             registered_later: whether ``backends`` may have names that torch does not know yet.
 
         Raises:
             InvalidOptionError: an unknown backend, an empty set, ``min_size`` below 1, a
-                ``world`` that is neither True nor False, or an ``exclude`` that is no pattern.
+                ``world`` that is neither True nor False, an ``exclude`` that is no pattern, or
+                ``sets`` that do not map names to patterns.
         """
         if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
             raise InvalidOptionError(
@@ -88,15 +95,16 @@ class Selection:
                 'Pass for example exclude="*_SERVICE", which is matched against the description '
                 "and the name of each group."
             )
+        rules = _rules(sets)
         if backends is None:
-            return cls(None, min_size, world, patterns)
+            return cls(None, min_size, world, patterns, rules)
         names = frozenset([backends] if isinstance(backends, str) else backends)
         if not names:
             raise InvalidOptionError(
                 "install(backends=()) would make no group reloadable; nothing was installed. "
                 "Pass None for every accelerator backend, or name at least one."
             )
-        selection = cls(frozenset(str(name) for name in names), min_size, world, patterns)
+        selection = cls(frozenset(str(name) for name in names), min_size, world, patterns, rules)
         unknown = selection.unknown_backends()
         if unknown and not registered_later:
             known = ", ".join(sorted(c10d.known_backends()))
@@ -116,7 +124,8 @@ class Selection:
     def __str__(self) -> str:
         backends = "None" if self.backends is None else sorted(self.backends)
         exclude = f", exclude={list(self.exclude)}" if self.exclude else ""
-        return f"backends={backends}, min_size={self.min_size}, world={self.world}{exclude}"
+        sets = f", sets={dict(self.sets)}" if self.sets else ""
+        return f"backends={backends}, min_size={self.min_size}, world={self.world}{exclude}{sets}"
 
     def selected(self, devices: Mapping[str, str], size: int) -> tuple[str, ...]:
         """Return the device types whose backend is released; empty for a group to leave alone.
@@ -145,6 +154,24 @@ class Selection:
                 return pattern
         return ""
 
+    def set_now(self) -> str | None:
+        """Return the set of a group that this thread creates now; None for one to leave alone.
+
+        Local. The innermost region counts; without one, the nearest caller that a rule matches.
+        """
+        if regions := open_regions.get():
+            return self.managed_set(regions[-1])
+        if self.sets:
+            for module in creators():
+                found = _set_of(self.sets, module)
+                if found is not _NO_RULE:
+                    return self.managed_set(found)
+        return self.managed_set(TRAINER)
+
+    def managed_set(self, name: str | None) -> str | None:
+        """Return the set, or None if a rule leaves its groups alone."""
+        return None if (name, None) in self.sets else name
+
     def bypass(
         self,
         devices: Mapping[str, str],
@@ -153,6 +180,7 @@ class Selection:
         name: str = "",
         desc: str = "",
         is_world: bool = False,
+        in_set: str | None = TRAINER,
     ) -> Bypass | None:
         """Say why a group is left alone; None if it is selected.
 
@@ -162,9 +190,15 @@ class Selection:
             name: the group's name.
             desc: its description.
             is_world: whether it is the default group.
+            in_set: its set; None if it was created for no set.
         """
         if is_world and not self.world:
             return Bypass("install(world=False)", "world=True")
+        if self.managed_set(in_set) is None:
+            return Bypass(
+                "its creator is in no set, by a rule of install(sets=...) or region(None)",
+                "sets without that rule",
+            )
         pattern = self.excluded_by(name, desc)
         if pattern:
             return Bypass(f"matches exclude {pattern!r}", f"exclude without {pattern!r}")
@@ -181,29 +215,68 @@ class Selection:
         return Bypass(f"backend {backends} is not in backends={sorted(self.backends)}", remedy)
 
 
+def _rules(
+    sets: Mapping[str | None, Iterable[str] | str | None] | None,
+) -> tuple[tuple[str | None, tuple[str, ...] | None], ...]:
+    if sets is None:
+        return ()
+    if not isinstance(sets, Mapping):
+        raise InvalidOptionError(
+            f"install(sets={sets!r}): must map sets to patterns; nothing was installed. Pass for "
+            'example sets={"engine": "vllm.*"}.'
+        )
+    rules: list[tuple[str | None, tuple[str, ...] | None]] = []
+    for name, given in sets.items():
+        if name is not None:
+            check_name(name, "install(sets=...)")
+        patterns: tuple[Any, ...] | None = None
+        if given is not None:
+            several = isinstance(given, Iterable) and not isinstance(given, str)
+            patterns = tuple(given) if several else (given,)
+        if (name is None and patterns is None) or not all(
+            isinstance(pattern, str) and pattern for pattern in patterns or ()
+        ):
+            raise InvalidOptionError(
+                f"install(sets={{{name!r}: {given!r}}}): not a pattern of modules, nor several; "
+                'nothing was installed. Pass for example "vllm.*", or None for a set whose groups '
+                "are left as torch makes them."
+            )
+        rules.append((name, patterns))
+    return tuple(rules)
+
+
+_NO_RULE = "\0"
+
+
+@lru_cache(maxsize=1024)
+def _set_of(
+    rules: tuple[tuple[str | None, tuple[str, ...] | None], ...], module: str
+) -> str | None:
+    """Return the set that the rules name for groups that a module creates, or ``_NO_RULE``."""
+    for name, patterns in rules:
+        for pattern in patterns or ():
+            if fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*"):
+                return name
+    return _NO_RULE
+
+
 @dataclass(frozen=True)
 class StrategyPolicy:
     """The strategy for releasing communicators, where its name alone does not say enough.
 
     ``recreate`` destroys communicators and builds them again: it gives back all they hold, and
     works everywhere. ``suspend`` keeps them and asks the backend to give back their memory
-    (NCCL 2.29.7 and later): part of it stays. ``auto`` suspends a group where that is possible
-    and gives back enough, and recreates it otherwise.
+    (NCCL 2.29.7 and later): part of it stays. A group that cannot be suspended is recreated by
+    all of its members, with a warning. If a suspend or a resume fails, the operation fails on all
+    ranks, and the job recreates all of its groups from then on.
 
     Attributes:
-        name: ``recreate``, ``suspend`` or ``auto``.
-        min_share: for ``auto``: the least share of a communicator's memory that a suspend must
-            give back, from 0 to 1.
-        fallback: whether a group that cannot be suspended or resumed is recreated, on all ranks
-            alike. If not, the operation raises on all ranks. After a fall back ``auto`` does not
-            try again in this job, ``suspend`` does.
+        name: ``recreate`` or ``suspend``.
         groups: other strategies for single groups: a pattern (``fnmatch``) of their description
             or name, and a strategy. The first that matches counts. Equal on all ranks.
     """
 
     name: str = "recreate"
-    min_share: float = 0.8
-    fallback: bool = True
     groups: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -218,19 +291,9 @@ class StrategyPolicy:
         for name in (self.name, *self.groups.values()):
             if not isinstance(name, str) or name not in STRATEGY_NAMES:
                 raise InvalidOptionError(
-                    f"strategy {name!r} is unknown; nothing was installed. Use one of: "
-                    f"{', '.join(STRATEGY_NAMES)}."
+                    f"strategy {name!r} is unknown; nothing was installed. Use 'recreate', or "
+                    "'suspend', which recreates a group that cannot be suspended."
                 )
-        if not _is_number(self.min_share) or not 0 <= self.min_share <= 1:
-            raise InvalidOptionError(
-                f"StrategyPolicy(min_share={self.min_share!r}): must be a share from 0 to 1; "
-                "nothing was installed."
-            )
-        if not isinstance(self.fallback, bool):
-            raise InvalidOptionError(
-                f"StrategyPolicy(fallback={self.fallback!r}): must be True or False; nothing was "
-                "installed."
-            )
 
     @classmethod
     def of(cls, strategy: str | StrategyPolicy) -> StrategyPolicy:
@@ -254,13 +317,4 @@ class StrategyPolicy:
         return self.name
 
     def __str__(self) -> str:
-        if self == StrategyPolicy(self.name):
-            return self.name
-        return (
-            f"{self.name} (min_share {self.min_share:g}, fallback {self.fallback}, "
-            f"groups {dict(self.groups)})"
-        )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+        return f"{self.name} (groups {dict(self.groups)})" if self.groups else self.name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -25,6 +26,7 @@ from .creation import (
 from .proxy import GroupState, ReloadableProcessGroup
 from .registry import bypass_of, registry
 from .replacement import Places, await_members, is_without_backends, replaces, split_alone
+from .sets import TRAINER
 
 __all__ = ["Wrapper", "manage_world", "wrappers"]
 
@@ -39,12 +41,16 @@ _UNCHANGED = frozenset({list, tuple, range, type(None)})
 
 
 def wrappers() -> dict[str, Wrapper]:
-    """Return the wrappers that the installed torch needs, by the name of what they wrap."""
+    """Return the wrappers that the installed torch needs, by the name of what they wrap.
+
+    A name with a point is that of a method, or of a function of another module than c10d's.
+    """
     found: dict[str, Wrapper] = {
         "new_group": _new_group,
         "_new_group_with_tag": _new_group,  # torch's compiler creates its own groups with it
         "split_group": _split_group,
         "init_process_group": _init_process_group,
+        **{name: partial(_outside_tables, name) for name in c10d.creators_outside_tables()},
     }
     if c10d.batching_refuses_subclasses():
         found["batch_isend_irecv"] = _batch_isend_irecv
@@ -120,8 +126,24 @@ def _init_process_group(wrapped: Function) -> Function:
     return init_process_group
 
 
+def _outside_tables(name: str, wrapped: Function) -> Function:
+    """Note a group that torch enters into none of its tables: it cannot be found by its users."""
+    reason = (
+        f"it was created by {name}(), which enters it into none of torch's tables; create it with "
+        "torch.distributed.new_group()"
+    )
+
+    def create(*args: Any, **kwargs: Any) -> Any:
+        made = wrapped(*args, **kwargs)
+        if not thread.verbatim and not c10d.is_non_member(made):
+            registry.outside_tables[made] = reason
+        return made
+
+    return create
+
+
 def _warn_of_unknown_backends() -> None:
-    """Warn, once a process, of backends that the environment names and nobody has registered."""
+    """Warn, once a process, of backends that the environment names and torch does not know."""
     unknown = registry.options.selection.unknown_backends() if registry.options else []
     if unknown and "unknown backends" not in registry.warned:
         registry.warned.add("unknown backends")
@@ -168,6 +190,10 @@ def _manage(
     selected = selection.selected(devices, size)
     if not selected:
         return made
+    set_name = selection.set_now()
+    if set_name is None:
+        registry.without_set.add(made)
+        return made
     obstacle = _obstacle(made, size)
     if obstacle:
         registry.left_alone[made] = obstacle
@@ -192,6 +218,8 @@ def _manage(
     rank, desc = made.rank(), str(made.group_desc)
     facts = (call, name, ranks, backend, devices, selected, rank, desc, parents)
     proxy = ReloadableProcessGroup(made, facts, name=name, rank=rank, size=size, desc=desc)
+    if set_name != TRAINER:
+        proxy.set_name = set_name
     c10d.take_place(made, proxy)
     if bare:
         await_members(proxy)
@@ -265,7 +293,7 @@ def manage_world(
     c10d.take_place(world, proxy)
     if predecessor is not None:
         await_members(proxy)
-    registry.job("install", predecessor)  # its connection to the store is made meanwhile
+    registry.job("install", predecessor)  # it connects to the store in the background
     return proxy
 
 

@@ -11,7 +11,8 @@
 ``rejoin``         let a process that replaces one that has ended into the job
 ``retrying``       repeat the steps of a loop on all ranks alike, with ``recover`` between
 ``pending``        the handle of an operation that goes on beside its caller
-``operation``      one of the three on this rank: its barriers, steps and report
+``operation``      one of the three on this rank: its barriers and steps, as a transaction
+``record``         what an operation takes and does on this rank, and its report
 ``strategy``       the decision of how each group is released
 ``recreate``       destroy communicators; replay the calls that created them
 ``suspend``        keep communicators, and let the backend give back their memory

@@ -1,37 +1,51 @@
-"""Blocks of code within which a job's groups are offloaded: ``offloaded()``, ``colocated()``."""
+"""Blocks of code within which groups are offloaded: ``offloaded()``, ``swapped()``."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from contextlib import ContextDecorator
 from types import TracebackType
 
+from ..errors import InvalidOptionError
 from ..groups.registry import registry
-from .offload import offload
-from .reload import reload
+from ..groups.sets import Chosen, SetState, SetStates
+from .connect import Connect, validate
+from .offload import release
+from .operation import Operation
+from .reload import restore
 from .report import Report
 
-__all__ = ["Block", "offloaded"]
+__all__ = ["Block", "offloaded", "swapped"]
 
 logger = logging.getLogger("reloadpg")
 
 
 class offloaded(ContextDecorator):  # noqa: N801 - used like a function
-    """Offload the groups for a block of code, and reload them afterwards, whatever happens.
+    """Offload groups for a block of code, and reload them afterwards, whatever happens.
 
     Collective, like :func:`offload` and :func:`reload`. Blocks nest, those of ``colocated()``
-    too: the outermost one reloads. If its body raises, the groups are reloaded (the other ranks
-    wait for it) and the body's exception goes on. If the reload then fails too, its error is
-    logged and the body's exception still goes on. ``with reloadpg.offloaded() as report`` gives
-    the report of the offload.
+    too: the outermost one of a set reloads the set. If the body raises, the groups are reloaded
+    (the other ranks wait for it) and the body's exception is raised. If the reload fails then, its
+    error is logged. ``with reloadpg.offloaded() as report`` gives the report of the offload.
+
+    Args:
+        sets: as for :func:`offload`; none for all.
+        collect: as for :func:`offload`.
+        connect: as for :func:`reload`.
+
+    Raises:
+        InvalidOptionError: an argument cannot be used; nothing was changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *sets: str, collect: bool = False, connect: Connect = "none") -> None:
+        self._chosen = Chosen.of(sets, "offloaded")
+        self._collect, self._connect = collect, validate(connect)
         self._blocks: list[Block] = []  # as a decorator it is entered again and again
 
     def __enter__(self) -> Report:
-        block = Block()
-        report = block.enter()
+        block = Block(self._chosen)
+        report = block.enter(self._collect)
         self._blocks.append(block)
         return report
 
@@ -41,31 +55,92 @@ class offloaded(ContextDecorator):  # noqa: N801 - used like a function
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._blocks.pop().leave(error, self._connect)
+
+
+class swapped(ContextDecorator):  # noqa: N801 - used like a function
+    """Offload one set for a block of code and have another one live, then the other way round.
+
+    ::
+
+        with reloadpg.swapped(out="trainer", into="engine"):
+            samples = llm.generate(prompts)
+
+    Collective over all ranks of the job, and blocking, as :func:`offload` and :func:`reload` are.
+    ``out`` is released on all ranks before ``into`` is reloaded, and the other way round at the
+    end. A set that is live or offloaded already stays so: the first block may find both live. After
+    the block ``into`` is offloaded and ``out`` is live, also if the body raised; an error of the
+    way back is then logged and the body's exception is raised. If ``into`` cannot be reloaded, the
+    body is not run, and ``out`` is reloaded.
+
+    Args:
+        out: the set, or the sets, to offload.
+        into: the set, or the sets, to have live in the block.
+        connect: as for :func:`reload`, of both.
+
+    Raises:
+        InvalidOptionError: an argument cannot be used, or a set is in both; nothing was changed.
+    """
+
+    def __init__(
+        self, *, out: Iterable[str] | str, into: Iterable[str] | str, connect: Connect = "none"
+    ) -> None:
+        named = [[sets] if isinstance(sets, str) else list(sets) for sets in (out, into)]
+        if not all(named) or set(named[0]) & set(named[1]):
+            raise InvalidOptionError(
+                f"swapped(out={out!r}, into={into!r}): must name different sets; nothing was "
+                'changed. Pass for example out="trainer", into="engine".'
+            )
+        self._out, self._into = (Chosen.of(sets, "swapped") for sets in named)
+        self._connect = validate(connect)
+        self._blocks: list[Block] = []
+
+    def __enter__(self) -> None:
+        block = Block(self._out)
+        block.enter()
+        try:
+            restore(Operation("reload", self._into), self._connect)
+        except BaseException as error:
+            block.leave(error, self._connect)
+            raise
+        self._blocks.append(block)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         block = self._blocks.pop()
         try:
-            if not block.nested:
-                if error is None:
-                    reload()
-                else:
-                    _reload_logged()
-        finally:
-            block.close()
+            release(Operation("offload", self._into))
+        except BaseException as failed:
+            block.leave(error or failed, self._connect)
+            if error is None:
+                raise
+            logger.error("offload at the end of the swapped block failed: %s", failed)
+        else:
+            block.leave(error, self._connect)
 
 
 class Block:
     """One block on this rank.
 
+    Args:
+        chosen: the sets that it offloads.
+
     Attributes:
-        nested: whether it is inside another one, which reloads.
+        outermost: those of the sets that no other block around it has offloaded: it reloads them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chosen: Chosen) -> None:
+        self._chosen = chosen
         job = registry.known_job
-        self.nested = job is not None and bool(job.blocks) and job.offloaded
-        # The job's set, and not the job, whose store ends with the default group.
-        self._open: set[object] = set()
+        around = None if job is None else job.sets.where(chosen, SetState.in_block)
+        self.outermost = chosen if around is None else chosen.without(around)
+        self._sets: SetStates | None = None
 
-    def enter(self) -> Report:
+    def enter(self, collect: bool = False) -> Report:
         """Offload. Collective and blocking; see :func:`offload`.
 
         Raises:
@@ -75,28 +150,43 @@ class Block:
         """
         before = _cycles()
         try:
-            report = offload()
+            report = release(Operation("offload", self._chosen), collect)
         except BaseException:
-            if _cycles() != before and not self.nested:
-                _reload_logged()
+            if _cycles() != before:
+                self._reload_logged("none")
             raise
-        self._open = registry.blocks
-        self._open.add(self)
+        job = registry.known_job
+        if job is not None:
+            self._sets = job.sets
+            for state in job.sets.separate(self._chosen):
+                state.blocks.add(self)
         return report
 
+    def leave(self, error: BaseException | None, connect: Connect) -> None:
+        """Reload what this block has offloaded. Collective and blocking; see :func:`reload`."""
+        try:
+            if error is not None:
+                self._reload_logged(connect)
+            elif self.outermost:
+                restore(Operation("reload", self.outermost), connect)
+        finally:
+            self.close()
+
     def close(self) -> None:
-        """Count no more. Local, idempotent."""
-        self._open.discard(self)
+        """Note that the block has ended. Local, idempotent."""
+        for state in self._sets.all() if self._sets is not None else ():
+            state.blocks.discard(self)
+
+    def _reload_logged(self, connect: Connect) -> None:
+        if not self.outermost:
+            return
+        try:
+            restore(Operation("reload", self.outermost), connect)
+        except Exception as error:  # an accelerator's own, too: the first exception must be seen
+            logger.error("reload after an exception in the offloaded block failed: %s", error)
 
 
 def _cycles() -> int:
     """The number of offloads that all ranks of the present job have completed."""
     job = registry.known_job
     return 0 if job is None else job.cycles
-
-
-def _reload_logged() -> None:
-    try:
-        reload()
-    except Exception as error:  # an accelerator's own, too: the first exception must be seen
-        logger.error("reload after an exception in the offloaded block failed: %s", error)

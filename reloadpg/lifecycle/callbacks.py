@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from ..errors import InvalidOptionError
-from ..groups.registry import registry
+from ..groups.registry import Callback, registry
+from ..groups.sets import Chosen
 from .report import Report
 
-__all__ = ["on_offload", "on_reload", "on_report"]
-
-Callback = TypeVar("Callback", bound=Callable[..., object])
+__all__ = ["on_offload", "on_reload", "on_report", "register"]
 
 
-def on_offload(callback: Callable[[], object], *, name: str = "") -> Callable[[], None]:
+def on_offload(
+    callback: Callable[[], object], *, name: str = "", sets: Iterable[str] | str | None = None
+) -> Callable[[], None]:
     """Call something before groups are released: where other libraries' buffers go first.
 
     Local; callbacks run in the order of registration, in the caller's thread (with ``wait=False``
@@ -25,18 +26,24 @@ def on_offload(callback: Callable[[], object], *, name: str = "") -> Callable[[]
     Args:
         callback: what to call.
         name: for messages; by default the callback's own.
+        sets: call it only for offloads of this set, or of one of these; None for all.
 
     Returns:
         A function that takes the callback off again; idempotent.
 
     Raises:
-        InvalidOptionError: the callback cannot be called; nothing was registered.
+        InvalidOptionError: the callback cannot be called, or a set is no name; nothing was
+            registered.
     """
-    return _register(registry.callbacks.offload, _named(callback, name, "on_offload"))
+    return register(registry.callbacks.offload, _entry(callback, name, "on_offload", sets))
 
 
 def on_reload(
-    callback: Callable[[], object], *, name: str = "", before: bool = False
+    callback: Callable[[], object],
+    *,
+    name: str = "",
+    before: bool = False,
+    sets: Iterable[str] | str | None = None,
 ) -> Callable[[], None]:
     """Call something after all groups are live again on all ranks, or before any is rebuilt.
 
@@ -48,15 +55,17 @@ def on_reload(
         callback: what to call.
         name: for messages; by default the callback's own.
         before: call it before anything is rebuilt: if it raises, the groups stay offloaded.
+        sets: call it only for reloads of this set, or of one of these; None for all.
 
     Returns:
         A function that takes the callback off again; idempotent.
 
     Raises:
-        InvalidOptionError: the callback cannot be called; nothing was registered.
+        InvalidOptionError: the callback cannot be called, or a set is no name; nothing was
+            registered.
     """
     callbacks = registry.callbacks.before_reload if before else registry.callbacks.reload
-    return _register(callbacks, _named(callback, name, "on_reload"))
+    return register(callbacks, _entry(callback, name, "on_reload", sets))
 
 
 def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
@@ -70,19 +79,27 @@ def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
     Raises:
         InvalidOptionError: the callback cannot be called; nothing was registered.
     """
-    _named(callback, "", "on_report")
-    return _register(registry.callbacks.report, callback)
+    _check(callback, "on_report")
+    return register(registry.callbacks.report, callback)
 
 
-def _named(callback: Callback, name: str, where: str) -> tuple[str, Callback]:
+def _check(callback: object, where: str) -> None:
     if not callable(callback):
         raise InvalidOptionError(
             f"{where}({callback!r}): it cannot be called; nothing was registered. Pass a function."
         )
-    return name or getattr(callback, "__qualname__", repr(callback)), callback
 
 
-def _register(callbacks: list[Any], entry: Any) -> Callable[[], None]:
+def _entry(
+    callback: Callable[[], object], name: str, where: str, sets: Iterable[str] | str | None
+) -> Callback:
+    _check(callback, where)
+    chosen = Chosen.of([sets] if isinstance(sets, str) else sets or (), where)
+    return Callback(name or getattr(callback, "__qualname__", repr(callback)), callback, chosen)
+
+
+def register(callbacks: list[Any], entry: Any) -> Callable[[], None]:
+    """Add an entry to a list of callbacks, and return what takes it off again. Local."""
     callbacks.append(entry)
 
     def remove() -> None:

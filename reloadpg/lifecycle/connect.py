@@ -11,18 +11,21 @@ communicators are started in one order, one group after the other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, cast, get_args
 
 import torch
 from torch._C._distributed_c10d import Backend as CppBackend
 from torch.distributed import ProcessGroup
 
-from ..c10d import devices
-from ..errors import InvalidOptionError, RebuildError
+from ..c10d import devices, is_connected, raise_for_aborted
+from ..errors import InvalidOptionError, PeerFailedError, RebuildError
 from ..groups.proxy import ReloadableProcessGroup
+from ..rendezvous.worker_thread import Task
 
 __all__ = [
     "Connect",
+    "await_device",
     "check_group",
     "connect_group",
     "connects_alone",
@@ -61,9 +64,14 @@ def connects_alone(group: ReloadableProcessGroup) -> bool:
 
 
 def connect_group(group: ReloadableProcessGroup) -> None:
-    """Connect the communicator of a live group, without a kernel. Collective, blocking."""
+    """Connect the communicator of a live group, without a kernel. Collective, blocking, idempotent.
+
+    Torch has connected a group that is bound to a device when it created it.
+    """
     device = _device(group)
-    cast(Any, group._get_backend(device)).eager_connect_single_device(device)
+    backend = cast(Any, group._get_backend(device))
+    if not is_connected(backend):
+        backend.eager_connect_single_device(device)
 
 
 def check_group(group: ReloadableProcessGroup, how: Connect) -> None:
@@ -91,7 +99,37 @@ def sum_ranks(group: ProcessGroup, device: torch.device) -> tuple[list[int], lis
     tensor = torch.tensor([1, rank + 1], dtype=torch.int64, device=device)
     group.allreduce([tensor]).wait()
     devices.synchronize()
+    raise_for_aborted()
     return tensor.tolist(), [size, size * (size + 1) // 2]
+
+
+def await_device(recovery_requested: Callable[[], bool]) -> None:
+    """Wait until this rank's device is idle, and raise if its results are wrong. Blocking.
+
+    A collective whose peer has aborted its communicator stays on the device until its own timeout,
+    so the wait ends early if another rank has requested a recovery.
+
+    Args:
+        recovery_requested: asked every 100 ms.
+
+    Raises:
+        PeerFailedError: another rank has requested a recovery.
+        DistBackendError: see :func:`c10d.raise_for_aborted`.
+    """
+    task = Task(devices.synchronize, "device")
+    while not task.wait(_ASK_S):
+        if recovery_requested():
+            raise PeerFailedError(
+                "another rank has requested a recovery while this rank's device was busy. Call "
+                "reloadpg.recover() and repeat the step.",
+                rank=-1,
+                phase="step",
+            )
+    task.result()
+    raise_for_aborted()
+
+
+_ASK_S = 0.1
 
 
 def _device(group: ReloadableProcessGroup) -> torch.device:

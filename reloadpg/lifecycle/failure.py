@@ -1,8 +1,9 @@
-"""The end of an operation that did not complete: all ranks end it alike."""
+"""The run of an operation to its end. If it does not complete, all ranks end it alike."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 
 from ..groups.proxy import GroupState
@@ -10,8 +11,9 @@ from ..groups.registry import Job, Unfinished
 from ..rendezvous.worker_thread import Wait
 from .operation import TOUCHING, Operation
 from .recreate import abort
+from .report import Report
 
-__all__ = ["await_unfinished", "end_early"]
+__all__ = ["await_unfinished", "perform"]
 
 logger = logging.getLogger("reloadpg")
 
@@ -25,19 +27,43 @@ _UNFINISHED_S = 10.0
 """Seconds that an operation waits for what an earlier one that failed is still destroying."""
 
 
-def end_early(op: Operation, error: BaseException) -> None:
+def perform(op: Operation, body: Callable[[Operation, Job], object]) -> Report:
+    """Begin an operation, do what it consists of, and end it, complete or not. Collective.
+
+    Args:
+        op: the operation; one that has begun already goes on.
+        body: commits with :meth:`Operation.complete`, or raises. Not called without a job.
+    """
+    try:
+        op.begin()
+        if op.job is not None:
+            body(op, op.job)
+    except BaseException as error:
+        _end_early(op, error)
+        raise
+    finally:
+        try:
+            op.release()
+        finally:
+            # Python handles signals between the calls of functions: none comes before this.
+            op.is_running = False
+            op.publish()
+    return op.report
+
+
+def _end_early(op: Operation, error: BaseException) -> None:
     """Make all ranks end an operation alike: complete, untouched, or failed. Local, bounded.
 
-    The error is told to the other ranks. Where the round ended decides what this rank does: it may
-    have been interrupted after the last rank had arrived at a barrier, so that the others are in
-    the next phase by now, or done.
+    The other ranks are notified of the error. Where the round ended decides what this rank does: it
+    may have been interrupted after the last rank had arrived at a barrier, so that the others are
+    in the next phase by now, or done.
     """
     job = op.job
     if job is None or not op.opened:
         return
     op.activity = f"ending it after {type(error).__name__}"
-    # A second interrupt meanwhile only makes it try again: a rank that does not know how the round
-    # ended would leave its groups in another state than the others, for good.
+    # After a second interrupt it tries again: a rank that does not know how the round ended would
+    # leave its groups in another state than the others.
     for _ in range(_TRIES):
         with suppress(BaseException):
             op.round.fail(error)
@@ -48,15 +74,18 @@ def end_early(op: Operation, error: BaseException) -> None:
             if phase is None:
                 op.complete()
             elif phase in TOUCHING or op.name == "recover":
-                _leave_failed(op, job, error)
+                _leave_failed(op, job, phase, error)
             break
     op.fail(error)
 
 
-def _leave_failed(op: Operation, job: Job, error: BaseException) -> None:
-    """Leave every group of the job failed: the other ranks do the same. Idempotent."""
+def _leave_failed(op: Operation, job: Job, phase: str, error: BaseException) -> None:
+    """Leave every group of the operation failed: the other ranks do the same. Idempotent."""
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    job.offloaded = True
+    op.mark_offloaded()
+    if phase in ("suspended", "resumed"):
+        job.suspend_obstacle = f"an earlier {op.name} failed in its phase {phase!r}: {reason}"
+        op.record.warnings = ["the job recreates its groups from now on, and suspends none"]
     if job.creation_stores is not None:
         job.creation_stores = job.creation_stores.replaced()
     # Some ranks had rebuilt a group and others had not yet: left at different generations, the
@@ -67,8 +96,9 @@ def _leave_failed(op: Operation, job: Job, error: BaseException) -> None:
     while op.round.unfinished:
         index, task = op.round.unfinished.pop()
         job.unfinished.append(Unfinished(op.current(index), task, creates))
-    aborts = abort(list(reversed(op.groups)), GroupState.FAILED, reason, op.releases)
-    job.unfinished += aborts  # before any wait: an interrupt here must not lose them
+    # A recovery replaces all backends: some ranks may have the new ones by now, and others not.
+    groups, whole = list(reversed(op.groups)), op.name == "recover"
+    aborts = abort(job, groups, GroupState.FAILED, reason, whole=whole)
     end = Wait(op.name, _ABORT_S)
     for one in aborts:
         one.task.wait(end.left)
@@ -77,15 +107,12 @@ def _leave_failed(op: Operation, job: Job, error: BaseException) -> None:
             logger.error("%s: after %g s, %s; its memory is not free", op.name, _ABORT_S, one)
 
 
-def await_unfinished(op: Operation) -> None:
+def await_unfinished(op: Operation, job: Job) -> None:
     """Wait for communicators that failed operations are still destroying. Bounded.
 
     A call in C++ may never end, and must not keep the job from going on: the report then says that
     its memory is not free.
     """
-    job = op.job
-    if job is None:
-        return
     job.unfinished = [one for one in job.unfinished if not one.task.ended]
     destroying = [one for one in job.unfinished if not one.creates]
     end = Wait(op.name, min(_UNFINISHED_S, op.round.seconds / 2))

@@ -6,7 +6,8 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -25,7 +26,7 @@ from ..groups.patches import Patches
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection, StrategyPolicy
 from ..groups.wrappers import manage_world
-from .operation import settings_of
+from .variables import options_of, set_log_level
 
 __all__ = ["Installation", "install", "install_by_environment", "is_installed", "uninstall"]
 
@@ -66,10 +67,11 @@ def install(
     backends: Iterable[str] | str | None = None,
     min_size: int = 2,
     world: bool = True,
-    strategy: str | StrategyPolicy = "recreate",
-    timeout: timedelta | float = timedelta(minutes=5),
+    strategy: str | StrategyPolicy | None = None,
+    timeout: timedelta | float | None = None,
     parallelism: int = Options.parallelism,
-    exclude: Iterable[str] | str = (),
+    exclude: Iterable[str] | str | None = None,
+    sets: Mapping[str | None, Iterable[str] | str | None] | None = None,
     recoverable: bool = False,
 ) -> Installation:
     """Make process groups reloadable from now on.
@@ -78,28 +80,40 @@ def install(
     stay as they are, except the default group, which is taken over. Idempotent for equal options;
     without options also where the environment installed first (``RELOADPG_AUTOINSTALL``).
 
+    An option that is None is taken from ``RELOADPG_BACKENDS``, ``RELOADPG_EXCLUDE``,
+    ``RELOADPG_STRATEGY`` or ``RELOADPG_TIMEOUT_S`` where that variable is set; otherwise the
+    default below counts. ``RELOADPG_LOG_LEVEL`` sets the level of the logger ``reloadpg``.
+
     Args:
         backends: names of the backends whose groups become reloadable; None means all that serve
             an accelerator. ``{"gloo"}`` makes gloo groups reloadable, for tests without a GPU.
         min_size: groups of fewer members are left as torch makes them.
         world: whether the default group becomes reloadable too.
-        strategy: how communicators are released: ``recreate`` (destroyed and built again),
-            ``suspend`` (kept, their memory given back; NCCL 2.29.7 and later), ``auto`` (decided
-            for each group), or a :class:`StrategyPolicy` with more to say.
+        strategy: how communicators are released: ``recreate`` (the default: destroyed and rebuilt),
+            ``suspend`` (kept, their memory given back; NCCL 2.29.7 and later; a group that cannot
+            be suspended is recreated), or a :class:`StrategyPolicy` for single groups.
         timeout: how long ``offload`` and ``reload`` wait for other ranks, and for a group's own
-            communicator, while no rank makes progress; at most a year. A number is in seconds.
-            Time in which this process was stopped does not count.
+            communicator, while no rank makes progress; 5 minutes by default, at most a year. A
+            number is in seconds. Time in which this process was stopped does not count.
         parallelism: how many groups a rank releases, or creates and connects in a reload, side by
             side; 1 for one after the other. Equal on all ranks. Each creating thread has a store
             client of its own, so in jobs of more than 2,048 ranks fewer create.
         exclude: a pattern (``fnmatch``), or several, of the description or name of groups that
             are left as torch makes them, for example ``"*_SERVICE"``. The name and description
             at their creation count. Equal on all ranks.
-        recoverable: whether to see to it that a fault of an NCCL communicator reaches the program,
-            which can then call :func:`recover`, instead of ending the process: sets variables such
-            as ``TORCH_NCCL_BLOCKING_WAIT`` that are unset, until :func:`uninstall`. With them, each
-            ``wait()`` of a collective blocks the process until it is done. Each process leaves a
-            mark in the job's store, by which one that replaces it knows it (:func:`rejoin`).
+        sets: for each set of groups a pattern (``fnmatch``), or several, of the modules that create
+            its groups, for example ``{"engine": "vllm.*"}``. The module of the function that called
+            torch counts, or else the nearest of its callers that any pattern matches. Groups that
+            no rule and no :class:`region` puts into a set belong to ``"trainer"``, and so does the
+            default group. The patterns under the key None are those of groups that are left as
+            torch makes them; so are all groups of a set that is mapped to None. Equal on all ranks.
+        recoverable: make a fault of an NCCL communicator reach the program, which can then call
+            :func:`recover`, instead of ending the process. Sets variables that are unset, such as
+            ``TORCH_NCCL_ASYNC_ERROR_HANDLING=2`` (also in place of torchrun's default of 1), until
+            :func:`uninstall`. With them, a collective that fails or times out is aborted and
+            leaves wrong values without an error; :func:`retrying` and :func:`offload` detect it.
+            Each process leaves a mark in the job's store, by which one that replaces it knows it
+            (:func:`rejoin`).
 
     Returns:
         A handle; as a context manager it uninstalls at the end of the block.
@@ -110,25 +124,50 @@ def install(
             otherwise, or NCCL groups exist that were created without.
         PatchConflictError: installed already with other options.
     """
-    selection = Selection.of(backends, min_size, world, exclude)
-    return _install(
-        _options(selection, strategy, timeout, parallelism, recoverable), by_environment=False
-    )
+    options = _resolved(backends, min_size, world, strategy, timeout, parallelism, exclude, sets)
+    return _install(replace(options, recoverable=recoverable), by_environment=False)
 
 
-def install_by_environment(
-    *, backends: Iterable[str] | None = None, exclude: Iterable[str] = (), **options: Any
-) -> Installation:
+def install_by_environment() -> Installation:
     """Install with what the environment says: :func:`install` at the end of ``import torch``.
 
-    Local; idempotent. ``backends`` may have names that are registered with torch later; one that
-    still is not when the default group is created is warned of.
+    Local; idempotent. ``RELOADPG_BACKENDS`` may have names that are registered with torch later;
+    one that still is not when the default group is created is warned of.
 
     Raises:
         InvalidOptionError, PatchConflictError: as for :func:`install`.
     """
-    selection = Selection.of(backends, 2, True, exclude, registered_later=True)
-    return _install(_options(selection, **options), by_environment=True)
+    return _install(_resolved(), by_environment=True)
+
+
+def _resolved(
+    backends: Iterable[str] | str | None = None,
+    min_size: int = 2,
+    world: bool = True,
+    strategy: str | StrategyPolicy | None = None,
+    timeout: timedelta | float | None = None,
+    parallelism: int = Options.parallelism,
+    exclude: Iterable[str] | str | None = None,
+    sets: Mapping[str | None, Iterable[str] | str | None] | None = None,
+) -> Options:
+    """The options that are given, or else the environment's."""
+    set_log_level(os.environ)
+    said = options_of(os.environ)
+    given = {"strategy": strategy, "timeout": timeout}
+    selection = Selection.of(
+        said.get("backends") if backends is None else backends,
+        min_size,
+        world,
+        said.get("exclude", ()) if exclude is None else exclude,
+        sets,
+        registered_later=backends is None,
+    )
+    chosen: dict[str, Any] = {
+        name: said[name] if value is None else value
+        for name, value in given.items()
+        if value is not None or name in said
+    }
+    return _options(selection, **chosen, parallelism=parallelism)
 
 
 def _options(
@@ -136,7 +175,6 @@ def _options(
     strategy: str | StrategyPolicy = "recreate",
     timeout: timedelta | float = timedelta(minutes=5),
     parallelism: int = Options.parallelism,
-    recoverable: bool = False,
 ) -> Options:
     if isinstance(parallelism, bool) or not isinstance(parallelism, int) or parallelism < 1:
         raise InvalidOptionError(
@@ -148,7 +186,6 @@ def _options(
         StrategyPolicy.of(strategy),
         as_timedelta(timeout, "timeout", "nothing was installed"),
         parallelism,
-        recoverable,
     )
 
 
@@ -174,7 +211,7 @@ def _install(options: Options, *, by_environment: bool) -> Installation:
         registry.options, registry.patches = options, patches
         registry.by_environment = by_environment
         registry.variables = variables
-        os.environ.update(variables)
+        os.environ.update({name: value for name, (value, _) in variables.items()})
         try:
             manage_world(None)
         except BaseException:
@@ -193,10 +230,10 @@ _BY_ENVIRONMENT = "RELOADPG_AUTOINSTALL installed at import torch, with the envi
 
 def _differences(given: Options, in_place: Options) -> str:
     """The options that differ: what is given, and what is in place."""
-    before = settings_of(in_place)
+    before = in_place.settings()
     return ", ".join(
         f"{name}={value!r} (in place: {before[name]!r})"
-        for name, value in settings_of(given).items()
+        for name, value in given.settings().items()
         if value != before[name]
     )
 
@@ -204,17 +241,22 @@ def _differences(given: Options, in_place: Options) -> str:
 def uninstall() -> None:
     """Put torch's own functions back at every name. Local; idempotent.
 
-    Groups made meanwhile stay valid objects and go on working, but are not offloaded any more
+    Groups made while it was installed stay valid and keep working, but are not offloaded any more
     until the library is installed again.
 
     Raises:
-        PatchConflictError: somebody has put a wrapper over ours, or groups are offloaded; nothing
-            was changed.
+        PatchConflictError: somebody has put a wrapper over ours, groups are offloaded, or an
+            operation is running; nothing was changed.
     """
     with registry.lock:
         patches = registry.patches
         if patches is None:
             return
+        if registry.busy:
+            raise PatchConflictError(
+                "uninstall: an operation is running in this process. Nothing was changed. Call it "
+                "when that has ended; after one with wait=False, when result() has returned."
+            )
         foreign = patches.foreign()
         if foreign:
             raise PatchConflictError(
@@ -241,10 +283,10 @@ def is_installed() -> bool:
     return registry.patches is not None
 
 
-def _recovery_variables(options: Options) -> dict[str, str]:
-    """Return the variables to set, or refuse."""
+def _recovery_variables(options: Options) -> dict[str, tuple[str, str | None]]:
+    """Return the variables to set, each with what it was before; or refuse."""
     missing, obstacles = c10d.recovery_settings(os.environ, options.timeout.total_seconds())
-    if obstacles:
+    if obstacles and c10d.nccl_is_concerned(options.selection.backends):
         raise InvalidOptionError(
             f"install(recoverable=True): {'; '.join(obstacles)}. Nothing was installed."
         )
@@ -260,14 +302,21 @@ def _recovery_variables(options: Options) -> dict[str, str]:
             f"without {names}; nothing was installed. Install earlier, or set these variables "
             "before the process starts."
         )
-    return missing
+    variables = {name: (value, os.environ.get(name)) for name, value in missing.items()}
+    for name, (value, before) in variables.items():
+        if before:
+            logger.info("install(recoverable=True): %s=%s, not torchrun's %s", name, value, before)
+    return variables
 
 
 def _unset_variables() -> None:
     variables, registry.variables = registry.variables, {}
-    for name, value in variables.items():
+    for name, (value, before) in variables.items():
         if os.environ.get(name) == value:
-            del os.environ[name]
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
 
 
 def _tell_of_installation() -> None:

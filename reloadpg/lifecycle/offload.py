@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
-import sys
-import time
 import warnings
 from functools import partial
 from typing import Literal, overload
 
 from .. import c10d
 from ..c10d import devices, release_cautions
-from ..groups.proxy import GroupState, ReloadableProcessGroup
-from ..groups.registry import registry
-from .failure import await_unfinished, end_early
-from .operation import Operation, why_nothing
+from ..groups.proxy import ReloadableProcessGroup
+from ..groups.registry import Job, registry
+from ..groups.sets import ALL, Chosen
+from .failure import await_unfinished, perform
+from .operation import Operation
 from .pending import Pending
-from .recreate import abort
+from .record import why_nothing
+from .recreate import Releases
 from .report import Report
+from .strategy import bytes_kept
 from .suspend import suspend
 
-__all__ = ["offload"]
+__all__ = ["offload", "release"]
 
 
 @overload
-def offload(*, collect: bool = ..., wait: Literal[True] = True) -> Report: ...
+def offload(*sets: str, collect: bool = ..., wait: Literal[True] = True) -> Report: ...
 @overload
-def offload(*, collect: bool = ..., wait: Literal[False]) -> Pending: ...
+def offload(*sets: str, collect: bool = ..., wait: Literal[False]) -> Pending: ...
 @overload
-def offload(*, collect: bool = ..., wait: bool) -> Report | Pending: ...
-def offload(*, collect: bool = False, wait: bool = True) -> Report | Pending:
-    """Release the communicators of all reloadable groups of this job.
+def offload(*sets: str, collect: bool = ..., wait: bool) -> Report | Pending: ...
+def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pending:
+    """Release the communicators of all reloadable groups of this job, or of some sets of them.
 
     Collective over all ranks of the job; blocking, each wait bounded by the ``timeout`` given to
     ``install``; idempotent (with everything offloaded already it only waits for the other ranks).
@@ -47,10 +48,12 @@ def offload(*, collect: bool = False, wait: bool = True) -> Report | Pending:
     group is reloadable it releases nothing, and warns of that once a process, with the reason.
 
     If it fails before the first group is touched, everything stays as it was; if it fails later,
-    every group of the job is without a communicator and in state ``failed``, on all ranks alike,
-    and :func:`reload` rebuilds them all.
+    every group of these sets is without a communicator and in state ``failed``, on all ranks alike,
+    and :func:`reload` rebuilds them all. Groups of other sets stay as they are in either case.
 
     Args:
+        sets: the sets to offload, such as ``"engine"``; none for all. Every rank of the job makes
+            the same call, also one that is in no group of the set.
         collect: also run a full garbage collection, for communicators that are held by cycles
             in the caller's code. It costs tens to hundreds of milliseconds in a large process.
         wait: False returns at once, and the offload goes on in a thread of its own: see
@@ -63,68 +66,84 @@ def offload(*, collect: bool = False, wait: bool = True) -> Report | Pending:
 
     Raises:
         NotInstalledError: ``install`` was not called.
+        InvalidOptionError: a set is no name; nothing was changed.
         DisagreementError: the ranks do not ask for the same; nothing was changed.
         RendezvousTimeoutError: ranks are missing; it names them.
         PeerFailedError: another rank failed; it names it.
         ReleaseError: a group could not be released on this rank.
+        torch.distributed.DistBackendError: a collective was aborted on this rank, and its results
+            are wrong; nothing was changed. Call :func:`recover`.
     """
-    op = Operation("offload", sys._getframe())
-    return _offload(op, collect) if wait else Pending(op, partial(_offload, collect=collect))
+    op = Operation("offload", Chosen.of(sets, "offload"))
+    return release(op, collect) if wait else Pending(op, partial(release, collect=collect))
 
 
-def _offload(op: Operation, collect: bool) -> Report:
-    try:
-        job = op.job
-        if job is None:
-            return op.report
-        await_unfinished(op)
-        live = [group for group in reversed(op.groups) if group.is_live]
-        proposals, subjects = op.strategy.propose(live)
-        op.strategy.decide(live, op.agree(proposals, subjects))
-        if live or not op.was_offloaded:  # groups made while offloaded are released by another call
-            _await_saves(op, live)
-            op.call(registry.callbacks.offload)
-            live = [group for group in live if group.is_live]  # a callback may destroy its own
-        with op.timed("device"):
-            op.do("quiesced", devices.synchronize, "synchronizing the accelerator")
-            if job.creation_stores is not None:  # so that the reload need not connect
-                connect = partial(job.creation_stores.connect, min(op.creators, len(op.groups)))
-                op.do("quiesced", connect, "connecting to the store")
-        op.barrier("quiesced")
-        # From here on groups are touched: the operation completes, or leaves them all failed.
-        recreated = [group for group in live if group.history.strategy == "recreate"]
-        kept = [group for group in live if group.history.strategy != "recreate"]
-        if any(
-            one.startswith("nccl") for g in recreated for one in g.construction.released.values()
-        ):
-            op.warnings += release_cautions()
-        if op.may_suspend and op.each_or_fall_back("suspended", kept, suspend):
-            begun = time.perf_counter()
-            op.await_aborts("released", abort(kept, GroupState.OFFLOADED))
-            op.note_together(kept, begun)
-        op.each("released", recreated, op.releases.release)
-        if collect:
-            with op.timed("collect"):
-                gc.collect()
-        op.measure("released")
-        op.barrier("released")
-        suspended = [group for group in kept if group.history.strategy == "suspend"]
-        if suspended:
-            op.strategy.learn(suspended, *op.memory_change("device", "suspended"))
-        op.complete("" if live else "no live reloadable group")
-    except BaseException as error:
-        end_early(op, error)
-        raise
-    finally:
-        op.close()
-    if not op.groups and "nothing to release" not in registry.warned:
+def release(op: Operation, collect: bool = False) -> Report:
+    """Perform an offload to its end; see :func:`offload`."""
+    report = perform(op, partial(_release, collect=collect))
+    if (
+        op.job is not None
+        and op.chosen == ALL
+        and not op.groups
+        and "nothing to release" not in registry.warned
+    ):
         registry.warned.add("nothing to release")
         for text in why_nothing(op.options):
             warnings.warn(f"reloadpg.offload(): {text}", stacklevel=3)
-    return op.report
+    return report
 
 
-def _await_saves(op: Operation, live: list[ReloadableProcessGroup]) -> None:
+def _release(op: Operation, job: Job, collect: bool) -> None:
+    await_unfinished(op, job)
+    live = [group for group in reversed(op.groups) if group.is_live]
+    # What can fail is done before a barrier after which no group is touched yet. Without
+    # callbacks that is the first one.
+    calls = bool(op.due(registry.callbacks.offload)) or op.may_suspend
+    if not calls:
+        _quiesce(op, job, "enter", live)
+    proposals, subjects = op.strategy.propose(live)
+    proposed = op.agree(proposals, subjects, extends=calls)
+    op.record.warnings += op.strategy.decide(live, proposed)
+    if live or not op.was_offloaded:  # groups made while offloaded are released by another call
+        op.call(registry.callbacks.offload)
+        live = [group for group in live if group.is_live]  # a callback may destroy its own
+    if calls:
+        _quiesce(op, job, "quiesced", live)
+    op.barrier("quiesced")
+    # From here on groups are touched: the operation completes, or leaves them all failed.
+    recreated = [group for group in live if group.history.strategy == "recreate"]
+    kept = [group for group in live if group.history.strategy != "recreate"]
+    if any(one.startswith("nccl") for g in recreated for one in g.construction.released.values()):
+        op.record.warnings += release_cautions()
+    if op.may_suspend:
+        op.each("suspended", kept, suspend)
+        op.barrier("suspended")
+        op.record.measure("suspended")
+    releases = Releases(job)
+    op.each("released", recreated, releases.release)
+    if collect:
+        with op.record.timed("collect"):
+            gc.collect()
+    op.record.measure("released")
+    op.barrier("released")
+    op.record.warnings += releases.held()
+    op.record.warnings += bytes_kept([g for g in kept if g.history.strategy == "suspend"])
+    op.complete("" if live else "no live reloadable group")
+
+
+def _quiesce(op: Operation, job: Job, phase: str, live: list[ReloadableProcessGroup]) -> None:
+    """Wait for what uses the groups on this rank, and prepare the reload. Bounded."""
+    stores = job.creation_stores
+    _await_saves(op, phase, live)
+    with op.record.timed("device"):
+        op.do(phase, devices.synchronize, "synchronizing the accelerator")
+        c10d.raise_for_aborted()  # which the release of their communicators would hide
+        if stores is not None:  # so that the reload need not connect
+            connect = partial(stores.connect, min(op.creators, len(op.groups)))
+            op.do(phase, connect, "connecting to the store")
+
+
+def _await_saves(op: Operation, phase: str, live: list[ReloadableProcessGroup]) -> None:
     """Wait for asynchronous checkpoints of this rank that use these groups. Bounded.
 
     They coordinate on the CPU's backend: a group that keeps it does not disturb them.
@@ -135,5 +154,5 @@ def _await_saves(op: Operation, live: list[ReloadableProcessGroup]) -> None:
         names = ", ".join(save.checkpoint for save in saves)
         doing = f"waiting for an asynchronous checkpoint that is still being saved: {names}"
         futures = [save.future for save in saves]
-        with op.timed("checkpoint"):
-            op.do("quiesced", partial(concurrent.futures.wait, futures), doing)
+        with op.record.timed("checkpoint"):
+            op.do(phase, partial(concurrent.futures.wait, futures), doing)

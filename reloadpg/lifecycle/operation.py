@@ -1,41 +1,34 @@
-"""One offload or reload on this rank: its groups, its barriers, its steps, its report."""
+"""One offload, reload or recovery on this rank: a transaction over its groups.
+
+It is begun (no other one can begin in this process), opened (its barriers are known), and either
+committed by :meth:`Operation.complete`, or left to ``failure``, which leaves all groups failed or
+as they were, on all ranks alike.
+"""
 
 from __future__ import annotations
 
-import logging
-import re
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
-from types import FrameType
-from typing import Any, NamedTuple
 
-from torch._C._distributed_c10d import Store
-from torch.distributed import ProcessGroup
-
-from .. import c10d
-from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError, counted
+from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError, did_you_mean
 from ..groups.creation import HANDED_OVER
 from ..groups.offloaded import UnderWay
 from ..groups.proxy import GroupState, ReloadableProcessGroup
-from ..groups.registry import Job, Options, Unfinished, registry
-from ..rendezvous.outcome import Outcome
+from ..groups.registry import Callback, Job, Options, registry
+from ..groups.sets import ALL, TRAINER, Chosen
 from ..rendezvous.plan import GroupPlan, Plan, Proposal
 from ..rendezvous.round import Round
 from ..rendezvous.store_client import StorePool
-from ..rendezvous.worker_thread import Attempt, Wait
-from . import memory
-from .recreate import Releases, spent_keys
-from .report import Fault, GroupReport, OperationStatus, Report, Span
+from ..rendezvous.worker_thread import Attempt
+from .record import Record, Took, publish
+from .report import OperationStatus, Report
 from .strategy import Strategy
 
-__all__ = ["Operation", "settings_of", "why_nothing"]
-
-logger = logging.getLogger("reloadpg")
+__all__ = ["Operation"]
 
 PHASES = {
     "offload": ("enter", "quiesced", "suspended", "released"),
@@ -45,129 +38,149 @@ PHASES = {
 SUSPENDING = ("suspended", "room", "resumed")
 """The phases of jobs that may suspend groups; others do without."""
 
+OPTIONAL = {"offload": ("quiesced",), "reload": ("rebuilt",)}
+"""The phases that are left out where no rank has callbacks and the job may not suspend groups."""
+
 TOUCHING = ("suspended", "released", "resumed", "agreed", "rebuilt", "done")
 """The phases in which groups are touched: a round that ends there leaves them failed."""
 
 Action = Callable[[ReloadableProcessGroup, Attempt, int], object]
 
 
-class Took(NamedTuple):
-    """The time that one group took: when it began (``time.perf_counter()``), and how long."""
-
-    group: ReloadableProcessGroup
-    begun: float
-    ms: float
-
-
 class Operation:
-    """One lifecycle operation on this rank, from its first barrier to its report.
+    """One lifecycle operation on this rank.
 
     Args:
         name: ``offload``, ``reload`` or ``recover``.
-        frame: of the function that runs it.
+        chosen: the sets that it is called for.
 
     Attributes:
+        is_running: whether this operation is the one that runs in this process: see
+            :meth:`Registry.begin`.
         job: the job; None if torch.distributed is not initialised.
-        groups: the managed groups, in the order that all ranks share.
+        concerned: those of the chosen sets that it has something to do for.
+        groups: their managed groups, in the order that all ranks share.
+        opened: whether its barriers are known.
         round: the barriers to reach.
         strategy: what is done with each group.
+        record: times, memory and warnings, for the report.
         activity: what this rank is doing, other than with groups, in words.
-        releases: the communicators that are destroyed.
-        warnings: for the report.
-        done: what was done, group by group.
-        faults: of a recovery, what ranks brought to it.
-        replaced: of a recovery, the ranks that came to it with a new process.
-        was_offloaded: whether the groups were offloaded when it began.
+        was_offloaded: whether these sets were offloaded when it began.
         generations: of each group when it began.
+        all_replaced: of a recovery, the ranks that were replaced since the last complete step.
+        position: where this rank is in the loops of ``retrying`` once this is complete.
         generation: the job's generation once this operation is complete.
         report: what was done on this rank; there once the operation has ended.
 
     Raises:
         NotInstalledError: nothing is installed.
-        ReloadpgError: another operation runs, or the groups are a parent process's.
     """
 
-    def __init__(self, name: str, frame: FrameType) -> None:
-        self.name = name
-        self.started = time.perf_counter()
-        self.started_at = time.time()
+    def __init__(self, name: str, chosen: Chosen = ALL) -> None:
         if registry.options is None:
             raise NotInstalledError(
                 f"{name}() was called and nothing is installed; nothing was changed. Call "
                 "reloadpg.install() before the process groups are created."
             )
+        self.name = name
         self.options: Options = registry.options
+        self.chosen = self.concerned = chosen
+        self.record = Record(name, str(chosen))
         self.report = Report(name, False, 0, note="torch.distributed is not initialized")
-        self.warnings: list[str] = []
-        self.done: list[GroupReport] = []
-        self.faults: tuple[Fault, ...] = ()
-        self.replaced: tuple[int, ...] = ()
-        self.releases = Releases()
-        self._spans: list[Span] = []
-        self._memory: dict[str, dict[str, int]] = {}
-        self._moments: dict[str, float] = {}
-        self._current: dict[int, str] = {}
-        self._took: list[Took] = []
-        self._to_do = 0
-        self._completed = False
-        self._reserved: list[ReloadableProcessGroup] = []
+        self.groups: list[ReloadableProcessGroup] = []
         self.activity = ""
         self.opened = False
         self.job: Job | None = None
-        registry.begin(name, frame, _progress_of(weakref.ref(self)))
-        self.job = registry.job(name)
-        if self.job is not None:
-            self._open(self.job)
+        self.is_running = False
+        self._completed = False
+        self._current: dict[int, str] = {}
+        self._took: list[Took] = []
+        self._to_do = 0
+        self._reserved: list[ReloadableProcessGroup] = []
 
-    def _open(self, job: Job) -> None:
-        phases = [p for p in PHASES[self.name] if self.may_suspend or p not in SUSPENDING]
-        if self.name == "reload" and not job.offloaded:
-            phases = phases[:1]  # with nothing offloaded it ends when all ranks agree on that
+    def begin(self) -> None:
+        """Begin, unless that is done; all but a recovery also open their barriers. Local.
+
+        Raises:
+            ReloadpgError: another operation runs, or the groups are a parent process's.
+        """
+        if self.is_running:
+            return
+        self.is_running = True
+        registry.begin(self)
+        job = self.job = registry.job(self.name)
+        if job is None:
+            return
         self.world = job.world
-        self.was_offloaded = job.offloaded
-        self.groups = registry.managed()
+        job.sets.separate(self.chosen)
+        offloads = self.name == "offload"
+        due = job.sets.where(self.chosen, lambda state: state.offloaded != offloads)
+        self.was_offloaded = bool(due) != offloads
+        if self.name == "reload" and due:
+            self.concerned = due
+        self.groups = [g for g in registry.managed() if g.set_name in self.concerned]
+        if offloads:
+            self.concerned = due.joined(group.set_name for group in self.groups if group.is_live)
+        self._before = [(s, s.offloaded, s.cycles) for s in job.sets.separate(self.concerned)]
         self.generations = {group: group.generation for group in self.groups}
-        self.generation = job.generation + (self.name == "reload" and job.offloaded)
+        self.generation = job.generation + (self.name == "reload" and self.was_offloaded)
+        self._cycles = job.cycles + (not self.was_offloaded)
+        self.record.warnings += self._unknown_sets()
+        self.all_replaced, self.position = job.replaced, job.position
         self.strategy = Strategy(self.options.strategy, job)
-        if self.name != "recover":  # that one asks the store for its round
-            self.begin(
-                job, job.rendezvous.open(self.name, phases, self.options.timeout.total_seconds())
-            )
+        if self.name == "recover":  # it asks the store for its round
+            return
+        phases = [p for p in PHASES[self.name] if self.may_suspend or p not in SUSPENDING]
+        if self.name == "reload" and not self.was_offloaded:
+            phases = phases[:1]  # with nothing offloaded it ends when all ranks agree on that
+        optional = () if self.may_suspend else OPTIONAL[self.name]
+        seconds = self.options.timeout.total_seconds()
+        self.open(job.rendezvous.open(self.name, phases, seconds, optional))
 
-    def begin(self, job: Job, round_: Round) -> None:
-        """Begin the round of this operation. Local."""
-        job.round = self.round = round_
-        job.last_error = ""
+    def open(self, round_: Round) -> None:
+        """Open the barriers of this operation. Local."""
+        if self.job is not None:
+            self.job.round, self.job.last_error = round_, ""
+        self.round = round_
         self.opened = True
-        self.measure("before")
+        self.record.measure("before")
         for callback in list(registry.callbacks.begin):
             callback()
+
+    def reserve(self, under_way: UnderWay) -> None:
+        """Let only this operation's threads use the groups that it touches, until it ends."""
+        if self.opened:
+            touched = [g for g in self.groups if self.name == "offload" or not g.is_live]
+            self._reserved += touched
+            for group in touched:
+                group.reserve(under_way)
 
     @property
     def doing(self) -> str:
         """The groups that work is at now, for messages."""
         return ", ".join(self._current.values())
 
+    def current(self, index: int) -> str:
+        """The group that a thread works at, or worked at last, for messages."""
+        return self._current.get(index, self.doing)
+
     def status(self) -> OperationStatus:
         """Return how far this operation is on this rank. Local, from any thread."""
+        begun = self.record.started_at
         if not self.opened:
-            return OperationStatus(self.name, 0, "", False, self.started_at, self.started_at)
+            return OperationStatus(self.name, 0, "", False, begun, begun)
         waiting = self.round.waiting
         return OperationStatus(
             self.name,
             self.round.sequence,
             self.round.phase,
             waiting,
-            self.started_at,
+            begun,
             self.round.since,
             "" if waiting else self.activity or self.doing,
             len(self._took),
             self._to_do,
         )
-
-    def current(self, index: int) -> str:
-        """The group that a thread works at, or worked at last, for messages."""
-        return self._current.get(index, self.doing)
 
     @property
     def may_suspend(self) -> bool:
@@ -185,48 +198,45 @@ class Operation:
         self,
         proposals: Sequence[Proposal] = (),
         subjects: Sequence[str] = (),
+        *,
+        extends: bool = False,
         **settings: str,
     ) -> dict[str, str]:
         """Agree with all ranks on what is about to be done; see :meth:`Round.agree`."""
-        with self.timed("wait.enter", measure=False):
-            return self.round.agree("enter", self._plan(settings), proposals, subjects)
+        plan = self._plan(settings)
+        with self.record.timed("wait.enter", measure=False):
+            return self.round.agree("enter", plan, proposals, subjects, extends=extends)
 
-    def barrier(self, phase: str) -> Outcome:
-        """Wait until all ranks are here; see :meth:`Round.barrier`."""
-        with self.timed(f"wait.{phase}", measure=False):
-            return self.round.barrier(phase)
+    def barrier(self, phase: str) -> None:
+        """Wait until all ranks are here; see :meth:`Round.barrier`.
+
+        One of the optional barriers that no rank has asked for is passed at once.
+        """
+        if phase not in OPTIONAL.get(self.name, ()) or self.round.phase == phase:
+            with self.record.timed(f"wait.{phase}", measure=False):
+                self.round.barrier(phase)
 
     def _plan(self, settings: dict[str, str]) -> Plan:
-        job = self.job
-        state = "offloaded" if self.was_offloaded else "live"
-        generation = job.generation if job is not None else 0
-        return Plan(
-            self.name,
-            {
-                **{name: str(value) for name, value in settings_of(self.options).items()},
-                "generation": str(generation),
-                "state": state,
-                **settings,
-            },
-            tuple(
-                GroupPlan(
-                    group.group_name,
-                    group.construction.ranks,
-                    group.generation,
-                    self._planned(group),
-                    group.construction.digest,
-                )
-                for group in self.groups
-                if not group.construction.is_handed_over
-            ),
+        """What all ranks must have alike; for a recovery not what they have done with groups."""
+        recovers = self.name == "recover"
+        if self.job is not None and not recovers:
+            sets = {"chosen sets": str(self.chosen), "state": self.job.sets.plan()}
+            settings = {"generation": str(self.job.generation), **sets, **settings}
+        settings |= {name: str(value) for name, value in self.options.settings().items()}
+        groups = tuple(
+            GroupPlan(
+                group.group_name,
+                made.ranks,
+                0 if recovers else group.generation,
+                "recreate" if recovers else self.strategy.planned(group),
+                made.digest,
+                group.set_name,
+            )
+            for group in self.groups
+            if not (made := group.construction).is_handed_over
+            and not (recovers and group.state is GroupState.DESTROYED)
         )
-
-    def _planned(self, group: ReloadableProcessGroup) -> str:
-        if group.state is GroupState.DESTROYED:
-            return "none, it was shut down"
-        if group.is_live:
-            return self.options.strategy.wanted(group.group_name, group.group_desc)
-        return group.history.strategy if group.communicator is not None else "recreate"
+        return Plan(self.name, settings, groups)
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -235,21 +245,13 @@ class Operation:
         with self._activity(doing):
             self.round.run(phase, lambda attempt, index: work(), lambda: doing)
 
-    def await_aborts(self, phase: str, aborts: Sequence[Unfinished]) -> None:
-        """Wait, before a barrier, until communicators are aborted; it goes on if this raises."""
-        names = ", ".join(one.group for one in aborts)
-        if self.job is not None:
-            self.job.unfinished += aborts
-        for_ever = threading.TIMEOUT_MAX
-        self.do(phase, lambda: [one.task.wait(for_ever) for one in aborts], f"aborting {names}")
-
     def each(
         self,
         phase: str,
         groups: Sequence[ReloadableProcessGroup],
         action: Action,
         parallelism: int | None = None,
-    ) -> Outcome | None:
+    ) -> None:
         """Do something with each group, in this order, before a barrier.
 
         With a parallelism of N, each of N threads takes the next group when it has finished one:
@@ -264,9 +266,6 @@ class Operation:
                 number.
             parallelism: of this step; None for that of the installation.
 
-        Returns:
-            None; an outcome ``fall_back`` if another rank has fallen back meanwhile.
-
         Raises:
             ReleaseError, RebuildError: the action failed on this rank; the cause is chained.
         """
@@ -278,13 +277,10 @@ class Operation:
             together = list(part)
             threads = 1 if order == HANDED_OVER[0] else min(most, len(together))
             work = partial(self._work, iter(together), threading.Lock(), action, took)
-            with self.timed("groups", measure=False):
-                outcome = self.round.run(phase, work, lambda: self.doing, threads)
-            if outcome is not None:
-                return outcome
+            with self.record.timed("groups", measure=False):
+                self.round.run(phase, work, lambda: self.doing, threads)
         position = {group: index for index, group in enumerate(groups)}
-        self._note(sorted(took, key=lambda one: position[one.group]))
-        return None
+        self.record.add(sorted(took, key=lambda one: position[one.group]), self.strategy)
 
     def _work(
         self,
@@ -315,36 +311,14 @@ class Operation:
             self._current.pop(index, None)
             self.round.advance()
 
-    def each_or_fall_back(
-        self, phase: str, groups: Sequence[ReloadableProcessGroup], action: Action
-    ) -> str:
-        """Suspend or resume groups and reach a barrier, or fall back, on all ranks alike.
+    def due(self, callbacks: Sequence[Callback]) -> list[Callback]:
+        """Return those that were registered for a set of this operation."""
+        return [one for one in callbacks if self.concerned.overlaps(one.sets)]
 
-        Returns:
-            Empty when it is done; why these groups are recreated instead, on all ranks alike.
-        """
-        try:
-            outcome = self.each(phase, groups, action) or self.barrier(phase)
-        except (ReleaseError, RebuildError) as error:
-            if not self.options.strategy.fallback:
-                raise
-            outcome = self.round.fall_back(phase, error)
-        if outcome.ok:
-            self.measure(phase)
-            return ""
-        logger.warning(
-            "%s: %s recreated instead of suspended: %s",
-            self.name,
-            counted(len(groups), "group"),
-            outcome.text,
-        )
-        self.strategy.fall_back(groups, phase, outcome.text)
-        return outcome.text
-
-    def call(self, callbacks: list[tuple[str, Callable[[], object]]]) -> None:
+    def call(self, callbacks: Sequence[Callback]) -> None:
         """Call what users registered, in the caller's thread; an error names the callback."""
-        with self.timed("callbacks"):
-            for name, callback in list(callbacks):
+        with self.record.timed("callbacks"):
+            for name, callback, _ in self.due(callbacks):
                 try:
                     with self._activity(f"callback {name}"):
                         callback()
@@ -352,30 +326,6 @@ class Operation:
                     raise ReloadpgError(
                         f"{self.name}: callback {name} raised {type(cause).__name__}: {cause}"
                     ) from cause
-
-    def delete_spent_keys(
-        self, groups: Sequence[ReloadableProcessGroup], *, whole: bool = False
-    ) -> None:
-        """Delete the keys that earlier generations of groups left in the job's store. Bounded."""
-        job = self.job
-        spent = [key for group in groups for key in spent_keys(group, self.world, whole=whole)]
-        if job is None or not spent or job.rendezvous.alone:
-            return
-
-        def delete(store: Store) -> None:
-            for key in spent:
-                with suppress(NotImplementedError):
-                    store.delete_key(key)
-
-        with self.timed("store"):
-            job.rendezvous.ask_root(delete, Wait(f"{self.name}, spent keys", self.round.seconds))
-
-    # -- the report -------------------------------------------------------------------------
-
-    def measure(self, moment: str) -> None:
-        """Note what memory is in use."""
-        self._memory[moment] = memory.in_use()
-        self._moments[moment] = (time.perf_counter() - self.started) * 1e3
 
     @contextmanager
     def _activity(self, text: str) -> Iterator[None]:
@@ -386,208 +336,60 @@ class Operation:
         finally:
             self.activity = ""
 
-    @contextmanager
-    def timed(self, phase: str, *, measure: bool = True) -> Iterator[None]:
-        """Note the time spent in this block, and the memory in use after it, as a phase."""
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            start = (begun - self.started) * 1e3
-            self._spans.append(Span(phase, start, (time.perf_counter() - begun) * 1e3))
-            if measure:
-                self.measure(phase)
-
-    def memory_change(self, earlier: str, later: str) -> tuple[int | None, str]:
-        """Bytes that came back between two moments, by the device itself, and who measured it."""
-        source = next(iter(self._memory[earlier]), "")
-        if source not in memory.exact_sources() or source not in self._memory[later]:
-            return None, source
-        return self._memory[earlier][source] - self._memory[later][source], source
-
-    def note_together(self, groups: Sequence[ReloadableProcessGroup], begun: float) -> None:
-        """Put groups whose communicators were aborted together into the report."""
-        each_ms = (time.perf_counter() - begun) * 1e3 / max(1, len(groups))
-        self._note([Took(group, begun, each_ms) for group in groups])
-
-    def _note(self, took: Sequence[Took]) -> None:
-        """Put groups and their milliseconds into the report, and into the groups' histories."""
-        reported = {report.name for report in self.done}
-        for group, begun, ms in took:
-            if group.group_name in reported:  # resumed, and now connected
-                continue
-            history = group.history
-            if self.name == "offload":
-                history.offload_ms = ms
-                history.cycles += 1
-            else:
-                history.reload_ms = ms
-            choice = self.strategy.of(group)
-            self.done.append(
-                GroupReport(
-                    group.group_name,
-                    group.group_desc,
-                    group.construction.backend,
-                    group.size(),
-                    choice.strategy,
-                    ms,
-                    (begun - self.started) * 1e3,
-                    choice.reason,
-                    history.held_bytes,
-                )
-            )
-
-    def _build_report(self, job: Job, note: str = "", error: BaseException | None = None) -> Report:
-        self.measure("after")
-        return Report(
-            self.name,
-            bool(self.done),
-            job.generation,
-            tuple(self.done),
-            tuple(self._spans),
-            (time.perf_counter() - self.started) * 1e3,
-            note,
-            self._memory,
-            (*self.warnings, *self.strategy.warnings, *self._late_warnings(job)),
-            "" if error is None else f"{type(error).__name__}: {error}",
-            self.started_at,
-            self.world.rank(),
-            self.world.size(),
-            tuple(str(one) for one in job.unfinished if not one.task.ended),
-            self._moments,
-            self.faults,
-            self.replaced,
-        )
-
-    def _late_warnings(self, job: Job) -> list[str]:
-        """Say what keeps memory from coming back, as it is at the end."""
-        found = memory.warnings(job.offloaded)
-        for group in self.releases.held():
-            found.append(
-                f"{group}: the object that torch made for it is still referenced, past the "
-                "reloadable group; use what torch.distributed returns after reloadpg.install()"
-            )
-        if self.name == "offload":
-            found += [
-                f"not reloadable, keeps its communicator: {text}"
-                for text in _by_reason(registry.unmanaged())
-            ]
-            if not self.groups:
-                found += why_nothing(self.options)
-        return found + [
-            f"{one}: what it holds is not free" for one in job.unfinished if not one.task.ended
-        ]
-
     # -- the end ----------------------------------------------------------------------------
 
     def complete(self, note: str = "") -> None:
-        """Note that the operation is complete on all ranks. Idempotent."""
+        """Commit: note what holds on all ranks once the operation is complete. Idempotent.
+
+        An interrupt may end it anywhere, and the next call does all of it again: so each value is
+        set, none is changed, and the flag comes last.
+        """
         job = self.job
         if job is None or self._completed:
             return
-        self._completed = True
         if self.name == "offload":
-            job.cycles += not self.was_offloaded
-            job.offloaded = True
+            job.cycles = self._cycles
+            for state, offloaded, cycles in self._before:
+                state.cycles, state.offloaded = cycles + (not offloaded), True
             for group in self.groups:
                 group.clear_failure()
         elif self.was_offloaded:
             job.generation = self.generation
-            job.offloaded = False
+            for state, *_ in self._before:
+                state.generation, state.offloaded = self.generation, False
         if self.name == "recover":
             job.rendezvous.complete_recovery()
-        self.report = self._build_report(job, note)
+            job.replaced = self.all_replaced
+            job.position = max(job.position, self.position)
+        self.report = self.record.report(job, note)
+        self._completed = True
+
+    def mark_offloaded(self) -> None:
+        """Note that the sets of this operation have no communicators from now on. Local."""
+        for state, *_ in self._before:
+            state.offloaded = True
+
+    def _unknown_sets(self) -> list[str]:
+        """Warn of names that are no set on this rank, and are nearly the name of one."""
+        known = {TRAINER, *(name or "" for name, _ in self.options.selection.sets)}
+        known |= {group.set_name for group in registry.managed()}
+        near = {name: did_you_mean(name, known) for name in sorted(self.chosen.names - known)}
+        return [f"no group here is in the set {name}{text}" for name, text in near.items() if text]
 
     def fail(self, error: BaseException) -> None:
         """Note that the operation has ended with an error, on this rank."""
-        job = self.job
-        if job is not None and self.opened:
-            job.last_error = f"{type(error).__name__}: {error}"
-            self.report = self._build_report(job, error=error)
+        if self.job is not None and self.opened:
+            text = self.job.last_error = f"{type(error).__name__}: {error}"
+            self.report = self.record.report(self.job, error=text)
 
-    def reserve(self, under_way: UnderWay) -> None:
-        """Let only this operation's threads use the groups that it touches, until it is closed."""
-        if self.opened:
-            touched = [g for g in self.groups if self.name == "offload" or not g.is_live]
-            self._reserved += touched
-            for group in touched:
-                group.reserve(under_way)
-
-    def close(self) -> None:
-        """Let other operations begin, and hand the report to those who asked for it."""
+    def release(self) -> None:
+        """Let other threads use the groups, and end what waits for this operation's end."""
         for group in self._reserved:
             group.reserve(None)
         if self.opened:
             self.round.told.set()
-        registry.end()
+
+    def publish(self) -> None:
+        """Log the report, and hand it to those who asked for it."""
         if self.opened:
-            _publish(self.report)
-
-
-def _progress_of(operation: weakref.ref[Operation]) -> Callable[[], OperationStatus | None]:
-    """Ask an operation for its status, and keep neither it nor its groups alive."""
-
-    def progress() -> OperationStatus | None:
-        found = operation()
-        return None if found is None else found.status()
-
-    return progress
-
-
-def settings_of(options: Options) -> dict[str, Any]:
-    """Return the options of an installation, by name, as plain values. Pure."""
-    selection = options.selection
-    return {
-        "backends": "accelerators" if selection.backends is None else sorted(selection.backends),
-        "min_size": selection.min_size,
-        "world": selection.world,
-        "strategy": str(options.strategy),
-        "timeout_s": options.timeout.total_seconds(),
-        "parallelism": options.parallelism,
-        "exclude": list(selection.exclude),
-        "recoverable": options.recoverable,
-    }
-
-
-def _by_reason(groups: Iterable[tuple[ProcessGroup, str]]) -> list[str]:
-    """Name groups that have one reason together, with the reason. Local."""
-    names: dict[str, list[str]] = {}
-    for group, reason in groups:
-        names.setdefault(reason, []).append(c10d.label_of(group))
-    return [
-        f"group {', '.join(named[:_NAMED])}"
-        f"{f' and {len(named) - _NAMED} more' if len(named) > _NAMED else ''}: {reason}"
-        for reason, named in names.items()
-    ]
-
-
-_NAMED = 8
-"""Groups that a message names."""
-
-
-def why_nothing(options: Options) -> list[str]:
-    """Say why an offload of a job without a reloadable group releases nothing. Local."""
-    bypassed = registry.bypassed()
-    if not bypassed:
-        return []
-    why = "; ".join(_by_reason((group, bypass.reason) for group, bypass in bypassed))
-    remedies = " or ".join(dict.fromkeys(f"install({one.remedy})" for _, one in bypassed))
-    return [
-        f"nothing was released, since no group is reloadable: {why}. Installed with "
-        f"{options.selection}; call {remedies} to make them reloadable."
-    ]
-
-
-def _publish(report: Report) -> None:
-    """Log a report and hand it to all who asked for it; their errors stay here."""
-    logger.log(logging.ERROR if report.error else logging.INFO, "%s", report)
-    for warning in report.warnings:
-        kind = re.sub(r"\d[\d.]*", "#", warning)  # the same with other figures is not news
-        first = kind not in registry.warned
-        registry.warned.add(kind)
-        logger.log(logging.WARNING if first else logging.DEBUG, "%s: %s", report.operation, warning)
-    for callback in list(registry.callbacks.report):
-        try:
-            callback(report)
-        except Exception:
-            logger.exception("a callback registered with reloadpg.on_report failed")
+            publish(self.report)

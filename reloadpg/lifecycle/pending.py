@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from functools import partial
 
 from ..errors import PendingError
 from ..groups.offloaded import UnderWay
-from ..groups.registry import registry
+from ..groups.registry import Job
 from ..rendezvous.worker_thread import Attempt, Task
-from .failure import end_early
+from .failure import perform
 from .operation import Operation
 from .report import Report
 
@@ -36,19 +36,28 @@ class Pending:
 
     def __init__(self, op: Operation, run: Callable[[Operation], Report]) -> None:
         self.operation = op.name
+        self._pid = os.getpid()
         self._heard = True  # until the operation is sure to begin
         attempt, begun = Attempt(), threading.Event()
         under_way = UnderWay(op.name)
         try:
+            op.begin()
             op.reserve(under_way)
             call = partial(_perform, op, run, under_way, attempt, begun)
             self._task: Task[Outcome] = Task(call, op.name, daemon=False)
             begun.wait()
         except BaseException as error:
             attempt.abandon()
-            if not begun.is_set():
-                end_early(op, error)
-                op.close()
+            if begun.is_set():
+                raise
+            failed = error
+
+            def fail(op: Operation, job: Job) -> None:
+                raise failed
+
+            try:
+                perform(op, fail)
+            finally:
                 under_way.end()
             raise
         self._heard = False
@@ -68,9 +77,14 @@ class Pending:
             What was done on this rank.
 
         Raises:
-            PendingError: it has not ended in that time; it goes on.
+            PendingError: it has not ended in that time, and goes on; or this is a forked child.
             Exception: what ``offload()`` or ``reload()`` raises, on all ranks alike.
         """
+        if os.getpid() != self._pid:
+            raise PendingError(
+                f"{self.operation}(wait=False): result() was called in a forked child (pid "
+                f"{os.getpid()}), in which nothing runs. Call it in the parent."
+            )
         given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         seconds = threading.TIMEOUT_MAX if given is None else min(given, threading.TIMEOUT_MAX)
         if not self._task.wait(seconds):
@@ -90,15 +104,15 @@ class Pending:
         return f"<Pending {self.operation}, {'ended' if self.done() else 'under way'}>"
 
     def __del__(self) -> None:
-        if self._heard:
+        if self._heard or os.getpid() != self._pid:
             return
         state = "the operation goes on"
         if self._task.ended:
             error = self._task.result()[1]
             state = "it completed" if error is None else f"it raised {error!r}"
         warnings.warn(
-            f"the handle of {self.operation}(wait=False) went away and nobody has called result() "
-            f"on it; {state}. Keep the handle, and call result() before the groups are used.",
+            f"the handle of {self.operation}(wait=False) went away and result() was never called; "
+            f"{state}. Keep the handle, and call result() before the groups are used.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -115,7 +129,6 @@ def _perform(
     with attempt as wanted:
         if not wanted:
             return None, None
-        registry.continue_in(sys._getframe())
         begun.set()
     under_way.enter()
     try:

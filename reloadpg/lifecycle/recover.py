@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import logging
 import sys
 import traceback
 from collections.abc import Sequence
@@ -25,14 +26,23 @@ from ..c10d import devices
 from ..errors import PeerFailedError, as_timedelta
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Job, Position, registry
-from ..rendezvous.plan import GroupPlan, Plan
 from ..rendezvous.worker_thread import Wait
-from .failure import await_unfinished, end_early
-from .operation import PHASES, Operation, settings_of
-from .recreate import Rebuilds, abort
+from .failure import await_unfinished, perform
+from .operation import PHASES, Operation
+from .recreate import abort, rebuild
 from .report import Fault, Report
 
-__all__ = ["Meeting", "fault_pending", "longest_wait", "meet", "recover", "seconds_of"]
+__all__ = [
+    "Meeting",
+    "collectives_begun",
+    "fault_pending",
+    "longest_wait",
+    "meet",
+    "recover",
+    "seconds_of",
+]
+
+logger = logging.getLogger("reloadpg")
 
 _MOST = 32
 """The most faults in a report: each rank reads them all from the store."""
@@ -69,7 +79,11 @@ def recover(
     timed out, or was found hanging, in any state: live, offloaded, failed, or while other ranks are
     in an offload or reload, which then raises ``PeerFailedError`` there. Ranks that are not in
     trouble learn of it by :func:`fault_pending`, or by their own collectives, which fail since
-    their peers have aborted. It may be called again after it has failed.
+    their peers have aborted. It may be called again after it has failed. Rank 0 logs a warning of
+    what was done: which ranks were stuck where, and how long it took.
+
+    ``on_offload`` callbacks are not called, since the communicators that they could use are gone,
+    and the other ranks wait; ``on_reload`` callbacks are.
 
     All groups are live afterwards, those too that were offloaded. Each has run a small all-reduce,
     checked by value. The results of collectives that were going on are lost: the caller goes back
@@ -102,7 +116,9 @@ def recover(
 
 
 def fault_pending() -> bool:
-    """Whether :func:`recover` has to be called: another rank has, or groups are failed here.
+    """Whether :func:`recover` has to be called: another rank has, or groups failed on this rank.
+
+    A group has failed too if its collective was aborted after a timeout or an error (NCCL).
 
     No collective; for use once a step. Asks the store at most every 100 ms, bounded, and else
     answers as it did the last time. While the store does not answer, and without a job, False.
@@ -113,6 +129,8 @@ def fault_pending() -> bool:
     for group in c10d.known_groups():
         if isinstance(group, ReloadableProcessGroup) and group.state is GroupState.FAILED:
             return True
+    if c10d.aborted_groups():
+        return True
     return not registry.busy and job.rendezvous.called(_ASK_S)
 
 
@@ -129,83 +147,77 @@ def meet(
         seconds: how long to wait for ranks that do not come; None as in :func:`recover`.
         repeats: whether the other ranks may repeat the step.
     """
-    op = Operation("recover", sys._getframe())
-    try:
-        job = op.job
-        if job is None:
-            return Meeting(op.report, Position())
-        replaces = job.rendezvous.replaces
-        fault = _fault(op, reason, repeats)
-        report = json.dumps(
-            {
-                "fault": asdict(fault),
-                "begun": _collectives_begun(op.groups),
-                "generation": max([job.generation, *(group.generation for group in op.groups)]),
-                "position": job.position,
-                "replaces": replaces,
-                "replaced": job.replaced,
-            }
-        )
-        bound = op.options.timeout.total_seconds()
-        if seconds is None:
-            seconds = max([bound, *map(longest_wait, op.groups)])
-        was_offloaded = job.offloaded
-        waited = Wait("recover", seconds)
-        try:  # the flag first: a collective that fails since peers have aborted finds it raised
-            with op.timed("wait.flag", measure=False):
-                round_ = job.rendezvous.recover(PHASES["recover"], str(fault), report, seconds)
-        finally:
-            _abort_all(op, job, str(fault))
-        op.begin(job, round_)
-        with op.timed("wait.enter", measure=False):
-            while True:
-                try:
-                    await_unfinished(op)
-                    op.round.agree("enter", _plan(op))
-                    break
-                except PeerFailedError:
-                    if op.round.outcome is None or op.round.outcome.kind != "recover":
-                        raise
-                # A process has come that replaces one that is counted in this recovery.
-                left = max(waited.left, _LEAST_S)
-                job.round = op.round = job.rendezvous.recover(
-                    PHASES["recover"], str(fault), report, left
-                )
-        op.round.seconds = bound
-        agreed = _agree(op, job, report)
-        op.generation, op.faults, op.replaced = agreed.generation, agreed.faults, agreed.new
-        if was_offloaded:
-            op.call(registry.callbacks.before_reload)
-        with op.timed("device"):
-            devices.empty_cache()
-        gone = [g for g in op.groups if g.state is not GroupState.DESTROYED]
-        rebuilds = Rebuilds(
-            op.world,
-            job.creation_stores,
-            op.generation,
-            op.round.label,
-            op.round.told,
-            "canary",
-            whole=True,
-        )
-        op.delete_spent_keys(gone, whole=True)
-        rebuilds.prepare(gone)
-        op.each("rebuilt", gone, rebuilds.rebuild, parallelism=op.creators)
-        op.each("rebuilt", gone, rebuilds.check, parallelism=1)
-        op.measure("rebuilt")
-        op.barrier("rebuilt")
-        op.call(registry.callbacks.reload)
-        op.barrier("done")
-        op.complete("" if op.done else "no reloadable group here")
-        job.replaced = agreed.replaced
-        if replaces:
-            job.position = agreed.position
+    op = Operation("recover")
+    position = Position()
+
+    def body(op: Operation, job: Job) -> None:
+        nonlocal position
+        position = _recover(op, job, reason, seconds, repeats)
+
+    perform(op, body)
+    if op.job is not None and op.job.rendezvous.rank == 0:
+        logger.warning("%s", op.report)
+    return Meeting(op.report, position)
+
+
+def _recover(
+    op: Operation,
+    job: Job,
+    reason: str | BaseException | None,
+    seconds: float | None,
+    repeats: bool,
+) -> Position:
+    replaces = job.rendezvous.replaces
+    fault = _fault(op, reason, repeats)
+    report = json.dumps(
+        {
+            "fault": asdict(fault),
+            "begun": collectives_begun(op.groups),
+            "generation": max([job.generation, *(group.generation for group in op.groups)]),
+            "position": job.position,
+            "replaces": replaces,
+            "replaced": job.replaced,
+        }
+    )
+    bound = op.options.timeout.total_seconds()
+    if seconds is None:
+        seconds = max([bound, *map(longest_wait, op.groups)])
+    was_offloaded = job.offloaded
+    waited = Wait("recover", seconds)
+    try:  # the flag first: a collective that fails since peers have aborted finds it raised
+        with op.record.timed("wait.flag", measure=False):
+            round_ = job.rendezvous.recover(PHASES["recover"], str(fault), report, seconds)
     except BaseException as error:
-        end_early(op, error)
+        if not isinstance(error, Exception):
+            job.rendezvous.cancel_recovery(error)
         raise
     finally:
-        op.close()
-    return Meeting(op.report, agreed.position)
+        _abort_all(op, job, str(fault))
+    op.open(round_)
+    while True:
+        try:
+            await_unfinished(op, job)
+            op.agree()
+            break
+        except PeerFailedError:
+            if op.round.decision is None or op.round.decision.kind != "recover":
+                raise
+        # A process has come that replaces one that is counted in this recovery.
+        left = max(waited.left, _LEAST_S)
+        job.round = op.round = job.rendezvous.recover(PHASES["recover"], str(fault), report, left)
+    op.round.seconds = bound
+    agreed = _agree(op, job, report)
+    op.generation, op.all_replaced = agreed.generation, agreed.replaced
+    op.record.faults, op.record.replaced = agreed.faults, agreed.new
+    if replaces:
+        op.position = agreed.position
+    if was_offloaded:
+        op.call(registry.callbacks.before_reload)
+    with op.record.timed("device"):
+        devices.empty_cache()
+    gone = [g for g in op.groups if g.state is not GroupState.DESTROYED]
+    rebuild(op, job, gone, "canary", whole=True)
+    return agreed.position
 
 
 # -- what this rank reports ---------------------------------------------------------------------
@@ -264,7 +276,7 @@ def _module(variables: dict[str, Any]) -> str:
     return str(variables.get("__name__", "")).partition(".")[0]
 
 
-def _collectives_begun(groups: Sequence[ReloadableProcessGroup]) -> dict[str, int]:
+def collectives_begun(groups: Sequence[ReloadableProcessGroup]) -> dict[str, int]:
     """How many collectives this rank has begun on each live group, by group and generation."""
     found = {}
     for group in groups:
@@ -293,25 +305,15 @@ def seconds_of(given: timedelta | float | None) -> float | None:
 
 def _abort_all(op: Operation, job: Job, reason: str) -> None:
     """Leave all groups failed, and abort their communicators in parallel. Local, at once."""
-    job.offloaded = op.was_offloaded = True
+    op.was_offloaded = True
+    op.mark_offloaded()
     if job.creation_stores is not None:
         job.creation_stores = job.creation_stores.replaced()
     for group in op.groups:
         c10d.close_coalescing(group)
-    job.unfinished += abort(list(reversed(op.groups)), GroupState.FAILED, reason, whole=True)
+    c10d.shut_connections(len(op.groups) + len(job.unfinished))  # those being created, too
+    abort(job, list(reversed(op.groups)), GroupState.FAILED, reason, whole=True)
     gc.collect()  # gloo's connections stay open as long as a cycle holds work of them
-
-
-def _plan(op: Operation) -> Plan:
-    """What all ranks must have alike: options and groups, and not what they have done with them."""
-    settings = {name: str(value) for name, value in settings_of(op.options).items()}
-    groups = tuple(
-        GroupPlan(group.group_name, made.ranks, 0, "recreate", made.digest)
-        for group in op.groups
-        if group.state is not GroupState.DESTROYED
-        and not (made := group.construction).is_handed_over
-    )
-    return Plan("recover", settings, groups)
 
 
 class _Agreed(NamedTuple):
@@ -340,15 +342,12 @@ def _agree(op: Operation, job: Job, report: str) -> _Agreed:
         return _read(_summary([report]))
 
     def gather() -> None:
-        rendezvous.ask(
-            lambda store: rendezvous.gather(store, _summary),
-            Wait("recover, reports", op.round.seconds),
-        )
+        rendezvous.gather(_summary, op.round.seconds)
 
     if rendezvous.rank == 0:
         op.do("agreed", gather, "reading what the ranks report")
     op.barrier("agreed")
-    return _read(rendezvous.ask(rendezvous.summary, Wait("recover, summary", op.round.seconds)))
+    return _read(rendezvous.summary(op.round.seconds))
 
 
 def _summary(reports: Sequence[str]) -> str:

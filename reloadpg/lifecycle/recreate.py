@@ -16,13 +16,17 @@ from torch.distributed import ProcessGroup
 from .. import c10d
 from ..groups.creation import Construction
 from ..groups.proxy import GroupState, ReloadableProcessGroup
-from ..groups.registry import Unfinished
+from ..groups.registry import Job, Unfinished, registry
 from ..rendezvous.store_client import StorePool
-from ..rendezvous.worker_thread import Attempt, Task
+from ..rendezvous.worker_thread import Attempt, Task, Wait
 from .connect import Connect, check_group, connect_group, connects_alone
+from .operation import Operation
 from .suspend import communicators
 
-__all__ = ["Rebuilds", "Releases", "abort", "spent_keys"]
+__all__ = ["Rebuilds", "Releases", "abort", "rebuild", "spent_keys"]
+
+_ASK_S = 0.1
+"""Seconds after which a thread that waits for another one asks whether it is still wanted."""
 
 
 @dataclass
@@ -30,11 +34,12 @@ class Releases:
     """The communicators that one offload destroys.
 
     Attributes:
-        current: those being destroyed now, by group: if this hangs, they are aborted.
-        released: references to torch's objects of those that were.
+        job: the job. A communicator is noted in it before its group lets go of it, until it is
+            destroyed: if this hangs, or is interrupted, it is aborted.
+        released: references to torch's objects of those that were destroyed.
     """
 
-    current: dict[ReloadableProcessGroup, list[Any]] = field(default_factory=dict)
+    job: Job
     released: dict[str, weakref.ref[Any]] = field(default_factory=dict)
 
     def release(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
@@ -42,8 +47,10 @@ class Releases:
         with attempt as wanted:
             if not wanted:
                 return
-            inner = group.detach()
-            parts = self.current[group] = _parts(inner, group.construction)
+            inner = group.communicator
+            parts = _parts(inner, group.construction)
+            self.job.doomed[group] = repr(group), parts
+            group.detach()
         if group._has_hooks():
             inner._wait_for_pending_works()
         if group.construction.destroy is not None:
@@ -51,13 +58,18 @@ class Releases:
         else:
             for part in parts:
                 part.shutdown()
-        self.current.pop(group, None)
+        self.job.doomed.pop(group, None)
         if not group.construction.is_mixed:
             self.released[repr(group)] = weakref.ref(inner)
 
     def held(self) -> list[str]:
-        """List the groups whose objects, as torch made them, are still referenced. Local."""
-        return [name for name, inner in self.released.items() if inner() is not None]
+        """Warn of groups whose objects, as torch made them, are still referenced. Local."""
+        return [
+            f"{name}: the object that torch made for it is still referenced, past the "
+            "reloadable group; use what torch.distributed returns after reloadpg.install()"
+            for name, inner in self.released.items()
+            if inner() is not None
+        ]
 
 
 @dataclass
@@ -111,8 +123,10 @@ class Rebuilds:
         """
         if group.communicator is None:
             try:
-                if group in self._after:
-                    self._after[group].wait()
+                before = self._after.get(group)
+                while before is not None and not before.wait(_ASK_S):
+                    if attempt.abandoned:  # the other creation may never return
+                        return
                 self._rebuild(group, attempt, index)
             finally:
                 self._created[group].set()
@@ -131,8 +145,18 @@ class Rebuilds:
         device: torch.device | None = group.bound_device_id
         if device is not None and device.type not in made.devices:
             device = None  # torch binds a split to the default group's device, whatever it serves
-        with c10d.NameFreed(group) if made.is_handed_over else nullcontext():
-            inner = made.replay(self._name(group), store, device, whole=self.whole)
+        with c10d.Unseen(), c10d.NameFreed(group) if made.is_handed_over else nullcontext():
+            whole = self.whole or group.kept is None  # a recovery that failed has aborted it
+            inner = made.replay(self._name(group), store, device, whole=whole)
+        if made.is_handed_over and (
+            not isinstance(inner, ProcessGroup)
+            or isinstance(inner, ReloadableProcessGroup)
+            or c10d.is_known(inner)
+        ):
+            raise TypeError(
+                f"the rebuild function given to manage() returned {inner!r}; it must return the "
+                "group that it has made"
+            )
         if isinstance(inner, ReloadableProcessGroup) or inner is group.last_inner:
             raise RuntimeError(
                 "its backend returned the object that was released: such a group manages itself; "
@@ -158,17 +182,78 @@ class Rebuilds:
         return group.construction.name_of_generation(f"{self.generation}.{self.label}")
 
 
+def rebuild(
+    op: Operation,
+    job: Job,
+    gone: Sequence[ReloadableProcessGroup],
+    connect: Connect,
+    *,
+    kept: Sequence[ReloadableProcessGroup] = (),
+    whole: bool = False,
+) -> None:
+    """Build communicators again, call the callbacks, and commit. Collective, blocking, bounded.
+
+    Args:
+        op: the reload or recovery.
+        job: the job.
+        gone: the groups without a communicator, in the order that all ranks share.
+        connect: whether to connect the communicators too.
+        kept: the groups that were resumed, and may have to be connected.
+        whole: whether to create the backends too that stay alive in an offload.
+    """
+    rebuilds = Rebuilds(
+        op.world,
+        job.creation_stores,
+        op.generation,
+        op.round.label,
+        op.round.told,
+        connect,
+        whole=whole,
+    )
+    _delete_spent_keys(op, job, gone, whole=whole)
+    rebuilds.prepare(gone)
+    back = [g for g in op.groups if g in gone or (connect != "none" and g in kept)]
+    op.each("rebuilt", back, rebuilds.rebuild, parallelism=op.creators)
+    checked = [
+        g for g in back if connect == "canary" or (connect == "eager" and not connects_alone(g))
+    ]
+    op.each("rebuilt", checked, rebuilds.check, parallelism=1)
+    op.record.measure("rebuilt")
+    op.barrier("rebuilt")
+    op.call(registry.callbacks.reload)
+    op.barrier("done")
+    op.complete("" if op.record.groups else "no reloadable group here")
+
+
+def _delete_spent_keys(
+    op: Operation, job: Job, groups: Sequence[ReloadableProcessGroup], *, whole: bool
+) -> None:
+    """Delete the keys that earlier generations of groups left in the job's store. Bounded."""
+    spent = [key for group in groups for key in spent_keys(group, op.world, whole=whole)]
+    if not spent or job.rendezvous.alone:
+        return
+
+    def delete(store: Store) -> None:
+        for key in spent:
+            with suppress(NotImplementedError):
+                store.delete_key(key)
+
+    with op.record.timed("store"):
+        wait = Wait(f"{op.name}, spent keys", op.round.seconds)
+        job.rendezvous.ask_root_or_raise(delete, op.name, op.round.phase, wait)
+
+
 def spent_keys(
     group: ReloadableProcessGroup, world: ProcessGroup, *, whole: bool = False
 ) -> list[str]:
-    """List the keys in the job's store that nobody reads any more; each is listed once. Local.
+    """List the keys in the job's store that no rank reads any more; each is listed once. Local.
 
     Asked before a rebuild, when all members have left the generations before; with ``whole`` also
     those of the backends that stay alive in an offload.
     """
     names, group.names_in_store = group.names_in_store, []
     made = group.construction
-    backends = made.devices if whole else made.released
+    backends = made.devices if whole or group.kept is None else made.released
     if len(set(made.devices.values())) == 1:  # torch makes one for all, in the first one's place
         backends = dict(list(backends.items())[:1])
     under = "" if made.is_world else f"{c10d.name_of(world)}//"
@@ -180,63 +265,69 @@ def spent_keys(
 
 
 def abort(
+    job: Job,
     groups: Sequence[ReloadableProcessGroup],
     state: GroupState,
     reason: str = "",
-    releases: Releases | None = None,
     *,
     whole: bool = False,
 ) -> list[Unfinished]:
     """Leave groups without communicators, waiting for no other rank. Local, at once.
 
     All groups are marked first. Their communicators, and those that an offload was destroying,
-    are then aborted, each in a thread: an abort can hang beside one that is stuck, and several
-    aborts of one job one after the other have hung (pytorch#119797, #150690).
+    are then aborted, each in a separate thread: an abort can hang while another one is stuck, and
+    several aborts of one job in sequence have hung (pytorch#119797, #150690).
+
+    A communicator is noted in the job before its group lets go of it. Where an interrupt ends this
+    function, the next call goes on with those that are noted.
 
     Args:
+        job: the job; the aborts are noted in it as unfinished.
         groups: in the order in which they are marked.
         state: what they are in from then on.
         reason: why, for messages.
-        releases: what an offload was destroying.
         whole: whether to abort the backends too that stay alive in an offload.
 
     Returns:
         The aborts that are going on.
     """
-    ended: list[tuple[str, list[Any]]] = []
     for group in groups:
         if group.state is GroupState.DESTROYED:
             continue
-        shown, parts = repr(group), []
         if group.communicator is not None:
-            inner = group.detach(state, reason)
-            parts = [inner] if whole else _parts(inner, group.construction)
-            del inner  # the thread that aborts it must hold the last reference
+            if group not in job.doomed:
+                inner = group.communicator
+                parts = [inner] if whole else _parts(inner, group.construction)
+                job.doomed[group] = repr(group), parts
+                del inner, parts  # the thread that aborts it must hold the last reference
+            group.detach(state, reason)
         elif state is GroupState.FAILED:
             group.fail(reason)
-        if whole:
-            parts += group.release_kept()
-        if parts:
-            ended.append((shown, parts))
-    if releases is not None:
-        ended += [(repr(group), parts) for group, parts in releases.current.items()]
-    return [
-        Unfinished(shown, Task(lambda parts=parts: _abort(parts), "abort"))  # type: ignore[misc]
-        for shown, parts in ended
-    ]
+        if whole and (kept := group.kept) is not None:
+            job.doomed.setdefault(group, (repr(group), []))[1].append(kept)
+            del kept
+            group.release_kept()
+    started = []
+    for group, (shown, parts) in list(job.doomed.items()):
+        one = Unfinished(shown, Task(lambda parts=parts: _abort(parts), "abort"))  # type: ignore[misc]
+        job.unfinished.append(one)
+        started.append(one)
+        job.doomed.pop(group, None)  # a thread that was abandoned may have destroyed it
+    return started
 
 
 def _abort(parts: list[Any]) -> None:
     # Gloo has no abort: its destructor waits for the work that is pending, and then closes the
     # connections. So the communicators are let go of here, not in the thread of the caller.
-    while parts:
-        with suppress(RuntimeError):
-            parts[-1].abort()
-        parts.pop()
+    with suppress(IndexError):  # after an interrupt two threads may abort the same
+        while parts:
+            with suppress(RuntimeError):
+                parts[-1].abort()
+            parts.pop()
 
 
 def _discard(inner: ProcessGroup) -> None:
-    """Destroy a group that nobody has seen yet, waiting for nobody. Local."""
+    """Destroy a group that no other code has seen yet; waits for no rank. Local."""
     c10d.evict(inner)
     with suppress(RuntimeError):
         inner.abort()

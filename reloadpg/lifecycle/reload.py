@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Literal, overload
 
 from ..c10d import devices
 from ..groups.proxy import GroupState
-from ..groups.registry import registry
-from .connect import Connect, connects_alone, validate
-from .failure import await_unfinished, end_early
+from ..groups.registry import Job, registry
+from ..groups.sets import Chosen
+from .connect import Connect, validate
+from .failure import await_unfinished, perform
 from .operation import Operation
 from .pending import Pending
-from .recreate import Rebuilds, abort
+from .recreate import rebuild
 from .report import Report
 from .suspend import check_room, resume
 
-__all__ = ["reload"]
+__all__ = ["reload", "restore"]
 
 
 @overload
-def reload(*, connect: Connect = ..., wait: Literal[True] = True) -> Report: ...
+def reload(*sets: str, connect: Connect = ..., wait: Literal[True] = True) -> Report: ...
 @overload
-def reload(*, connect: Connect = ..., wait: Literal[False]) -> Pending: ...
+def reload(*sets: str, connect: Connect = ..., wait: Literal[False]) -> Pending: ...
 @overload
-def reload(*, connect: Connect = ..., wait: bool) -> Report | Pending: ...
-def reload(*, connect: Connect = "none", wait: bool = True) -> Report | Pending:
-    """Build the communicators of all offloaded groups again, behind the same objects.
+def reload(*sets: str, connect: Connect = ..., wait: bool) -> Report | Pending: ...
+def reload(*sets: str, connect: Connect = "none", wait: bool = True) -> Report | Pending:
+    """Rebuild the communicators of all offloaded groups, or of some sets, behind the same objects.
 
     Collective over all ranks of the job; blocking, each wait bounded by the ``timeout`` given to
     ``install``; idempotent; may be called again after a failure. WORLD comes first, then the
@@ -37,6 +37,9 @@ def reload(*, connect: Connect = "none", wait: bool = True) -> Report | Pending:
     destroyed.
 
     Args:
+        sets: the sets to reload, such as ``"engine"``; none for all. Every rank of the job makes
+            the same call, also one that is in no group of the set. The default group, which is in
+            ``"trainer"``, may stay offloaded.
         connect: ``none`` leaves each communicator to connect in its first collective;
             ``eager`` connects them now: as they are created where the backend can connect without
             a collective (NCCL), else with an all-reduce of two numbers, one after the other in the
@@ -62,50 +65,33 @@ def reload(*, connect: Connect = "none", wait: bool = True) -> Report | Pending:
         InvalidOptionError: ``connect`` is none of the three.
     """
     how = validate(connect)
-    op = Operation("reload", sys._getframe())
-    return _reload(op, how) if wait else Pending(op, partial(_reload, how=how))
+    op = Operation("reload", Chosen.of(sets, "reload"))
+    return restore(op, how) if wait else Pending(op, partial(restore, how=how))
 
 
-def _reload(op: Operation, how: Connect) -> Report:
-    try:
-        job = op.job
-        if job is None:
-            return op.report
-        await_unfinished(op)
-        if op.was_offloaded:
-            op.call(registry.callbacks.before_reload)
-            # A callback may destroy its own: nobody is to make such a group again.
-            op.groups = [g for g in op.groups if g.state is not GroupState.DESTROYED]
-        op.agree(connect=how)
-        if not op.was_offloaded:
-            op.complete("nothing is offloaded")
-            return op.report
-        with op.timed("device"):
-            devices.empty_cache()
-        suspended = [g for g in op.groups if not g.is_live and g.communicator is not None]
-        if op.may_suspend:
-            op.do("room", lambda: check_room(suspended, op.world.rank()), "looking for room")
-            op.barrier("room")
-            if op.each_or_fall_back("resumed", suspended, resume):
-                op.await_aborts("rebuilt", abort(suspended, GroupState.OFFLOADED))
-        gone = [g for g in op.groups if g.communicator is None and g.state != GroupState.DESTROYED]
-        rebuilds = Rebuilds(
-            op.world, job.creation_stores, op.generation, op.round.label, op.round.told, how
-        )
-        op.delete_spent_keys(gone)
-        rebuilds.prepare(gone)
-        back = [g for g in op.groups if g in gone or (how != "none" and g in suspended)]
-        op.each("rebuilt", back, rebuilds.rebuild, parallelism=op.creators)
-        checked = [g for g in back if how == "canary" or (how == "eager" and not connects_alone(g))]
-        op.each("rebuilt", checked, rebuilds.check, parallelism=1)
-        op.measure("rebuilt")
-        op.barrier("rebuilt")
-        op.call(registry.callbacks.reload)
-        op.barrier("done")
-        op.complete("" if op.done else "no reloadable group here")
-    except BaseException as error:
-        end_early(op, error)
-        raise
-    finally:
-        op.close()
-    return op.report
+def restore(op: Operation, how: Connect = "none") -> Report:
+    """Perform a reload to its end; see :func:`reload`."""
+    return perform(op, partial(_restore, how=how))
+
+
+def _restore(op: Operation, job: Job, how: Connect) -> None:
+    await_unfinished(op, job)
+    if op.was_offloaded:
+        op.call(registry.callbacks.before_reload)
+        # A callback may destroy groups: they are not to be created again.
+        op.groups = [g for g in op.groups if g.state is not GroupState.DESTROYED]
+    op.agree(connect=how, extends=bool(op.due(registry.callbacks.reload)))
+    if not op.was_offloaded:
+        op.complete("nothing is offloaded")
+        return
+    with op.record.timed("device"):
+        devices.empty_cache()
+    suspended = [g for g in op.groups if not g.is_live and g.communicator is not None]
+    if op.may_suspend:
+        op.do("room", lambda: check_room(suspended, op.world.rank()), "looking for room")
+        op.barrier("room")
+        op.each("resumed", suspended, resume)
+        op.barrier("resumed")
+        op.record.measure("resumed")
+    gone = [g for g in op.groups if g.communicator is None and g.state != GroupState.DESTROYED]
+    rebuild(op, job, gone, how, kept=suspended)

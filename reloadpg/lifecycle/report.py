@@ -18,6 +18,7 @@ __all__ = [
     "OperationStatus",
     "Report",
     "Reports",
+    "SetStatus",
     "Span",
     "Status",
 ]
@@ -42,6 +43,7 @@ class GroupReport:
         reason: why this strategy, where there was a choice.
         bytes: what its communicator held by its own account when it was released; None if the
             backend gives none.
+        set: the set that it belongs to.
     """
 
     name: str
@@ -53,6 +55,7 @@ class GroupReport:
     start_ms: float = 0.0
     reason: str = ""
     bytes: int | None = None
+    set: str = "trainer"
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Report:
     Attributes:
         operation: ``offload``, ``reload`` or ``recover``.
         changed: False if there was nothing to do.
-        generation: number of completed reloads of the job.
+        generation: number of completed reloads of the job, of any set.
         groups: the groups that were released or rebuilt, in the order in which it was done.
         spans: phases and waits in the order in which they ended; ``wait.*`` is time spent
             waiting for other ranks.
@@ -122,6 +125,7 @@ class Report:
             the same on all ranks, and at most 32. Ranks that were only called in are left out.
         replaced: of ``recover``, the ranks that came to it with a new process, by ``rejoin``; the
             same on all ranks.
+        sets: the sets that it was called for: ``all``, or their names with commas between.
     """
 
     operation: str
@@ -141,6 +145,7 @@ class Report:
     moments_ms: Mapping[str, float] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
     replaced: tuple[int, ...] = ()
+    sets: str = "all"
 
     @property
     def phases_ms(self) -> dict[str, float]:
@@ -244,7 +249,8 @@ class Report:
             verb = "released" if self.operation == "offload" else "restored"
             memory = f", {mebibytes(moved)} {verb} ({self.memory_source})"
         return (
-            f"{self.operation}: {counted(len(self.groups), 'group')} in {self.total_ms:.1f} ms"
+            f"{self.operation}{'' if self.sets == 'all' else f' of {self.sets}'}: "
+            f"{counted(len(self.groups), 'group')} in {self.total_ms:.1f} ms"
             f"{memory}, generation {self.generation}"
             + "".join(f"; {fault}" for fault in self.faults)
         )
@@ -295,6 +301,7 @@ class GroupStatus:
             none.
         cycles: how often it was offloaded.
         last_offload_ms, last_reload_ms: its part in the last of each; None before the first.
+        set: the set that it belongs to.
     """
 
     name: str
@@ -310,6 +317,25 @@ class GroupStatus:
     cycles: int = 0
     last_offload_ms: float | None = None
     last_reload_ms: float | None = None
+    set: str = "trainer"
+
+
+@dataclass(frozen=True)
+class SetStatus:
+    """The state of one set of groups.
+
+    Attributes:
+        state: ``live``, ``offloaded`` or ``failed``: the worst of its groups' on this rank; of a
+            set without groups on this rank, what the last operation left.
+        groups: number of its reloadable groups on this rank.
+        generation: the job's count of reloads when the set was last reloaded.
+        cycles: number of completed offloads.
+    """
+
+    state: str
+    groups: int
+    generation: int
+    cycles: int
 
 
 @dataclass(frozen=True)
@@ -382,11 +408,11 @@ class Status:
         rank: this process's rank in the default group, None before it exists.
         world_size: number of ranks, None before the default group exists.
         state: ``live``, ``offloaded`` or ``failed``: the worst of the groups'.
-        generation: number of completed reloads.
-        cycles: number of completed offloads.
+        generation: number of completed reloads, of any set.
+        cycles: number of completed offloads, of any set.
         options: what ``install`` was given.
         groups: the reloadable groups, WORLD first.
-        bypassed: number of groups that torch knows and this library leaves alone.
+        bypassed: number of groups that the options of ``install`` leave alone.
         memory: bytes in use now by source; see ``reloadpg.lifecycle.memory``.
         foreign: patched names that somebody else has changed since, with what they hold.
         last_error: the error that the last operation raised; empty if it raised none.
@@ -396,6 +422,7 @@ class Status:
         bypassed_groups: the groups that the options of ``install`` leave alone, each with the
             reason; empty while nothing is installed.
         running: the offload or reload that is in progress; None if there is none.
+        sets: the sets of groups that this rank knows, by name.
     """
 
     installed: bool
@@ -415,6 +442,7 @@ class Status:
     unfinished: tuple[str, ...] = ()
     bypassed_groups: tuple[BypassedGroup, ...] = ()
     running: OperationStatus | None = None
+    sets: Mapping[str, SetStatus] = field(default_factory=dict)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -458,6 +486,7 @@ class Status:
             "options": dict(self.options),
             "memory": dict(self.memory),
             "unmanaged": dict(self.unmanaged),
+            "sets": {name: asdict(one) for name, one in self.sets.items()},
             "memory_bytes": self.memory_bytes,
             "slowest_group": self.slowest_group,
         }
@@ -483,12 +512,14 @@ class Status:
             shown = f"{one.name!r} ({described(one.desc, one.ranks)})"
             bypassed.setdefault(one.reason, []).append(shown)
         lines += [f"bypassed: group {', '.join(n)}: {reason}" for reason, n in bypassed.items()]
+        if len(self.sets) > 1:
+            lines += [f"set {name}: {one.state}" for name, one in self.sets.items()]
         rows = []
         for g in self.groups:
             desc = described(g.desc, g.ranks)
-            row = (g.name, desc, len(g.ranks), g.backend, g.state, g.generation, g.timeout_s)
+            row = (g.name, desc, g.set, len(g.ranks), g.backend, g.state, g.generation, g.timeout_s)
             rows.append(row)
-        header = ("name", "desc", "size", "backend", "state", "generation", "timeout s")
+        header = ("name", "desc", "set", "size", "backend", "state", "generation", "timeout s")
         return "\n".join([*lines, table(header, rows)] if rows else lines)
 
 

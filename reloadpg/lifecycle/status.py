@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .. import c10d
 from ..groups.proxy import GroupState, ReloadableProcessGroup
-from ..groups.registry import registry
+from ..groups.registry import Job, registry
+from ..groups.sets import TRAINER
 from . import memory
-from .operation import settings_of
-from .report import BypassedGroup, GroupStatus, OperationStatus, Status
+from .report import BypassedGroup, GroupStatus, OperationStatus, SetStatus, Status
 
 __all__ = ["running", "status"]
 
@@ -33,22 +35,19 @@ def status() -> Status:
     world = c10d.world()
     groups = registry.managed()
     job = registry.known_job
-    states = [group.state for group in groups]
-    worst = next(
-        (s for s in (GroupState.FAILED, GroupState.OFFLOADED) if s in states), GroupState.LIVE
-    )
     unfinished = job.unfinished if job else []
+    bypassed = registry.bypassed()
     return Status(
         installed=registry.patches is not None,
         initialized=world is not None,
         rank=world.rank() if world is not None else None,
         world_size=world.size() if world is not None else None,
-        state=worst.value,
+        state=_worst(groups).value,
         generation=job.generation if job else 0,
         cycles=job.cycles if job else 0,
-        options=settings_of(options) if options else {},
+        options=options.settings() if options else {},
         groups=tuple(_group_status(group) for group in groups),
-        bypassed=len(c10d.known_groups()) - len(groups),
+        bypassed=len(bypassed),
         memory=memory.in_use(),
         foreign=tuple(registry.patches.foreign()) if registry.patches is not None else (),
         last_error=job.last_error if job else "",
@@ -62,10 +61,33 @@ def status() -> Status:
                 c10d.backend_of(group),
                 bypass.reason,
             )
-            for group, bypass in registry.bypassed()
+            for group, bypass in bypassed
         ),
         running=running(),
+        sets=_sets(job, groups),
     )
+
+
+def _worst(groups: Sequence[ReloadableProcessGroup]) -> GroupState:
+    states = [group.state for group in groups]
+    worst = (GroupState.FAILED, GroupState.OFFLOADED)
+    return next((state for state in worst if state in states), GroupState.LIVE)
+
+
+def _sets(job: Job | None, groups: Sequence[ReloadableProcessGroup]) -> dict[str, SetStatus]:
+    """The sets that this rank knows: of its groups, of rules, and of operations."""
+    if job is None:
+        return {}
+    rules = () if registry.options is None else registry.options.selection.sets
+    names = [TRAINER, *(name for name, patterns in rules if name and patterns), *job.sets.names]
+    found = {}
+    for name in dict.fromkeys([*names, *(group.set_name for group in groups)]):
+        mine = [group for group in groups if group.set_name == name]
+        state = job.sets[name]
+        left = GroupState.OFFLOADED if state.offloaded else GroupState.LIVE
+        worst = _worst(mine) if mine else left
+        found[name] = SetStatus(worst.value, len(mine), state.generation, state.cycles)
+    return found
 
 
 def _group_status(group: ReloadableProcessGroup) -> GroupStatus:
@@ -86,4 +108,5 @@ def _group_status(group: ReloadableProcessGroup) -> GroupStatus:
         history.cycles,
         history.offload_ms,
         history.reload_ms,
+        group.set_name,
     )

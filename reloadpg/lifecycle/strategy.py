@@ -12,31 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import c10d
-from ..errors import ReleaseError, counted, mebibytes
-from ..groups.proxy import ReloadableProcessGroup
+from ..errors import counted, mebibytes
+from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Job
 from ..groups.selection import StrategyPolicy
 from ..rendezvous.plan import Proposal
 from .suspend import communicators
 
-__all__ = ["Choice", "Facts", "Strategy", "conclude", "propose"]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts that this rank knows of a group's communicator.
-
-    Attributes:
-        obstacle: why it cannot be suspended, in words; empty if it can.
-        used: whether it was ever used: one that was not has nothing to give back.
-        total: bytes that it holds by its own account, or None if it gives none.
-        suspendable: bytes of them that a suspend gives back.
-    """
-
-    obstacle: str = ""
-    used: bool = True
-    total: int | None = None
-    suspendable: int = 0
+__all__ = ["Choice", "Strategy", "bytes_kept", "conclude", "propose"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +30,7 @@ class Choice:
     reason: str = ""
 
     def to_proposal(self, group: str) -> Proposal:
-        """For the other members; one that must recreate decides for those that would skip."""
+        """For the other members; ``recreate`` overrides ``skip``."""
         text = json.dumps([self.strategy, self.reason])
         return Proposal(group, text, yields=self.strategy != "recreate")
 
@@ -56,25 +39,21 @@ class Choice:
         return cls(*json.loads(text))
 
 
-def propose(policy: StrategyPolicy, wanted: str, facts: Facts) -> Choice:
-    """Return what one member proposes for a group. Pure."""
+def propose(wanted: str, obstacle: str, *, used: bool) -> Choice:
+    """Return what one member proposes for a group. Pure.
+
+    Args:
+        wanted: the strategy that the user wants.
+        obstacle: why its communicator cannot be suspended, in words; empty if it can.
+        used: whether its communicator was ever used: one that was not has nothing to give back.
+    """
     if wanted == "recreate":
         return Choice("recreate")
-    if facts.obstacle:
-        return Choice("recreate", facts.obstacle)
-    if not facts.used:
-        if wanted == "suspend":
-            return Choice("skip", "its communicator was never used: nothing to suspend")
-        return Choice("recreate", "its communicator was never used: nothing to suspend")
-    if wanted == "suspend":
-        return Choice("suspend")
-    if not facts.total:
-        return Choice("recreate", "the backend does not say what a suspend would give back")
-    share = facts.suspendable / facts.total
-    gives = f"a suspend gives back {share:.0%} of what its communicator holds"
-    if share < policy.min_share:
-        return Choice("recreate", f"{gives}, less than {policy.min_share:.0%}")
-    return Choice("suspend", gives)
+    if obstacle:
+        return Choice("recreate", obstacle)
+    if not used:
+        return Choice("skip", "its communicator was never used: nothing to suspend")
+    return Choice("suspend")
 
 
 _WEIGHT = {"suspend": 0, "skip": 1, "recreate": 2}
@@ -83,7 +62,7 @@ _WEIGHT = {"suspend": 0, "skip": 1, "recreate": 2}
 def conclude(mine: Choice, theirs: Choice | None) -> Choice:
     """Return what all members do with a group, given one's own proposal and another's. Pure.
 
-    One that must recreate decides for all; one that has nothing to suspend makes all skip.
+    ``recreate`` overrides ``skip``, and ``skip`` overrides ``suspend``.
     """
     if theirs is None:
         return mine
@@ -91,22 +70,29 @@ def conclude(mine: Choice, theirs: Choice | None) -> Choice:
 
 
 class Strategy:
-    """The choice that one offload makes for each group.
+    """The choice that one operation makes for each group.
 
     Args:
         policy: what the user wants.
-        job: the job, which learns from what happens.
+        job: the job.
     """
 
     def __init__(self, policy: StrategyPolicy, job: Job) -> None:
         self._policy = policy
         self._job = job
         self._choices: dict[str, Choice] = {}
-        self.warnings: list[str] = []
 
     def of(self, group: ReloadableProcessGroup) -> Choice:
         """Return what is done with a group, and why."""
         return self._choices.get(group.group_name, Choice(group.history.strategy))
+
+    def planned(self, group: ReloadableProcessGroup) -> str:
+        """Return what all members of a group must expect alike, before they choose. Local."""
+        if group.state is GroupState.DESTROYED:
+            return "none, it was shut down"
+        if group.is_live:
+            return self._policy.wanted(group.group_name, group.group_desc)
+        return group.history.strategy if group.communicator is not None else "recreate"
 
     def propose(self, groups: Sequence[ReloadableProcessGroup]) -> tuple[list[Proposal], list[str]]:
         """Choose for this rank. Local.
@@ -119,24 +105,27 @@ class Strategy:
         for group in groups:
             name = group.group_name
             wanted = self._policy.wanted(name, group.group_desc)
-            facts = self._facts(group, wanted)
-            group.history.held_bytes = facts.total
-            group.history.suspended_bytes = facts.suspendable
-            choice = self._choices[name] = propose(self._policy, wanted, facts)
+            stats = group.memory_stats()
+            group.history.held_bytes = None if stats is None else stats.get("total", 0)
+            group.history.suspended_bytes = stats.get("suspend", 0) if stats else 0
+            obstacle = "" if wanted == "recreate" else self._obstacle(group)
+            choice = self._choices[name] = propose(wanted, obstacle, used=stats != {})
             if wanted != "recreate" and choice.strategy != "suspend":
                 proposals.append(choice.to_proposal(name))
         subjects = [name for name, mine in self._choices.items() if mine.strategy != "recreate"]
         return proposals, subjects
 
-    def decide(self, groups: Sequence[ReloadableProcessGroup], proposed: Mapping[str, str]) -> None:
+    def decide(
+        self, groups: Sequence[ReloadableProcessGroup], proposed: Mapping[str, str]
+    ) -> list[str]:
         """Decide, alike on all members, what is done with each group. Local.
 
         Args:
             groups: the groups to release.
             proposed: what other members propose, by group name.
 
-        Raises:
-            ReleaseError: a group cannot be suspended and must not be recreated instead.
+        Returns:
+            Warnings: which groups are recreated though they should be suspended, and why.
         """
         recreated: list[str] = []
         for group in groups:
@@ -144,77 +133,29 @@ class Strategy:
             theirs = Choice.from_text(proposed[name]) if name in proposed else None
             choice = self._choices[name] = conclude(self._choices[name], theirs)
             group.history.strategy = choice.strategy
-            if choice.strategy != "recreate" or not choice.reason:
-                continue
-            wanted = self._policy.wanted(name, group.group_desc)
-            if wanted == "suspend" and not self._policy.fallback:
-                raise ReleaseError(
-                    f"offload: {group!r} cannot be suspended: {choice.reason}. Nothing was "
-                    "changed. Install with strategy='auto', or with a StrategyPolicy that allows "
-                    "the fallback to recreate."
-                )
-            recreated.append(choice.reason)
-        for reason in dict.fromkeys(recreated):
-            count = recreated.count(reason)
-            self.warnings.append(
-                f"{count} {'group is' if count == 1 else 'groups are'} recreated, not suspended: "
-                f"{reason}"
-            )
+            if choice.strategy == "recreate" and choice.reason:
+                recreated.append(choice.reason)
+        return [
+            f"{counted(count, 'group')} {'is' if count == 1 else 'are'} recreated, not suspended: "
+            f"{reason}"
+            for reason in dict.fromkeys(recreated)
+            for count in [recreated.count(reason)]
+        ]
 
-    def fall_back(self, groups: Sequence[ReloadableProcessGroup], phase: str, reason: str) -> None:
-        """Recreate these groups after all: one could not be suspended or resumed. Local."""
-        self.warnings.append(f"recreated instead of suspended: {reason}")
-        # It has cost all ranks a wait: ``auto`` does not try again in this job.
-        self._job.suspend_obstacle = f"{phase} failed before: {reason}"
-        for group in groups:
-            self._choices[group.group_name] = Choice("recreate", reason)
-            group.history.strategy = "recreate"
+    def _obstacle(self, group: ReloadableProcessGroup) -> str:
+        """Say why a group cannot be suspended; empty if it can. Local."""
+        backends = communicators(group.communicator, group.construction)
+        obstacles = [c10d.suspend_obstacle(backend) for backend in backends]
+        obstacles = obstacles or ["it has no backend object"]
+        return next((text for text in (*obstacles, self._job.suspend_obstacle) if text), "")
 
-    def learn(
-        self, kept: Sequence[ReloadableProcessGroup], came_back: int | None, source: str
-    ) -> None:
-        """Learn from the device whether suspending was worth it. Local.
 
-        A communicator's own account counts only part of its memory. A job whose device got back
-        less than ``min_share`` of it recreates its ``auto`` groups from then on: this rank
-        proposes so next time, and one proposal is enough.
-
-        Args:
-            kept: the groups that were suspended.
-            came_back: bytes that the device got back from them; None if nothing measures it.
-            source: what measures it.
-        """
-        account = sum(group.history.held_bytes or 0 for group in kept)
-        stays = account - sum(group.history.suspended_bytes for group in kept)
-        if stays > 0:
-            self.warnings.append(
-                f"{mebibytes(stays)} stay in {counted(len(kept), 'suspended communicator')}, by "
-                "their own account; strategy 'recreate' gives them back"
-            )
-        if account and came_back is not None and came_back < self._policy.min_share * account:
-            text = (
-                f"the last suspend gave back {max(0, came_back) / account:.0%} of "
-                f"{account / 2**20:.0f} MiB, measured by {source}"
-            )
-            self._job.suspend_obstacle = text
-            self.warnings.append(
-                f"{text}: NVLS and NET buffers stay, and peers may hold what they have mapped"
-            )
-
-    def _facts(self, group: ReloadableProcessGroup, wanted: str) -> Facts:
-        stats = group.memory_stats()
-        total = None if stats is None else stats.get("total", 0)
-        if wanted == "recreate":
-            return Facts(total=total)
-        obstacles = [
-            c10d.suspend_obstacle(backend)
-            for backend in communicators(group.communicator, group.construction)
-        ] or ["it has no backend object"]
-        if wanted == "auto":
-            obstacles.append(self._job.suspend_obstacle)
-        return Facts(
-            next((text for text in obstacles if text), ""),
-            used=stats != {},
-            total=total,
-            suspendable=stats.get("suspend", 0) if stats else 0,
-        )
+def bytes_kept(groups: Sequence[ReloadableProcessGroup]) -> list[str]:
+    """Warn of the memory that suspended communicators keep, by their own account. Local."""
+    stays = sum((g.history.held_bytes or 0) - g.history.suspended_bytes for g in groups)
+    if stays <= 0:
+        return []
+    return [
+        f"{mebibytes(stays)} stay in {counted(len(groups), 'suspended communicator')}, by their "
+        "own account; strategy 'recreate' gives them back"
+    ]

@@ -1,8 +1,10 @@
 """Suspending and resuming of communicators: they are kept, and the backend gives back memory.
 
-Collective over a communicator's members, without a bound inside the backend. What a suspend
-leaves: NVLS and NET buffers, and the accelerator's context. One that was never used has nothing
-to suspend; it is only refused to its users meanwhile ("skip").
+Collective over a communicator's members, without a timeout inside the backend; an abort of the
+communicator ends the call. What a suspend leaves: NVLS and NET buffers, the accelerator's context,
+and the communicators that ``ProcessGroupNCCL`` makes for pairs that send outside of a batch: torch
+neither suspends nor counts them. One that was never used has nothing to suspend; it is only
+refused to its users in the meantime ("skip").
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def suspend(group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None
         inner = group.suspend()
     if group.history.strategy == "suspend":
         for backend in communicators(inner, group.construction):
-            backend.suspend()
+            c10d.suspend(backend)
 
 
 def resume(group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
@@ -45,7 +47,7 @@ def resume(group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
         return
     if group.history.strategy == "suspend":
         for backend in communicators(group.communicator, group.construction):
-            backend.resume()
+            c10d.resume(backend)
     with attempt as wanted:
         if wanted:
             group.resume()

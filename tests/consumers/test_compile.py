@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from typing import Any
@@ -10,10 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import worlds
 from consumer_run import Run
 from consumer_tests import Consumer, ConsumerTests
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import reloadpg
+from reloadpg.testing import run_ranks
 
 
 def compiled_with(run: Run, backend: str) -> dict[str, Any]:
@@ -49,11 +54,11 @@ def compiled_with(run: Run, backend: str) -> dict[str, Any]:
         sharded = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
         return (sharded @ w).redistribute(placements=[Replicate()]).to_local().tanh()
 
-    weight = torch.randn(3, 3, generator=torch.Generator().manual_seed(7))
+    weight = torch.randn(3, 3, generator=worlds.generator(7))
     weight_dtensor = DTensor.from_local(weight, mesh, [Replicate()], run_check=False)
 
     def step(number: int) -> list[torch.Tensor]:
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * number + run.rank))
+        x = torch.randn(4, 3, generator=worlds.generator(10 * number + run.rank))
         leaf = x.clone().requires_grad_()
         differentiable = of_gradients(leaf)
         differentiable.square().sum().backward()
@@ -102,10 +107,17 @@ class TestCompiledAotEager(CompiledTests):
     consumer = Consumer(aot_eager_program, 2, groups=2)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+needs_compiler = pytest.mark.skipif(
     not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")),
     reason="inductor compiles C++ and this machine has no C++ compiler (g++, clang++ or CXX)",
+)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.skipif(
+    worlds.NCCL and importlib.util.find_spec("triton") is None,
+    reason="inductor compiles for the device with triton, which is not installed",
 )
 class TestCompiledInductor(CompiledTests):
     """Inductor lowers collectives to in-place operations on names, in compiled code. Its C++
@@ -113,3 +125,28 @@ class TestCompiledInductor(CompiledTests):
 
     graphs = 2
     consumer = Consumer(inductor_program, 2, groups=2)
+
+
+def _compiled_while_offloaded(rank: int, world_size: int, cache: str) -> list[int]:
+    from torch._dynamo.utils import counters
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{cache}/{rank}"
+    reloadpg.install(backends={"gloo"})
+    dist.init_process_group("gloo")
+    hits = []
+    for _ in range(2):
+        torch.compiler.reset()
+        reloadpg.offload()
+        doubled = torch.compile(lambda x: x * 2 + 1)(torch.ones(3))
+        reloadpg.reload()
+        assert doubled.tolist() == [3.0] * 3
+        hits.append(counters["inductor"]["fxgraph_cache_hit"])
+    return hits
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_graph_is_read_from_the_warm_cache_while_groups_are_offloaded(tmp_path: Any) -> None:
+    """Torch then extends the timeout of every group, offloaded ones too."""
+    for cold, warm in run_ranks(_compiled_while_offloaded, 2, args=(str(tmp_path),), timeout=300):
+        assert (cold, warm) == (0, 1)

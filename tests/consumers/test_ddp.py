@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 from consumer_run import Run
 from consumer_tests import Consumer, ConsumerTests
 from torch import nn
@@ -32,7 +33,7 @@ def deep() -> nn.Module:
 
 
 def batch(run: Run, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + run.rank)
+    generator = worlds.generator(1000 * step + run.rank)
     return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
 
 

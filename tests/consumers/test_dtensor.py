@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import worlds
 from consumer_run import Run, assert_identical
 from consumer_tests import Consumer, ConsumerTests
 from torch import nn
@@ -27,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 
 def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(rows, columns, generator=worlds.generator(seed))
 
 
 def operations(a: DTensor, b: DTensor) -> dict[str, Any]:
@@ -139,10 +140,13 @@ def tensor_parallel_program(run: Run) -> dict[str, Any]:
     }
     models = {name: parallelize_module(FeedForward(), mesh, plan) for name, plan in plans.items()}
     models["distributed"] = distribute_module(FeedForward(), mesh)
-    optimizers = {n: torch.optim.SGD(m.parameters(), lr=0.1) for n, m in models.items()}
+    # Not foreach, the default on a device: it refuses tensors and DTensors in one list.
+    optimizers = {
+        n: torch.optim.SGD(m.parameters(), lr=0.1, foreach=False) for n, m in models.items()
+    }
     losses: dict[str, list[torch.Tensor]] = {name: [] for name in models}
     for step in range(7):
-        x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(2, 4, 8, generator=worlds.generator(step))
         for name, model in models.items():
             if name == "sequence":
                 out = model(x.chunk(run.world_size, dim=1)[run.rank].contiguous())

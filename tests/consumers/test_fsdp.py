@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import worlds
 from consumer_run import RELOADED_LATE, Run
 from consumer_tests import Consumer, ConsumerTests
 from torch import nn
@@ -35,7 +36,7 @@ def blocks() -> nn.Sequential:
 
 
 def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + run.rank)
+    generator = worlds.generator(1000 * step + run.rank)
     x = torch.randn(5, 10, generator=generator)
     loss = model(x).square().mean()
     loss.backward()
@@ -131,7 +132,7 @@ def fsdp1_program(run: Run) -> dict[str, Any]:
         losses[strategy] = []
     for step in range(8):
         for name, model in models.items():
-            generator = torch.Generator().manual_seed(1000 * step + run.rank)
+            generator = worlds.generator(1000 * step + run.rank)
             loss = model(torch.randn(5, 10, generator=generator)).square().mean()
             loss.backward()
             model.clip_grad_norm_(0.5)

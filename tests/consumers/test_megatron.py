@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 from consumer_run import Run, tables
 from consumer_tests import Consumer, ConsumerTests
 
@@ -68,14 +69,14 @@ def groups_of(parallel_state: Any) -> dict[str, dist.ProcessGroup]:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return group._get_backend(worlds.device_of(group)).options._timeout.total_seconds()
 
 
 def sums(run: Run, groups: dict[str, dist.ProcessGroup]) -> dict[str, Any]:
     """By group: its members, and 2**rank summed over them by a collective."""
     out = {}
     for name, group in groups.items():
-        tensor = torch.tensor([float(2**run.rank)])
+        tensor = torch.tensor([float(2**run.rank)], device=worlds.device_of(group))
         dist.all_reduce(tensor, group=group)
         out[name] = {
             "ranks": dist.get_process_group_ranks(group),
@@ -135,10 +136,11 @@ def pipeline_phase(run: Run, parallel_state: Any) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     groups = groups_of(parallel_state)
+    worlds.barrier()  # all ranks are in the first operation of the job, as NCCL needs it
     weight = torch.full((2,), 1.0 + run.rank)
     received, embedded = [], []
     for number in range(3):
-        run.cycle()
+        run.cycle(connect="eager")  # for NCCL, which otherwise connects in a collective of all
         # The first use of the rebuilt WORLD: some ranks only, and none of them all.
         source, target = number, number + 1
         tensor = weight + number
@@ -203,7 +205,7 @@ def layers_phase(run: Run, parallel_state: Any) -> dict[str, Any]:
     data = parallel_state.get_data_parallel_group()
     losses = []
     for step in range(7):
-        generator = torch.Generator().manual_seed(dist.get_rank(data))
+        generator = worlds.generator(dist.get_rank(data))
         tokens = torch.randint(16, (3, 5), generator=generator)
         hidden = embedding(tokens)
         hidden = hidden + down(torch.tanh(up(hidden)[0]))[0]
@@ -220,8 +222,9 @@ def layers_phase(run: Run, parallel_state: Any) -> dict[str, Any]:
     return {"losses": losses, "parameters": list(layers.parameters())}
 
 
-PRELOAD = ("megatron.core",)
-"""What ``consumer_run`` has imported once for all ranks of a launch."""
+PRELOAD = () if worlds.NCCL else ("megatron.core",)
+"""What ``consumer_run`` has imported once for all ranks of a launch. It asks CUDA for its devices
+as it is imported, and a process that has done so cannot be forked."""
 
 
 def megatron_program(run: Run) -> dict[str, Any]:

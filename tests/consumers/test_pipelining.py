@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import worlds
 from consumer_run import Run
 from consumer_tests import Consumer, ConsumerTests
 from torch import nn
@@ -59,7 +60,7 @@ def pipelining_program(run: Run) -> dict[str, Any]:
     losses: dict[str, list[torch.Tensor]] = {name: [] for name in schedules}
     outputs: dict[str, list[torch.Tensor]] = {name: [] for name in schedules}
     for step in range(5):
-        generator = torch.Generator().manual_seed(step)
+        generator = worlds.generator(step)
         x = torch.randn(2 * MICROBATCHES, WIDTH, generator=generator)
         y = torch.randn(2 * MICROBATCHES, WIDTH, generator=generator)
         for name, schedule in schedules.items():

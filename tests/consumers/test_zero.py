@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import worlds
 from consumer_run import Run
 from consumer_tests import Consumer, ConsumerTests
 from torch import nn
@@ -30,7 +31,7 @@ def zero_program(run: Run) -> dict[str, Any]:
         )
         pairs.append((model, optimizer))
     for step in range(7):
-        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + run.rank))
+        x = torch.randn(5, 6, generator=worlds.generator(10 * step + run.rank))
         for model, optimizer in pairs:
             loss = model(x).square().mean()
             loss.backward()

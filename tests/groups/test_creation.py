@@ -310,3 +310,27 @@ def test_a_creation_looks_at_no_other_group(costs):
     """The proxy takes its group's place from the end of torch's list."""
     assert costs["read"] <= 20
     assert costs["proxies"] == 113  # WORLD is one, and two were counted
+
+
+def test_a_function_that_was_wrapped_during_a_creation_stays_wrapped():
+    """Another library's patch of torch, made while groups are created, is not undone with ours."""
+    module, name = dist.distributed_c10d, "_process_group_name"
+    original, calls = getattr(module, name), []
+    with contextlib.ExitStack() as undo:
+        undo.callback(setattr, module, name, original)
+        with c10d.CreationByMembers("first"):
+            ours = getattr(module, name)
+
+            def wrapper(*args, **kwargs):
+                calls.append(args)
+                return ours(*args, **kwargs)
+
+            setattr(module, name, wrapper)
+        assert getattr(module, name) is wrapper
+        with c10d.CreationByMembers("second"):
+            assert getattr(module, name)([0], False) == "second"
+        assert getattr(module, name) is wrapper
+        assert len(calls) == 1
+    with c10d.CreationByMembers("third"):
+        assert getattr(module, name)([0], False) == "third"
+    assert getattr(module, name) is original

@@ -36,7 +36,7 @@ cycles, and by 1.2 MiB in the next 200; with this library it is 3.2 MiB, then 0.
 
 
 def _keys(store):
-    """Number of keys in the job's store; the store is asked beneath the prefixes."""
+    """Number of keys in the job's store, without prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store.num_keys()
@@ -86,8 +86,8 @@ def _kind(link):
 
 
 def _many_cycles(rank, world_size, cycles):
-    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=30))
-    worlds.init("gloo", timeout=timedelta(seconds=30))
+    reloadpg.install(backends={worlds.BACKEND}, timeout=timedelta(seconds=30))
+    worlds.init(timeout=timedelta(seconds=30))
     groups = [dist.group.WORLD]
     groups += [dist.new_group([0, 1], group_desc=f"group {index}") for index in range(6)]
     groups += [dist.new_group([0, 1], use_local_synchronization=True) for _ in range(2)]
@@ -161,6 +161,9 @@ def test_names_of_old_generations_are_gone_from_the_cpp_registry(flat):
 
 
 def test_number_of_store_keys_is_constant(flat):
-    """Keys of barriers and of old generations are deleted when nobody reads them any more."""
+    """Keys of barriers and of old generations are deleted when no rank reads them any more.
+
+    The other rank may not have deleted its last ones yet; a key a cycle would be dozens.
+    """
     for warm, last in _pairs(flat, "keys"):
-        assert last == warm
+        assert abs(last - warm) <= 5, f"{warm} keys, then {last}"

@@ -27,7 +27,7 @@ def _cycle():
 
 
 def _install(**options):
-    return reloadpg.install(**{"backends": {"gloo"}, "timeout": TIMEOUT, **options})
+    return reloadpg.install(**{"backends": {worlds.BACKEND}, "timeout": TIMEOUT, **options})
 
 
 class _Recorder:
@@ -198,7 +198,7 @@ def test_world_is_created_with_what_init_process_group_resolved(received):
 
 def _mutated(rank, world_size):
     _install()
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
     ranks, keyword, nested = [0, 1], [1, 2], [[0, 2], [1]]
     pair = dist.new_group(ranks)
     other = dist.new_group(ranks=keyword)
@@ -242,13 +242,13 @@ def test_rank_list_changed_after_the_call_changes_nothing():
 
 
 def _timeouts(group):
-    backend = group._get_backend(torch.device("cpu"))
+    backend = group._get_backend(worlds.device_of(group))
     return backend.options._timeout.total_seconds()
 
 
 def _changed(rank, world_size):
     _install()
-    worlds.init("gloo", timeout=timedelta(seconds=61))
+    worlds.init(timeout=timedelta(seconds=61))
     pair = dist.new_group([0, 1], timeout=timedelta(seconds=62), group_desc="before")
     kept = dist.new_group([0, 1], timeout=timedelta(seconds=63))
     facts = {"first": [_timeouts(g) for g in (dist.group.WORLD, pair, kept)]}
@@ -285,7 +285,7 @@ def test_timeout_and_description_changed_on_the_live_group_hold():
 def _participants(rank, world_size, in_callback=False):
     new_group = _Recorder("new_group")
     _install()
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 1, 2], [0, 2])]
     doomed = dist.new_group([0, 1], group_desc="doomed")
     new_group.take()
@@ -338,7 +338,7 @@ def test_only_members_replay_where_torch_waits_for_all_ranks(in_callback):
 def _ring(rank, world_size):
     """Each pair of neighbours has a group, made between them alone, at its own moment."""
     _install()
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
     # By torch's rule for the names, a group must be the n-th of both members: even pairs first.
     even = (rank - rank % 2, rank - rank % 2 + 1)
     odd = tuple(sorted((rank, (rank + 1 if rank % 2 else rank - 1) % world_size)))
@@ -409,7 +409,7 @@ def _mixed(rank, world_size):
             functional = fc.all_reduce(torch.ones(1), "sum", group.group_name)
             now["functional"] = (functional + 0).item()
             try:
-                group._get_backend(meta)
+                group._get_backend(meta).allreduce([torch.ones(2)])
             except GroupOffloadedError as error:
                 now["other side"] = error.operation
             now["state"] = str(group.state)
@@ -450,7 +450,7 @@ def test_mixed_group_keeps_its_cpu_side():
                     "sum while offloaded": 3,
                     "objects": [0, 1],
                     "functional": 2.0,
-                    "other side": "_get_backend",
+                    "other side": "allreduce",
                     "state": "offloaded",
                     "same while offloaded": True,
                     "created": (0, 3),

@@ -224,6 +224,29 @@ def test_what_manage_refuses():
     assert seen == ["NotInstalledError"] * 3 + ["", "InvalidOptionError", "InvalidOptionError"]
 
 
+def _wrong_rebuilds(rank, world_size):
+    start("unbound", min_size=2)
+    seen = []
+    for returned in ("nothing", "text", "WORLD"):
+        made = {"nothing": None, "text": "group", "WORLD": dist.group.WORLD}[returned]
+        group = reloadpg.manage(dist.new_group([0]), rebuild=lambda made=made: made)
+        reloadpg.offload()
+        try:
+            reloadpg.reload()
+        except reloadpg.RebuildError as error:
+            seen.append(str(error))
+        dist.destroy_process_group(group)
+    return seen
+
+
+def test_what_rebuild_must_return():
+    """The group that it has made, and nothing else: the error says so."""
+    (seen,) = run_ranks(_wrong_rebuilds, 1)
+    assert len(seen) == 3
+    for text in seen:
+        assert "the rebuild function given to manage() returned" in text
+
+
 # ---------------------------------------------------------------------------------------------
 # groups written in Python
 

@@ -15,6 +15,7 @@ from op_table import ROWS, cases, run_row
 from tables import expected_sum, lengths, summed
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
+from torch.torch_version import TorchVersion
 
 import reloadpg
 from reloadpg import GroupOffloadedError, NotInstalledError
@@ -27,7 +28,7 @@ SUBGROUP = (0, 2, 3)
 
 
 def _install(**options):
-    return reloadpg.install(**{"backends": {"gloo"}, "timeout": TIMEOUT, **options})
+    return reloadpg.install(**{"backends": {worlds.BACKEND}, "timeout": TIMEOUT, **options})
 
 
 # ---------------------------------------------------------------------------------------------
@@ -37,7 +38,7 @@ def _install(**options):
 def _table(rank, world_size):
     """Every row in every way while offloaded, first before and then after a reload."""
     _install()
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
     sub = dist.new_group(list(SUBGROUP), timeout=TIMEOUT)
     groups = {"world": (None, range(RANKS)), "sub": (sub, SUBGROUP)}
     outcomes = {}
@@ -98,7 +99,7 @@ def test_no_operation_succeeds_while_offloaded(row, table):
 
 def _methods(rank, world_size):
     _install()
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
     pair = dist.new_group([0, 1])
     reloadpg.offload()
     found = {}
@@ -120,12 +121,57 @@ def test_every_method_that_needs_a_communicator_refuses():
     """Called on the object itself, it names the operation and the group."""
     for found in run_ranks(_methods, 2):
         assert len(found) > 25
+        asked = found.pop("_get_backend")
+        assert "OffloadedBackend" in asked
         assert found == {name: (name, True) for name in found}
+
+
+def _queried(rank, world_size):
+    _install()
+    worlds.init(timeout=TIMEOUT)
+    gone, kept = dist.new_group([0, 1]), dist.new_group([0, 1])
+    reloadpg.offload()
+    c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=7))
+    backend = kept._get_backend(worlds.device())
+    refused = []
+    for use in (
+        lambda: backend.allreduce([torch.ones(1)]),
+        lambda: backend.barrier(),
+        lambda: backend.options,
+        lambda: backend.abort(),
+    ):
+        with pytest.raises(GroupOffloadedError) as caught:
+            use()
+        refused.append(caught.value.operation)
+    c10d._set_pg_timeout(timedelta(seconds=41), kept)
+    kept.set_timeout(timedelta(seconds=42))
+    # With torchcomms installed, torch asks a group for its backends before it destroys it.
+    c10d._TORCHCOMM_AVAILABLE, c10d._BackendWrapper = True, _NotOurs
+    dist.destroy_process_group(gone)
+    reloadpg.reload()
+    after = kept._get_backend(worlds.device())
+    return refused, after.options._timeout.total_seconds(), summed(kept, rank)
+
+
+class _NotOurs:
+    """In the place of a class of torchcomms, which is not installed."""
+
+
+@pytest.mark.matrix
+def test_a_query_of_the_backend_is_answered_and_every_use_of_it_refused():
+    """Torch queries all groups when it extends timeouts, sets one, or destroys another group.
+
+    A timeout that is set meanwhile holds after the reload.
+    """
+    for refused, timeout, total in run_ranks(_queried, 2):
+        assert refused == ["allreduce", "barrier", "options", "abort"]
+        assert timeout == 42
+        assert total == expected_sum(range(2))
 
 
 def _stale_coalescing(rank, world_size):
     _install()
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
     reloadpg.offload()
     refused = []
     for _ in range(2):
@@ -150,7 +196,7 @@ def test_refused_coalescing_does_not_postpone_later_collectives():
 def _async_work(rank, world_size):
     """A Work from before the release, and what a group that was gone half-way did not do."""
     _install()
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
     tensor = torch.tensor([2**rank])
     work = dist.all_reduce(tensor, async_op=True)
     work.wait()
@@ -204,7 +250,8 @@ def _answers(group, mesh):
         "initialized": dist.is_initialized(),
         "global": (dist.get_rank(), dist.get_world_size(), dist.get_backend()),
         "WORLD": dist.group.WORLD is c10d._get_default_group(),
-        "tables": lengths(),
+        # Hooks hold communicators, so they are gone meanwhile.
+        "tables": {k: v for k, v in lengths().items() if k != "pg_flight_recorder_hooks"},
         "mesh": (
             mesh.get_rank(),
             mesh.get_local_rank("tp"),
@@ -226,7 +273,7 @@ def _answers(group, mesh):
 
 def _questions(rank, world_size):
     _install()
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
     sub = dist.new_group([3, 1, 0], group_desc="three")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     asked = {"WORLD": dist.group.WORLD, "tp": mesh.get_group("tp")}
@@ -247,6 +294,11 @@ def _questions(rank, world_size):
 
 
 @pytest.mark.matrix
+@pytest.mark.xfail(
+    worlds.WORLD == "nccl-bound" and TorchVersion(torch.__version__) < "2.15",
+    reason="torch names a split by how many groups the rank is in, so members' names differ here",
+    strict=True,
+)
 def test_every_query_answers_while_offloaded_as_it_does_live():
     """Rank, size, ranks, backend, names, tables, pickles and meshes; also in the next generation.
 
@@ -286,7 +338,7 @@ def _offload_in_block():
 
 
 def _not_installed(rank, world_size):
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
     facts = [
         _error_of(function)
         for function in (
@@ -315,7 +367,7 @@ def test_before_install_one_clear_error_and_nothing_changed():
 def _twice(rank, world_size):
     _install()
     facts = {"before init": [reloadpg.offload(), reloadpg.reload()]}
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
     pair = dist.new_group([0, 1])
     inner = pair.communicator
     facts["reload before offload"] = [reloadpg.reload(), reloadpg.reload()]
@@ -358,7 +410,7 @@ def test_calls_that_find_nothing_to_do_are_no_ops():
 
 def _made_while_offloaded(rank, world_size):
     _install()
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
     called = []
     reloadpg.on_offload(lambda: called.append(len(reloadpg.status().groups)))
     reloadpg.offload()
@@ -377,7 +429,7 @@ def test_callbacks_run_on_every_offload_that_releases_something():
 
 def _alone(rank, world_size, min_size):
     _install(min_size=min_size)
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
     own = dist.new_group([0])
     facts = []
     for _ in range(2):
@@ -399,8 +451,8 @@ def test_single_rank(min_size, expected):
 
 
 def _no_groups(rank, world_size):
-    reloadpg.install(timeout=TIMEOUT)
-    worlds.init("gloo", timeout=TIMEOUT)
+    reloadpg.install(timeout=TIMEOUT, **worlds.BYPASSING)
+    worlds.init(timeout=TIMEOUT)
     facts = []
     for _ in range(2):
         report = reloadpg.offload()

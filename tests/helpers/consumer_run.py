@@ -47,15 +47,15 @@ class Setting:
         late: whether ``install`` comes after ``init_process_group`` instead of before it.
     """
 
-    backend: str = "gloo"
+    backend: str = worlds.BACKEND
     reloadable: bool = False
     backends: frozenset[str] | None = None
     late: bool = False
 
 
 PLAIN = Setting()
-RELOADED = Setting(reloadable=True, backends=frozenset({"gloo"}))
-RELOADED_LATE = Setting(reloadable=True, backends=frozenset({"gloo"}), late=True)
+RELOADED = Setting(reloadable=True, backends=frozenset({worlds.BACKEND}))
+RELOADED_LATE = Setting(reloadable=True, backends=frozenset({worlds.BACKEND}), late=True)
 SIM_PLAIN = Setting(backend="sim")
 SIM_RELOADED = Setting(backend="sim", reloadable=True)
 
@@ -126,14 +126,17 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu")
+        return worlds.device()
 
     @property
     def reloadable(self) -> bool:
         return self.setting.reloadable
 
-    def cycle(self, meanwhile: Callable[[], Any] | None = None) -> Any:
-        """One offload, ``meanwhile()``, one reload; in a plain run ``meanwhile()`` alone."""
+    def cycle(self, meanwhile: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """One offload, ``meanwhile()``, one reload with these options.
+
+        In a plain run ``meanwhile()`` alone.
+        """
         if not self.reloadable:
             return meanwhile() if meanwhile is not None else None
         groups = managed()
@@ -147,7 +150,7 @@ class Run:
         states = {group.group_name: str(group.state) for group in groups}
         refused = {group.group_name: refusals(group) for group in groups}
         result = meanwhile() if meanwhile is not None else None
-        rebuilt = reloadpg.reload()
+        rebuilt = reloadpg.reload(**options)
         self.cycles.append(
             Cycle(
                 [
@@ -211,8 +214,21 @@ def sockets() -> int:
 
 
 def sockets_of(groups: Sequence[dist.ProcessGroup]) -> int:
-    """A gloo communicator of n ranks has a listening socket and n - 1 connections."""
-    return sum(group.size() for group in groups)
+    """A gloo communicator of n ranks has a listening socket and n - 1 connections.
+
+    NCCL's are not counted: those of the stand-in have none.
+    """
+    configs = tables().pg_backend_config
+    return sum(group.size() for group in groups if "nccl" not in configs[group])
+
+
+def sockets_of_splits(managed: int, bypassed: int) -> int:
+    """Connections to the store that torch before 2.15 makes for splits of a bound default group.
+
+    ``split_group`` clones the parent's store for the group, which lives as long as the group, and
+    once more for the backend, which an offload ends (seen on 2.13).
+    """
+    return managed - 1 + 2 * bypassed if worlds.SPLIT_CLONES_STORE else 0
 
 
 def refusals(group: dist.ProcessGroup) -> tuple[dict[str, str], bool]:
@@ -228,6 +244,8 @@ def refusals(group: dist.ProcessGroup) -> tuple[dict[str, str], bool]:
         "functional": lambda: funcol.all_reduce(tensor, "sum", group).sum().item(),
         "by name": lambda: torch.ops._c10d_functional.all_reduce(tensor, "sum", group.group_name),
     }
+    if worlds.NCCL and torch.device("cpu") in group._device_types:
+        del calls["barrier"], calls["object"]  # of a mixed group these are gloo's, which stays live
     seen = {}
     for name, call in calls.items():
         try:

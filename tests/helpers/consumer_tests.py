@@ -16,6 +16,7 @@ from consumer_run import (
     Setting,
     assert_identical,
     outcomes,
+    sockets_of_splits,
 )
 
 import reloadpg
@@ -88,6 +89,7 @@ class ConsumerTests:
             assert [g.name for g in cycle.groups if not g.inner_gone] == []
             store = STORE_SOCKETS + min(CREATORS, len(cycle.groups))
             allowed = store + cycle.sockets_bypassed + self.consumer.kept_sockets
+            allowed += sockets_of_splits(len(cycle.groups), cycle.bypassed)
             assert cycle.sockets_offloaded <= allowed
 
     def test_a_reload_opens_what_the_groups_need_and_no_more(self) -> None:

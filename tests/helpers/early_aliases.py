@@ -5,6 +5,8 @@ Imported by the tests at module level, so always before a rank installs the libr
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -18,14 +20,20 @@ BOUND_BEFORE_INSTALL = not reloadpg.is_installed()
 
 _CREATORS = ("new_group", "split_group", "init_process_group")
 
-FROM_DISTRIBUTED: dict[str, Any] = {
-    name: value for name, value in vars(dist).items() if callable(value) and name not in _CREATORS
-}
+
+def _bound_by(module: ModuleType) -> dict[str, Any]:
+    """The names of a module that has ``from module import *``."""
+    binding = sys.modules[f"{__name__}_{module.__name__}"] = ModuleType(module.__name__)
+    for name, value in vars(module).items():
+        if callable(value) and name not in _CREATORS:
+            setattr(binding, name, value)
+    return vars(binding)
+
+
+FROM_DISTRIBUTED = _bound_by(dist)
 """As ``from torch.distributed import ...`` binds them."""
 
-FROM_C10D: dict[str, Any] = {
-    name: value for name, value in vars(c10d).items() if callable(value) and name not in _CREATORS
-}
+FROM_C10D = _bound_by(c10d)
 """As ``from torch.distributed.distributed_c10d import ...`` binds them."""
 
 

@@ -186,7 +186,7 @@ class GptTraining:
 def train(store: dist.Store, between: Callable[[], None]) -> dict[str, Any]:
     """One job; `between` is called after some steps."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    worlds.init("gloo", store=store, rank=rank, world_size=world_size)
+    worlds.init(store=store, rank=rank, world_size=world_size)
     training = GptTraining()
     losses, norms = [], []
     for step in range(STEPS):
@@ -230,6 +230,6 @@ def plain_and_cycled(rank: int, world_size: int) -> dict[str, Any]:
     store = dist.TCPStore(address, port, is_master=False)
     with cuda_on_cpu():
         plain = train(dist.PrefixStore("plain", store), lambda: None)
-        with reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=60)):
+        with reloadpg.install(backends={worlds.BACKEND}, timeout=timedelta(seconds=60)):
             cycled = train(dist.PrefixStore("cycled", store), cycle)
     return {"plain": plain, "cycled": cycled, "cycles": cycles}

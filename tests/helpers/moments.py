@@ -15,10 +15,11 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
+from reloadpg.groups.proxy import ReloadableProcessGroup
 from reloadpg.lifecycle import failure
 from reloadpg.lifecycle.recreate import Rebuilds, Releases
-from reloadpg.rendezvous import barrier
 from reloadpg.rendezvous import round as one_round
+from reloadpg.rendezvous.protocol import Await
 from reloadpg.rendezvous.round import Round
 from reloadpg.rendezvous.worker_thread import Wait
 
@@ -26,9 +27,10 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "releasing": (Releases, "release"),  # a group, which may be part of a split
     "rebuilding": (Rebuilds, "rebuild"),  # likewise
     "arriving": (Round, "_reach"),  # before this rank arrives at a barrier
-    "waiting": (barrier.Barrier, "_await_outcome"),  # it is counted, and about to wait for others
-    "counted": (Round, "_pass"),  # it has read the outcome of a barrier, and done nothing with it
+    "waiting": (one_round, "perform"),  # it is counted, and about to wait for others
+    "counted": (Round, "_conclude"),  # it has read the decision of a barrier, no more
     "telling": (Round, "fail"),  # before it tells the others that it has failed
+    "detaching": (ReloadableProcessGroup, "detach"),  # a group lets go of its communicator
     "abandoning": (failure, "abort"),  # before it leaves its groups failed
 }
 
@@ -56,6 +58,8 @@ def at(
     original, seen = getattr(owner, name), itertools.count(1)
 
     def reached(*args: Any, **kwargs: Any) -> Any:
+        if moment == "waiting" and not isinstance(args[1], Await):
+            return original(*args, **kwargs)
         here = not barrier or barrier == f"{args[0].operation}.{args[1]}"
         due = here and next(seen) == nth
         if due and not after:
@@ -78,8 +82,7 @@ def wait_for_answers() -> None:
 
     It ends as soon as all have said it: for jobs in which no rank dies or is cut off.
     """
-    for module in (barrier, one_round):
-        _replaced.enter_context(mock.patch.object(module, "GRACE_S", 60.0))
+    _replaced.enter_context(mock.patch.object(one_round, "GRACE_S", 60.0))
 
 
 def restore() -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 import torch.distributed.nn.functional as dist_nn
+import worlds
 from early_aliases import FROM_C10D, FROM_DISTRIBUTED
 
 Value = Any
@@ -121,7 +122,7 @@ class Row:
         ways: how the operation or its group can be looked up.
         modes: ``sync``, ``async``.
         groups: on which groups it is run: ``world``, ``sub``.
-        missing: whether the installed torch lacks one of the functions.
+        missing: whether the installed torch, or the backend, lacks one of the functions.
     """
 
     name: str
@@ -138,6 +139,9 @@ class Row:
 
 
 ROWS: dict[str, Row] = {}
+
+HANG_ON_NCCL = {"recv[any source]", "irecv[any source]"}
+"""NCCL cannot receive from any rank; those that send to one that tries wait for ever."""
 
 
 def _has(name: str) -> bool:
@@ -161,6 +165,7 @@ def row(
     def add(run: Callable[[Case], Value]) -> Callable[[Case], Value]:
         names = covers or (name,)
         missing = not all(_has(covered) for covered in names)
+        missing |= worlds.NCCL and name in HANG_ON_NCCL
         ROWS[name] = Row(name, names, run, expect, ways, modes, groups, missing)
         return run
 
@@ -578,14 +583,24 @@ def send_recv(case: Case) -> Value:
     return source, tensor.tolist()
 
 
+def _start_in_ring(case: Case, receive: Callable[[], Any], send: Callable[[], Any]) -> list[Any]:
+    """Start both; the first member sends first.
+
+    Where the group is bound to a device, all its NCCL operations run on one stream in the order of
+    the calls, and members that all receive first would wait for each other.
+    """
+    return [start() for start in ((send, receive) if case.index == 0 else (receive, send))]
+
+
 @row("isend, irecv", "isend", "irecv", expect=_from_previous, modes=("async",))
 def isend_irecv(case: Case) -> Value:
     after, before = _ring(case)
     tensor = torch.zeros(2)
-    works = [
-        case.fn("irecv")(tensor, before, case.group, tag=4),
-        case.fn("isend")(case.own(), after, case.group, tag=4),
-    ]
+    works = _start_in_ring(
+        case,
+        lambda: case.fn("irecv")(tensor, before, case.group, tag=4),
+        lambda: case.fn("isend")(case.own(), after, case.group, tag=4),
+    )
     for work in works:
         case.done(work)
     return tensor.tolist()
@@ -594,10 +609,13 @@ def isend_irecv(case: Case) -> Value:
 @row("isend, irecv[group ranks]", "isend", "irecv", expect=_from_previous, modes=("async",))
 def isend_irecv_group_ranks(case: Case) -> Value:
     tensor = torch.zeros(2)
-    works = [
-        case.fn("irecv")(tensor, group=case.group, group_src=(case.index - 1) % case.size),
-        case.fn("isend")(case.own(), group=case.group, group_dst=(case.index + 1) % case.size),
-    ]
+    works = _start_in_ring(
+        case,
+        lambda: case.fn("irecv")(tensor, group=case.group, group_src=(case.index - 1) % case.size),
+        lambda: case.fn("isend")(
+            case.own(), group=case.group, group_dst=(case.index + 1) % case.size
+        ),
+    )
     for work in works:
         case.done(work)
     return tensor.tolist()
@@ -965,10 +983,11 @@ def fc_all_gather_inplace(case: Case) -> Value:
 def fc_isend_inplace(case: Case) -> Value:
     tensor = torch.zeros(2)
     after, before = _ring(case)
-    waits = [
-        fc.irecv_inplace(tensor, before, 8, case.group),
-        fc.isend_inplace(case.own(), after, 8, case.group),
-    ]
+    waits = _start_in_ring(
+        case,
+        lambda: fc.irecv_inplace(tensor, before, 8, case.group),
+        lambda: fc.isend_inplace(case.own(), after, 8, case.group),
+    )
     for wait in waits:
         fc.wait_tensor(wait)
     return tensor.tolist()
@@ -1087,10 +1106,11 @@ def ops_broadcast_(case: Case) -> Value:
 def ops_isend(case: Case) -> Value:
     tensor = torch.zeros(2)
     after, before = (case.index + 1) % case.size, (case.index - 1) % case.size
-    waits = [
-        OPS.irecv(tensor, before, 10, case.name),
-        OPS.isend(case.own(), after, 10, case.name),
-    ]
+    waits = _start_in_ring(
+        case,
+        lambda: OPS.irecv(tensor, before, 10, case.name),
+        lambda: OPS.isend(case.own(), after, 10, case.name),
+    )
     for wait in waits:
         OPS.wait_tensor(wait)
     return tensor.tolist()

@@ -215,7 +215,7 @@ def _connect() -> dist.TCPStore:
 def serve(rank: int, size: int, address: str) -> None:
     """Interpret programs until there are no more."""
     barriers = _connect()
-    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=BOUND_S))
+    reloadpg.install(backends={worlds.BACKEND}, timeout=timedelta(seconds=BOUND_S))
     with Client(address, "AF_UNIX") as connection:
         connection.send(rank)
         while (task := connection.recv()) is not None:

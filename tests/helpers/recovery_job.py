@@ -62,6 +62,8 @@ RELOAD_POINTS = (
 )
 
 
+_extending: list[Callable[[], None]] = []
+
 GROUP_EVENTS: dict[str, tuple[faulty_gloo.Moment, Fault]] = {
     "offload": ("shutdown", Fault("release", operation="shutdown")),
     "reload": ("create", Fault("create")),
@@ -106,7 +108,7 @@ class Job:
         *,
         subgroups: Sequence[Sequence[int]] = RING,
         bound: float = BOUND,
-        backend: str = "gloo",
+        backend: str = worlds.BACKEND,
         store: Any = None,
         size: int | None = None,
         parallelism: int = PARALLELISM,
@@ -213,6 +215,9 @@ def interfere(point: str, action: Callable[[], object]) -> None:
         faulty_gloo.inject(moment, action, nth=nth)
         inject(replace(fault, action="call", nth=nth, call=lambda _: action()))
     else:
+        if place in ("quiesced", "rebuilt"):  # barriers that are there only if a rank has callbacks
+            register = reloadpg.on_offload if operation == "offload" else reloadpg.on_reload
+            _extending.append(register(lambda: None, name="extending"))
         moments.at("arriving", action, barrier=point)
 
 
@@ -239,7 +244,7 @@ def signalling(number: int, error: BaseException) -> Callable[[], None]:
 
 def backend_for(point: str) -> str:
     """Return the backend of a job in which this point is interfered with."""
-    return faulty_gloo.NAME if "group" in point or "check" in point else "gloo"
+    return faulty_gloo.NAME if "group" in point or "check" in point else worlds.BACKEND
 
 
 def stop_interfering() -> None:
@@ -247,6 +252,8 @@ def stop_interfering() -> None:
     faulty_gloo.clear()
     clear_faults()
     moments.restore()
+    while _extending:
+        _extending.pop()()
 
 
 def meet(name: str, size: int, seconds: float = 120.0) -> None:

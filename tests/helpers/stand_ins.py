@@ -156,13 +156,14 @@ class VllmEngine:
     awake: set[str] = field(default_factory=set)
     fail: list[str] = field(default_factory=list)
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
+    def wake_up(self, tags: list[str] | None = None) -> bool:
         self._called("wake_up", None if tags is None else ",".join(tags))
         for tag in tags or list(self.sizes):
             if tag not in self.awake:
                 self.device.need(self.sizes[tag])
                 self.awake.add(tag)
                 self.device.engine_bytes += self.sizes[tag]
+        return self.awake == set(self.sizes)
 
     def sleep(self, level: int = 1) -> None:
         self._called("sleep", str(level))

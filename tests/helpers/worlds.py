@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -24,16 +24,81 @@ CAN_SPLIT = hasattr(dist.ProcessGroup, "split_group")
 """Whether the installed torch can split gloo groups: from 2.13 on."""
 
 
-BOUND = os.environ.get("TEST_WORLD", "unbound") == "bound"
-"""Whether :func:`init` binds the default group to a device, as ``TEST_WORLD`` says.
+WORLD = os.environ.get("TEST_WORLD", "unbound")
+"""``unbound``, ``bound``, ``nccl`` or ``nccl-bound``: what :func:`init` makes.
 
-The tests run in both worlds: most trainers bind theirs, and torch then takes other ways.
+The tests run in all of them. Most trainers bind the default group to a device, and torch then takes
+other ways. ``nccl`` is torch's own ProcessGroupNCCL over the stand-ins for CUDA and NCCL, or on
+GPUs; tensors are then on the device by default.
 """
+if WORLD not in ("unbound", "bound", "nccl", "nccl-bound"):
+    raise ValueError(f"TEST_WORLD={WORLD}: it is unbound, bound, nccl or nccl-bound")
+
+BOUND = WORLD.endswith("bound") and WORLD != "unbound"
+"""Whether :func:`init` binds the default group to a device."""
+
+NCCL = WORLD.startswith("nccl")
+
+SPLITS_EVERY_GROUP = NCCL and (BOUND or TorchVersion(torch.__version__) >= "2.15")
+"""Whether torch makes each new group by a split of the default one, which takes all ranks."""
+
+SPLIT_CLONES_STORE = NCCL and BOUND and TorchVersion(torch.__version__) < "2.15"
+"""Whether torch connects to the store again for each group that it splits."""
+
+BACKEND = "nccl" if NCCL else "gloo"
+"""The backend of the default group, and what ``install(backends={BACKEND})`` makes reloadable."""
+
+DEVICE_TYPE = "cuda" if NCCL else "cpu"
+
+WITH_CPU = "cpu:gloo,cuda:nccl" if NCCL else "gloo"
+"""The backends of a default group that also takes tensors of the CPU."""
+
+BYPASSING = {"min_size": 1 << 20} if NCCL else {}
+"""Options of ``install`` with which no group of the world is reloadable."""
 
 
-def init(backend: str, *, bound: bool = BOUND, **kwargs: Any) -> None:
-    """Make the default group with torch's own function, and bind it to a device if asked to."""
-    dist.init_process_group(backend, **kwargs)
+def device() -> torch.device:
+    """Where collectives of the world find their tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if NCCL else torch.device("cpu")
+
+
+def device_of(group: Any) -> torch.device:
+    """Where collectives of a group find their tensors."""
+    served = {device.type for device in (group or dist.group.WORLD)._device_types}
+    return device() if device().type in served else torch.device("cpu")
+
+
+def generator(seed: int) -> torch.Generator:
+    """A seeded generator for tensors on the default device."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
+def use_device(rank: int | None = None) -> None:
+    """Give this rank a device of its own, on which tensors are made from now on. Idempotent."""
+    if not NCCL:
+        return
+    rank = int(os.environ["RANK"]) if rank is None else rank
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.set_default_device("cuda")
+
+
+def init(
+    backend: str = BACKEND,
+    *,
+    bound: bool = BOUND,
+    create: Callable[..., None] | None = None,
+    **kwargs: Any,
+) -> None:
+    """Make the default group with torch's own function, and bind it to a device if asked to.
+
+    `create` is that function as a test has bound it.
+    """
+    create = create or dist.init_process_group
+    if "nccl" in backend:
+        use_device(kwargs.get("rank"))
+        create(backend, **kwargs, **{"device_id": device()} if bound else {})
+        return
+    create(backend, **kwargs)
     if bound:
         bind()
 
@@ -50,7 +115,7 @@ def bind() -> None:
 
 
 unbound_only = pytest.mark.skipif(
-    BOUND,
+    WORLD == "bound",
     reason="torch looks for the bound device in barriers, in collectives of objects and in every "
     "new group, and this one is not here",
 )
@@ -58,7 +123,9 @@ unbound_only = pytest.mark.skipif(
 
 def barrier() -> None:
     """Wait for all ranks, without the device that the default group may be bound to."""
-    dist.all_reduce(torch.zeros(1))
+    value = torch.zeros(1)
+    dist.all_reduce(value)
+    value.item()  # a device computes on its own
 
 
 @contextmanager

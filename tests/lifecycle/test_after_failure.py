@@ -15,6 +15,7 @@ import torch.distributed as dist
 import worlds
 
 import reloadpg
+from reloadpg.groups.registry import registry
 from reloadpg.lifecycle.recreate import Rebuilds, Releases
 from reloadpg.rendezvous.worker_thread import Attempt, Task
 from reloadpg.testing import run_ranks, simulated
@@ -129,14 +130,14 @@ def given_up_while_it_is_created(rank: int, size: int) -> list[bool]:
     rebuilds.prepare([pair])
 
     def created() -> bool:
-        return any("7.test" in name for name in dist.distributed_c10d._world.pg_names.values())
+        return any("7.test" in group.name for group in simulated.groups())
 
     fault = simulated.Fault("create", "call", moment="after", call=lambda _: attempt.abandon())
     with simulated.inject(fault) as injected:
         task = Task(lambda: rebuilds.rebuild(pair, attempt, 0), "rebuild")
         assert injected.wait_fired(BOUND_S)
         end = time.monotonic() + BOUND_S
-        while not created() and time.monotonic() < end:  # torch lists it after the fault
+        while not created() and time.monotonic() < end:
             time.sleep(0.01)
         seen = [task.wait(0.2), created()]
     told.set()
@@ -150,12 +151,12 @@ def test_a_creation_that_was_given_up_is_discarded_once_the_others_know_why() ->
 
 
 def release_given_up(rank: int, size: int) -> tuple[bool, float]:
-    reloadpg.install(backends={"gloo"})
-    worlds.init("gloo")
+    reloadpg.install(backends={worlds.BACKEND})
+    worlds.init()
     pair = dist.new_group([0, 1])
     attempt = Attempt()
     attempt.abandon()
-    Releases().release(pair, attempt, 0)
+    Releases(registry.job("test")).release(pair, attempt, 0)
     return pair.is_live, summed(pair)
 
 
@@ -200,26 +201,30 @@ def test_a_second_interrupt_leaves_the_ranks_alike(at: str) -> None:
         assert (seen["again"], seen["sums"]) == ("", {2.0})
 
 
-def after_a_fall_back(rank: int, size: int) -> tuple[float, set[float]]:
-    moments.wait_for_answers()
+def interrupted_while_aborting(rank: int, size: int) -> tuple[str, int, set[float]]:
     simulated.register()
-    reloadpg.install(strategy="suspend", timeout=timedelta(seconds=BOUND_S))
+    reloadpg.install(timeout=timedelta(seconds=BOUND_S), parallelism=1)
     worlds.init("sim")
-    pair = dist.new_group([0, 1])
-    summed(None), summed(pair)
-    if rank == 1:
-        simulated.inject(simulated.Fault("suspend"))
-    reloadpg.offload()  # rank 0 is left in the suspend
-    begun = time.monotonic()
-    made = dist.new_group([0, 1])
-    seconds = time.monotonic() - begun
-    sums = {summed(made)}
+    groups = [dist.group.WORLD, dist.new_group([0, 1])]
+    for group in groups:
+        summed(group)
+    others = [group.communicator for group in groups]  # what is referenced ends by an abort alone
+    simulated.inject(simulated.Fault("release"))
+    # The release lets go of the first group, the abort after its failure of the other one.
+    moments.at("detaching", interrupt, nth=2, after=True)
+    failed = kind_of(reloadpg.offload)
+    moments.restore()
+    end = time.monotonic() + BOUND_S
+    while simulated.stats().held_bytes and time.monotonic() < end:
+        time.sleep(0.01)
+    held = simulated.stats().held_bytes
+    others.clear()
     reloadpg.reload()
-    return seconds, sums | {summed(group) for group in (pair, made, None)}
+    return failed, held, {summed(group) for group in groups}
 
 
-def test_a_group_can_be_made_after_a_fall_back() -> None:
-    """The groups are offloaded, by the other way; work of the first one may still hang."""
-    for seconds, sums in run_ranks(after_a_fall_back, 2, timeout=200):
-        assert seconds < BOUND_S
-        assert sums == {2.0}
+def test_a_second_interrupt_loses_no_communicator() -> None:
+    """The group has let go of it, and nothing else held it: it was never aborted."""
+    for failed, held, sums in run_ranks(interrupted_while_aborting, 2, timeout=200):
+        assert failed in ("ReleaseError", "PeerFailedError")
+        assert (held, sums) == (0, {2.0})

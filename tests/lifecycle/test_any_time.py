@@ -137,6 +137,51 @@ def test_an_interrupt_leaves_no_operation_running():
     assert (state, total) == ("live", 1.0)
 
 
+def _interrupted_in_a_commit(rank, world_size):
+    """An interrupt before each line of the commit of each operation, until none is reached."""
+    start("unbound", min_size=1)
+    seen = []
+    for name in ("offload", "reload", "recover"):
+        line = 0
+        while True:
+            line, left = line + 1, [line + 1]
+
+            def trace(frame, event, argument, left=left):
+                commits = frame.f_code.co_name == "complete" and "operation" in str(frame.f_code)
+                if event == "line" and commits:
+                    left[0] -= 1
+                    if left[0] == 0:
+                        raise KeyboardInterrupt
+                return trace if commits else None
+
+            if name == "reload":
+                reloadpg.offload()
+            before = reloadpg.status()
+            sys.settrace(trace)
+            with contextlib.suppress(KeyboardInterrupt):
+                getattr(reloadpg, name)()
+            sys.settrace(None)
+            after = reloadpg.status()
+            went_on = (after.cycles - before.cycles, after.generation - before.generation)
+            seen.append((name, after.state, went_on))
+            reloadpg.reload()
+            if left[0] > 0:  # there are no more lines
+                break
+    return seen, summed(None, rank)
+
+
+def test_an_interrupted_commit_is_done_whole():
+    """All ranks have completed the operation: so has this one, whatever line was interrupted."""
+    ((seen, total),) = run_ranks(_interrupted_in_a_commit, 1, timeout=280)
+    assert len(seen) > 20
+    assert set(seen) == {
+        ("offload", "offloaded", (1, 0)),
+        ("reload", "live", (0, 1)),
+        ("recover", "live", (0, 1)),
+    }
+    assert total == 1.0
+
+
 def _two_jobs(rank, world_size, file):
     reloadpg.install(backends={"gloo"})
     held, seen = [], []

@@ -88,7 +88,7 @@ def equal(seconds):
     import reloadpg
     try:
         reloadpg.install(
-            backends={"gloo", "nccl"}, strategy="auto", timeout=timedelta(seconds=seconds)
+            backends={"gloo", "nccl"}, strategy="suspend", timeout=timedelta(seconds=seconds)
         )
     except reloadpg.PatchConflictError:
         return False
@@ -125,7 +125,7 @@ def test_import_torch_installs_as_the_variables_say(tmp_path):
         SETTINGS,
         RELOADPG_AUTOINSTALL="on",
         RELOADPG_BACKENDS="gloo, nccl",
-        RELOADPG_STRATEGY="auto",
+        RELOADPG_STRATEGY="suspend",
         RELOADPG_TIMEOUT_S="7.5",
         RELOADPG_LOG_LEVEL="debug",
     )
@@ -282,7 +282,7 @@ except reloadpg.PatchConflictError as error:
 reloadpg.uninstall()
 print(reloadpg.install().options.strategy.name)
 try:
-    reloadpg.install(strategy="auto")
+    reloadpg.install(strategy="recreate")
 except reloadpg.PatchConflictError as error:
     print(error)
 """
@@ -295,17 +295,76 @@ def test_a_bare_install_is_the_installation_of_the_environment(tmp_path):
         tmp_path,
         BARE,
         RELOADPG_AUTOINSTALL="1",
-        RELOADPG_STRATEGY="auto",
+        RELOADPG_STRATEGY="suspend",
         RELOADPG_EXCLUDE="SERVICE, *_GLOO",
     )
     first, installed, conflict, after, last = done.stdout.splitlines()
-    assert first == "auto ('SERVICE', '*_GLOO')"
+    assert first == "suspend ('SERVICE', '*_GLOO')"
     assert installed == "True"  # the handle of the second install owns nothing
     assert "In place: RELOADPG_AUTOINSTALL installed at import torch" in conflict
     assert "min_size=3 (in place: 2)" in conflict
-    assert after == "recreate"
-    assert "strategy='auto' (in place: 'recreate')" in last
+    assert after == "suspend"  # an install of the program reads the same variables
+    assert "strategy='recreate' (in place: 'suspend')" in last
     assert "RELOADPG_AUTOINSTALL" not in last
+
+
+PLAIN = """
+import reloadpg
+try:
+    options = reloadpg.install({arguments}).options
+    names = options.selection.backends
+    print(options.strategy, options.timeout.total_seconds(), sorted(names) if names else None)
+except reloadpg.InvalidOptionError as error:
+    print(error)
+import logging
+logging.getLogger("reloadpg.part").debug("a detail")
+logging.getLogger("reloadpg").warning("waiting for 10 s; missing: rank 1")
+"""
+WARNING = "WARNING reloadpg [rank 3]: waiting for 10 s; missing: rank 1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "said", "logged"),
+    [
+        ("", {}, "recreate 300.0 None", [WARNING]),
+        (
+            "",
+            {
+                "RELOADPG_STRATEGY": "suspend",
+                "RELOADPG_TIMEOUT_S": "7",
+                "RELOADPG_BACKENDS": "gloo",
+                "RELOADPG_LOG_LEVEL": "debug",
+            },
+            "suspend 7.0 ['gloo']",
+            ["DEBUG reloadpg.part [rank 3]: a detail", WARNING],
+        ),
+        (
+            "strategy='recreate', timeout=9, backends={'gloo'}",
+            {
+                "RELOADPG_STRATEGY": "suspend",
+                "RELOADPG_TIMEOUT_S": "7",
+                "RELOADPG_BACKENDS": "nccl",
+                "RELOADPG_LOG_LEVEL": "error",
+            },
+            "recreate 9.0 ['gloo']",
+            [],
+        ),
+        ("", {"RELOADPG_STRATEGY": "x"}, "RELOADPG_STRATEGY='x' is unknown.", None),
+        ("", {"RELOADPG_TIMEOUT_S": "-1"}, "RELOADPG_TIMEOUT_S='-1' is not a positive", None),
+        ("", {"RELOADPG_LOG_LEVEL": "loud"}, "RELOADPG_LOG_LEVEL='loud' is not a level", None),
+        ("", {"RELOADPG_BACKENDS": "gloo,,nccl"}, "RELOADPG_BACKENDS='gloo,,nccl' has an", None),
+    ],
+)
+def test_an_install_of_the_program_reads_the_variables(
+    tmp_path, arguments, variables, said, logged
+):
+    """An argument wins; a value that cannot be used is refused by name. Warnings are printed."""
+    script = PLAIN.format(arguments=arguments)
+    done = python(tmp_path, script, RELOADPG_AUTOINSTALL="0", RANK="3", **variables)
+    assert done.stdout.startswith(said), done.stdout + done.stderr
+    if logged is not None:
+        lines = [line for line in done.stderr.splitlines() if "reloadpg" in line]
+        assert [line for line in lines if "detail" in line or "missing" in line] == logged
 
 
 LATER = """

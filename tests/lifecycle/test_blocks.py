@@ -22,12 +22,12 @@ TIMEOUT = timedelta(seconds=30)
 
 
 def _install(**options):
-    return reloadpg.install(**{"backends": {"gloo"}, "timeout": TIMEOUT, **options})
+    return reloadpg.install(**{"backends": {worlds.BACKEND}, "timeout": TIMEOUT, **options})
 
 
 def _nested(rank, world_size, raising):
     _install()
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
     called = []
     reloadpg.on_offload(lambda: called.append(reloadpg.status().cycles))
     states = []
@@ -64,7 +64,7 @@ def _listens(port):
 
 def _blocks_and_jobs(rank, world_size, case, folder):
     _install()
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
     with reloadpg.offloaded():
         if case == "reloaded inside":
             reloadpg.reload()
@@ -74,7 +74,7 @@ def _blocks_and_jobs(rank, world_size, case, folder):
             if rank == 0:  # its store, or the next job would find the keys of this one
                 assert not _listens(int(os.environ["MASTER_PORT"]))
             store_closed_by_rank_0(rank, folder / "closed")
-            worlds.init("gloo", timeout=TIMEOUT)
+            worlds.init(timeout=TIMEOUT)
         with reloadpg.offloaded():
             state = reloadpg.status().state
         within = summed(None, rank)
@@ -93,7 +93,7 @@ def test_a_block_reloads_what_it_has_offloaded(case, tmp_path):
 def _in_each_other(rank, world_size):
     """The state in the outer block after the inner one, and after the outer one."""
     _install()
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
     kinds = {"offloaded": reloadpg.offloaded, "colocated": lambda: colocated()}
     seen = {}
     for outer, begin in kinds.items():
@@ -116,7 +116,7 @@ def test_blocks_of_both_kinds_nest():
 
 def _interrupted_at_its_end(rank, world_size, kind):
     _install()
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
     reports = []
 
     def interrupt(report):
@@ -144,7 +144,7 @@ def test_an_interrupt_at_the_very_end_of_the_offload(kind):
 
 def _interrupted_on_the_way_back(rank, world_size):
     _install()
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
     keep = devices.empty_cache
 
     def interrupt():
@@ -170,7 +170,7 @@ def test_a_rollout_that_was_interrupted_on_its_way_back_is_over():
 
 def _reload_fails_too(rank, world_size):
     _install()
-    worlds.init("gloo", timeout=TIMEOUT)
+    worlds.init(timeout=TIMEOUT)
 
     def broken():
         raise RuntimeError("an accelerator's own error")

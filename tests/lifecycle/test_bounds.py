@@ -46,8 +46,8 @@ def test_many_groups_that_are_slow_to_build_do_not_hit_the_bound():
 
 
 def _counting_progress(rank, world_size):
-    reloadpg.install(backends={"gloo"})
-    worlds.init("gloo")
+    reloadpg.install(backends={worlds.BACKEND})
+    worlds.init()
     for _ in range(3):
         dist.new_group([0, 1])
     counts = []
@@ -193,5 +193,5 @@ def test_a_failed_operation_ends_in_its_longest_abort():
 def test_a_wait_of_ever_is_refused(world):
     """It overflows on its way through C++ and the store."""
     with pytest.raises(reloadpg.InvalidOptionError, match="365 days; nothing was installed"):
-        reloadpg.install(backends={"gloo"}, timeout=timedelta.max)
+        reloadpg.install(backends={worlds.BACKEND}, timeout=timedelta.max)
     assert not reloadpg.is_installed()

@@ -16,7 +16,7 @@ from reloadpg.testing import run_ranks
 
 def _job(rank: int, size: int) -> dict[str, Any]:
     facts: dict[str, Any] = {"uninstalled": reloadpg.status().bypassed_groups}
-    worlds.init("gloo")
+    worlds.init()
     reloadpg.install()
     dist.new_group([0, 1], group_desc="TP")
     with warnings.catch_warnings(record=True) as caught:

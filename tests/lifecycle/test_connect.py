@@ -15,8 +15,8 @@ from reloadpg.testing import run_ranks
 
 
 def _start(**options):
-    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=15), **options)
-    worlds.init("gloo")
+    reloadpg.install(backends={worlds.BACKEND}, timeout=timedelta(seconds=15), **options)
+    worlds.init()
     return dist.new_group([0, 1]), dist.new_group([2, 1])
 
 

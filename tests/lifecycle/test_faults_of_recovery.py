@@ -126,8 +126,8 @@ def test_a_rank_that_dies_is_named_within_the_bound(death: tuple[str, int]) -> N
 
 def loop_where_one_dies(rank: int, size: int) -> dict[str, Any]:
     """A loop whose second step one rank does not survive."""
-    reloadpg.install(backends={"gloo"}, timeout=BOUND)
-    worlds.init("gloo", timeout=timedelta(seconds=5))
+    reloadpg.install(backends={worlds.BACKEND}, timeout=BOUND)
+    worlds.init(timeout=timedelta(seconds=5))
     recoveries: list[str] = []
     reloadpg.on_report(lambda report: recoveries.append(report.operation))
     attempts = []

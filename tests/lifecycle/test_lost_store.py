@@ -95,7 +95,7 @@ def test_all_ranks_get_a_clear_error(point: str, number: int) -> None:
             assert "restart the job" in seen.text, seen
             assert seen.seconds < BOUND + ALLOWANCE, seen
         if point == "offload.enter":
-            assert result["untouched"], result
-            assert result["states"] == {"live"}
+            # Whether this rank was counted is unknown: if it was, others may release their groups.
+            assert result["states"] == ({"live"} if result["untouched"] else {"failed"}), result
         else:
             assert result["states"] == {"failed"}

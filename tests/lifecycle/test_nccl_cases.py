@@ -38,6 +38,7 @@ def _warnings(rank: int, world_size: int, backend: str) -> list[tuple[str, ...]]
     return told
 
 
+@worlds.unbound_only  # its backend serves the CPU, to which no group can be bound
 def test_a_report_names_settings_that_make_a_release_unsafe() -> None:
     """Memory that is registered with released communicators, and dumps that stop."""
     for both, one in run_ranks(_warnings, 2, args=("ncclx",)):
@@ -88,7 +89,7 @@ def test_keys_of_gloo(rank: int) -> None:
         WORLD_ORDER,
         rank,
     )
-    group: Any = SimpleNamespace(construction=made, names_in_store=["0", "0@1.1.0"])
+    group: Any = SimpleNamespace(construction=made, kept={}, names_in_store=["0", "0@1.1.0"])
     assert spent_keys(group, group) == [
         f"{name}//{place}0/{rank}" for name in ("0", "0@1.1.0") for place in ("cpu//", "")
     ]

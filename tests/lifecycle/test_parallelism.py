@@ -179,6 +179,31 @@ def test_groups_that_share_options_are_created_in_turn() -> None:
         assert (most, order, same) == (1, ["2", "4", "6", "8"], True)
 
 
+def _behind_a_hanging_creation(rank: int, world_size: int) -> tuple[int, float]:
+    """How many creations are left, of four that share options and of which the first hangs."""
+    simulated.register()
+    reloadpg.install(timeout=timedelta(seconds=4), parallelism=8)
+    worlds.init("sim")
+    options = simulated.SimOptions()
+    groups = [dist.new_group([0, 1], pg_options=options) for _ in range(4)]
+    reloadpg.offload()
+    fault = simulated.Fault("create", "stall", group=f"{groups[0].group_name}@*")
+    with simulated.inject(fault):
+        with pytest.raises(reloadpg.ReloadpgError):
+            reloadpg.reload()
+        end = time.monotonic() + 60
+        while len(reloadpg.status().unfinished) > 1 and time.monotonic() < end:
+            threading.Event().wait(0.05)
+        left = len(reloadpg.status().unfinished)
+    reloadpg.reload()
+    return left, summed(groups[3], rank)
+
+
+def test_creations_behind_one_that_hangs_end_when_they_are_abandoned() -> None:
+    """Those that share its options wait for it, but not once the reload has failed."""
+    assert run_ranks(_behind_a_hanging_creation, 2, timeout=120) == [(1, 3.0)] * 2
+
+
 def _creation_fault(
     rank: int, world_size: int, action: str
 ) -> tuple[str, set[str], int, list[float]]:
@@ -306,8 +331,8 @@ def test_a_release_that_fails_beside_others(action: str) -> None:
 
 def _different(rank: int, world_size: int) -> str:
     moments.wait_for_answers()
-    reloadpg.install(backends={"gloo"}, timeout=BOUND, parallelism=rank + 1)
-    worlds.init("gloo")
+    reloadpg.install(backends={worlds.BACKEND}, timeout=BOUND, parallelism=rank + 1)
+    worlds.init()
     with pytest.raises(reloadpg.DisagreementError) as caught:
         reloadpg.offload()
     return str(caught.value)

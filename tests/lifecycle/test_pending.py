@@ -274,7 +274,7 @@ def _mixed(rank: int, world_size: int) -> tuple[list[float], str, str]:
         pending = getattr(reloadpg, operation)(wait=False)
         assert begun.wait(HANG_S)
         sums.append(summed(pair, rank))
-        refused.append(_raised(lambda: pair._get_backend(torch.device("meta"))))
+        refused.append(_raised(lambda: pair._get_backend(torch.device("meta")).name()))
         go.set()
         pending.result()
         sums.append(summed(pair, rank))
@@ -384,3 +384,64 @@ def test_an_interrupt_of_the_call_leaves_nothing_behind() -> None:
     ((interrupted, state, total),) = run_ranks(_interrupted_at_each_call, 1, timeout=240)
     assert interrupted > 20
     assert (state, total) == ("live", 1.0)
+
+
+def _names(rank: int, world_size: int) -> dict[str, Any]:
+    """Create groups with hashed names while a reload rebuilds others, each at its own pace."""
+    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=HANG_S), parallelism=4)
+    worlds.init("gloo")
+    every = range(world_size)
+    groups = [dist.new_group(every) for _ in range(8)]
+    before = len(dist.distributed_c10d._world.pg_map)
+    names, counts = [], set()
+    sys.setswitchinterval(1e-6)
+    for cycle in range(3):
+        reloadpg.offload()
+        pending = reloadpg.reload(wait=False)
+        while not pending.done():
+            counts.add(len(dist.distributed_c10d._world.pg_names) - len(names))
+        pending.result()
+        del pending
+        pending = reloadpg.offload(wait=False)
+        pending.result()
+        pending = reloadpg.reload(wait=False)
+        made: Any = dist.new_group(every, use_local_synchronization=True)
+        names.append(made.group_name)
+        pending.result()
+        assert summed(made, rank) == summed(groups[cycle], rank)
+    return {"names": names, "counts": counts, "before": before}
+
+
+def test_a_rebuild_is_in_no_table_that_names_are_made_of() -> None:
+    """Torch hashes the number of groups; ranks that saw different ones made different names."""
+    first, second = run_ranks(_names, 2, timeout=240)
+    assert first["names"] == second["names"]
+    assert first["counts"] == second["counts"] == {first["before"]}
+
+
+def _refusals(rank: int, world_size: int) -> dict[str, str]:
+    """What is refused while a reload is held."""
+    last = _start(parallelism=1)[-1]
+    reloadpg.offload()
+    fault = _stalled("create", last)
+    pending = reloadpg.reload(wait=False)
+    assert fault.wait_fired(HANG_S)
+    found = {"uninstall": _raised(reloadpg.uninstall)}
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, _raised(pending.result).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    found["child"] = os.read(reading, 1000).decode()
+    fault.clear()
+    pending.result()
+    assert summed(last, rank) == 3.0
+    return found
+
+
+def test_what_is_refused_while_it_runs() -> None:
+    """The end of the installation, and a wait in a forked child, where nothing runs."""
+    for found in run_ranks(_refusals, 2, timeout=240):
+        assert found["uninstall"].startswith("PatchConflictError: uninstall: an operation is run")
+        assert found["child"].startswith("PendingError: reload(wait=False): result() was called in")

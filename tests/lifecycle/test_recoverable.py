@@ -13,8 +13,9 @@ from reloadpg import c10d
 from reloadpg.cli.doctor import diagnose
 
 NEEDED = {
-    "TORCH_NCCL_BLOCKING_WAIT": "1",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "200",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
@@ -53,7 +54,8 @@ def test_what_is_unset_is_set_and_unset_again() -> None:
 def test_what_is_set_well_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its old name too; and a heartbeat that is longer than the operations of this library."""
     given = {
-        "NCCL_BLOCKING_WAIT": "1",
+        "NCCL_BLOCKING_WAIT": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
         "TORCH_NCCL_ENABLE_MONITORING": "1",
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "900",
@@ -63,6 +65,7 @@ def test_what_is_set_well_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     with reloadpg.install(recoverable=True):
         assert settings() == {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+            "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000",
             "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
             "TORCH_NCCL_ENABLE_MONITORING": "1",
         }
@@ -73,7 +76,8 @@ def test_what_is_set_well_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("TORCH_NCCL_BLOCKING_WAIT", "0"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         ("NCCL_ASYNC_ERROR_HANDLING", "3"),
         ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "1"),
@@ -89,7 +93,7 @@ def test_what_is_in_the_way_is_refused(
         monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "60")
     current = name if name.startswith("TORCH") else f"TORCH_{name}"
     with pytest.raises(reloadpg.InvalidOptionError, match=f"{current}={value}.*set it to"):
-        reloadpg.install(recoverable=True)
+        reloadpg.install(backends={"nccl"}, recoverable=True)
     assert not reloadpg.is_installed()
     assert settings().keys() <= {name}
     ((level, message),) = findings()
@@ -97,15 +101,39 @@ def test_what_is_in_the_way_is_refused(
     assert message.startswith(f"{current}={value}")
 
 
+def test_the_default_of_torchrun_is_overridden(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It sets 1 in its workers, which ends the process; put back by uninstall. Doctor agrees."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    with caplog.at_level("INFO", "reloadpg"), reloadpg.install(backends={"nccl"}, recoverable=True):
+        assert settings() == NEEDED
+        assert findings() == [("ok", "a fault of a communicator reaches the program")]
+        assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=2, not torchrun's 1" in caplog.text
+    assert settings() == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    with pytest.raises(reloadpg.InvalidOptionError, match="set it to 2"):
+        reloadpg.install(backends={"nccl"}, recoverable=True)
+
+
+def test_a_job_without_nccl_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user has set stays, and doctor has no problem with it."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    with reloadpg.install(backends={"gloo"}, recoverable=True):
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+        assert [level for level, _ in findings()] == ["ok"]
+
+
 def test_a_variable_that_was_changed_since_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     """For doctor, in a process that was to be recoverable."""
-    with reloadpg.install(recoverable=True):
+    with reloadpg.install(backends={"nccl"}, recoverable=True):
         monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         ((level, message),) = findings()
         assert level == "problem"
         assert message.startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING=1")
         monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
-        assert findings() == [("problem", "missing: TORCH_NCCL_ASYNC_ERROR_HANDLING=0")]
+        assert findings() == [("problem", "missing: TORCH_NCCL_ASYNC_ERROR_HANDLING=2")]
 
 
 def test_groups_that_exist_already_have_read_the_environment(

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import reloadpg
-from reloadpg.rendezvous.outcome import store_lost, store_silent
+from reloadpg.rendezvous.decision import store_lost, store_silent
 from reloadpg.testing import run_ranks, simulated
 
 PATIENCE = timedelta(seconds=120)
@@ -315,8 +315,8 @@ def undisturbed(rank: int, size: int, steps: int) -> list[float]:
 
 def train_ddp(rank: int, size: int, dies: int) -> list[Any]:
     """The wrapper is made anew in each attempt; weights and momentum come from another rank."""
-    reloadpg.install(backends={"gloo"}, recoverable=True, timeout=PATIENCE)
-    worlds.init("gloo", timeout=PATIENCE)
+    reloadpg.install(backends={worlds.BACKEND}, recoverable=True, timeout=PATIENCE)
+    worlds.init(timeout=PATIENCE)
     reloadpg.rejoin()
     torch.manual_seed(incarnation())  # a new process begins with other weights
     layers = [torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)]
@@ -348,8 +348,8 @@ def train_ddp(rank: int, size: int, dies: int) -> list[Any]:
 
 def train_fsdp2(rank: int, size: int, dies: int) -> list[Any]:
     """Sharded anew in each attempt, from full weights; a new process gets them from another."""
-    reloadpg.install(backends={"gloo"}, recoverable=True, timeout=PATIENCE)
-    worlds.init("gloo", timeout=PATIENCE)
+    reloadpg.install(backends={worlds.BACKEND}, recoverable=True, timeout=PATIENCE)
+    worlds.init(timeout=PATIENCE)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     reloadpg.rejoin()
     torch.manual_seed(incarnation())
@@ -508,7 +508,7 @@ def test_the_moment_does_not_matter(moment: Callable[..., Any]) -> None:
 
 def brought_up(rank: int, size: int) -> Any:
     """A mesh, bounds and agreement by the library's own bring-up, and its exit."""
-    reloadpg.install(backends={"gloo"}, recoverable=True, timeout=PATIENCE)
+    reloadpg.install(backends={worlds.BACKEND}, recoverable=True, timeout=PATIENCE)
     with reloadpg.init_distributed(
         "gloo", mesh_dims={"dp_shard": 2, "tp": 2}, timeout=PATIENCE, device="cpu"
     ) as context:
@@ -574,8 +574,8 @@ def test_splits_are_made_without_the_others(tmp_path: Path) -> None:
 
 def refuse(rank: int, size: int) -> Any:
     """A group of a backend that is not reloadable; then other groups than the others have."""
-    reloadpg.install(backends={"gloo"}, recoverable=True, timeout=PATIENCE, exclude="left*")
-    worlds.init("gloo", timeout=PATIENCE)
+    reloadpg.install(backends={worlds.BACKEND}, recoverable=True, timeout=PATIENCE, exclude="left*")
+    worlds.init(timeout=PATIENCE)
     if incarnation():
         alone = dist.new_group([rank])
         refused = attempt(lambda: dist.new_group([0, 1, 2, 3], group_desc="left alone"))
@@ -601,8 +601,8 @@ def test_what_the_new_process_cannot_have() -> None:
 
 
 def host_dies(rank: int, size: int) -> Any:
-    reloadpg.install(backends={"gloo"}, recoverable=True, timeout=PATIENCE)
-    worlds.init("gloo", timeout=PATIENCE)
+    reloadpg.install(backends={worlds.BACKEND}, recoverable=True, timeout=PATIENCE)
+    worlds.init(timeout=PATIENCE)
     attempt(worlds.barrier)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -631,10 +631,10 @@ def test_the_errors_of_a_lost_store_say_who_cannot_be_replaced(operation: str) -
 
 def two_jobs(rank: int, size: int, folder: Path) -> Any:
     """The same processes; each job has a store of its own, which rank 0 hosts."""
-    reloadpg.install(backends={"gloo"}, recoverable=True, timeout=PATIENCE)
+    reloadpg.install(backends={worlds.BACKEND}, recoverable=True, timeout=PATIENCE)
     found = []
     for job in range(2):
-        worlds.init("gloo", timeout=PATIENCE)
+        worlds.init(timeout=PATIENCE)
         found.append((str(dist.group.WORLD.state), reloadpg.rejoin().changed))
         meet_at_rank_0(rank, f"job {job}")
         dist.destroy_process_group()
@@ -653,7 +653,7 @@ def test_without_a_job_there_is_nothing_to_rejoin() -> None:
     """As for the other operations; without an installation it says what to call."""
     with pytest.raises(reloadpg.NotInstalledError, match="recoverable=True"):
         reloadpg.rejoin()
-    with reloadpg.install(backends={"gloo"}):
+    with reloadpg.install(backends={worlds.BACKEND}):
         report = reloadpg.rejoin()
     assert (report.changed, report.note) == (False, "this process replaces no other one")
 

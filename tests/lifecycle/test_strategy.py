@@ -7,39 +7,23 @@ import itertools
 import pytest
 
 from reloadpg import InvalidOptionError, StrategyPolicy
-from reloadpg.lifecycle.strategy import Choice, Facts, conclude, propose
-
-GOOD = Facts(total=100, suspendable=90)
+from reloadpg.lifecycle.strategy import Choice, conclude, propose
 
 TABLE = [
-    # policy, facts, strategy, part of the reason
-    ("recreate", GOOD, "recreate", ""),
-    ("recreate", Facts("too old"), "recreate", ""),
-    ("suspend", GOOD, "suspend", ""),
-    ("suspend", Facts(total=100, suspendable=1), "suspend", ""),
-    ("suspend", Facts(), "suspend", ""),
-    ("suspend", Facts("too old", total=100), "recreate", "too old"),
-    ("suspend", Facts(used=False), "skip", "never used"),
-    ("suspend", Facts("too old", used=False), "recreate", "too old"),
-    ("auto", GOOD, "suspend", "90%"),
-    ("auto", Facts(total=100, suspendable=80), "suspend", "80%"),
-    ("auto", Facts(total=100, suspendable=79), "recreate", "79% of what its communicator holds"),
-    ("auto", Facts("too old", total=100, suspendable=90), "recreate", "too old"),
-    ("auto", Facts(used=False), "recreate", "never used"),
-    ("auto", Facts(), "recreate", "does not say"),
-    ("auto", Facts(total=0), "recreate", "does not say"),
-    (StrategyPolicy("auto", min_share=0.5), Facts(total=100, suspendable=50), "suspend", "50%"),
-    (StrategyPolicy("auto", min_share=0.5), Facts(total=100, suspendable=49), "recreate", "50%"),
-    (StrategyPolicy("auto", min_share=0), Facts(total=100), "suspend", "0%"),
-    (StrategyPolicy("auto", min_share=1), GOOD, "recreate", "less than 100%"),
+    # wanted, obstacle, used, strategy, part of the reason
+    ("recreate", "", True, "recreate", ""),
+    ("recreate", "too old", True, "recreate", ""),
+    ("suspend", "", True, "suspend", ""),
+    ("suspend", "too old", True, "recreate", "too old"),
+    ("suspend", "", False, "skip", "never used"),
+    ("suspend", "too old", False, "recreate", "too old"),
 ]
 
 
-@pytest.mark.parametrize(("policy", "facts", "strategy", "reason"), TABLE)
-def test_what_a_member_proposes(policy, facts, strategy, reason):
-    """The table of issue and design: by what the user wants and what the communicator can do."""
-    policy = StrategyPolicy.of(policy)
-    choice = propose(policy, policy.name, facts)
+@pytest.mark.parametrize(("wanted", "obstacle", "used", "strategy", "reason"), TABLE)
+def test_what_a_member_proposes(wanted, obstacle, used, strategy, reason):
+    """By what the user wants and what the communicator can do."""
+    choice = propose(wanted, obstacle, used=used)
     assert choice.strategy == strategy
     assert reason in choice.reason
     assert bool(choice.reason) == bool(reason)
@@ -72,17 +56,14 @@ def test_a_group_that_is_to_be_recreated_stays_so():
     ("name", "desc", "wanted"),
     [
         ("12", "TENSOR_MODEL_PARALLEL_GROUP", "recreate"),
-        ("12", "PIPELINE", "auto"),
-        ("world", "default_pg", "suspend"),
-        ("7", "", "auto"),
+        ("12", "PIPELINE", "suspend"),
+        ("world", "default_pg", "recreate"),
     ],
 )
 def test_patterns(name, desc, wanted):
     """Descriptions and names; the first that matches counts."""
-    policy = StrategyPolicy(
-        "auto", groups={"TENSOR*": "recreate", "default_pg": "suspend", "TENSOR_MODEL*": "auto"}
-    )
-    assert policy.wanted(name, desc) == wanted
+    groups = {"TENSOR*": "recreate", "default_pg": "recreate", "TENSOR_MODEL*": "suspend"}
+    assert StrategyPolicy("suspend", groups=groups).wanted(name, desc) == wanted
 
 
 @pytest.mark.parametrize(
@@ -90,10 +71,9 @@ def test_patterns(name, desc, wanted):
     [
         ("recreate", {}, False),
         ("suspend", {}, True),
-        ("auto", {}, True),
         ("recreate", {"x": "suspend"}, True),
         ("recreate", {"x": "recreate"}, False),
-        ("auto", {"*": "recreate"}, True),
+        ("suspend", {"*": "recreate"}, True),
     ],
 )
 def test_whether_any_group_may_be_suspended(name, groups, may):
@@ -105,23 +85,24 @@ def test_whether_any_group_may_be_suspended(name, groups, may):
     "make",
     [
         lambda: StrategyPolicy("wishful"),
+        lambda: StrategyPolicy("auto"),
         lambda: StrategyPolicy(groups={"x": "wishful"}),
-        lambda: StrategyPolicy(min_share=1.1),
-        lambda: StrategyPolicy(min_share=-0.1),
         lambda: StrategyPolicy.of(["recreate"]),
-        lambda: StrategyPolicy("auto", groups=["a"]),
-        lambda: StrategyPolicy("auto", groups={1: "suspend"}),
-        lambda: StrategyPolicy("auto", groups=None),
-        lambda: StrategyPolicy("auto", min_share="0.5"),
-        lambda: StrategyPolicy("auto", min_share=None),
-        lambda: StrategyPolicy("auto", min_share=True),
-        lambda: StrategyPolicy("auto", fallback="no"),
+        lambda: StrategyPolicy("suspend", groups=["a"]),
+        lambda: StrategyPolicy("suspend", groups={1: "suspend"}),
+        lambda: StrategyPolicy("suspend", groups=None),
     ],
 )
 def test_bad_policies_are_refused(make):
     """An InvalidOptionError, which is a ValueError."""
     with pytest.raises(InvalidOptionError, match="nothing was installed"):
         make()
+
+
+def test_auto_is_refused_and_suspend_is_named():
+    """``auto`` was a strategy of earlier versions; ``suspend`` does what it was used for."""
+    with pytest.raises(InvalidOptionError, match="'suspend', which recreates a group that cannot"):
+        StrategyPolicy.of("auto")
 
 
 def test_a_policy_keeps_what_it_was_given():

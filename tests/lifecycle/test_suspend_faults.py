@@ -15,7 +15,6 @@ import pytest
 from suspend_job import HELD, STAYS, Job, attempt, chosen, reasons
 
 import reloadpg
-from reloadpg import StrategyPolicy
 from reloadpg.lifecycle import memory
 from reloadpg.lifecycle import offload as offload_module
 from reloadpg.testing import run_ranks, simulated
@@ -29,108 +28,80 @@ ALLOWANCE = 60.0
 """Seconds past a bound within which every rank must have raised, on the busiest machine."""
 
 
-def failing(rank: int, size: int, at: str, fallback: bool, action: str) -> dict[str, Any]:
+def failing(rank: int, size: int, at: str) -> dict[str, Any]:
     moments.wait_for_answers()
-    job = Job(StrategyPolicy("suspend", fallback=fallback), bound=BOUND)
+    job = Job("suspend", bound=BOUND)
     if at == "resume":
         reloadpg.offload()
     if rank == FAULTY:
-        simulated.inject(simulated.Fault(at, action, group="g2"))  # type: ignore[arg-type]
+        simulated.inject(simulated.Fault(at, "raise", group="g2"))  # type: ignore[arg-type]
     begun = time.monotonic()
-    seen: dict[str, Any] = {}
-    function = reloadpg.offload if at == "suspend" else reloadpg.reload
-
-    def operate() -> None:
-        seen["report"] = function()
-
-    error = attempt(operate)
-    seconds = time.monotonic() - begun
-    report = seen.get("report")
+    error = attempt(reloadpg.offload if at == "suspend" else reloadpg.reload)
     ended = {
         "error": error,
-        "seconds": seconds,
-        "chosen": chosen(report) if report else {},
-        "reasons": reasons(report) if report else {},
-        "warnings": report.warnings if report else (),
+        "seconds": time.monotonic() - begun,
         "states": {state for state, _ in job.facts().values()},
-        "refused": at == "suspend" and job.refused(),
         "held": simulated.stats().held_bytes,
     }
     simulated.clear_faults()
     reloadpg.reload()
     sums = job.sums()
-    after = [chosen(reloadpg.offload()), chosen(reloadpg.reload())]
+    then = reloadpg.offload()
     return {
         **ended,
         "sums": sums,
-        "after": after,
+        "then": chosen(then),
+        "reasons": reasons(then),
+        "warnings": then.warnings,
+        "back": chosen(reloadpg.reload()),
         "sums_after": job.sums(),
         "names": list(job.groups),
     }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(at, fallback) for at in ("suspend", "resume") for fallback in (True, False)],
-    ids=lambda param: f"{param[0]}-{'fallback' if param[1] else 'no fallback'}",
-)
-def failed(request: pytest.FixtureRequest) -> tuple[str, bool, list[dict[str, Any]]]:
-    at, fallback = request.param
-    return at, fallback, run_ranks(failing, 3, args=(at, fallback, "raise"), timeout=200)
+@pytest.fixture(scope="module", params=["suspend", "resume"])
+def failed(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
+    return request.param, run_ranks(failing, 3, args=(request.param,), timeout=200)
 
 
 class TestOneCommunicatorFails:
     """Suspending or resuming one group raises on one rank; its peers wait there for it."""
 
-    def test_all_ranks_end_alike(self, failed: Any) -> None:
-        """With fallback all recreate and nobody raises; without, all raise and name the rank."""
-        at, fallback, results = failed
+    def test_all_ranks_raise_and_name_the_rank(self, failed: Any) -> None:
+        """It is a failed operation like any other."""
+        at, results = failed
         for rank, result in enumerate(results):
             kind, text = result["error"]
-            if fallback:
-                assert kind == ""
-                assert set(result["chosen"].values()) == {"recreate"}
-                assert any("recreated instead of suspended" in w for w in result["warnings"])
-            else:
-                own = "ReleaseError" if at == "suspend" else "RebuildError"
-                assert kind == (own if rank == FAULTY else "PeerFailedError")
-                assert "injected fault" in text
-                assert f"rank {FAULTY}" in text
+            own = "ReleaseError" if at == "suspend" else "RebuildError"
+            assert kind == (own if rank == FAULTY else "PeerFailedError")
+            assert "injected fault" in text
+            assert f"rank {FAULTY}" in text
 
-    def test_nobody_waits_for_the_bound(self, failed: Any) -> None:
+    def test_no_rank_waits_for_the_timeout(self, failed: Any) -> None:
         """The peers learn of the failure while they hang in the communicator."""
-        for result in failed[2]:
+        for result in failed[1]:
             assert result["seconds"] < BOUND
 
-    def test_nothing_half_done_is_used(self, failed: Any) -> None:
-        """The groups are offloaded, or live, or failed: alike, without a communicator's memory."""
-        at, fallback, results = failed
-        for result in results:
-            if not fallback:
-                assert result["states"] == {"failed"}
-                assert result["held"] == 0
-            elif at == "suspend":
-                assert result["states"] == {"offloaded"}
-                assert result["held"] == 0
-                assert result["refused"]
-            else:
-                assert result["states"] == {"live"}
+    def test_all_groups_are_failed(self, failed: Any) -> None:
+        """On all ranks alike, without a communicator's memory."""
+        for result in failed[1]:
+            assert result["states"] == {"failed"}
+            assert result["held"] == 0
 
-    def test_the_reason_is_in_the_report(self, failed: Any) -> None:
-        """Each group says why it was not suspended."""
-        _, fallback, results = failed
+    def test_the_job_recreates_from_then_on(self, failed: Any) -> None:
+        """The next reload completes; the next offload gives the reason in one warning."""
+        at, results = failed
         for result in results:
-            assert bool(result["reasons"]) == fallback
-            for reason in result["reasons"].values():
-                assert "injected fault" in reason
-
-    def test_the_job_goes_on(self, failed: Any) -> None:
-        """The next reload completes, collectives are right, and suspending works again."""
-        for result in failed[2]:
+            every = dict.fromkeys(result["names"], "recreate")
             assert result["sums"]
+            assert result["then"] == result["back"] == every
             assert result["sums_after"]
-            every = dict.fromkeys(result["names"], "suspend")
-            assert result["after"] == [every, every]
+            phase = "'suspended'" if at == "suspend" else "'resumed'"
+            assert all(phase in reason for reason in result["reasons"].values())
+            count = len(result["names"])
+            said = [w for w in result["warnings"] if "recreated, not suspended" in w]
+            assert len(said) == 1
+            assert said[0].startswith(f"{count} groups are recreated")
 
 
 def out_of_memory(rank: int, size: int) -> dict[str, Any]:
@@ -142,16 +113,17 @@ def out_of_memory(rank: int, size: int) -> dict[str, Any]:
         # There was room when all agreed, and another process took it since.
         memory.free_bytes = lambda: None  # type: ignore[method-assign]
         simulated.configure(capacity_bytes=held + (HELD - STAYS))
-    report = reloadpg.reload()
+    error = attempt(reloadpg.reload)
     simulated.configure(capacity_bytes=0)
-    return {"chosen": set(chosen(report).values()), "reasons": reasons(report), "sums": job.sums()}
+    report = reloadpg.reload()
+    return {"error": error, "chosen": set(chosen(report).values()), "sums": job.sums()}
 
 
-def test_a_resume_that_runs_out_of_memory_falls_back_on_all_ranks() -> None:
-    """The failing rank returns and its peers hang: all recreate."""
+def test_a_resume_that_runs_out_of_memory_fails_on_all_ranks() -> None:
+    """The failing rank returns and its peers hang: all raise, and the next reload recreates."""
     for result in run_ranks(out_of_memory, 3, timeout=200):
+        assert "out of memory" in result["error"][1]
         assert result["chosen"] == {"recreate"}
-        assert "out of memory" in " ".join(result["reasons"].values())
         assert result["sums"]
 
 
@@ -162,23 +134,21 @@ def misused(rank: int, size: int, what: str) -> dict[str, Any]:
     backend = job.groups["WORLD"]._get_backend(torch.device("cpu"))
     if what == "suspended before":
         backend.suspend()
-        ended = reloadpg.offload()
-        reloadpg.reload()
+        error = attempt(reloadpg.offload)
     else:
         reloadpg.offload()
         backend.resume()  # behind the library's back, on all ranks
-        refused = job.refused()
-        assert refused
-        ended = reloadpg.reload()
-    return {"chosen": set(chosen(ended).values()), "reasons": reasons(ended), "sums": job.sums()}
+        assert job.refused()
+        error = attempt(reloadpg.reload)
+    reloadpg.reload()
+    return {"error": error, "sums": job.sums()}
 
 
 @pytest.mark.parametrize("what", ["suspended before", "resumed behind our back"])
-def test_misuse_of_a_backend_falls_back(what: str) -> None:
-    """Suspended twice, or resumed when live: invalid usage; all ranks recreate."""
+def test_misuse_of_a_backend_fails(what: str) -> None:
+    """Suspended twice, or resumed when live: all ranks raise; a reload recreates the groups."""
     for result in run_ranks(misused, 3, args=(what,), timeout=200):
-        assert result["chosen"] == {"recreate"}
-        assert "invalid usage" in " ".join(result["reasons"].values())
+        assert "invalid usage" in result["error"][1]
         assert result["sums"]
 
 
@@ -220,7 +190,7 @@ def killed(rank: int, size: int, at: str) -> Any:
 
 @pytest.mark.parametrize("at", ["suspend", "resume"])
 def test_a_rank_that_dies_is_named_within_the_bound(at: str) -> None:
-    """SIGKILL in the middle: the survivors raise at the bound; none falls back alone."""
+    """SIGKILL in the middle: the survivors raise at the bound; all leave their groups failed."""
     outcomes = run_ranks(killed, 3, args=(at,), timeout=200, check=False)
     assert outcomes[2].signal == signal.SIGKILL
     for outcome in outcomes[:2]:
@@ -240,13 +210,13 @@ def killed_and_failing(rank: int, size: int) -> Any:
     return error, {state for state, _ in job.facts().values()}
 
 
-def test_ranks_do_not_fall_back_without_one_that_died() -> None:
+def test_a_failure_names_the_rank_that_died_too() -> None:
     """A rank's communicator fails since another rank is gone: all raise at once and name both."""
     outcomes = run_ranks(killed_and_failing, 3, timeout=200, check=False)
     for outcome in outcomes[:2]:
         (kind, text), states = outcome.result
         assert kind == ("ReleaseError" if outcome.rank == 1 else "PeerFailedError")
-        assert "No sign of life since then from rank 2" in text
+        assert "Rank 2 died" in text or "No response since then from rank 2" in text
         assert states == {"failed"}
 
 
@@ -266,60 +236,29 @@ def interrupted(rank: int, size: int) -> dict[str, Any]:
     return {"kind": kind, "states": {state for state, _ in job.facts().values()}}
 
 
-def test_a_rank_that_is_interrupted_leaves_nobody_falling_back() -> None:
-    """Ctrl-C is no failure of a communicator: that rank leaves, so the others raise."""
+def test_a_rank_that_is_interrupted_fails_the_operation() -> None:
+    """Ctrl-C in a suspend: that rank leaves, so the others raise."""
     for rank, result in enumerate(run_ranks(interrupted, 3, timeout=200)):
         assert result["kind"] == ("KeyboardInterrupt" if rank == FAULTY else "PeerFailedError")
         assert result["states"] == {"failed"}
 
 
-def without_cumem(rank: int, size: int, strategy: str) -> dict[str, Any]:
+def without_cumem(rank: int, size: int) -> dict[str, Any]:
     if rank == FAULTY:
         os.environ["NCCL_CUMEM_ENABLE"] = "0"
-    job = Job(strategy)
+    job = Job("suspend")
     report = reloadpg.offload()
     held = simulated.stats().held_bytes
     reloadpg.reload()
     return {"chosen": chosen(report), "reasons": reasons(report), "held": held, "sums": job.sums()}
 
 
-@pytest.mark.parametrize("strategy", ["suspend", "auto"])
-def test_cumem_off_on_one_rank(strategy: str) -> None:
+def test_cumem_off_on_one_rank() -> None:
     """A suspend would succeed and give nothing back: all members recreate, and say why."""
-    for rank, result in enumerate(run_ranks(without_cumem, 3, args=(strategy,), timeout=200)):
+    for rank, result in enumerate(run_ranks(without_cumem, 3, timeout=200)):
         with_faulty = {"WORLD", "g0", "g1", "g2"}
         for name, how in result["chosen"].items():
             assert how == ("recreate" if name in with_faulty else "suspend"), (rank, name)
             assert "NCCL_CUMEM_ENABLE=0" in result["reasons"][name]
         assert result["held"] == 0
-        assert result["sums"]
-
-
-def gives_nothing_back(rank: int, size: int) -> dict[str, Any]:
-    job = Job("auto", suspend_works=rank != FAULTY)
-    first = reloadpg.offload()
-    reloadpg.reload()
-    second = reloadpg.offload()
-    reloadpg.reload()
-    return {
-        "chosen": (chosen(first), chosen(second)),
-        "released": (first.released_bytes, second.released_bytes),
-        "warnings": first.warnings,
-        "reasons": reasons(second),
-        "names": list(job.groups),
-        "sums": job.sums(),
-    }
-
-
-def test_auto_believes_the_device() -> None:
-    """A suspend that gives nothing back on one rank, though the backend says otherwise: from the
-    next offload on every group recreates, on all ranks.
-    """
-    for rank, result in enumerate(run_ranks(gives_nothing_back, 3, timeout=200)):
-        count = len(result["names"])
-        assert result["chosen"][0] == dict.fromkeys(result["names"], "suspend")
-        assert result["chosen"][1] == dict.fromkeys(result["names"], "recreate")
-        assert result["released"] == (0 if rank == FAULTY else (HELD - STAYS) * count, HELD * count)
-        assert any("gave back 0%" in text for text in result["warnings"]) == (rank == FAULTY)
-        assert all("measured by simulated" in reason for reason in result["reasons"].values())
         assert result["sums"]

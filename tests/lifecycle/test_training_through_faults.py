@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -25,13 +24,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import reloadpg
-from reloadpg.testing import run_ranks
+from reloadpg.testing import run_ranks, standins
 
 WIDTH = 16
 KINDS = ("forward", "backward", "end", "cut", "recovery", "collective", "skipped", "stalled")
 """What one rank does in a step: raise in the forward or backward pass or at the end; lose its
 connections, and then also fail in the recovery; call a collective that raises there alone; take no
-part in a collective; stand still for longer than the timeout of the others' collectives."""
+part in a collective; stand still for longer than the timeout of the others' collectives. Training
+with a scaler can also raise between two of its calls (``unscaled``)."""
 
 
 class Injected(Exception):
@@ -41,9 +41,10 @@ class Injected(Exception):
 class Fault:
     """What goes wrong on one rank in one step; nothing if it has no kind."""
 
-    def __init__(self, kind: str = "", faulty: bool = False) -> None:
+    def __init__(self, kind: str = "", faulty: bool = False, device: str = "cpu") -> None:
         self.kind = kind
         self.faulty = faulty
+        self.device = device
 
     def takes(self, kind: str) -> bool:
         """Whether this rank is to do that now; true once."""
@@ -59,7 +60,8 @@ class Fault:
             if self.takes(place):
                 raise Injected(place)
             if place == "forward" and self.takes("collective"):
-                dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND)  # not of floats: raises
+                tensor = torch.ones(3, device=self.device)
+                dist.all_reduce(tensor, op=dist.ReduceOp.BAND)  # not of floats: raises
             if place == "forward" and self.takes("stalled"):
                 end = time.monotonic() + PATIENCE.total_seconds()
                 while not reloadpg.fault_pending() and time.monotonic() < end:
@@ -69,10 +71,22 @@ class Fault:
 
     def begin_step(self) -> None:
         if self.takes("recovery"):
-            interfere("recover.group0", self._in_recovery)
-            cut(connections())
+            if self.device == "cuda":
+                self._inject("fail", "init")
+            else:
+                interfere("recover.group0", self._in_recovery)
+            self._cut()
         if self.takes("cut"):
+            self._cut()
+
+    def _cut(self) -> None:
+        if self.device == "cuda":
+            self._inject("async", "collective")
+        else:
             cut(connections())
+
+    def _inject(self, action: Any, call: Any) -> None:
+        standins.inject(standins.Fault(action, call, rank=dist.get_rank(), times=1))
 
     def _in_recovery(self) -> None:
         raise Injected("in the recovery")
@@ -83,7 +97,7 @@ class Fault:
         if self.takes("skipped"):
             return
         with impatience([group] if self.kind == "skipped" else []):
-            dist.all_reduce(torch.ones(1), group=group)
+            dist.all_reduce(torch.ones(1, device=self.device), group=group)
 
 
 @contextmanager
@@ -100,63 +114,76 @@ def impatience(groups: list[Any]) -> Iterator[None]:
 
 
 class Training:
-    """One rank's training with DDP or FSDP2: a model, and the fault that is to come."""
+    """One rank's training: a model of DDP or FSDP2, what belongs to it, and the fault to come.
 
-    def __init__(self, kind: str) -> None:
+    Kinds: ``ddp``; ``amp``, DDP with a scaler of gradients, dropout, batch norm and a schedule;
+    ``fsdp``; ``accumulate``, FSDP2 that reduces the gradients of every second step.
+    """
+
+    def __init__(self, kind: str, device: str) -> None:
         self.kind = kind
+        self.device = device
         self.fault = Fault()
         self.group: Any = dist.group.WORLD
-        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        self.make()
-
-    def make(self) -> None:
-        """Make the model and its optimizer anew, as after a fault."""
         torch.manual_seed(0)
         layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())]
         layers += [copy.deepcopy(layers[0]) for _ in range(3)]
-        model: Any = torch.nn.Sequential(*layers)
         layers[1].register_forward_pre_hook(lambda *_: self.fault.at("forward")())
         layers[2].register_full_backward_pre_hook(lambda *_: self.fault.at("backward")())
-        if self.kind == "ddp":  # its buckets stay as they are, and with them the order of sums
-            model = DistributedDataParallel(model, find_unused_parameters=True)
+        if kind == "amp":
+            layers.insert(
+                1, torch.nn.Sequential(torch.nn.Dropout(0.3), torch.nn.BatchNorm1d(WIDTH))
+            )
+        model: Any = torch.nn.Sequential(*layers).to(device)
+        if kind in ("ddp", "amp"):
+            # Buckets of a layer each, made anew after the first step.
+            model = DistributedDataParallel(model, bucket_cap_mb=1e-3)
         else:
+            mesh = init_device_mesh(device, (dist.get_world_size(),))
             for layer in layers:
-                fully_shard(layer, mesh=self.mesh)
-            fully_shard(model, mesh=self.mesh)
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        self.scaler = torch.amp.GradScaler(device, growth_interval=3, enabled=kind == "amp")
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.9)
+        self.seen: dict[str, Any] = {"inputs": torch.zeros(WIDTH, device=device), "losses": []}
 
-    def snapshot(self) -> Any:
-        weights = [parameter.detach().clone() for parameter in self.model.parameters()]
-        return weights, copy.deepcopy(self.optimizer.state_dict())
-
-    def restore(self, snapshot: Any) -> None:
-        self.make()
-        weights, state = snapshot
-        with torch.no_grad():
-            for parameter, weight in zip(self.model.parameters(), weights, strict=True):
-                parameter.copy_(weight)
-        self.optimizer.load_state_dict(copy.deepcopy(state))
-
-    def drop(self) -> None:
-        """Let go of the model: DDP holds work, which keeps gloo's connections open."""
-        del self.model, self.optimizer
-        gc.collect()
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What half a step may have changed."""
+        return self.model, self.optimizer, self.scaler, self.schedule, self.seen
 
     def step(self, number: int) -> None:
         generator = torch.Generator().manual_seed(1000 * dist.get_rank() + number)
-        inputs = torch.randn(8, WIDTH, generator=generator)
+        inputs = torch.randn(8, WIDTH, generator=generator).to(self.device)
+        accumulates = self.kind == "accumulate"
+        if accumulates:
+            self.model.set_requires_gradient_sync(number % 2 == 1)
+        self.seen["inputs"] += inputs[0]
+        loss = (self.model(inputs) - inputs.roll(1, 1)).pow(2).mean()
+        self.scaler.scale(loss).backward()
+        self.seen["losses"].append(loss.item())
+        if accumulates and number % 2 == 0:
+            return
+        self.scaler.unscale_(self.optimizer)
+        self.fault.at("unscaled")()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
         self.optimizer.zero_grad()
-        (self.model(inputs) - inputs.roll(1, 1)).pow(2).mean().backward()
-        self.optimizer.step()
 
     def weights(self) -> Any:
         whole = (getattr(p, "full_tensor", lambda p=p: p)() for p in self.model.parameters())
-        return [tensor.detach().tolist() for tensor in whole]
+        found = [tensor.detach().tolist() for tensor in whole]
+        found += [buffer.tolist() for buffer in self.model.buffers()]
+        return [found, self.seen["inputs"].tolist(), self.seen["losses"], self.scaler.get_scale()]
 
 
 class MegatronTraining:
-    """One rank's training with megatron-core, tensor 2 x pipeline 2: its model stays for good."""
+    """One rank's training with megatron-core, tensor 2 x pipeline 2."""
+
+    device = "cpu"
 
     def __init__(self) -> None:
         self.fault = Fault()
@@ -166,29 +193,12 @@ class MegatronTraining:
         layer.mlp.register_forward_pre_hook(lambda *_: self.fault.at("forward")())
         layer.mlp.register_full_backward_hook(lambda *_: self.fault.at("backward")())
 
-    def snapshot(self) -> Any:
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """With the generators that megatron keeps for tensor parallelism."""
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-        return (
-            [parameter.detach().clone() for parameter in self.gpt.gpt.parameters()],
-            copy.deepcopy(self.gpt.optimizer.state_dict()),
-            torch.get_rng_state(),
-            copy.deepcopy(get_cuda_rng_tracker().get_states()),
-        )
-
-    def restore(self, snapshot: Any) -> None:
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-        weights, optimizer, random_state, tracker = copy.deepcopy(snapshot)
-        with torch.no_grad():
-            for parameter, weight in zip(self.gpt.gpt.parameters(), weights, strict=True):
-                parameter.copy_(weight)
-        self.gpt.optimizer.load_state_dict(optimizer)
-        torch.set_rng_state(random_state)
-        get_cuda_rng_tracker().set_states(tracker)
-
-    def drop(self) -> None:
-        """Nothing: the model holds no work."""
+        return self.gpt.gpt, self.gpt.optimizer, get_cuda_rng_tracker()
 
     def step(self, number: int) -> None:
         self.gpt.step(number)
@@ -199,72 +209,102 @@ class MegatronTraining:
 
 def train(training: Any, steps: int, faults: dict[int, tuple[int, str]]) -> Any:
     """Train; the weights at the end, and the attempts at each step."""
-    attempts, snapshot = [], None
-    for step in reloadpg.retrying(range(steps), attempts=5, on=(Injected, RuntimeError)):
+    attempts = []
+    for step in reloadpg.retrying(
+        range(steps), attempts=5, on=(Injected, RuntimeError, ValueError), state=training.state
+    ):
         with step:
             attempts.append((step.number, step.attempt))
-            if step.attempt == 1:
-                snapshot = training.snapshot()
-                rank, kind = faults.get(step.number, (-1, ""))
-                training.fault = Fault(kind, rank == dist.get_rank())
-            else:
-                stop_interfering()
-                training.fault = Fault()
-                training.restore(snapshot)
-            try:
-                stalled = training.fault.kind == "stalled"
-                with impatience(list(_world.pg_map) if stalled else []):
-                    training.fault.begin_step()
-                    training.step(step.number)
-                    training.fault.end_step(training.group)
-            except (Injected, RuntimeError):
-                training.drop()
-                raise
+            rank, kind = faults.get(step.number, (-1, "")) if step.attempt == 1 else (-1, "")
+            stop_interfering()
+            training.fault = Fault(
+                kind, rank == dist.get_rank(), getattr(training, "device", "cpu")
+            )
+            stalled = training.fault.kind == "stalled"
+            with impatience(list(_world.pg_map) if stalled else []):
+                training.fault.begin_step()
+                training.step(step.number)
+                training.fault.end_step(training.group)
     return training.weights(), attempts
 
 
-def with_and_without(
-    rank: int, size: int, kind: str, steps: int, faults: dict[int, tuple[int, str]]
+def trained(
+    rank: int,
+    size: int,
+    kind: str,
+    steps: int,
+    faults: dict[int, tuple[int, str]],
+    device: str = "cpu",
 ) -> Any:
-    """The same training twice in one job, first without a fault."""
-    faulty_gloo.register()
-    reloadpg.install(backends={"gloo", "faulty"}, timeout=PATIENCE)
-    fails = any(fault == "recovery" for _, fault in faults.values())
-    worlds.init("faulty" if fails else "gloo", timeout=PATIENCE)
-    slowest: list[float] = []
+    """A training, and how it went through its faults."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        reloadpg.install(recoverable=True, timeout=PATIENCE)
+        dist.init_process_group("nccl", timeout=PATIENCE)
+    else:
+        faulty_gloo.register()
+        reloadpg.install(backends={"gloo", "faulty"}, timeout=PATIENCE)
+        fails = any(fault == "recovery" for _, fault in faults.values())
+        worlds.init("faulty" if fails else "gloo", timeout=PATIENCE)
+    slowest = [0.0]
     reloadpg.on_report(lambda report: slowest.append(report.total_ms / 1e3))
     with ExitStack() as stack:
         if kind == "megatron":
             stack.enter_context(cuda_on_cpu())
-            training: Any = MegatronTraining()
-        else:
-            training = Training(kind)
-        begin = training.snapshot()
-        expected, _ = train(training, steps, {})
-        training.restore(begin)
+        training: Any = MegatronTraining() if kind == "megatron" else Training(kind, device)
         weights, attempts = train(training, steps, faults)
-    return weights == expected, attempts, reloadpg.status().generation, max(slowest)
+    return weights, attempts, reloadpg.status().generation, max(slowest)
 
 
 @pytest.mark.parametrize(
     "case",
-    sampled([("fsdp", 3), ("fsdp", 20), ("ddp", 20), ("megatron", 20)], ("fsdp", 3)),
+    sampled(
+        [(kind, n) for kind in ("fsdp", "ddp", "accumulate", "amp") for n in (4, 50)]
+        + [("megatron", 20)],
+        ("fsdp", 4),
+        ("amp", 4),
+    ),
     ids=str,
 )
 def test_training_ends_as_without_a_fault(case: tuple[str, int]) -> None:
-    """Bit by bit, wherever a step fails and by whatever kind of fault, 20 drawn at random."""
+    """Bit by bit, wherever a step fails and by whatever kind of fault, drawn at random."""
     kind, count = case
+    _compare(kind, _drawn(kind, count), "cpu")
+
+
+@pytest.mark.standins
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
+@pytest.mark.parametrize("kind", ["ddp", "amp", "fsdp", "accumulate"])
+def test_training_on_nccl_ends_as_without_a_fault(kind: str) -> None:
+    """Torch's ProcessGroupNCCL over the stand-ins; no rank waits for a collective's timeout."""
+    _compare(kind, _drawn(kind, len(KINDS)), "cuda")
+
+
+def _drawn(kind: str, count: int) -> dict[int, tuple[int, str]]:
+    """So many faults, by step: the rank, and what it does."""
     drawn = random.Random(count)
-    kinds = [*KINDS, *drawn.choices(KINDS, k=20)] if count > 3 else ["backward", "cut", "end"]
-    faults = {2 * i + 1: (drawn.randrange(4), one) for i, one in enumerate(kinds[:count])}
-    steps = 2 * count + 2
+    kinds = [*KINDS, *drawn.choices(KINDS, k=50)]
+    if count == 4:
+        kinds = ["backward", "cut", "end", "forward"]
+    if kind == "amp":
+        kinds[0] = "unscaled"
+    return {2 * i + i % 2: (drawn.randrange(4), one) for i, one in enumerate(kinds[:count])}
+
+
+def _compare(kind: str, faults: dict[int, tuple[int, str]], device: str) -> None:
+    """Train with these faults and without."""
+    steps = 2 * len(faults) + 2
     preload = PRELOAD if kind == "megatron" else ()
-    results = run_ranks(
-        with_and_without, 4, args=(kind, steps, faults), timeout=500, preload=preload
+    nccl = {"standins": True} if device == "cuda" else {}
+    expected, found = (
+        run_ranks(
+            trained, 4, args=(kind, steps, some, device), timeout=500, preload=preload, **nccl
+        )
+        for some in ({}, faults)
     )
-    for equal, attempts, generation, slowest in results:
-        assert equal
-        assert attempts == results[0][1]
+    for rank, (weights, attempts, generation, slowest) in enumerate(found):
+        assert weights == expected[rank][0]
+        assert attempts == found[0][1]
         assert {number for number, attempt in attempts if attempt > 1} == {*faults}
-        assert generation == count
-        assert slowest < PATIENCE.total_seconds()  # nobody waited for the timeout of a collective
+        assert generation == len(faults)
+        assert slowest < PATIENCE.total_seconds()  # no rank waited for a collective's timeout

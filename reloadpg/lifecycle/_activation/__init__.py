@@ -9,31 +9,48 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 _SWITCH = "RELOADPG_AUTOINSTALL"
+_STANDINS = "RELOADPG_STANDIN_JOB"
 
 
 def activate() -> None:
     """Install reloadpg if ``RELOADPG_AUTOINSTALL`` asks for it; see ``lifecycle.autoinstall``.
 
+    Processes that use ``testing.standins`` activate these first.
+
     A name that is nearly that one is looked at there, too. Local; idempotent; raises nothing but
     ``KeyboardInterrupt``.
     """
+    if _STANDINS in os.environ:
+        with _reported("the stand-ins for CUDA and NCCL are not activated", _STANDINS):
+            from reloadpg.testing.standins import activate as activate_standins
+
+            activate_standins()
     value = os.environ.get(_SWITCH, "")
     nearly = any(n.startswith("RELOADPG_") and "INSTAL" in n for n in os.environ if n != _SWITCH)
     if not value.strip() and not nearly:
         return
-    try:
+    with _reported("not installed", _SWITCH):
         from reloadpg.lifecycle.autoinstall import activate as activate_reloadpg
+
+        activate_reloadpg()
+
+
+@contextmanager
+def _reported(what: str, name: str) -> Iterator[None]:
+    """Report an error on stderr instead of raising it."""
+    value = os.environ.get(name, "")
+    try:
+        yield
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # some libraries end the process when they are imported
         text = " ".join(f"{type(error).__name__}: {error}".split())
         with suppress(Exception):  # there may be no stderr
             sys.stderr.write(
-                f"reloadpg: not installed (RELOADPG_AUTOINSTALL={value!r}): {text} Torch is not "
-                "affected. Correct the cause and start again, or unset RELOADPG_AUTOINSTALL.\n"
+                f"reloadpg: {what} ({name}={value!r}): {text} Torch is not "
+                f"affected. Correct the cause and start again, or unset {name}.\n"
             )
-    else:
-        activate_reloadpg()

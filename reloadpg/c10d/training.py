@@ -1,0 +1,308 @@
+"""The state of an unfinished training step in modules, optimizers and scalers, and its reset.
+
+Seen on torch 2.8 and 2.13: FSDP2's states and parameter groups, DDP's reducer, GradScaler's stages.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from .tables import ranks_of
+
+__all__ = [
+    "copy_tensors",
+    "held_gradients",
+    "leaves_of",
+    "parameters_of",
+    "refuse_unfinished",
+    "remake_step",
+    "replicas_of",
+    "reset_step",
+    "scaler_stages",
+    "set_scaler_stages",
+    "step_flags",
+    "training_obstacle",
+]
+
+_FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+
+def leaves_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that hold the data of a tensor: of a DTensor, the local shard."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor.detach()
+    else:
+        for name in flatten()[0]:
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):  # a DTensor of torch 2.13 also names its mesh
+                yield from leaves_of(inner)
+
+
+def copy_tensors(into: Sequence[Tensor], of: Sequence[Tensor]) -> None:
+    """Copy tensors into others, in the order of the current stream."""
+    if into:
+        with torch.no_grad():
+            torch._foreach_copy_(list(into), list(of), non_blocking=True)
+
+
+def training_obstacle(module: torch.nn.Module) -> str:
+    """Return why the unfinished step of a module cannot be reset; empty if it can. Local."""
+    sharded = getattr(sys.modules.get(_FSDP1), "FullyShardedDataParallel", ())
+    for name, one in module.named_modules():
+        where = f"{name or 'it'} is a {type(one).__name__}"
+        if isinstance(one, sharded):
+            return f"{where} of FSDP1, whose flat parameters cannot be reset; use fully_shard()"
+        if type(one).__module__.partition(".")[0] == "deepspeed":
+            return f"{where} of DeepSpeed, whose buffers cannot be reset"
+        if isinstance(one, DistributedDataParallel) and not hasattr(one.reducer, "_reset_state"):
+            return f"{where}, and this torch cannot reset its reducer"
+        if isinstance(one, DistributedDataParallel) and one.static_graph:
+            return f"{where} with static_graph=True, whose first step cannot be repeated"
+    return ""
+
+
+# -- FSDP2 ----------------------------------------------------------------------------------------
+
+
+def _states(module: torch.nn.Module) -> list[Any]:
+    """The states of FSDP2 in a module, each once."""
+    find: Callable[[Any], Any] | None = getattr(
+        sys.modules.get(_FSDP2), "_get_module_fsdp_state", None
+    )
+    if find is None:
+        return []
+    found = {id(state): state for one in module.modules() if (state := find(one)) is not None}
+    return list(found.values())
+
+
+def _groups(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)  # 2.8 has one at most
+    return [one for one in (several or [state._fsdp_param_group]) if one is not None]
+
+
+def _is_idle(value: Any) -> bool:
+    return bool(value.name == "IDLE")
+
+
+def _is_unfinished(state: Any) -> bool:
+    context, communication = state._state_ctx, state._comm_ctx
+    return (
+        context.iter_forward_root is not None
+        or context.post_backward_final_callback_queued
+        or bool(getattr(communication, "post_forward_order", ()))
+        or any(
+            not _is_idle(group._training_state)
+            or group._all_gather_result is not None
+            or any(one.sharded_state.name != "SHARDED" for one in group.fsdp_params)
+            for group in _groups(state)
+        )
+    )
+
+
+def _reset_fsdp(state: Any) -> None:
+    """Leave a state as between two steps, its parameters sharded. Local, idempotent."""
+    context, communication = state._state_ctx, state._comm_ctx
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        if hasattr(communication, name):
+            setattr(communication, name, None)
+    for name in ("post_forward_order", "reduce_scatter_states", "_last_post_reduce_events"):
+        if hasattr(communication, name):
+            getattr(communication, name).clear()
+    idle = type(state._training_state).IDLE
+    state._training_state = idle
+    state._modules_to_run_forward.clear()
+    for group in _groups(state):
+        group._training_state = idle
+        for name in (
+            "_all_gather_result",
+            "_post_reduce_event",
+            "_all_reduce_state",
+            "_reshard_after_forward_event",
+            "_partial_reduce_output",
+        ):
+            setattr(group, name, None)
+        group._post_forward_indices.clear()
+        for one in group.fsdp_params:  # whatever the group says: it may have failed between them
+            with torch.no_grad():
+                one.to_sharded()
+            one.grad_offload_event = None
+            one.unsharded_accumulated_grad = None
+            whole = getattr(one, "_unsharded_param", None)
+            if whole is not None:
+                whole.grad = None
+        group._sharded_state = type(group._sharded_state).SHARDED
+
+
+def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters of a module, each once, as an optimizer has them: those of FSDP2 sharded."""
+    sharded = {}
+    for state in _states(module):
+        for group in _groups(state):
+            for one in group.fsdp_params:
+                places = [(one._module_info.module, one._module_info.param_name)]
+                places += zip(
+                    one._module_info.shared_modules,
+                    one._module_info.shared_param_names,
+                    strict=True,
+                )
+                sharded.update({(id(owner), name): one.sharded_param for owner, name in places})
+    found: dict[int, torch.nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                kept = sharded.get((id(owner), name), parameter)
+                found[id(kept)] = kept
+    return list(found.values())
+
+
+def held_gradients(module: torch.nn.Module) -> list[tuple[Any, str]]:
+    """Where FSDP2 keeps gradients that are being accumulated: objects and their attributes."""
+    found: list[tuple[Any, str]] = []
+    for state in _states(module):
+        for group in _groups(state):
+            found.append((group, "_partial_reduce_output"))
+            for one in group.fsdp_params:
+                found.append((one, "unsharded_accumulated_grad"))
+                if hasattr(one, "_unsharded_param"):
+                    found.append((one._unsharded_param, "grad"))
+    return [(owner, name) for owner, name in found if getattr(owner, name, None) is not None]
+
+
+def step_flags(module: torch.nn.Module) -> list[tuple[Any, str]]:
+    """The settings of a module that programs change within a step: objects and attributes."""
+    found: list[tuple[Any, str]] = [(one, "training") for one in module.modules()]
+    for state in _states(module):
+        found.append((state._state_ctx, "is_last_backward"))
+        for group in _groups(state):
+            names = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
+            found += [(group, name) for name in names]
+    return found
+
+
+def refuse_unfinished() -> int:
+    """Let each FSDP2 model that a step has left unfinished refuse its next use. Local.
+
+    Its gathered parameters may be older than the weights that are loaded into it, and neither
+    ``load_state_dict`` nor ``reshard()`` repairs that. A model that was reset, as by
+    ``reset_iter_state()`` of torch 2.13, is not refused. Searches all objects of the process.
+
+    Returns:
+        The number of such models.
+    """
+    kind = getattr(sys.modules.get(_FSDP2), "FSDPState", None)
+    if kind is None:
+        return 0
+    count = 0
+    for state in [one for one in gc.get_objects() if isinstance(one, kind)]:
+        # Only the root has begun; in torch 2.8 to 2.15 all states share its context.
+        if getattr(state, "_is_root", None) and any(
+            map(_is_unfinished, state._state_ctx.all_states)
+        ):
+            count += 1
+            _refuse_next_use(state)
+    return count
+
+
+def _refuse_next_use(state: Any) -> None:
+    def refuse(module: torch.nn.Module, _: Any) -> None:
+        handle.remove()
+        if any(map(_is_unfinished, state._state_ctx.all_states)):
+            raise RuntimeError(
+                f"{type(module).__name__}, sharded by fully_shard(), was left in the middle of a "
+                "step by a fault: its parameters may be gathered from weights that are not those "
+                "loaded since, and the results would be wrong. Pass it to "
+                "retrying(state=(model, optimizer)), which resets and restores it, or recreate it."
+            )
+
+    handle = state._modules[0].register_forward_pre_hook(refuse, prepend=True)
+
+
+# -- all of a module ------------------------------------------------------------------------------
+
+
+def reset_step(module: torch.nn.Module) -> None:
+    """Drop the remains of an unfinished step in FSDP2 and in DDP's reducer. Local, idempotent.
+
+    The order in which a reducer sums gradients stays as it is.
+    """
+    for state in _states(module):
+        _reset_fsdp(state)
+    for one in module.modules():
+        if isinstance(one, DistributedDataParallel):
+            one._has_rebuilt_buckets = False
+            one.reducer._reset_state()
+
+
+def remake_step(module: torch.nn.Module) -> None:
+    """Recreate the reducer of each DDP in a module. Local.
+
+    A new process orders its gradients differently until its first step has ended, and all ranks
+    must use one order.
+    """
+    for one in module.modules():
+        if isinstance(one, DistributedDataParallel):
+            private = cast(Any, one)
+            parameters, sparse = private._build_params_for_reducer()
+            names = private._build_debug_param_to_name_mapping(parameters)
+            private._has_rebuilt_buckets = False
+            private.reducer._remove_autograd_hooks()
+            private._ddp_init_helper(parameters, sparse, names, one.static_graph)
+            if one.static_graph:
+                private.reducer._set_static_graph()
+
+
+def replicas_of(module: torch.nn.Module, rank: int) -> set[int] | None:
+    """The ranks that hold the same parameters as one rank; None if the module does not say it.
+
+    DDP says it by its group, DTensors (FSDP2, tensor parallelism) by their meshes.
+    """
+    found: set[int] | None = None
+    for one in module.modules():
+        if isinstance(one, DistributedDataParallel):
+            same = {*ranks_of(one.process_group)}
+            found = same if found is None else found & same
+    for parameter in parameters_of(module):
+        placements = getattr(parameter, "placements", None)
+        if placements is None:
+            continue
+        mesh = cast(Any, parameter).device_mesh
+        here = (mesh.mesh == rank).nonzero()
+        ranks = mesh.mesh
+        if len(here):
+            for dim in reversed(range(ranks.ndim)):
+                if not placements[dim].is_replicate():
+                    ranks = ranks.select(dim, int(here[0][dim]))
+        same = {*ranks.flatten().tolist()}
+        found = same if found is None else found & same
+    return found
+
+
+# -- GradScaler -----------------------------------------------------------------------------------
+
+
+def scaler_stages(scaler: Any) -> dict[int, dict[str, Any]] | None:
+    """Return a GradScaler's stage with each optimizer; None for other objects. Local."""
+    stages = getattr(scaler, "_per_optimizer_states", None)
+    if stages is None:
+        return None
+    return {
+        key: {name: dict(one) if isinstance(one, dict) else one for name, one in stage.items()}
+        for key, stage in stages.items()
+    }
+
+
+def set_scaler_stages(scaler: Any, stages: dict[int, dict[str, Any]]) -> None:
+    """Put a GradScaler back to the stages read by :func:`scaler_stages`. Local."""
+    scaler._per_optimizer_states = defaultdict(scaler._per_optimizer_states.default_factory, stages)

@@ -1,0 +1,219 @@
+"""Sets of groups, which are offloaded and reloaded separately: a trainer's, a rollout engine's.
+
+Every reloadable group belongs to one set. The default is :data:`TRAINER`, and the default group is
+always in it. A group belongs to another set by the place of its creation (:class:`region`) or by
+the package that created it (``install(sets=...)``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ContextDecorator
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from types import FrameType, TracebackType
+
+from ..errors import InvalidOptionError
+
+__all__ = [
+    "ALL",
+    "TRAINER",
+    "Chosen",
+    "SetState",
+    "SetStates",
+    "creators",
+    "open_regions",
+    "region",
+]
+
+TRAINER = "trainer"
+"""The set of all groups that no rule and no region puts into another one."""
+
+_INSIDE = frozenset({"reloadpg", "torch", "wrapt"})
+"""Packages whose functions create groups on behalf of their callers."""
+
+open_regions: ContextVar[tuple[str | None, ...]] = ContextVar("reloadpg_region", default=())
+"""The open regions of this thread, the innermost one last."""
+
+
+class region(ContextDecorator):  # noqa: N801 - used like a function
+    """Put the groups that are created within this block into a set.
+
+    ::
+
+        with reloadpg.region("engine"):
+            llm = vllm.LLM(model, tensor_parallel_size=2, distributed_executor_backend=...)
+
+    Local, not blocking; before or after ``install``. Use it alike on every rank that is a member of
+    such a group. It holds for the calling thread (or asyncio task) and wins over the rules of
+    ``install(sets=...)``. Blocks nest; the innermost one counts. It can be used as a decorator. The
+    default group belongs to the set ``"trainer"`` wherever it is created. Groups that exist already
+    stay in their sets.
+
+    Args:
+        name: the set. None leaves the groups as torch makes them: they bypass, without a warning.
+
+    Raises:
+        InvalidOptionError: ``name`` is no name.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        if name is not None:
+            check_name(name, "region")
+        self._name = name
+
+    def __enter__(self) -> None:
+        open_regions.set((*open_regions.get(), self._name))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        open_regions.set(open_regions.get()[:-1])
+
+
+def creators(frame: FrameType | None = None) -> Iterator[str]:
+    """Yield the modules of the functions that led to this call, the nearest first. Local.
+
+    Functions of torch and of this library are left out: they create groups for their callers.
+    """
+    frame = frame or sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__") or ""
+        if name.partition(".")[0] not in _INSIDE:
+            yield name
+        frame = frame.f_back
+
+
+def check_name(name: object, where: str) -> None:
+    """Raise InvalidOptionError if this is no name of a set."""
+    if not isinstance(name, str) or not name:
+        raise InvalidOptionError(
+            f"{where}({name!r}): not the name of a set; nothing was changed. Pass a name such as "
+            f'"engine"; the set of all other groups is "{TRAINER}".'
+        )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The sets that an operation is for.
+
+    Attributes:
+        names: sets.
+        others: whether it is for all sets but those.
+    """
+
+    names: frozenset[str] = frozenset()
+    others: bool = True
+
+    @classmethod
+    def of(cls, names: Iterable[str], where: str) -> Chosen:
+        """Return those that a user named; all if there are none. Raises InvalidOptionError."""
+        given = tuple(names)
+        for name in given:
+            check_name(name, where)
+        return cls(frozenset(given), others=not given)
+
+    def __contains__(self, name: str) -> bool:
+        return (name in self.names) != self.others
+
+    def without(self, other: Chosen) -> Chosen:
+        """Return the sets of this one that are not in the other."""
+        if not other.others:
+            if self.others:
+                return Chosen(self.names | other.names)
+            return Chosen(self.names - other.names, others=False)
+        kept = other.names - self.names if self.others else self.names & other.names
+        return Chosen(kept, others=False)
+
+    def overlaps(self, other: Chosen) -> bool:
+        """Whether a set is in both."""
+        return bool(self.without(Chosen(other.names, others=not other.others)))
+
+    def joined(self, names: Iterable[str]) -> Chosen:
+        """Return the sets of this one and these."""
+        found = frozenset(names)
+        return Chosen(self.names - found if self.others else self.names | found, self.others)
+
+    def __bool__(self) -> bool:
+        return self.others or bool(self.names)
+
+    def __str__(self) -> str:
+        names = ", ".join(sorted(self.names))
+        return (f"all but {names}" if names else "all") if self.others else names
+
+
+ALL = Chosen()
+
+
+@dataclass
+class SetState:
+    """The state of one set in a job.
+
+    Attributes:
+        offloaded: whether the last operation left its groups without communicators.
+        generation: the job's count of reloads when the set was last reloaded.
+        cycles: number of completed offloads.
+        blocks: open ``offloaded()`` blocks.
+    """
+
+    offloaded: bool = False
+    generation: int = 0
+    cycles: int = 0
+    blocks: set[object] = field(default_factory=set)
+
+    def in_block(self) -> bool:
+        """Whether the end of an open block reloads it."""
+        return self.offloaded and bool(self.blocks)
+
+    def __str__(self) -> str:
+        return f"{'offloaded' if self.offloaded else 'live'}, generation {self.generation}"
+
+
+class SetStates:
+    """The states of a job's sets, equal on all ranks.
+
+    A rank need not know every set: it may be in no group of it. So the sets that no operation was
+    called for by name share one state, and a set gets a separate one with the first operation that
+    names it.
+    """
+
+    def __init__(self) -> None:
+        self._rest = SetState()
+        self._named: dict[str, SetState] = {}
+
+    def __getitem__(self, name: str) -> SetState:
+        return self._named.get(name, self._rest)
+
+    def separate(self, chosen: Chosen) -> list[SetState]:
+        """Return the states of these sets, each shared with no other set. Local, idempotent."""
+        for name in chosen.names - self._named.keys():
+            self._named[name] = replace(self._rest, blocks=set(self._rest.blocks))
+        return [
+            *(state for name, state in self._named.items() if name in chosen),
+            *([self._rest] if chosen.others else []),
+        ]
+
+    @property
+    def names(self) -> list[str]:
+        """The sets that operations were called for by name."""
+        return list(self._named)
+
+    def all(self) -> list[SetState]:
+        """Return all states."""
+        return [*self._named.values(), self._rest]
+
+    def where(self, chosen: Chosen, holds: Callable[[SetState], bool]) -> Chosen:
+        """Return those of the chosen sets whose state is such. Local."""
+        rest = holds(self._rest)
+        apart = frozenset(name for name, one in self._named.items() if holds(one) != rest)
+        return chosen.without(Chosen(apart, others=not rest))
+
+    def plan(self) -> str:
+        """Return the states in words, alike on all ranks that have had the same operations."""
+        rest = str(self._rest)
+        named = [f"{n}: {one}" for n, one in sorted(self._named.items()) if str(one) != rest]
+        return "; ".join([*named, f"others: {rest}" if named else rest])

@@ -1,0 +1,180 @@
+"""What one operation does on this rank, noted while it runs, and the report of it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch.distributed import ProcessGroup
+
+from .. import c10d
+from ..groups.proxy import ReloadableProcessGroup
+from ..groups.registry import Job, Options, registry
+from . import memory
+from .report import Fault, GroupReport, Report, Span
+from .strategy import Strategy
+
+__all__ = ["Record", "Took", "publish", "why_nothing"]
+
+logger = logging.getLogger("reloadpg")
+
+_NAMED = 8
+"""Groups that a message names."""
+
+
+class Took(NamedTuple):
+    """The time that one group took: when it began (``time.perf_counter()``), and how long."""
+
+    group: ReloadableProcessGroup
+    begun: float
+    ms: float
+
+
+class Record:
+    """The times, memory, groups and warnings of one operation on this rank.
+
+    Attributes:
+        operation: its name.
+        sets: the sets that it is for, in words.
+        started_at: Unix time at which it began, in seconds.
+        groups: the groups that were released or rebuilt.
+        warnings: for the report.
+        faults: of a recovery, what ranks brought to it.
+        replaced: of a recovery, the ranks that came to it with a new process.
+    """
+
+    def __init__(self, operation: str, sets: str) -> None:
+        self.operation = operation
+        self.sets = sets
+        self.started_at = time.time()
+        self.groups: list[GroupReport] = []
+        self.warnings: list[str] = []
+        self.faults: tuple[Fault, ...] = ()
+        self.replaced: tuple[int, ...] = ()
+        self._started = time.perf_counter()
+        self._spans: list[Span] = []
+        self._memory: dict[str, dict[str, int]] = {}
+        self._moments: dict[str, float] = {}
+
+    def measure(self, moment: str) -> None:
+        """Note what memory is in use."""
+        self._memory[moment] = memory.in_use()
+        self._moments[moment] = (time.perf_counter() - self._started) * 1e3
+
+    @contextmanager
+    def timed(self, phase: str, *, measure: bool = True) -> Iterator[None]:
+        """Note the time spent in this block, and the memory in use after it, as a phase."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            start = (begun - self._started) * 1e3
+            self._spans.append(Span(phase, start, (time.perf_counter() - begun) * 1e3))
+            if measure:
+                self.measure(phase)
+
+    def add(self, took: Sequence[Took], strategy: Strategy) -> None:
+        """Note groups and their times, here and in the groups' histories."""
+        noted = {report.name for report in self.groups}
+        for group, begun, ms in took:
+            if group.group_name in noted:  # resumed, and now connected
+                continue
+            history = group.history
+            if self.operation == "offload":
+                history.offload_ms = ms
+                history.cycles += 1
+            else:
+                history.reload_ms = ms
+            choice = strategy.of(group)
+            self.groups.append(
+                GroupReport(
+                    group.group_name,
+                    group.group_desc,
+                    group.construction.backend,
+                    group.size(),
+                    choice.strategy,
+                    ms,
+                    (begun - self._started) * 1e3,
+                    choice.reason,
+                    history.held_bytes,
+                    group.set_name,
+                )
+            )
+
+    def report(self, job: Job, note: str = "", error: str = "") -> Report:
+        """Build the report, as things are now. Local."""
+        self.measure("after")
+        unfinished = [str(one) for one in job.unfinished if not one.task.ended]
+        warnings = [*self.warnings, *memory.warnings(job.offloaded)]
+        if self.operation == "offload":
+            warnings += [
+                f"not reloadable, keeps its communicator: {text}"
+                for text in _by_reason(registry.unmanaged())
+            ]
+            if registry.options is not None and not registry.managed():
+                warnings += why_nothing(registry.options)
+        warnings += [f"{one}: what it holds is not free" for one in unfinished]
+        return Report(
+            self.operation,
+            bool(self.groups),
+            job.generation,
+            tuple(self.groups),
+            tuple(self._spans),
+            (time.perf_counter() - self._started) * 1e3,
+            note,
+            self._memory,
+            tuple(warnings),
+            error,
+            self.started_at,
+            job.rendezvous.rank,
+            job.rendezvous.size,
+            tuple(unfinished),
+            self._moments,
+            self.faults,
+            self.replaced,
+            self.sets,
+        )
+
+
+def publish(report: Report) -> None:
+    """Log a report and pass it to the registered callbacks; their errors are logged. Local."""
+    logger.log(logging.ERROR if report.error else logging.INFO, "%s", report)
+    for warning in report.warnings:
+        kind = re.sub(r"\d[\d.]*", "#", warning)  # the same with other figures is not news
+        first = kind not in registry.warned
+        registry.warned.add(kind)
+        logger.log(logging.WARNING if first else logging.DEBUG, "%s: %s", report.operation, warning)
+    for callback in list(registry.callbacks.report):
+        try:
+            callback(report)
+        except Exception:
+            logger.exception("a callback registered with reloadpg.on_report failed")
+
+
+def why_nothing(options: Options) -> list[str]:
+    """Say why an offload of a job without a reloadable group releases nothing. Local."""
+    bypassed = registry.bypassed()
+    if not bypassed:
+        return []
+    why = "; ".join(_by_reason((group, bypass.reason) for group, bypass in bypassed))
+    remedies = " or ".join(dict.fromkeys(f"install({one.remedy})" for _, one in bypassed))
+    return [
+        f"nothing was released, since no group is reloadable: {why}. Installed with "
+        f"{options.selection}; call {remedies} to make them reloadable."
+    ]
+
+
+def _by_reason(groups: Iterable[tuple[ProcessGroup, str]]) -> list[str]:
+    """Name groups that have one reason together, with the reason. Local."""
+    names: dict[str, list[str]] = {}
+    for group, reason in groups:
+        names.setdefault(reason, []).append(c10d.label_of(group))
+    return [
+        f"group {', '.join(named[:_NAMED])}"
+        f"{f' and {len(named) - _NAMED} more' if len(named) > _NAMED else ''}: {reason}"
+        for reason, named in names.items()
+    ]

@@ -1,0 +1,646 @@
+"""Snapshot: the state of a program at the beginning of a step, in memory, and its restoration."""
+
+from __future__ import annotations
+
+import copy
+import io
+import numbers
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import c10d
+from ..c10d import devices
+from ..errors import InvalidOptionError, ReloadpgError, format_ranks
+
+__all__ = ["Snapshot"]
+
+
+class Snapshot:
+    """The state of the objects that a program passes to ``retrying(state=...)``.
+
+    Tensors are copied into buffers that are made once: on the host, pinned, for those of an
+    accelerator, whose copies are queued on the current stream and do not block the host. Objects
+    keep their identity: their tensors get back their earlier values.
+
+    Args:
+        objects: modules, optimizers, and other objects with a state.
+        replicas: the ranks that hold the same state as this one; None asks the modules.
+
+    Raises:
+        InvalidOptionError: the state of an object cannot be taken or reset; it says why.
+    """
+
+    def __init__(self, objects: Any, replicas: Sequence[int] | None = None) -> None:
+        self._objects = objects if isinstance(objects, (tuple, list, Mapping)) else (objects,)
+        self._entries = self._list()
+        self._buffers = _Buffers()
+        self._parts = [_part(one, self._buffers) for _, one in self._entries]
+        self._random = _Random()
+        self._given = None if replicas is None else {*replicas}
+        self._taken = False
+
+    def take(self) -> None:
+        """Take the state as it is now. Local; on an accelerator it does not block."""
+        before, self._entries = self._entries, self._list()
+        if [(key, id(one)) for key, one in before] != [(k, id(o)) for k, o in self._entries]:
+            self._parts = [_part(one, self._buffers) for _, one in self._entries]
+        self._buffers.begin()
+        for part in self._parts:
+            part.take()
+        self._buffers.end()
+        self._random.take()
+        self._taken = True
+
+    def reset(self) -> None:
+        """Drop the remains of an unfinished step in the modules. Local, idempotent."""
+        for part in self._parts:
+            part.reset()
+
+    def restore(self) -> None:
+        """Restore the state that was taken last, after :meth:`reset`. Local, idempotent."""
+        self.reset()
+        self._buffers.restore()
+        for part in self._parts:
+            part.restore()
+        if isinstance(self._objects, MutableMapping):
+            self._objects.clear()
+            self._objects.update(self._entries)
+        elif isinstance(self._objects, list):
+            self._objects[:] = [one for _, one in self._entries]
+        self._random.restore()
+
+    def _list(self) -> list[tuple[Any, Any]]:
+        """The objects as they are now: a step may replace an entry of a dict or list."""
+        if isinstance(self._objects, Mapping):
+            return [*self._objects.items()]
+        return [*enumerate(self._objects)]
+
+    def hand_over(self, replaced: Sequence[int]) -> None:
+        """Send the state to processes that have replaced others, from ranks that hold it.
+
+        Collective over those ranks and the replaced ones: point to point in the default group.
+        Random generators are not sent: they differ between ranks.
+
+        Raises:
+            ReloadpgError: this process is new, and no other rank holds its state.
+        """
+        rank = dist.get_rank()
+        same = self._replicas(rank)
+        sources = sorted(same - {*replaced})
+        for new in sorted(same & {*replaced}):
+            if new == rank:
+                if not sources:
+                    raise ReloadpgError(_lost(rank, same))
+                self.reset()
+                for part, exported in zip(self._parts, _receive(sources[0]), strict=True):
+                    part.load(exported)
+            elif rank == sources[0]:
+                devices.synchronize()  # the buffers are being written to
+                _send([part.export() for part in self._parts], new)
+        if same & {*replaced}:
+            for part in self._parts:
+                part.remake()
+
+    def _replicas(self, rank: int) -> set[int]:
+        if self._given is not None:
+            return self._given | {rank}
+        found: set[int] | None = None
+        for part in self._parts:
+            same = part.replicas(rank)
+            if same is not None:
+                found = same if found is None else found & same
+        return {rank} if found is None else found
+
+
+def _lost(rank: int, same: set[int]) -> str:
+    others = same - {rank}
+    why = (
+        f"the ranks that held the same ({format_ranks(others)}) were replaced too"
+        if others
+        else "no other rank holds the same: neither DDP nor a mesh with a dimension of replicas "
+        "says so, nor does retrying(replicas=)"
+    )
+    return (
+        f"this process replaces rank {rank}, whose state is lost: {why}. All groups are live; go "
+        "back to a checkpoint, on all ranks."
+    )
+
+
+# -- tensors --------------------------------------------------------------------------------------
+
+
+class _Saved:
+    """A tensor, and a copy of its data."""
+
+    def __init__(self, tensor: Tensor, buffers: list[Tensor]) -> None:
+        self.tensor = tensor
+        self.buffers = buffers
+
+
+class _Buffers:
+    """The copies of tensors that one snapshot holds, and reuses for the next."""
+
+    def __init__(self) -> None:
+        self._saved: dict[int, _Saved] = {}
+        self._before: dict[int, _Saved] = {}
+
+    def begin(self) -> None:
+        self._before, self._saved = self._saved, {}
+
+    def save(self, tensor: Tensor) -> _Saved:
+        """Note a tensor; its data are copied by :meth:`end`."""
+        found = self._saved.get(id(tensor))
+        if found is None:
+            leaves = [*c10d.leaves_of(tensor)]
+            found = self._before.get(id(tensor))
+            if found is None or not _alike(found.buffers, leaves):
+                found = _Saved(tensor, [_buffer_for(leaf) for leaf in leaves])
+            self._saved[id(tensor)] = found
+        return found
+
+    def end(self) -> None:
+        """Copy the data of all tensors that were noted."""
+        self._before = {}
+        c10d.copy_tensors(*self._both())
+
+    def restore(self) -> None:
+        """Copy the data back."""
+        into, of = self._both()
+        c10d.copy_tensors(of, into)
+
+    def _both(self) -> tuple[list[Tensor], list[Tensor]]:
+        saved = self._saved.values()
+        return (
+            [buffer for one in saved for buffer in one.buffers],
+            [leaf for one in saved for leaf in c10d.leaves_of(one.tensor)],
+        )
+
+
+def _alike(buffers: Sequence[Tensor], leaves: Sequence[Tensor]) -> bool:
+    return len(buffers) == len(leaves) and all(
+        a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+        for a, b in zip(buffers, leaves, strict=True)
+    )
+
+
+def _buffer_for(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return torch.empty_like(tensor, memory_format=torch.preserve_format)
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+
+_PLAIN = (numbers.Number, str, bytes, type(None), torch.dtype, torch.device)
+"""Types of values that cannot be changed in place."""
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _refuse_unknown(value: Any) -> None:
+    """Raise for a value in dicts and lists that cannot be restored in place."""
+    if isinstance(value, dict):
+        for one in value.values():
+            _refuse_unknown(one)
+    elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        for one in value:
+            _refuse_unknown(one)
+    elif not (isinstance(value, (Tensor, *_PLAIN)) or _is_array(value)):
+        raise InvalidOptionError(
+            f"retrying(state=...): a {type(value).__name__} in a dict or list cannot be restored "
+            "in place. Pass tensors, arrays, numbers, strings, dicts and lists there, and an "
+            "object with state_dict() and load_state_dict() as a separate entry of `state`."
+        )
+
+
+class _Tree:
+    """A nested value that a program may change in place: tensors, dicts, lists, and plain data."""
+
+    def __init__(self, value: Any, buffers: _Buffers) -> None:
+        self._value = value
+        self._kept: Any
+        if isinstance(value, Tensor):
+            self._kept = buffers.save(value)
+        elif isinstance(value, dict):
+            self._kept = {key: _Tree(one, buffers) for key, one in value.items()}
+        elif isinstance(value, (list, tuple)):
+            self._kept = [_Tree(one, buffers) for one in value]
+        else:
+            self._kept = copy.deepcopy(value)
+
+    def restored(self) -> Any:
+        """The value as it was; dicts and lists are the same objects, tensors have their data."""
+        value = self._value
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, dict):
+            kept = {key: one.restored() for key, one in self._kept.items()}
+            value.clear()
+            value.update(kept)
+            return value
+        if isinstance(value, list):
+            value[:] = [one.restored() for one in self._kept]
+            return value
+        if isinstance(value, tuple):
+            parts = [one.restored() for one in self._kept]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if _is_array(value):
+            value[...] = self._kept
+            return value
+        return copy.deepcopy(self._kept)
+
+    def plain(self, like: Tensor | None = None) -> Any:
+        """The value as it was, for another process: dicts, lists, and plain tensors.
+
+        Args:
+            like: a tensor, of whose kind tensors of the same shape are noted to be.
+        """
+        if isinstance(self._value, Tensor):
+            alike = like is not None and self._value.shape == like.shape
+            return _Plain(self._kept.buffers, alike)
+        if isinstance(self._value, dict):
+            return {key: one.plain(like) for key, one in self._kept.items()}
+        if isinstance(self._value, (list, tuple)):
+            return [one.plain(like) for one in self._kept]
+        return self._kept
+
+
+class _Plain:
+    """The data of a tensor on the way to another process.
+
+    Attributes:
+        data: of its plain tensors.
+        alike: whether it is of the kind of another tensor, which the receiver knows.
+    """
+
+    def __init__(self, data: list[Tensor], alike: bool = False) -> None:
+        self.data = data
+        self.alike = alike
+
+
+def _revived(value: Any, like: Tensor | None = None) -> Any:
+    """Recreate values from what :meth:`_Tree.plain` returned."""
+    if isinstance(value, _Plain):
+        if value.alike and like is not None:
+            made = torch.empty_like(like.detach())
+            c10d.copy_tensors([*c10d.leaves_of(made)], value.data)
+            return made
+        return value.data[0].clone()
+    if isinstance(value, dict):
+        return {key: _revived(one, like) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_revived(one, like) for one in value]
+    return value
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+class _Part:
+    """The state of one object; by default nothing is kept. All methods are local."""
+
+    def take(self) -> None:
+        """Note the present state."""
+
+    def reset(self) -> None:
+        """Drop the remains of an unfinished step."""
+
+    def restore(self) -> None:
+        """Restore what was noted; the data of tensors are there already."""
+
+    def export(self) -> Any:
+        """Return what was noted, for a process that holds the same."""
+
+    def load(self, exported: Any) -> None:
+        """Load what another process has exported."""
+
+    def remake(self) -> None:
+        """Recreate what must be equal on all ranks that hold the same."""
+
+    def replicas(self, rank: int) -> set[int] | None:
+        """Return the ranks that hold the same; None if the object does not say it."""
+        return None
+
+
+class _Module(_Part):
+    def __init__(self, module: torch.nn.Module, buffers: _Buffers) -> None:
+        self._module = module
+        self._buffers = buffers
+        obstacle = c10d.training_obstacle(module)
+        if obstacle:
+            raise InvalidOptionError(
+                f"retrying(state=...): {type(module).__name__} cannot be reset after a fault: "
+                f"{obstacle}. Nothing was begun. Leave it out, and recreate it in the steps of "
+                "which `attempt` is above 1."
+            )
+
+    def take(self) -> None:
+        save = self._buffers.save
+        self._parameters = [(one, save(one)) for one in c10d.parameters_of(self._module)]
+        self._gradients = [
+            (one, one.grad, None if one.grad is None else save(one.grad))
+            for one, _ in self._parameters
+        ]
+        self._registered = [
+            (owner, name, one)
+            for owner in self._module.modules()
+            for name, one in owner._parameters.items()
+        ]
+        self._named = [
+            (owner, name, one, None if one is None else save(one))
+            for owner in self._module.modules()
+            for name, one in owner._buffers.items()
+        ]
+        self._held = [
+            (owner, name, save(getattr(owner, name)))
+            for owner, name in c10d.held_gradients(self._module)
+        ]
+        self._flags = [
+            (one, name, getattr(one, name)) for one, name in c10d.step_flags(self._module)
+        ]
+        base = torch.nn.Module.get_extra_state
+        self._extra = [
+            (one, copy.deepcopy(one.get_extra_state()))
+            for one in self._module.modules()
+            if type(one).get_extra_state is not base
+        ]
+
+    def reset(self) -> None:
+        c10d.reset_step(self._module)
+
+    def restore(self) -> None:
+        for module, name, registered in self._registered:
+            if module._parameters.get(name) is not registered:  # the step has replaced it
+                module._parameters[name] = registered
+        for parameter, gradient, _ in self._gradients:
+            parameter.grad = gradient
+        for owner, name, buffer, _ in self._named:
+            owner._buffers[name] = buffer
+        for held, name, saved in self._held:
+            setattr(held, name, saved.tensor)
+        for one, name, value in self._flags:
+            setattr(one, name, value)
+        for module, extra in self._extra:
+            module.set_extra_state(copy.deepcopy(extra))
+
+    def export(self) -> Any:
+        return {
+            "parameters": [_Plain(saved.buffers) for _, saved in self._parameters],
+            "gradients": [saved and _Plain(saved.buffers) for _, _, saved in self._gradients],
+            "buffers": [saved and _Plain(saved.buffers) for _, _, _, saved in self._named],
+            "training": [value for _, name, value in self._flags if name == "training"],
+            "extra": [extra for _, extra in self._extra],
+        }
+
+    def load(self, exported: Any) -> None:
+        self.take()
+        with torch.no_grad():
+            pairs = zip(self._parameters, exported["parameters"], strict=True)
+            for (parameter, _), given in pairs:
+                c10d.copy_tensors([*c10d.leaves_of(parameter)], given.data)
+            for (parameter, _), given in zip(self._parameters, exported["gradients"], strict=True):
+                parameter.grad = given and _revived(_Plain(given.data, alike=True), parameter)
+            for (owner, name, buffer, _), given in zip(
+                self._named, exported["buffers"], strict=True
+            ):
+                if given is not None and buffer is not None:
+                    c10d.copy_tensors([*c10d.leaves_of(buffer)], given.data)
+                else:
+                    owner._buffers[name] = given and _revived(given)
+        for module, training in zip(self._module.modules(), exported["training"], strict=True):
+            module.training = training
+        for (module, _), extra in zip(self._extra, exported["extra"], strict=True):
+            module.set_extra_state(extra)
+
+    def remake(self) -> None:
+        c10d.remake_step(self._module)
+
+    def replicas(self, rank: int) -> set[int] | None:
+        return c10d.replicas_of(self._module, rank)
+
+
+class _Optimizer(_Part):
+    def __init__(self, optimizer: torch.optim.Optimizer, buffers: _Buffers) -> None:
+        self._optimizer = optimizer
+        self._buffers = buffers
+        if isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):
+            raise InvalidOptionError(
+                f"retrying(state=...): {type(optimizer).__name__} keeps its state in another "
+                "optimizer, `optim`; nothing was begun. Pass that one."
+            )
+
+    def take(self) -> None:
+        self._groups = [
+            (group, {k: _Tree(v, self._buffers) for k, v in group.items() if k != "params"})
+            for group in self._optimizer.param_groups
+        ]
+        self._state = {p: _Tree(v, self._buffers) for p, v in self._optimizer.state.items()}
+
+    def restore(self) -> None:
+        for group, kept in self._groups:
+            for name in {*group} - {*kept, "params"}:
+                del group[name]
+            group.update({name: one.restored() for name, one in kept.items()})
+        state = {parameter: one.restored() for parameter, one in self._state.items()}
+        self._optimizer.state.clear()
+        self._optimizer.state.update(state)
+
+    def export(self) -> Any:
+        index = {id(one): number for number, one in enumerate(self._parameters())}
+        return {
+            "groups": [{k: one.plain() for k, one in kept.items()} for _, kept in self._groups],
+            "state": {index[id(p)]: one.plain(p) for p, one in self._state.items()},
+        }
+
+    def load(self, exported: Any) -> None:
+        for group, given in zip(self._optimizer.param_groups, exported["groups"], strict=True):
+            group.update(_revived(given))
+        parameters = [*self._parameters()]
+        self._optimizer.state.clear()
+        for number, given in exported["state"].items():
+            parameter = parameters[number]
+            self._optimizer.state[parameter] = _revived(given, parameter)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+
+class _Values(_Part):
+    """A tensor, or dicts and lists of tensors, that the program changes in place."""
+
+    def __init__(self, value: Any, buffers: _Buffers) -> None:
+        _refuse_unknown(value)
+        self._value = value
+        self._buffers = buffers
+
+    def take(self) -> None:
+        _refuse_unknown(self._value)
+        self._tree = _Tree(self._value, self._buffers)
+
+    def restore(self) -> None:
+        self._tree.restored()
+
+    def export(self) -> Any:
+        return self._tree.plain()
+
+    def load(self, exported: Any) -> None:
+        if isinstance(self._value, Tensor):
+            c10d.copy_tensors([*c10d.leaves_of(self._value)], exported.data)
+        elif isinstance(self._value, list):
+            self._value[:] = _revived(exported)
+        else:
+            self._value.clear()
+            self._value.update(_revived(exported))
+
+
+class _Stateful(_Part):
+    """An object that gives its state by one method and takes it by another."""
+
+    def __init__(self, value: Any, give: str, take: str) -> None:
+        self._value = value
+        self._give: Callable[[], Any] = getattr(value, give)
+        self._load: Callable[[Any], Any] = getattr(value, take)
+
+    def take(self) -> None:
+        self._kept = copy.deepcopy(self._give())
+        self._stages = c10d.scaler_stages(self._value)
+
+    def restore(self) -> None:
+        self._load(copy.deepcopy(self._kept))
+        if self._stages is not None:
+            c10d.set_scaler_stages(self._value, self._stages)
+
+    def export(self) -> Any:
+        return self._kept
+
+    def load(self, exported: Any) -> None:
+        self._load(exported)
+
+
+_METHODS = (
+    ("state_dict", "load_state_dict"),
+    ("get_states", "set_states"),  # megatron-core's tracker of random generators
+    ("get_state", "set_state"),  # torch.Generator
+    ("getstate", "setstate"),  # random.Random
+)
+
+
+class _Stage(_Part):
+    """A pipeline stage, which keeps the microbatches of a step, and nothing between steps."""
+
+    def __init__(self, stages: Sequence[Any]) -> None:
+        self._stages = stages
+
+    def reset(self) -> None:
+        for stage in self._stages:
+            stage.clear_runtime_states()
+
+
+def _part(value: Any, buffers: _Buffers) -> _Part:
+    if isinstance(value, torch.nn.Module):
+        return _Module(value, buffers)
+    if isinstance(value, torch.optim.Optimizer):
+        return _Optimizer(value, buffers)
+    if isinstance(value, (Tensor, dict, list)):
+        return _Values(value, buffers)
+    stages = getattr(value, "_stages", None) or [getattr(value, "_stage", value)]
+    if all(hasattr(stage, "clear_runtime_states") for stage in stages):
+        return _Stage(stages)
+    for give, take in _METHODS:
+        if callable(getattr(value, give, None)) and callable(getattr(value, take, None)):
+            return _Stateful(value, give, take)
+    raise InvalidOptionError(
+        f"retrying(state=...): {type(value).__name__} is neither a module nor an optimizer nor a "
+        "tensor, dict or list, and has no state_dict() and load_state_dict(); nothing was begun. "
+        "Leave it out, and restore it in the steps of which `attempt` is above 1."
+    )
+
+
+class _Random:
+    """The random generators of this process: of Python, NumPy, torch, and the current device."""
+
+    def take(self) -> None:
+        numpy = sys.modules.get("numpy")
+        runtime = devices.runtime()
+        self._python = random.getstate()
+        self._numpy = None if numpy is None else numpy.random.get_state()
+        self._torch = torch.get_rng_state()
+        self._device = None if runtime is None else runtime.get_rng_state()
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        runtime = devices.runtime()
+        if runtime is not None and self._device is not None:
+            runtime.set_rng_state(self._device)
+
+
+# -- from one process to another ------------------------------------------------------------------
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) is not Tensor:
+            return None
+        self.tensors.append(value)
+        return len(self.tensors) - 1, value.shape, value.dtype
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, receive: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(file)
+        self._receive = receive
+        self._tensors: dict[int, Tensor] = {}
+
+    def persistent_load(self, noted: Any) -> Tensor:
+        number, shape, dtype = noted
+        if number not in self._tensors:
+            self._tensors[number] = self._receive(torch.empty(shape, dtype=dtype))
+        return self._tensors[number]
+
+
+def _send(value: Any, to: int) -> None:
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    header = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    device = _device()
+    for tensor in (torch.tensor([len(header)]), header, *pickler.tensors):
+        dist.send(tensor.to(device).contiguous(), to)
+
+
+def _receive(source: int) -> Any:
+    device = _device()
+
+    def receive(tensor: Tensor) -> Tensor:
+        into = tensor.to(device)
+        dist.recv(into, source)
+        return into.cpu()
+
+    size = int(receive(torch.zeros(1, dtype=torch.int64)))
+    header = receive(torch.empty(size, dtype=torch.uint8))
+    return _Unpickler(io.BytesIO(header.numpy().tobytes()), receive).load()
+
+
+def _device() -> torch.device:
+    """A device that the default group serves."""
+    world = c10d.world()
+    served = {} if world is None else c10d.device_backends(world)
+    if "cpu" in served or devices.runtime() is None:
+        return torch.device("cpu")
+    return torch.device(next(iter(served)), devices.current_index() or 0)

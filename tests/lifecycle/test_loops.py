@@ -1,0 +1,339 @@
+"""Several loops of retrying() in one program, and loops that are left before their end."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from fault_job import FaultJob, all_reduce
+from recovery_job import attempt
+from replacing import RANKS, VICTIM, die, incarnation, run_replaced
+
+import reloadpg
+from reloadpg.testing import run_ranks
+
+FAULTY = 1
+
+Log = list[str]
+
+
+class Injected(Exception):
+    """The error of a fault that the tests bring about."""
+
+
+class Body:
+    """What the programs below do in a step: note it, and one collective. One step fails once."""
+
+    def __init__(self, job: Any, fails_at: str = "") -> None:
+        self.job = job
+        self.log: Log = []
+        self._fails_at = fails_at
+
+    def __call__(self, where: str) -> None:
+        self.log.append(where)
+        if self.job.rank == FAULTY and self._fails_at == where:
+            self._fails_at = ""
+            raise Injected(where)
+        all_reduce(self.job.ring)
+
+
+def steps(items: Any, **options: Any) -> Iterator[Any]:
+    """Yield the steps of a loop that repeats after an injected error."""
+    return reloadpg.retrying(items, on=(Injected, RuntimeError), **options)
+
+
+def evaluation_between_steps(body: Body) -> None:
+    """A loop in the body of another one, as people write evaluation."""
+    for step in steps(range(4)):
+        with step as number:
+            body(f"train{number}")
+        if number % 2 and body.log[-1] == f"train{number}":
+            for inner in steps(range(2)):
+                with inner as batch:
+                    body(f"eval{number}.{batch}")
+
+
+def evaluation_in_a_step(body: Body) -> None:
+    """A loop in a step of another one: its steps are parts of that step."""
+    for step in steps(range(3)):
+        with step as number:
+            body(f"train{number}")
+            for inner in steps(range(2)):
+                with inner as batch:
+                    body(f"eval{number}.{batch}")
+
+
+def in_turn(body: Body) -> None:
+    """Two loops that are advanced in turn."""
+    first, second = steps(range(3)), steps(range(3))
+    for number in range(3):
+        for name, loop in (("a", first), ("b", second)):
+            while True:
+                step = next(loop)
+                with step:
+                    body(f"{name}{number}")
+                if body.log[-1] == f"{name}{number}" and step.complete:
+                    break
+
+
+BETWEEN = ["train0", "train1", "eval1.0", "eval1.1", "train2", "train3", "eval3.0", "eval3.1"]
+INSIDE = [f"{part}" for n in range(3) for part in (f"train{n}", f"eval{n}.0", f"eval{n}.1")]
+TURNS = ["a0", "b0", "a1", "b1", "a2", "b2"]
+
+PROGRAMS: dict[Callable[[Body], None], list[tuple[str, Log]]] = {
+    evaluation_between_steps: [
+        ("", BETWEEN),
+        ("eval1.1", [*BETWEEN[:4], *BETWEEN[3:]]),
+        ("train2", [*BETWEEN[:5], *BETWEEN[4:]]),
+    ],
+    evaluation_in_a_step: [
+        ("", INSIDE),
+        ("eval1.1", [*INSIDE[:6], *INSIDE[3:]]),
+    ],
+    in_turn: [
+        ("", TURNS),
+        ("b1", [*TURNS[:4], *TURNS[3:]]),
+    ],
+}
+CASES = [(program, *case) for program, cases in PROGRAMS.items() for case in cases]
+
+
+def every_program(rank: int, size: int) -> list[Log]:
+    """The attempts at steps that each program makes."""
+    job = FaultJob(rank, size)
+    found = []
+    for program, fails_at, _ in CASES:
+        body = Body(job, fails_at)
+        program(body)
+        found.append(body.log)
+    return found
+
+
+@pytest.fixture(scope="module")
+def logs() -> list[list[Log]]:
+    """The attempts at steps, by rank and case."""
+    return run_ranks(every_program, 4, timeout=280)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i][0].__name__}{i}")
+def test_loops_nest_and_take_turns(logs: list[list[Log]], index: int) -> None:
+    """Every step of every loop is done, and after a fault the one that failed, on all ranks."""
+    for rank in range(4):
+        assert logs[rank][index] == CASES[index][2]
+
+
+# -- a loop that is left ---------------------------------------------------------------------------
+
+
+def leaves_in_the_step(body: Body) -> str:
+    for step in steps("ab"):
+        with step:
+            body("step")
+            if body.job.rank != FAULTY:
+                break
+            raise Injected("at the end of the step")
+    return "left"
+
+
+def returns_in_the_step(body: Body) -> str:
+    for step in steps("ab"):
+        with step:
+            body("step")
+            if body.job.rank != FAULTY:
+                return "left"
+            raise Injected("at the end of the step")
+    return "done"
+
+
+def leaves_after_the_step(body: Body) -> str:
+    for step in steps("ab"):
+        with step:
+            body("step")
+            if body.job.rank == FAULTY:
+                raise Injected("at the end of the step")
+        if body.job.rank != FAULTY:
+            break
+    return "left"
+
+
+def raises_after_the_step(body: Body) -> str:
+    for step in steps("ab"):
+        with step:
+            body("step")
+            if body.job.rank == FAULTY:
+                raise Injected("at the end of the step")
+        if body.job.rank != FAULTY:
+            raise ValueError("of the program")
+    return "done"
+
+
+def returns_in_a_function(body: Body) -> str:
+    """It leaves the step and not the loop: nothing is wrong with it."""
+
+    def one(step: Any) -> str:
+        with step:
+            body("step")
+            if step.attempt == 1 and body.job.rank == FAULTY:
+                raise Injected("at the end of the step")
+            return "left"
+        return "failed"
+
+    return [one(step) for step in steps("a")][-1]
+
+
+def all_leave(body: Body) -> str:
+    """All ranks leave at a step that is complete."""
+    for step in steps(itertools.count()):
+        with step as number:
+            body("step")
+            if number == 2:
+                return "left"
+    return "done"
+
+
+LEAVING = {
+    leaves_in_the_step: ("ReloadpgError", "Injected"),
+    returns_in_the_step: ("ReloadpgError", "Injected"),
+    leaves_after_the_step: ("ReloadpgError", "Injected"),
+    raises_after_the_step: ("ValueError", "PeerFailedError"),
+    returns_in_a_function: ("", ""),
+    all_leave: ("", ""),
+}
+
+
+def every_exit(rank: int, size: int) -> list[Any]:
+    job = FaultJob(rank, size)
+    found = []
+    for program in LEAVING:
+        body = Body(job)
+        seen = attempt(lambda: program(body))  # noqa: B023 - called at once
+        found.append((seen, job.sums(), body.log))
+    return found
+
+
+@pytest.fixture(scope="module")
+def exits() -> list[list[Any]]:
+    """How each program ended, by rank."""
+    return run_ranks(every_exit, 4, timeout=280)
+
+
+@pytest.mark.parametrize("index", range(len(LEAVING)), ids=[one.__name__ for one in LEAVING])
+def test_a_step_that_is_left_is_complete_or_raises(exits: list[list[Any]], index: int) -> None:
+    """On all ranks: who leaves a loop at a step that is to be repeated, is told, and the others."""
+    leaver, faulty = [*LEAVING.values()][index]
+    for rank in range(4):
+        seen, sums, _ = exits[rank][index]
+        kind = faulty if rank == FAULTY else leaver
+        if kind == "Injected":  # its own loop goes on, and finds that the others have left
+            kind = "PeerFailedError"
+        assert seen.kind == kind, (rank, seen)
+        assert sums
+        if kind == "ReloadpgError":
+            assert "left" in seen.text
+            assert "step 0" in seen.text
+
+
+# -- a process that is replaced --------------------------------------------------------------------
+
+
+def earlier_loops(rank: int, size: int) -> Log:
+    """Rank 2 dies in a loop that comes after an endless one, and after one with loops in it."""
+    reloadpg.install(backends={"gloo"}, recoverable=True, timeout=120)
+    dist.init_process_group("gloo")
+    reloadpg.rejoin()
+    log: Log = []
+
+    def body(where: str, step: Any) -> None:
+        log.append(where)
+        if (where, rank, incarnation()) == ("third2", VICTIM, 0):
+            die()
+        all_reduce(dist.group.WORLD)
+
+    for step in reloadpg.retrying(itertools.count()):
+        with step as number:
+            body(f"first{number}", step)
+        if step.complete and number == 2:
+            break
+    for step in reloadpg.retrying(range(2)):
+        with step as number:
+            body(f"second{number}", step)
+        for inner in reloadpg.retrying(range(2)):
+            with inner as batch:
+                body(f"inner{batch}", inner)
+    for step in reloadpg.retrying(range(4)):
+        with step as number:
+            body(f"third{number}", step)
+    return log
+
+
+def test_a_replaced_process_passes_over_earlier_loops() -> None:
+    """Loops that the others have completed, without drawing an item, be they endless or nested."""
+    found = run_replaced(earlier_loops)
+    assert found[RANKS] == ["third2", "third3"]
+    for rank in {*range(RANKS)} - {VICTIM}:
+        assert found[rank][-3:] == ["third2", "third2", "third3"]
+
+
+def in_two_loops(rank: int, size: int) -> Any:
+    """Rank 2 dies in a loop inside of another one's body."""
+    reloadpg.install(backends={"gloo"}, recoverable=True, timeout=120)
+    dist.init_process_group("gloo")
+    seen = attempt(reloadpg.rejoin)
+    if seen.kind:
+        return seen
+
+    def run() -> None:
+        for step in reloadpg.retrying(range(2)):
+            with step:
+                all_reduce(dist.group.WORLD)
+            for inner in reloadpg.retrying(range(2)):
+                with inner:
+                    if (rank, step.number, incarnation()) == (VICTIM, 1, 0):
+                        die()
+                    all_reduce(dist.group.WORLD)
+
+    return attempt(run)
+
+
+def test_a_process_is_not_replaced_in_a_loop_within_a_loop() -> None:
+    """It cannot get there: the body of the outer step is not to be run again. All ranks say so."""
+    found = run_replaced(in_two_loops)
+    for rank in (0, 1, 3, RANKS):
+        assert found[rank].kind in ("ReloadpgError", "PeerFailedError"), (rank, found[rank])
+        assert "another loop" in found[rank].text
+
+
+# -- whose error it is -----------------------------------------------------------------------------
+
+
+def own_errors_only(rank: int, size: int) -> Log:
+    """Only one kind of error is to be repeated; the peers' collectives fail by another one."""
+    job = FaultJob(rank, size)
+    log = []
+    for step in reloadpg.retrying("ab", on=[Injected]):
+        with step as letter:
+            log.append(letter)
+            if rank == FAULTY and step.attempt == 1:
+                raise Injected
+            try:
+                all_reduce(job.ring)
+            except RuntimeError as error:
+                raise ValueError("of a trainer") from error
+    return log
+
+
+def test_an_error_that_follows_a_recovery_is_repeated() -> None:
+    """Whatever ``on`` says of it: it comes of the abort of a rank that recovers."""
+    assert run_ranks(own_errors_only, 4, timeout=280) == [["a", "a", "b", "b"]] * 4
+
+
+def test_without_install_an_error_goes_on_at_once() -> None:
+    """Nothing can be recovered, so nothing is repeated."""
+    with pytest.raises(Injected):
+        for step in reloadpg.retrying("ab", on=Injected):
+            with step:
+                raise Injected
