@@ -27,7 +27,7 @@ WIDTH, ITERATIONS = 32, 3
 
 
 def build(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Shard a model over the mesh: in pairs, each pair with a copy of its own."""
+    """Shard a model over the mesh: in pairs, one copy for each pair."""
     ranks = dist.get_world_size()
     shape, names = (ranks,), ("shard",)
     if ranks >= 4 and ranks % 2 == 0:

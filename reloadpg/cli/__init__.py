@@ -22,12 +22,17 @@ from .console import CommandError, say
 from .demo import add as add_demo
 from .doctor import add as add_doctor
 from .explain import add as add_explain
+from .run import add as add_run
+from .standins import add as add_standins
 from .status import add as add_status
 from .trace import add as add_trace
 
 __all__ = ["main"]
 
-SUBCOMMANDS = (add_demo, add_doctor, add_status, add_trace, add_explain, add_bench)
+SUBCOMMANDS = (
+    *(add_demo, add_doctor, add_status, add_trace, add_explain, add_bench),
+    *(add_run, add_standins),
+)
 """Each adds one subcommand's parser and sets in the options that this parses ``run``, which takes
 them and returns the exit code; where modules are needed ``needs``, which has the extra for each;
 where a script is run ``script_arguments``, and ``required``, options that are asked for after those
@@ -36,8 +41,8 @@ variables of the environment that reloadpg does not know, which the others refus
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line. Local, cheap: imports neither torch nor rich."""
+def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The whole command line, and its subcommands. Local, cheap: imports neither torch nor rich."""
     named = Path(sys.argv[0]).name == "reloadpg"
     top = argparse.ArgumentParser(
         prog="reloadpg" if named else "python -m reloadpg",
@@ -49,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for add in SUBCOMMANDS:
         add(subcommands)
-    return top
+    return top, subcommands.choices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: the arguments cannot be used (code 2), or help was asked for.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    top = parser()
-    options = _parsed(top, given)
+    top, subcommands = parser()
+    options = _parsed(top, subcommands, given)
     unknown = [] if hasattr(options, "reports_variables") else unknown_variables(os.environ)
     if unknown:
         say(
@@ -96,20 +101,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parsed(top: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace:
+def _parsed(
+    top: argparse.ArgumentParser,
+    subcommands: Mapping[str, argparse.ArgumentParser],
+    given: Sequence[str],
+) -> argparse.Namespace:
     # What follows "--" belongs to the script that a subcommand runs, whatever it looks like.
     at = given.index("--") if "--" in given else len(given)
     options, unknown = top.parse_known_args(given[:at])
+    refuse = subcommands[options.command].error  # with the usage of the subcommand
     runs_script = hasattr(options, "script_arguments")
     if at < len(given) and not runs_script:
         unknown += given[at:]
     if unknown:
         words = " ".join(unknown)
         hint = f"; arguments of the script follow --, as in: -- {words}" if runs_script else ""
-        top.error(f"unrecognized arguments: {words}{hint}")
+        refuse(f"unrecognized arguments: {words}{hint}")
     for name in getattr(options, "required", ()):
         if getattr(options, name) is None:
-            top.error(f"the following arguments are required: --{name.replace('_', '-')}")
+            refuse(f"the following arguments are required: --{name.replace('_', '-')}")
     if runs_script:
         options.script_arguments = list(given[at + 1 :])
     return options

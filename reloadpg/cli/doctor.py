@@ -25,7 +25,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from .. import _TESTED_TORCH
 from ..errors import STATUS_DIR, VARIABLES, counted, unknown_variables
@@ -49,7 +49,7 @@ OLDEST, NEWEST = _TESTED_TORCH
 SUSPENDS = (2, 29, 7)
 """The first NCCL that can suspend a communicator."""
 
-STRATEGIES = ("recreate", "suspend", "auto")
+STRATEGIES = ("recreate", "suspend")
 REPORTED = ("RELOADPG_", "NCCL_", "TORCH_", "GLOO_", "CUDA_", "HIP_", "PYTORCH_", "OMP_NUM_")
 """Beginnings of the names of variables that a report for others shows; no other is shown."""
 
@@ -299,12 +299,11 @@ def check_device() -> Findings:
 def nccl_version() -> Version | None:
     """Return the version of the NCCL that torch has loaded; None if this torch has none."""
     try:
-        import torch
+        from .. import c10d
 
-        version = cast(Any, torch.cuda.nccl).version()  # asks the library, needs no GPU
+        return c10d.nccl_version()  # asks the library, needs no GPU
     except Exception:
         return None
-    return version if isinstance(version, tuple) else None
 
 
 def check_nccl() -> Findings:
@@ -366,7 +365,7 @@ def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) ->
             "nccl settings",
             "problem",
             f"{cumem}: NCCL then says that a suspend worked and gives no memory back",
-            'unset it to use strategy="suspend" or "auto"; strategy="recreate" is not affected',
+            'unset it to use strategy="suspend"; strategy="recreate" is not affected',
         )
     for caution in release_cautions(environ):
         setting, _, remedy = caution.partition("; ")
@@ -413,11 +412,15 @@ def check_recovery(environ: Mapping[str, str]) -> Findings:
     Silent if nothing is said about it: only some jobs call ``recover``.
     """
     from .. import status
-    from ..c10d import recovery_settings
+    from ..c10d import nccl_is_concerned, recovery_settings
 
     options = status().options
     asked = bool(options) and options["recoverable"]
     missing, obstacles = recovery_settings(environ, options["timeout_s"] if options else 300.0)
+    if asked:
+        backends = options["backends"]
+        if not nccl_is_concerned(None if backends == "accelerators" else backends):
+            obstacles = []  # as install() sees it
     for obstacle in obstacles:
         why, _, remedy = obstacle.rpartition("; ")
         yield Finding("recovery", "problem" if asked else "note", why, f"for recover(), {remedy}")
@@ -445,7 +448,7 @@ def _chosen_strategy(
     if call.line and call.strategy != "":
         return call.strategy or "", f"by the script, line {call.line}"
     by_environment = environ.get("RELOADPG_STRATEGY", "").strip()
-    if by_environment and _autoinstalls(environ):
+    if by_environment:
         return by_environment, "by RELOADPG_STRATEGY"
     with suppress(Exception):  # a torch that is too old or broken fails in many ways
         from .. import status

@@ -237,7 +237,7 @@ def install_of_script(script: Path) -> ScriptInstall:
     strategy = given.get("strategy")
     if strategy is None:
         return ScriptInstall(first.lineno, None if None in given else "")
-    if isinstance(strategy, ast.Call) and strategy.args:  # StrategyPolicy("auto", ...)
+    if isinstance(strategy, ast.Call) and strategy.args:  # StrategyPolicy("suspend", ...)
         strategy = strategy.args[0]
     value = strategy.value if isinstance(strategy, ast.Constant) else None
     return ScriptInstall(first.lineno, value if isinstance(value, str) else None)

@@ -31,7 +31,15 @@ SOURCE = (
     "512 MiB more for network buffers"
 )
 
-ALONE = "It ran as one rank alone: what other ranks would send it keeps the value that it had."
+_TRACEBACK, _OUTPUT = 30, 8
+"""Lines of the traceback, or else of what the script wrote, that are shown."""
+
+ALONE = "Only this rank ran. Tensors that it would have received are unchanged."
+
+PRETENDED = (
+    "There is no GPU here: the script ran on a pretended one, whose tensors have no values. What "
+    "it read of them was 1, except for small values that it had put there itself."
+)
 
 Record = Mapping[str, Any]
 
@@ -99,12 +107,12 @@ def _run(options: argparse.Namespace) -> int:
     except InvalidOptionError as error:
         raise CommandError(str(error)) from None
     result |= {"rank": options.rank, "world_size": options.world_size}
-    result |= {name: run[name] for name in ("error", "traceback", "timed_out")}
+    result |= {name: run[name] for name in ("error", "traceback", "output", "timed_out")}
     result["device_is_here"] = _is_here(options.device)
     if options.json:
         say(json.dumps(result, indent=1))
     else:
-        show(_page(options, result, run["output"]))
+        show(_page(options, result))
     return 1 if result["error"] or not result["groups"] else 0
 
 
@@ -170,7 +178,7 @@ def explain(
     groups = []
     for one in created:
         selected, reason = _decision(one, selection, bool(given))
-        kept = {name: one[name] for name in ("name", "desc", "ranks", "backend")}
+        kept = {name: one[name] for name in ("name", "desc", "ranks", "backend", "made_by", "set")}
         kept["desc"] = "" if one["desc"] == "undefined" else one["desc"]
         outcome = {"selected": selected, "reason": reason, "reloadable": bool(selected)}
         groups.append({**kept, **outcome, "destroyed": one["name"] in destroyed})
@@ -205,7 +213,12 @@ def _decision(group: Record, selection: Selection, script_installs: bool) -> tup
     if script_installs and not group["options"] and not is_world:
         return [], "created before reloadpg.install()"
     bypass = selection.bypass(
-        devices, size, name=group["name"], desc=group["desc"], is_world=is_world
+        devices,
+        size,
+        name=group["name"],
+        desc=group["desc"],
+        is_world=is_world,
+        in_set=group["set"],
     )
     if bypass is not None:
         return [], bypass.reason
@@ -217,7 +230,9 @@ def _decision(group: Record, selection: Selection, script_installs: bool) -> tup
 # -- shown ------------------------------------------------------------------------------------
 
 
-def _page(options: argparse.Namespace, result: Record, output: str) -> Page:
+def _page(options: argparse.Namespace, result: Record) -> Page:
+    from .pretended_cuda import can_pretend
+
     head = f"reloadpg explain: {options.script}, rank {result['rank']} of {result['world_size']}"
     parts: list[Line | Table] = [Line(head, "head")]
     if result["groups"]:
@@ -225,6 +240,8 @@ def _page(options: argparse.Namespace, result: Record, output: str) -> Page:
     else:
         parts.append(Line("The script created no process group.", "warning"))
         parts.append(Line("Groups of other processes that the script starts are not seen."))
+    if options.device == "cuda" and not result["device_is_here"] and can_pretend():
+        parts.append(Line(PRETENDED, "note"))
     if result["timed_out"]:
         parts.append(
             Line(
@@ -236,8 +253,9 @@ def _page(options: argparse.Namespace, result: Record, output: str) -> Page:
     if result["error"]:
         parts += [Line(""), Line(f"The script did not end well: {result['error']}", "bad")]
         # The last line of a traceback is the error, which is printed above.
-        lines = result["traceback"].strip().splitlines()[:-1] or output.strip().splitlines()
-        parts += [Line(f"  {line}", "note") for line in lines[-8:]]
+        lines = result["traceback"].strip().splitlines()[:-1]
+        lines = lines[-_TRACEBACK:] or result["output"].strip().splitlines()[-_OUTPUT:]
+        parts += [Line(f"  {line}", "note") for line in lines]
         parts.append(Line("Groups that it would have created after that are not shown."))
         if result["traceback"] and result["groups"]:
             further = " Rank 0 receives less, and may get further." if result["rank"] else ""
@@ -247,16 +265,18 @@ def _page(options: argparse.Namespace, result: Record, output: str) -> Page:
 
 def _table(groups: Sequence[Record]) -> Table:
     rows: list[list[object]] = []
+    several = len({one["set"] for one in groups}) > 1
     for one in groups:
         name = one["name"] if len(one["name"]) <= 16 else f"{one['name'][:8]}..."
         ranks = format_ranks(one["ranks"])
         ranks = ranks if len(ranks) <= 24 else f"{ranks[:21]}..."
         outcome = "reloadable" if one["reloadable"] else "bypasses"
         reason = ", ".join(filter(None, (one["reason"], "destroyed later" * one["destroyed"])))
-        row = [name, one["desc"], len(one["ranks"]), ranks, one["backend"], outcome, reason]
-        rows.append(row)
+        row = [name, one["desc"], len(one["ranks"]), ranks, one["backend"], one["made_by"]]
+        rows.append([*row, *([one["set"] or ""] if several else []), outcome, reason])
     tones = ["good" if one["reloadable"] else "note" for one in groups]
-    return Table(["group", "desc", "size", "ranks", "backend", "reloadpg", "why"], rows, tones)
+    header = ["group", "desc", "size", "ranks", "backend", "made by", *(["set"] if several else [])]
+    return Table([*header, "reloadpg", "why"], rows, tones)
 
 
 def _summary(result: Record, device: str) -> list[Line]:
@@ -274,9 +294,9 @@ def _summary(result: Record, device: str) -> list[Line]:
             )
         )
     if result["groups_of_others"]:
-        lines.append(Line(f"  {result['groups_of_others']} more are other ranks' (not a member)"))
+        lines.append(Line(f"  {result['groups_of_others']} more groups do not include this rank."))
     if not result["script_installs"]:
-        lines.append(Line("The script does not call reloadpg.install(); as if it did so first."))
+        lines.append(Line("The script does not call reloadpg.install(); shown as if it did."))
     if memory["communicators"]:
         least, most = memory["least_bytes"] / 1e9, memory["most_bytes"] / 1e9
         communicators = counted(memory["communicators"], "NCCL communicator")

@@ -30,6 +30,7 @@ import torch.distributed as dist
 import wrapt
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import Backend, BackendConfig
+from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -37,7 +38,12 @@ import reloadpg
 
 from .. import c10d, environment
 from ..environment.teardown import OwnGroups
+from ..groups.registry import registry
+from ..groups.selection import Selection
+from ..groups.sets import TRAINER, creators
+from ..testing._tracebacks import folded_traceback
 from .console import progress
+from .pretended_cuda import can_pretend, pretend
 
 __all__ = ["run_script"]
 
@@ -49,7 +55,6 @@ NODE = 8
 """Ranks a node, as most machines with GPUs have them."""
 
 _ABOVE_SCRIPT = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
-_register_comm_hook = DistributedDataParallel.register_comm_hook
 
 
 def run_script(options: argparse.Namespace) -> dict[str, Any]:
@@ -114,6 +119,8 @@ def _play(options: argparse.Namespace, records: TextIO, output: int) -> NoReturn
         numbers |= {"GROUP_WORLD_SIZE": -(-size // local)}
         os.environ.update({name: str(number) for name, number in numbers.items()})
         os.environ["MASTER_ADDR"] = "127.0.0.1"
+        if options.device == "cuda" and not torch.cuda.is_available() and can_pretend():
+            pretend(local)
         fake = FakeRank(options, records)
         fake.patch()
         fake.run()
@@ -152,14 +159,16 @@ class FakeRank:
         _replace(torchs, "split_group", self._split_group)
         _replace(torchs, "destroy_process_group", self._destroy_process_group)
         _replace(torchs, "get_backend", self._get_backend)
-        for name in (*RECEIVING, "monitored_barrier"):
+        for name in (*RECEIVING, "all_gather_object", "monitored_barrier"):
             _replace(torchs, name, _receive_nothing)
         _replace([torch.cuda], "set_device", _if_possible)
         _replace([torch.accelerator], "set_device_index", _if_possible)
         ours = (environment, reloadpg)
         _replace(ours, "init_distributed", self._init_distributed)
         _replace(ours, "ensure_process_group", self._ensure_process_group)
-        _replace([DistributedDataParallel], "__init__", _without_reduction)
+        _replace([DistributedDataParallel], "forward", _without_reduction)
+        distributed: Any = dist
+        distributed._verify_params_across_processes = lambda *_: None
         for name in ("register_comm_hook", "_register_builtin_comm_hook"):
             _replace([DistributedDataParallel], name, lambda wrapped, given: None)
 
@@ -246,6 +255,8 @@ class FakeRank:
             ranks=dist.get_process_group_ranks(group),
             backend=asked,
             devices={device: str(one) for device, one in devices.items()},
+            made_by=next(creators(), ""),
+            set=TRAINER if group is dist.group.WORLD else _set_now(),
             options=dict(reloadpg.status().options),
         )
 
@@ -266,7 +277,7 @@ class FakeRank:
             frames = raised.__traceback__
             while frames is not None and frames.tb_frame.f_code.co_filename in _ABOVE_SCRIPT:
                 frames = frames.tb_next
-            trace = "".join(traceback.format_exception(type(raised), raised, frames))
+            trace = folded_traceback(raised.with_traceback(frames))
             error = f"{type(raised).__name__}: {raised}"
         self.note("end", options=dict(reloadpg.status().options), error=error, traceback=trace)
 
@@ -290,7 +301,15 @@ def _receive_nothing(wrapped: Any, given: dict[str, Any]) -> Any:
         given["scatter_object_output_list"][0] = given["scatter_object_input_list"][mine]
     if given.get("object_gather_list"):
         given["object_gather_list"][mine] = given["obj"]
+    if "object_list" in given and "obj" in given:  # of all ranks: none may be missing
+        given["object_list"][:] = [given["obj"]] * len(given["object_list"])
     return given.get("src")
+
+
+def _set_now() -> str | None:
+    """The set of a group that the script creates now, by what it gave ``install``."""
+    options = registry.options
+    return (Selection() if options is None else options.selection).set_now()
 
 
 def _if_possible(wrapped: Any, given: dict[str, Any]) -> Any:
@@ -299,16 +318,13 @@ def _if_possible(wrapped: Any, given: dict[str, Any]) -> Any:
         return wrapped(**given)
 
 
-def _without_reduction(wrapped: Any, given: dict[str, Any]) -> None:
-    """Create a DistributedDataParallel whose gradients stay this rank's.
-
-    Reducing them ends in torch's INTERNAL ASSERT: the futures of the fake backend hold no tensors.
-    """
-    wrapped(**given)
-    _register_comm_hook(wrapped.__self__, None, lambda _, bucket: _completed(bucket.buffer()))
-
-
-def _completed(value: Any) -> Any:
-    future: Any = torch.futures.Future()
-    future.set_result(value)
-    return future
+def _without_reduction(wrapped: Any, given: dict[str, Any]) -> Any:
+    """Run a DistributedDataParallel's module: its reducer, in C++, needs real collectives."""
+    ddp = wrapped.__self__
+    inputs, kwargs = given.get("inputs", ()), given.get("kwargs", {})
+    if ddp.device_ids:
+        place = torch.device(ddp.device_type, ddp.device_ids[0])
+        (inputs,), (kwargs,) = _to_kwargs(
+            inputs, kwargs, place, ddp.use_side_stream_for_tensor_copies
+        )
+    return ddp.module(*inputs, **kwargs)

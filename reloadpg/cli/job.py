@@ -24,6 +24,10 @@ WORKING_S = 30.0
 """The same where all that have not come are in the operation, and work."""
 
 _SHOWN_RANKS = 10
+_HANG_S = 5.0
+"""Seconds for which the members of a group may differ in the collectives that they have begun."""
+_NAMED = 3
+"""Ranks of which it is said where they are."""
 _ON_ITS_WAY = "on its way"
 _ABSENT = {
     "gone": "its process is gone",
@@ -120,11 +124,23 @@ class InProgress:
         known = {one.rank: one for one in records}
         for why, ranks in self.missing.items():
             remedy, first = "", known.get(ranks[0])
-            if self.stuck and why not in _ABSENT and first is not None and first.pid:
-                where = f" on {first.host}" if first.host else ""
-                remedy = f"see what rank {first.rank} does: py-spy dump --pid {first.pid}{where}"
+            if self.stuck and why not in _ABSENT and first is not None:
+                remedy = _stack(first)
             level, words = "problem" if self.stuck else "", _ABSENT.get(why, why)
             yield Finding("waits for", level, f"{_ranks(ranks)}: {words}", remedy)
+
+
+def _stack(record: RankRecord) -> str:
+    """Where a rank is, by its own account, or how to find out; empty if neither is known."""
+    found = record.collectives
+    if not found.stack:
+        return f"see what rank {record.rank} does: {_py_spy(record)}" if record.pid else ""
+    unfinished = "".join(f"; unfinished there: {one}" for one in found.unfinished[-_NAMED:])
+    return f"rank {record.rank} is at {', called by '.join(found.stack[:4])}{unfinished}"
+
+
+def _py_spy(record: RankRecord) -> str:
+    return f"py-spy dump --pid {record.pid}" + (f" on {record.host}" if record.host else "")
 
 
 def _is_stuck(missing: Mapping[str, Sequence[int]], waited_s: float) -> bool:
@@ -253,6 +269,7 @@ class JobView:
         if not self.ranks:
             return []
         ranks = (*self._of_generations(), *self._of_ranks(), *self._of_absent(still))
+        ranks = (*ranks, *self._of_collectives(still))
         return [*ranks, *self._of_last_operation()]
 
     def _of_generations(self) -> Iterator[Finding]:
@@ -288,6 +305,34 @@ class JobView:
             remedy = "fix the cause, then call reload() on all ranks"
             yield Finding("failed", "problem", _ranks(failed), remedy)
 
+    def _of_collectives(self, still: bool) -> Iterator[Finding]:
+        """Collectives that some members of a group have begun, and others have not for a while."""
+        members: dict[str, dict[int, int]] = {}
+        present = {one.rank: one for one in self.ranks if not one.absent and not one.running}
+        for rank, record in present.items():
+            for key, begun in record.collectives.begun.items():
+                members.setdefault(key, {})[rank] = begun
+        for key, counts in members.items():
+            most = max(counts.values())
+            late = sorted(rank for rank, begun in counts.items() if begun < most)
+            since = max(present[rank].collectives.since for rank in counts)
+            seconds = self.reading.time - since
+            if not late or seconds < _HANG_S:
+                continue
+            waiting = sorted({*counts} - {*late})
+            name = key.split("/")[0]
+            how_long = "" if still else f", for {seconds:.0f} s"
+            behind = ", ".join(f"rank {rank} {counts[rank]}" for rank in late[:_NAMED])
+            yield Finding(
+                "collective",
+                "problem",
+                f"{_ranks(waiting)} in number {most} of group {name!r}, where others have begun "
+                f"fewer: {behind}{how_long}",
+                "; ".join(
+                    filter(None, (_stack(present[r]) for r in (*late[:_NAMED], *waiting[:1])))
+                ),
+            )
+
     def _of_absent(self, still: bool) -> Iterator[Finding]:
         """Statements about ranks that have ended, or that give no sign of life."""
         exited, gone = self.absent("exited"), self.absent("gone")
@@ -321,8 +366,8 @@ class JobView:
                 "silent",
                 "problem",
                 f"{_ranks(map(_rank, silent))}: no sign of life {ago}",
-                "look at that process: it may hang, have ended, or be on a host whose clock "
-                "is behind",
+                "it may hang in a call that holds Python's lock, have ended, or be on a host whose "
+                f"clock is behind: {_py_spy(longest)}",
             )
 
     def _of_last_operation(self) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ of what a rank wrote.
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import os
@@ -29,13 +30,18 @@ __all__ = [
     "LATE_S",
     "SILENT_S",
     "UNREADABLE",
+    "VERSION",
     "RankRecord",
     "Reading",
     "decoded",
     "read_directory",
     "read_endpoints",
+    "refuse_version",
     "typed",
 ]
+
+VERSION = 1
+"""Of the form of a record."""
 
 LATE_S = 2.5
 """Without a sign of life for longer, a rank is looked up among the processes of this host."""
@@ -107,6 +113,23 @@ def _fields(kind: Any) -> list[tuple[str, Any, Any]]:
 
 
 @dataclass(frozen=True)
+class Collectives:
+    """The collectives that a rank has begun.
+
+    Attributes:
+        begun: their numbers, by group.
+        since: Unix time of the last one, in seconds.
+        stack: where its main thread is, innermost first, if that is some seconds ago.
+        unfinished: the last ones that NCCL's flight recorder has as not completed, then.
+    """
+
+    begun: Mapping[str, int] = field(default_factory=dict)
+    since: float = 0.0
+    stack: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class RankRecord:
     """The last record of one rank.
 
@@ -126,6 +149,7 @@ class RankRecord:
         process: ``gone`` or ``stopped``, by this host's table of processes; empty if it runs, or
             is on another host.
         earlier: other reports of it that are known, by operation.
+        collectives: those that it has begun.
     """
 
     rank: int
@@ -142,6 +166,7 @@ class RankRecord:
     raw: Mapping[str, Any]
     process: str = ""
     earlier: Mapping[str, Report] = field(default_factory=dict)
+    collectives: Collectives = field(default_factory=Collectives)
 
     @classmethod
     def of(cls, data: Any, now: float) -> RankRecord | None:
@@ -169,6 +194,7 @@ class RankRecord:
             typed(OperationStatus, raw.get("running")),
             raw.get("exited") is True,
             raw,
+            collectives=typed(Collectives, raw.get("collectives")) or Collectives(),
         )
 
     def looked_up(self) -> RankRecord:
@@ -287,7 +313,9 @@ def read_directory(directory: Path) -> Reading:
         failures.append(f"{directory}: {error.strerror}")
     for file in files:
         try:
-            record = RankRecord.of(decoded(file.read_bytes()), now)
+            data = decoded(_own_file(file))
+            refuse_version(data)
+            record = RankRecord.of(data, now)
         except FileNotFoundError:
             continue  # its rank has ended since
         except UNREADABLE as error:
@@ -312,6 +340,10 @@ def read_endpoints(endpoints: Sequence[str]) -> Reading:
     records: list[RankRecord] = []
     failures: list[str] = []
     for endpoint, answer in zip(endpoints, answers, strict=True):
+        try:
+            refuse_version(answer)
+        except ValueError as error:
+            answer = str(error)
         record = None if isinstance(answer, str) else RankRecord.of(answer, now)
         if record is not None:
             records.append(record.looked_up())
@@ -350,6 +382,40 @@ def _ask(endpoint: str) -> Any:
         return decoded(body)
     except (ValueError, RecursionError) as error:
         return f"the answer is no JSON ({error})"
+
+
+def _own_file(path: Path) -> bytes:
+    """Read a file of this user's, which is no link: others may write to a shared directory.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is a link, or another user's.
+    """
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError("a link, which is not followed") from None
+        raise
+    with open(number, "rb") as file:
+        owner = os.fstat(number).st_uid
+        if owner not in (os.geteuid(), 0) and os.geteuid() != 0:
+            raise ValueError(f"belongs to another user (uid {owner}), and was not read")
+        return file.read(_LARGEST)
+
+
+def refuse_version(data: Any) -> None:
+    """Refuse a decoded record of another version of reloadpg.
+
+    Raises:
+        ValueError: its form is not this version's.
+    """
+    version = data.get("version", VERSION) if isinstance(data, dict) else VERSION
+    if version != VERSION:
+        raise ValueError(
+            f"written by another version of reloadpg (form {version!r}, this one reads {VERSION}); "
+            "use the version that the job runs"
+        )
 
 
 def _process_state(pid: int) -> str:

@@ -8,11 +8,11 @@
             samples = engine.generate(batch)
         train(samples)
 
-Into the block: synchronize, release groups (``reloadpg.on_offload`` callbacks first), collect and
-empty the allocator's cache, pause the memory saver, wake the engine. Out of it: put the engine to
-sleep, resume the saver, empty the cache, reload the groups and, beside that, copy the weights back.
-A step of the way back that fails does not keep the later ones from being done, and each failure is
-named.
+Into the block: synchronize, release the trainer's groups (``reloadpg.on_offload`` callbacks first),
+collect and empty the allocator's cache, pause the memory saver, reload the engine's groups, wake
+the engine. Out of it: put the engine to sleep, release its groups, resume the saver, empty the
+cache, reload the trainer's groups and, while that runs, copy the weights back. A step of the way
+back that fails does not keep the later ones from being done, and each failure is named.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from ..c10d import devices
 from ..errors import InvalidOptionError, ReloadpgError
 from ..groups.registry import registry
+from ..groups.sets import Chosen, check_name
 from ..lifecycle.block import Block
 from ..lifecycle.connect import Connect, validate
+from ..lifecycle.offload import offload
+from ..lifecycle.operation import Operation
 from ..lifecycle.pending import Pending
-from ..lifecycle.reload import reload
+from ..lifecycle.reload import reload, restore
 from ..lifecycle.report import Report
 from ..lifecycle.status import status
 from .torch_memory_saver import MemorySaver
@@ -67,8 +71,9 @@ def colocated(
     connect: Connect = "none",
     collect: bool = True,
     copy_back: Callable[[], object] | None = None,
+    engine_groups: str | None = None,
 ) -> Colocation:
-    """A context manager around a rollout: the trainer's groups and memory out, the engine in.
+    """Return a context manager for a rollout: the trainer's groups and memory out, the engine in.
 
     Local; entering and leaving the block are collective over all ranks of the job, bounded as
     :func:`reloadpg.offload` and :func:`reloadpg.reload` are. A rank that leaves its block early
@@ -77,11 +82,15 @@ def colocated(
     Args:
         engine: the rollout engine, asleep; None on ranks that have none. Either vLLM's methods
             (``sleep(level)``, ``wake_up(tags)``) or SGLang's (``release_memory_occupation()``,
-            ``resume_memory_occupation(tags)``), blocking ones: wrap an asynchronous engine.
+            ``resume_memory_occupation(tags)``). They must block: an asynchronous engine (vLLM's
+            ``AsyncLLM``) is refused.
         saver: a memory saver, or a :class:`MemorySaver` around one; None without.
         saver_tags: the trainer's tags, where ``saver`` is a saver's own object.
         wake_tags: what of the engine to wake on entering: None for all, ``()`` for nothing yet
-            (:meth:`Colocation.wake_up` in the block), else tags such as ``["kv_cache"]``.
+            (:meth:`Colocation.wake_up` in the block), else tags such as ``["weights"]``. Wake the
+            rest within the block before the engine generates: vLLM's ``generate`` does not return
+            while the engine is partly asleep. :meth:`Colocation.wake_up` returns what the engine's
+            does: for vLLM whether the whole engine is awake.
         sleep_level: vLLM's sleep level.
         connect: as for :func:`reloadpg.reload`.
         collect: also run a full garbage collection before the cache is emptied.
@@ -91,6 +100,10 @@ def colocated(
             reloaded (:func:`reloadpg.reload` with ``wait=False``). It must call no collective:
             groups refuse until the reload has ended. It may be called again after a failure, and
             where entering the block failed. Need not be given on all ranks.
+        engine_groups: the set of the engine's groups, where it runs in the trainer's processes; see
+            ``install(sets=...)`` and :class:`reloadpg.region`. These are live in the block and
+            offloaded outside of it; all others are the trainer's. Equal on all ranks. None for an
+            engine that has no reloadable group in these processes.
 
     Raises:
         InvalidOptionError: an argument cannot be used; nothing was changed.
@@ -103,6 +116,7 @@ def colocated(
         validate(connect),
         collect,
         _callable(copy_back),
+        engine_groups,
     )
 
 
@@ -124,14 +138,31 @@ class Colocation:
         connect: Connect,
         collect: bool,
         copy_back: Callable[[], object] | None,
+        engine_groups: str | None = None,
     ) -> None:
+        if engine_groups is not None:
+            check_name(engine_groups, "colocated(engine_groups=...)")
+        self._engine_groups = engine_groups
+        names = frozenset() if engine_groups is None else frozenset([engine_groups])
+        self._trainer_sets = Chosen(names, others=True)
+        if (
+            isinstance(saver, MemorySaver)
+            and names
+            and saver.sets.overlaps(Chosen(names, others=False))
+        ):
+            raise InvalidOptionError(
+                f"colocated(engine_groups={engine_groups!r}): the memory saver watches that set "
+                'too; nothing was changed. Create it with MemorySaver(saver, sets="trainer").'
+            )
         if saver_tags is not None and (saver is None or isinstance(saver, MemorySaver)):
             raise InvalidOptionError(
                 f"colocated(saver_tags={saver_tags!r}): there is no bare saver to use them with; "
                 "nothing was changed. Give the tags to MemorySaver(saver, tags=...)."
             )
         own = saver is not None and not isinstance(saver, MemorySaver)
-        self._saver: MemorySaver | None = MemorySaver(saver, tags=saver_tags) if own else saver
+        self._saver: MemorySaver | None = (
+            MemorySaver(saver, tags=saver_tags, sets=self._trainer_sets) if own else saver
+        )
         self._engine = engine
         self._wake_tags = wake_tags
         self._connect: Connect = connect
@@ -139,15 +170,19 @@ class Colocation:
         self._copy_back = copy_back
         self._copied = True
         self._pending: Pending | None = None
-        self._block = Block()
+        self._block = Block(self._trainer_sets)
+        self._engine_live = self._warned = False
         self._inside = False
         self._awake = False
         self.steps: list[tuple[str, float]] = []
         self.offload_report: Report | None = None
         self.reload_report: Report | None = None
 
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+    def wake_up(self, tags: Sequence[str] | None = None) -> bool | None:
         """Wake more of the engine, within the block; without an engine do nothing. Local.
+
+        Returns:
+            Whether the whole engine is awake, if the engine says so (vLLM); else None.
 
         Raises:
             ReloadpgError: called outside the block; nothing was changed.
@@ -161,7 +196,8 @@ class Colocation:
             )
         if self._engine is not None:
             self._awake = True  # one that fails on the way has to be put to sleep too
-            self._engine.wake_up(chosen)
+            return self._engine.wake_up(chosen)
+        return None
 
     def restore(self) -> None:
         """Do what is left of the way back, after it failed. Idempotent.
@@ -184,7 +220,7 @@ class Colocation:
         self.steps = []
         self._step("synchronize", devices.synchronize)
         # Fails alike on all ranks, with errors that say what to call: nothing to undo here.
-        block = Block()
+        block = Block(self._trainer_sets)
         self.offload_report = self._step("offload groups", block.enter)
         self._block, self._inside, self._copied = block, True, self._copy_back is None
         step = ""
@@ -219,8 +255,10 @@ class Colocation:
         steps: list[tuple[str, Callable[[], object]]] = [("empty cache", self._empty_cache)]
         if self._saver is not None:
             steps.append(("pause saver", self._saver.pause_all))
+        if self._engine_groups is not None:
+            steps.append(("reload engine's groups", self._reload_engine_groups))
         if self._engine is not None and self._wake_tags != []:
-            steps.append(("wake engine", lambda: self.wake_up(self._wake_tags)))
+            steps.append(("wake engine", self._wake_engine))
         return steps
 
     def _way_back(self) -> list[tuple[str, Exception]]:
@@ -228,9 +266,11 @@ class Colocation:
         steps: list[tuple[str, Callable[[], object]]] = []
         if self._awake and self._engine is not None:
             steps.append(("put engine to sleep", self._sleep_engine))
+        if self._engine_live:
+            steps.append(("offload engine's groups", self._offload_engine_groups))
         if self._saver is not None:
             steps.append(("resume saver", self._saver.resume_all))
-        reloads = self._groups_offloaded() and not self._block.nested
+        reloads = self._groups_offloaded()
         if reloads:
             steps.append(("empty cache", devices.empty_cache))
         if not self._copied:
@@ -253,7 +293,7 @@ class Colocation:
                 except Exception as failed:
                     self._log([("reload groups", failed)])
             self._block.close()
-            self._inside = self._groups_offloaded() and not self._block.nested
+            self._inside = self._groups_offloaded()
         return failures
 
     def _step(self, name: str, action: Callable[[], Any]) -> Any:
@@ -268,13 +308,35 @@ class Colocation:
             gc.collect()
         devices.empty_cache()
 
+    def _wake_engine(self) -> None:
+        if self.wake_up(self._wake_tags) is not False:
+            return
+        if self._wake_tags is None:
+            raise ReloadpgError("wake_up() without tags left the engine partly asleep")
+        if "weights" not in self._wake_tags and not self._warned:  # weights alone: a first step
+            self._warned = True
+            logger.warning(
+                "colocated(wake_tags=%s): the engine is partly asleep, and generate() of vLLM does "
+                "not return then. Call wake_up() for the rest within the block.",
+                self._wake_tags,
+            )
+
+    def _reload_engine_groups(self) -> None:
+        self._engine_live = True  # one that fails on the way is offloaded, too
+        reload(str(self._engine_groups), connect=self._connect)
+
+    def _offload_engine_groups(self) -> None:
+        offload(str(self._engine_groups))
+        self._engine_live = False
+
     def _sleep_engine(self) -> None:
         if self._engine is not None:
             self._engine.sleep()
         self._awake = False
 
     def _begin_reload(self) -> None:
-        self._pending = reload(connect=self._connect, wait=False)
+        op = Operation("reload", self._block.outermost)
+        self._pending = Pending(op, partial(restore, how=self._connect))
 
     def _copy_weights_back(self) -> None:
         if self._copy_back is None or (self._saver is not None and self._saver.paused):
@@ -285,13 +347,19 @@ class Colocation:
     def _reload(self) -> None:
         # While a saver could not be resumed on a rank, this fails on all of them.
         pending, self._pending = self._pending, None
-        self.reload_report = reload(connect=self._connect) if pending is None else pending.result()
+        if pending is None:
+            op = Operation("reload", self._block.outermost)
+            self.reload_report = restore(op, self._connect)
+        else:
+            self.reload_report = pending.result()
 
     # -- what to say ------------------------------------------------------------------------
 
     def _groups_offloaded(self) -> bool:
+        """Whether groups are offloaded that the end of this block reloads. Local."""
         job = registry.job("colocated")
-        return job is not None and job.offloaded
+        mine = self._block.outermost
+        return job is not None and bool(job.sets.where(mine, lambda state: state.offloaded))
 
     def _error(self, doing: str, failures: list[tuple[str, Exception]]) -> ColocationError:
         told = "; ".join(f"{step}: {type(error).__name__}: {error}" for step, error in failures)
@@ -349,8 +417,10 @@ class _Engine:
     ) -> None:
         self._wake, self._sleep, self._name = wake, sleep, name
 
-    def wake_up(self, tags: list[str] | None) -> None:
-        self._blocking(self._wake(tags), "wake up")
+    def wake_up(self, tags: list[str] | None) -> bool | None:
+        answer = self._wake(tags)
+        self._blocking(answer, "wake up")
+        return answer if isinstance(answer, bool) else None
 
     def sleep(self) -> None:
         self._blocking(self._sleep(), "sleep")
@@ -371,6 +441,13 @@ def _adapted(engine: Any, level: int) -> _Engine | None:
     if engine is None:
         return None
     name = type(engine).__qualname__
+    for method in ("sleep", "release_memory_occupation"):
+        if inspect.iscoroutinefunction(getattr(engine, method, None)):
+            raise InvalidOptionError(
+                f"colocated(engine={name}): {method}() is asynchronous: it is not known when "
+                "it has ended; nothing was changed. Pass an object whose methods wait for it "
+                "(asyncio.run, run_until_complete, ray.get)."
+            )
 
     def has(*methods: str) -> bool:
         return all(callable(getattr(engine, method, None)) for method in methods)

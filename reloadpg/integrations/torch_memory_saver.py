@@ -20,12 +20,14 @@ from weakref import finalize, ref
 
 from ..c10d import devices
 from ..errors import InvalidOptionError, ReloadpgError, counted
-from ..groups.registry import registry
+from ..groups.registry import Callback, registry
+from ..groups.sets import Chosen
 from ..lifecycle import memory
-from ..lifecycle.callbacks import on_offload, on_reload
-from ..lifecycle.connect import Connect
-from ..lifecycle.offload import offload
-from ..lifecycle.reload import reload
+from ..lifecycle.callbacks import register
+from ..lifecycle.connect import Connect, validate
+from ..lifecycle.offload import release
+from ..lifecycle.operation import Operation
+from ..lifecycle.reload import restore
 from ..lifecycle.report import Report
 
 __all__ = ["MemorySaver", "MemorySaverError"]
@@ -53,13 +55,24 @@ class MemorySaver:
         tags: the tags that the trainer's memory is under, in the order in which to pause them;
             None for all memory at once. Other tags (a rollout engine's in the same process) may
             be paused and resumed at any time.
+        sets: the sets of groups whose memory it watches; None for all. Where a rollout engine has
+            groups in the same processes, ``"trainer"``.
+
+    Attributes:
+        sets: see the argument.
 
     Raises:
         ImportError: ``saver`` is None and torch_memory_saver is not installed.
         InvalidOptionError: ``saver`` cannot pause and resume, or ``tags`` is empty or a string.
     """
 
-    def __init__(self, saver: Any = None, *, tags: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        saver: Any = None,
+        *,
+        tags: Sequence[str] | None = None,
+        sets: Sequence[str] | str | Chosen | None = None,
+    ) -> None:
         if isinstance(tags, str) or (tags is not None and not tags):
             raise InvalidOptionError(
                 f"MemorySaver(tags={tags!r}): not a sequence of tags; nothing was changed. Pass "
@@ -78,11 +91,18 @@ class MemorySaver:
                     "Pass torch_memory_saver's object or one with its methods."
                 )
         self._tags: tuple[str | None, ...] = (None,) if tags is None else tuple(tags)
+        chosen = sets
+        if not isinstance(chosen, Chosen):
+            named = [chosen] if isinstance(chosen, str) else chosen or ()
+            chosen = Chosen.of(named, "MemorySaver")
+        object.__setattr__(self, "sets", chosen)
         self._everything = False
         self._apart: set[str] = set()  # tags in the other state than the rest
         self._untracked = False
-        self._watch = finalize(self, _end_watch, _watch(ref(self)))
+        self._watch = finalize(self, _end_watch, _watch(ref(self), chosen))
         self._watch.atexit = False
+
+    sets: Chosen
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -110,7 +130,7 @@ class MemorySaver:
         """
         if self.is_paused(tag):
             return
-        live = [group for group in registry.managed() if group.is_live]
+        live = [g for g in registry.managed() if g.is_live and g.set_name in self.sets]
         if live and (tag is None or self._tags == (None,) or tag in self._tags):
             raise MemorySaverError(
                 f"pause(tag={tag!r}): {counted(len(live), 'group')} "
@@ -174,7 +194,7 @@ class MemorySaver:
                 where it stopped, and :meth:`wake_up` goes back.
             ReloadpgError: as :func:`reloadpg.offload`; nothing was paused.
         """
-        report = offload()
+        report = release(Operation("offload", self.sets))
         devices.empty_cache()
         self.pause_all()
         return report
@@ -201,10 +221,10 @@ class MemorySaver:
         except MemorySaverError as error:
             # Refused below, by our own watch, on all ranks alike: so none waits for this one.
             with suppress(ReloadpgError):
-                reload(connect=connect)
+                restore(Operation("reload", self.sets), validate(connect))
             raise error
         devices.empty_cache()
-        return reload(connect=connect)
+        return restore(Operation("reload", self.sets), validate(connect))
 
     @contextmanager
     def asleep(self) -> Iterator[Report]:
@@ -245,14 +265,16 @@ class MemorySaver:
             MemorySaverError: the saver has no ``disable()``; nothing was changed.
         """
         job = registry.job("groups_live")
-        was_asleep = job is not None and job.offloaded
+        was_asleep = job is not None and bool(
+            job.sets.where(self.sets, lambda state: state.offloaded)
+        )
         with self._outside_the_account():
-            report = reload()
+            report = restore(Operation("reload", self.sets))
             try:
                 yield report
             finally:
                 if was_asleep:
-                    offload()
+                    release(Operation("offload", self.sets))
 
     def pause_all(self) -> None:
         """Pause each of the trainer's tags that is not paused yet. Local; idempotent.
@@ -325,7 +347,7 @@ class MemorySaver:
             )
 
 
-def _watch(saver: ref[MemorySaver]) -> list[Callable[[], None]]:
+def _watch(saver: ref[MemorySaver], sets: Chosen) -> list[Callable[[], None]]:
     """Let offload and reload ask a saver that is still there; the functions that end it.
 
     Asked before the reload: an account that is wrong cannot be corrected afterwards.
@@ -345,10 +367,13 @@ def _watch(saver: ref[MemorySaver]) -> list[Callable[[], None]]:
             return None
         return f"the memory saver has {', '.join(there.paused)} paused"
 
-    name = "memory saver order"
+    def watch(callbacks: list[Callback], operation: str) -> Callable[[], None]:
+        entry = Callback("memory saver order", asking(operation), sets)
+        return register(callbacks, entry)
+
     return [
-        on_offload(asking("offload"), name=name),
-        on_reload(asking("reload"), name=name, before=True),
+        watch(registry.callbacks.offload, "offload"),
+        watch(registry.callbacks.before_reload, "reload"),
         memory.add_check(paused),
     ]
 

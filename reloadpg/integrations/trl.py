@@ -34,8 +34,9 @@ def offloaded_rollout(
     :func:`reloadpg.reload` are. What the rollout raises goes on, after the groups have come back.
 
     Args:
-        rollout: ``rollout(prompts, trainer)``, with an engine that does not use the trainer's
-            groups: no tensor parallelism over ``torch.distributed`` groups of this process.
+        rollout: ``rollout(prompts, trainer)``. Where its engine uses groups of this process (tensor
+            parallelism in ``vllm_mode="colocate"``), install with ``sets={"engine": "vllm.*"}`` and
+            pass ``block=reloadpg.swapped(out="trainer", into="engine")``.
         prepare: called with the trainer while the groups are still live: where parameters are
             gathered and handed to the engine.
         block: the context manager around the rollout; by default a :class:`reloadpg.offloaded`,

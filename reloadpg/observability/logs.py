@@ -1,8 +1,8 @@
 """The rank in every log record of the library.
 
 The library only ever logs to ``reloadpg`` and loggers below it. A filter on a logger does not see
-the records of the loggers below, a handler does: so the handler that keeps an unconfigured program
-silent (``NullHandler``, as the logging howto asks of a library) also names the rank. It comes
+the records of the loggers below, a handler does: so one handler names the rank, and prints warnings
+where the program has not configured logging. It comes
 before all other handlers of ``reloadpg`` and of the root logger, whose formats may say
 ``%(rank)s``.
 """
@@ -34,14 +34,42 @@ def current_rank() -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-class RankHandler(logging.NullHandler):
-    """Prints nothing, and sets ``record.rank``: the rank, or ``-`` where it is not known yet."""
+class RankHandler(logging.Handler):
+    """Sets ``record.rank``: the rank, or ``-`` where it is not known yet.
+
+    Where no other handler takes the record, it goes to stderr from the level of warnings on, or
+    from that of the logger ``reloadpg`` if it was set: logging's own last resort prints only for
+    loggers without any handler.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(levelname)s %(name)s [rank %(rank)s]: %(message)s"))
 
     def handle(self, record: logging.LogRecord) -> bool:
         if not hasattr(record, "rank"):
             rank = current_rank()
             record.rank = UNKNOWN if rank is None else rank
+        least = logging.getLogger(LOGGER).level or logging.WARNING
+        if record.levelno >= least and not _is_taken(record.name):
+            return bool(super().handle(record))
         return True
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+        except Exception:
+            self.handleError(record)
+
+
+def _is_taken(name: str) -> bool:
+    """Whether a handler of the program gets the records of a logger."""
+    logger: logging.Logger | None = logging.getLogger(name)
+    while logger is not None:
+        if not all(isinstance(one, (RankHandler, logging.NullHandler)) for one in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
 
 
 def name_rank_in_records() -> None:

@@ -15,10 +15,12 @@ at ``/handler/reloadpg`` it answers with the same record. Nothing is started her
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import logging
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections import deque
@@ -30,6 +32,7 @@ import reloadpg
 from reloadpg import c10d
 from reloadpg.errors import STATUS_DIR
 from reloadpg.groups.registry import registry
+from reloadpg.lifecycle.recover import collectives_begun
 from reloadpg.lifecycle.report import Report
 from reloadpg.lifecycle.status import running
 
@@ -52,8 +55,13 @@ VERSION = 1
 HANDLER = "reloadpg"
 KEPT_REPORTS = 50
 HEARTBEAT_S = 1.0
+_LASTING = ("rank", "world_size", "generation", "cycles", "groups", "memory_bytes", "last_error")
+"""Values of a status that stay when the job's groups have been destroyed."""
 _LAST_WRITE_S = 0.5
 """The longest that the end of the process waits for the last record to be written."""
+
+_STILL_S = 2.0
+"""Seconds without a new collective after which the record has the stack of the main thread."""
 
 logger = logging.getLogger("reloadpg")
 
@@ -128,6 +136,8 @@ class StatusRecord:
         self._seen: tuple[Any, ...] | None = None
         self._body: tuple[object, object, str] = (None, None, "")
         self._host = socket.gethostname()
+        self._begun: dict[str, int] = {}
+        self._begun_at = time.time()
         self.changed: Callable[[], object] = _nobody
         subscribe("the status record", self._note)
         registry.callbacks.begin.append(self._begin)
@@ -176,8 +186,27 @@ class StatusRecord:
             "time": time.time(),
             "exited": exiting,
             "running": None if operation is None else operation.details(),
+            "collectives": self._collectives(),
         }
         return f"{json.dumps(head)[:-1]}, {body}"
+
+    def _collectives(self) -> dict[str, Any]:
+        """How many collectives this rank has begun on each group, since when, and where it is.
+
+        Torch counts them, so that they cost nothing. No communicator is asked while an operation
+        runs. Where none has begun for some seconds: the stack, and NCCL's unfinished collectives.
+        """
+        if registry.lock.acquire(blocking=False):  # type: ignore[attr-defined]
+            try:
+                begun = self._begun if registry.busy else collectives_begun(registry.managed())
+            finally:
+                registry.lock.release()  # type: ignore[attr-defined]
+            if begun != self._begun:
+                self._begun, self._begun_at = begun, time.time()
+        found: dict[str, Any] = {"begun": self._begun, "since": self._begun_at}
+        if time.time() - self._begun_at >= _STILL_S:
+            found |= {"stack": _main_stack(), "unfinished": c10d.unfinished_collectives(_MOST)}
+        return found
 
     def _begin(self) -> None:
         """Note the groups as an operation begins: no other thread looks while it runs."""
@@ -199,7 +228,11 @@ class StatusRecord:
             self._look(self._signature())
 
     def _look(self, seen: tuple[Any, ...]) -> None:
-        self._status = reloadpg.status().details()
+        status = reloadpg.status().details()
+        if self._status.get("world_size") and not status["initialized"]:
+            # The default group was destroyed: the last figures of its job are what counts.
+            status |= {name: self._status[name] for name in _LASTING}
+        self._status = status
         self._seen = seen
         self.changed()
 
@@ -223,6 +256,28 @@ class StatusRecord:
     @staticmethod
     def _signature() -> tuple[Any, ...]:
         return reloadpg.is_installed(), id(c10d.world()), len(c10d.known_groups())
+
+
+def _main_stack() -> list[str]:
+    """The Python stack of the main thread, innermost first. Local, from any thread.
+
+    By faulthandler, which stops at nothing: to ask the interpreter for the frames of other threads
+    can deadlock or crash (python#106883).
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        threads = file.read().split("\n\n")
+    mine = f"{threading.main_thread().ident:x} "
+    for thread in threads:
+        head, *lines = thread.strip().splitlines() or [""]
+        if mine in head:
+            return [line.strip() for line in lines[:_MOST_FRAMES]]
+    return []
+
+
+_MOST_FRAMES, _MOST = 24, 8
+"""Frames of the stack, and entries of the flight recorder, in a record."""
 
 
 def _nobody() -> None:

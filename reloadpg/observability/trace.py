@@ -225,13 +225,23 @@ def _document(events: str) -> str:
 def replace_file(path: Path, text: str) -> None:
     """Write a file anew: it is the old one or the new one, whenever this process is killed. Local.
 
+    The file, and its directory where that is created, are readable by this user alone. A link at
+    that name is replaced, never followed.
+
     Raises:
         OSError: it cannot be written; the old one is as it was.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # In a directory that others can write to, this name may be a link or a file of theirs.
+    if os.path.lexists(part) and (part.is_symlink() or part.lstat().st_uid != os.geteuid()):
+        part.unlink()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     try:
-        part.write_text(text)
+        with open(os.open(part, flags, 0o600), "w") as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                raise PermissionError(f"{part} belongs to another user; it was not written to")
+            file.write(text)
         part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)

@@ -179,6 +179,12 @@ def test_arguments_that_cannot_be_used_are_exit_code_2(capsys, arguments, words)
     assert words in capsys.readouterr().err
 
 
+def test_wrong_arguments_get_the_usage_of_their_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", "x.py", "--world-size", "2", "--tp", "8"])
+    assert " explain SCRIPT --world-size N [options] [-- ARGUMENT ...]" in capsys.readouterr().err
+
+
 def test_lines_of_other_processes_are_followed_to_the_last():
     """Also those that are written just before the end; not where nobody reads any more."""
     seen = []

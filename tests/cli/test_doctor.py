@@ -56,7 +56,7 @@ def test_everything_that_is_wrong_is_found_at_once(modules, tmp_path):
     """
     for rank in range(3):
         write_rank(tmp_path, rank, 3, installed=rank != 1)
-    options = ["--import", "aliases", "--status-dir", tmp_path, "--strategy", "auto", "--json"]
+    options = ["--import", "aliases", "--status-dir", tmp_path, "--strategy", "suspend", "--json"]
     process = command("doctor", modules / "train.py", *options, cwd=modules, NCCL_CUMEM_ENABLE="0")
     found = decoded(process)
     assert process.returncode == 1
@@ -96,7 +96,11 @@ def test_nothing_is_found_where_nothing_is_wrong():
 @pytest.mark.parametrize(
     ("variables", "words", "remedy"),
     [
-        ({"RELOADPG_STRATEGY": "bogus"}, "strategy 'bogus' is unknown", "correct the cause"),
+        (
+            {"RELOADPG_STRATEGY": "bogus"},
+            "RELOADPG_STRATEGY='bogus' is unknown",
+            "correct the cause",
+        ),
         pytest.param(
             {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
             "not installed in this process (RELOADPG_AUTOINSTALL='1')",
@@ -125,7 +129,7 @@ reloadpg.install({strategy})
     ("given", "chosen", "judged"),
     [
         ("", "recreate, the default", False),
-        ("strategy='auto'", "auto, by the script, line 4", True),
+        ("strategy='suspend'", "suspend, by the script, line 4", True),
         ("strategy=reloadpg.StrategyPolicy('suspend')", "suspend, by the script, line 4", True),
         ("strategy='recreate'", "recreate, by the script, line 4", False),
         ("strategy=chosen()", "unknown, by the script, line 4", True),
@@ -144,12 +148,11 @@ def test_what_the_strategy_does_not_use_is_not_judged(tmp_path, given, chosen, j
 
 
 def test_the_strategy_is_that_of_the_environment_too():
-    """Where that installs; what is given on the command line comes first."""
-    environ = {"RELOADPG_STRATEGY": "auto"}
-    assert of(diagnose(environ=environ), "strategy") == ["recreate, the default"]
-    environ["RELOADPG_AUTOINSTALL"] = "1"
+    """With autoinstall or without; what is given on the command line comes first."""
+    environ = {"RELOADPG_STRATEGY": "suspend"}
+    assert of(diagnose(environ={}), "strategy") == ["recreate, the default"]
     call = doctor_patches.ScriptInstall()
-    assert doctor._chosen_strategy(None, call, environ) == ("auto", "by RELOADPG_STRATEGY")
+    assert doctor._chosen_strategy(None, call, environ) == ("suspend", "by RELOADPG_STRATEGY")
     assert doctor._chosen_strategy("suspend", call, environ)[0] == "suspend"
 
 

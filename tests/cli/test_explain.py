@@ -7,11 +7,13 @@ from contextlib import suppress
 
 import psutil
 import pytest
+import torch
 from cli_process import LIMIT, called, command, decoded
 
 import reloadpg
 from reloadpg.cli import main
 from reloadpg.cli.explain import explain
+from reloadpg.cli.pretended_cuda import can_pretend
 from reloadpg.testing import run_ranks
 
 # Every way to create a group that gloo has, so that a real job can run the same script.
@@ -109,12 +111,12 @@ def test_groups_of_gpus_are_explained_where_there_are_none(tmp_path):
     process = command("explain", script, *options)
     page = process.stdout
     lines = [" ".join(line.split()) for line in page.splitlines()]
-    header = lines.index("group desc size ranks backend reloadpg why")
+    header = lines.index("group desc size ranks backend made by reloadpg why")
     assert lines[header + 2 : lines.index("", header)] == [
-        "WORLD 16 0-15 cpu:gloo,cuda:nccl reloadable cpu:gloo stays",
-        "1 control 16 0-15 gloo bypasses backend gloo serves no accelerator",
-        "2 pair 2 8-9 nccl reloadable",
-        "3 short 2 8-9 cpu:gloo,cuda:nccl reloadable cpu:gloo stays, destroyed later",
+        "WORLD 16 0-15 cpu:gloo,cuda:nccl __main__ reloadable cpu:gloo stays",
+        "1 control 16 0-15 gloo __main__ bypasses backend gloo serves no accelerator",
+        "2 pair 2 8-9 nccl __main__ reloadable",
+        "3 short 2 8-9 cpu:gloo,cuda:nccl __main__ reloadable cpu:gloo stays, destroyed later",
     ]
     assert "give back about 1.0 to 3.2 GB" in page
     assert "(2 NCCL communicators, each used before)" in page
@@ -122,9 +124,9 @@ def test_groups_of_gpus_are_explained_where_there_are_none(tmp_path):
     assert "The script did not end well: ValueError: broken on purpose" in page
     assert 'raise ValueError("broken on purpose")' in page
     assert "explain_rank.py" not in page
-    assert "It ran as one rank alone" in page
+    assert "Only this rank ran." in page
     assert "Rank 0 receives less" in page
-    assert "does not call reloadpg.install()" in page
+    assert "does not call reloadpg.install(); shown as if it did" in page
     assert process.returncode == 1
 
 
@@ -140,6 +142,34 @@ def explained(tmp_path):
         return code, json.loads(output)
 
     return explained
+
+
+SETS = """
+import sys, types
+import torch.distributed as dist
+import reloadpg
+
+engine = types.ModuleType("engine.parallel")
+exec("import torch.distributed as d\\ndef make(): return d.new_group()", vars(engine))
+reloadpg.install(backends={"nccl"}, sets={"engine": "engine.*", None: "nothing"})
+dist.init_process_group("nccl")
+engine.make()
+with reloadpg.region(None):
+    dist.new_group()
+"""
+
+
+def test_the_set_and_the_creator_of_each_group_are_explained(explained):
+    """By the rules and regions of the script."""
+    code, found = explained(SETS, "--world-size", "4")
+    made = [(one["made_by"], one["set"], one["reloadable"]) for one in found["groups"]]
+    assert made == [
+        ("__main__", "trainer", True),
+        ("engine.parallel", "engine", True),
+        ("__main__", None, False),
+    ]
+    assert any("in no set" in reason for reason in found["bypassed"])
+    assert code == 0
 
 
 TALKS = """
@@ -230,6 +260,95 @@ def test_scripts_of_trainers_run_to_their_end(explained):
     assert ranks["mesh_dp"] == [1, 3, 5, 7]
     assert ranks["mesh_tp"] == [4, 5]
     assert ranks["node"] == ranks["half"] == [4, 5, 6, 7]
+
+
+ON_GPUS = """
+import os
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+local = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(local)
+device = torch.device("cuda", torch.cuda.current_device())
+dist.init_process_group("nccl", device_id=device)
+hosts = dist.get_world_size() // torch.cuda.device_count()
+mesh = init_device_mesh("cuda", (hosts, 8), mesh_dim_names=("replicate", "shard"))
+with torch.device("meta"):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+for part in (model[0], model[2], model):
+    fully_shard(part, mesh=mesh)
+model.to_empty(device="cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+plain = torch.nn.Linear(8, 8)
+weight = plain.weight
+weight.mark = "kept"
+plain.to(device)
+assert plain.weight is weight and weight.mark == "kept" and weight.is_cuda
+assert weight.device == device and weight.type() == "torch.cuda.FloatTensor"
+ddp = DistributedDataParallel(plain, device_ids=[local])
+side = torch.cuda.Stream()
+for step in range(2):
+    inputs = torch.ones(4, 8).pin_memory().to("cuda", non_blocking=True)
+    with torch.cuda.stream(side):
+        loss = model(ddp(inputs)).square().mean()
+    loss.backward()
+    torch.cuda.current_stream().wait_stream(side)
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.cuda.synchronize()
+    assert isinstance(loss.item(), float)
+flags = torch.tensor([7, 0], device="cuda")
+dist.broadcast(flags, 0)
+assert flags.tolist() == [7, 0]  # what a rank sends, it also has
+assert torch.ones(3, device="cuda").cpu().sum() == 3
+told = [None] * dist.get_world_size()
+dist.all_gather_object(told, "mine")
+unfinished, length = torch.ones(4, dtype=torch.bool, device="cuda"), 0
+while unfinished.any():  # as a generation ends
+    length += 1
+    logits = torch.zeros(4, 8192, device="cuda")
+    found = logits.argmax(-1) == 3
+    unfinished = unfinished & ~(found | torch.full((4,), length >= 5, device="cuda"))
+dist.new_group(list(range(8)), group_desc="late")
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.skipif(not can_pretend(), reason="this torch cannot pretend a CUDA device")
+def test_a_trainer_for_gpus_runs_to_its_end_where_there_are_none(explained):
+    """Its tensors are on a pretended device: FSDP2 and DDP train, and no later group is lost."""
+    code, found = explained(ON_GPUS, "--world-size", "64", "--rank", "13")
+    assert found["error"] == "", found["traceback"]
+    assert code == 0
+    ranks = {one["desc"]: one["ranks"] for one in found["groups"]}
+    assert ranks["mesh_replicate"] == list(range(5, 64, 8))
+    assert ranks["mesh_shard"] == list(range(8, 16))
+    assert {one["backend"] for one in found["groups"]} == {"nccl"}
+
+
+RAISES = """
+import torch
+import torch.distributed as dist
+
+def lost(shape):
+    torch.nn.Linear(2, 2)(torch.ones(shape))
+
+dist.init_process_group("nccl")
+lost((3, 3))
+"""
+
+
+def test_the_frames_of_the_script_stay_in_its_traceback(explained, tmp_path):
+    """Those of libraries between them are one line."""
+    _, found = explained(RAISES, "--world-size", "2")
+    assert "lost((3, 3))" in found["traceback"]
+    assert "torch.nn.Linear(2, 2)(torch.ones(shape))" in found["traceback"]
+    assert "frames of torch" in found["traceback"]
+    assert "module.py" not in found["traceback"]
 
 
 DEGREES = """
@@ -359,6 +478,8 @@ def noted(devices, size=4, **values):
         "ranks": list(range(size)),
         "backend": ",".join(f"{device}:{name}" for device, name in devices.items()),
         "devices": devices,
+        "made_by": "__main__",
+        "set": "trainer",
         "options": {},
         **values,
     }

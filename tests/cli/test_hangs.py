@@ -123,7 +123,7 @@ def moments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Moment]:
     patient = mock.patch.object(records, "SILENT_S", LIMIT_S)
     with patient, started(tmp_path_factory.mktemp("hanging")) as job:
         job.call("offload", 0, 2)
-        until(lambda: job.are_stuck(0, 2))
+        until(lambda: job.are_stuck(0, 2) and job.view().ranks[1].collectives.stack)
         seen["first offload"] = Moment.of(job)
         job.call("offload", 1)
         job.await_done(0, 1, 2)
@@ -161,7 +161,8 @@ def test_a_missing_rank_in_the_first_offload(moments: dict[str, Moment]) -> None
     assert lines[2].endswith("before its barrier 'enter'")
     assert lines[3].startswith("waiting ranks 0, 2, since ")
     assert lines[4] == "waits for rank 1: it has not called offload()"
-    assert lines[5].startswith("-> see what rank 1 does: py-spy dump --pid ")
+    assert lines[5].startswith('-> rank 1 is at File "')
+    assert "in next_call" in " ".join(lines[5:8])
     operation = moment.data["operation"]
     assert (operation["operation"], operation["phase"]) == ("offload", "enter")
     assert (operation["waiting"], operation["stuck"]) == ([0, 2], True)

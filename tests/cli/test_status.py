@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import reports
@@ -567,3 +569,25 @@ def test_watch_follows_a_real_job(tmp_path, monkeypatch):
     assert [one.desc for one in job.ranks[0].status.groups][1:] == ["pair"]
     assert job.skew["operation"] == "reload"
     assert set(found(job)) == {"generation", "skew", "slowest group"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_record_of_others_is_refused_in_a_line(job, tmp_path):
+    """Of another version, of another user, or behind a link; the other ranks are shown."""
+    write_rank(job, 0, 4)
+    write_rank(job, 1, 4, version=2)
+    write_rank(job, 2, 4)
+    target = tmp_path / "elsewhere"
+    (job / "rank-2.json").rename(target)
+    (job / "rank-2.json").symlink_to(target)
+    write_rank(job, 3, 4)
+    os.chown(job / "rank-3.json", 12345, 12345)
+    with mock.patch("os.geteuid", return_value=4242):
+        os.chown(job / "rank-0.json", 4242, -1)
+        os.chown(job / "rank-1.json", 4242, -1)
+        reading = read_directory(job)
+    assert [one.rank for one in reading.ranks] == [0]
+    version, link, user = reading.failures
+    assert "rank-1.json: written by another version of reloadpg (form 2, " in version
+    assert link == "rank-2.json: a link, which is not followed"
+    assert user == "rank-3.json: belongs to another user (uid 12345), and was not read"

@@ -94,20 +94,6 @@ def test_slimes_sequence() -> None:
     assert 1 > weights[0] > weights[1] > 0
 
 
-@pytest.mark.slow
-def test_the_hybrid_engine_keeps_the_order() -> None:
-    """Groups before memory before the engine, and back; it generates while they are offloaded."""
-    lines = printed("hybrid_engine.py", 2)
-    order = (
-        "  synchronize, offload groups, empty cache, pause saver, wake engine, put engine to sleep"
-    )
-    order += ", resume saver, empty cache, reload groups"
-    assert lines[1::2] == [order] * 3
-    shown = r"step \d: loss (0\.\d{6}), groups offloaded"
-    losses = [float(one[1]) for line in lines[::2] if (one := re.fullmatch(shown, line))]
-    assert losses[0] > losses[1] > losses[2] > 0
-
-
 def ray_driver(rank: int, world_size: int) -> str:
     return as_a_script(rank, world_size, str(EXAMPLES / "ray_actors.py"))
 

@@ -116,11 +116,14 @@ def test_the_same_actors_form_another_job(seen: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("when", ["died", "dead"])
 def test_an_actor_that_dies_is_named(seen: dict[str, Any], when: str) -> None:
-    """In the middle of an offload, and when it is asked afterwards; the others are not waited for
-    until their own bound."""
+    """In the middle of an offload, and at the next call; without waiting for the others' timeout.
+
+    The others wait for it, or have seen that its process has ended."""
     died = seen[when]
     assert (died["type"], died["rank"]) == ("ActorFailedError", 3)
-    assert (died["cause"], died["errors"], died["waiting"]) == ("ActorDiedError", [3], [0, 1, 2])
+    assert died["cause"] == "ActorDiedError"
+    assert 3 in died["errors"]
+    assert 3 not in died["waiting"]
     assert ("Nothing was changed" in died["text"]) == (when == "dead")
     assert died["text"].endswith("start all of them anew.")
     assert len(died["text"]) < 500

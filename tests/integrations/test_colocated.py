@@ -162,19 +162,36 @@ def raising(side: Side) -> dict[str, Any]:
     return seen
 
 
-def asynchronous(side: Side) -> dict[str, Any]:
-    """An engine whose methods are coroutines."""
+def usable(group: Any) -> bool | str:
+    """Whether sums over a group are right, or the error that it raises."""
+    try:
+        return sums_right(group)
+    except reloadpg.GroupOffloadedError as error:
+        return type(error).__name__
 
-    class Engine:
-        async def sleep(self, level: int = 1) -> None: ...
 
-        async def wake_up(self, tags: list[str] | None = None) -> None: ...
-
-    def enter() -> None:
-        with colocated(Engine(), saver=side.bare):
-            pass
-
-    return {"error": attempt(enter), "left": reloadpg.status().state}
+def with_groups(side: Side) -> dict[str, Any]:
+    """An engine with a group in the trainer's processes."""
+    with reloadpg.region("engine"):
+        group = dist.new_group([0, 1])
+    sizes = {"weights": 2 * BYTES, "kv_cache": 3 * BYTES}  # and one communicator
+    engine = VllmEngine(side.device, side.log, sizes)
+    reloadpg.offload("engine")
+    refused = attempt(lambda: colocated(saver=MemorySaver(side.bare), engine_groups="engine"))
+    rollout = colocated(
+        engine, saver=side.bare, engine_groups="engine", wake_tags=["weights"], connect="eager"
+    )
+    seen: dict[str, Any] = {"refused": refused, "in": [], "out": []}
+    for _ in range(CYCLES):
+        with rollout:
+            awake = rollout.wake_up(["kv_cache"])
+            sums = [usable(one) for one in (group, side.group)]
+            seen["in"].append((awake, engine.generate(), sums))
+        sums = [usable(one) for one in (side.group, group)]
+        seen["out"].append(sums)
+    seen["steps"] = [step for step, _ in rollout.steps]
+    dist.destroy_process_group(group)
+    return seen
 
 
 def without(side: Side) -> dict[str, Any]:
@@ -288,7 +305,7 @@ def colocated_job(rank: int, size: int) -> dict[str, Any]:
         "pause": lambda side: broken(side, "pause"),
         "resume": lambda side: broken(side, "resume"),
         "raising": raising,
-        "asynchronous": asynchronous,
+        "with groups": with_groups,
         "without": without,
         "copying": copying,
         "copy failed": lambda side: interrupted(side, OSError),
@@ -448,14 +465,21 @@ def test_misuse(ranks: list[dict[str, Any]]) -> None:
         assert text.startswith("wake_up(tags='weights'): not a sequence of tags")
 
 
-def test_an_asynchronous_engine(ranks: list[dict[str, Any]]) -> None:
-    """Coroutines are not dropped in silence: the error says to pass a blocking engine."""
+def test_an_engine_with_groups_in_the_trainers_processes(ranks: list[dict[str, Any]]) -> None:
+    """They are live in the block alone, and are no obstacle to the trainer's saver."""
     for seen in ranks:
-        kind, text = seen["asynchronous"]["error"]
-        assert kind == "ColocationError"
-        assert "wake engine: InvalidOptionError" in text
-        assert "Pass an object whose methods wait for it" in text
-        assert seen["asynchronous"]["left"] == "live"
+        found = seen["with groups"]
+        kind, text = found["refused"]
+        assert kind == "InvalidOptionError"
+        assert "sets=" in text
+        for awake, sample, (mine, trainers) in found["in"]:
+            assert (awake, sample, mine) == (True, "sample", True)
+            assert trainers == "GroupOffloadedError"
+        for trainers, engines in found["out"]:
+            assert trainers is True
+            assert engines == "GroupOffloadedError"
+        steps = [*STEPS[:4], "reload engine's groups", *STEPS[4:6], "offload engine's groups"]
+        assert found["steps"] == [*steps, *STEPS[6:]]
 
 
 def test_ranks_without_an_engine(ranks: list[dict[str, Any]]) -> None:
@@ -515,6 +539,14 @@ def test_nothing_is_copied_to_memory_that_is_paused(ranks: list[dict[str, Any]])
     assert "saver paused (*), engine asleep, weights not copied" in ranks[1]["not resumed"]["error"]
 
 
+class Asynchronous:
+    """An engine as vLLM's AsyncLLM is: its methods are coroutines."""
+
+    async def sleep(self, level: int = 1) -> None: ...
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool: ...
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -525,6 +557,8 @@ def test_nothing_is_copied_to_memory_that_is_paused(ranks: list[dict[str, Any]])
         ({"wake_tags": "kv_cache"}, "wake_tags='kv_cache'.: not a sequence of tags"),
         ({"wake_tags": 3}, "wake_tags=3.: not a sequence of tags"),
         ({"wake_tags": [b"weights"]}, "not a sequence of tags"),
+        ({"engine": Asynchronous()}, "sleep.. is asynchronous.*Pass an object whose methods wait"),
+        ({"engine_groups": ""}, "not the name of a set"),
         ({"copy_back": {}}, "copy_back=.*: it cannot be called; nothing was changed"),
     ],
 )

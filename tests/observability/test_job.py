@@ -144,7 +144,7 @@ def test_the_status_file_has_the_last_state(ranks: list[dict[str, Any]], directo
         record = json.loads((directory / f"rank-{rank}.json").read_text())
         assert set(record) == {
             *("version", "pid", "rank", "world_size", "host", "time", "exited", "installed"),
-            *("status", "last_report", "running"),
+            *("status", "last_report", "running", "collectives"),
         }
         assert (record["version"], record["rank"], record["world_size"]) == (1, rank, 2)
         assert record["pid"] == seen["pid"]

@@ -24,7 +24,7 @@ from reports import report
 import reloadpg
 from reloadpg import observability
 from reloadpg.groups.registry import registry
-from reloadpg.observability import publish
+from reloadpg.observability import publish, trace
 from reloadpg.observability.exporters import subscribe
 from reloadpg.testing import run_ranks
 
@@ -206,6 +206,35 @@ def test_the_last_record_is_written_at_the_end_of_the_process(tmp_path: Path) ->
     assert record["status"]["state"] == "offloaded"
 
 
+def test_the_last_figures_stay_after_an_orderly_end(tmp_path: Path) -> None:
+    """A job that has destroyed its groups and ended is not one of generation 0 and of ? ranks."""
+    code = (
+        "import torch.distributed as dist, reloadpg\n"
+        "from reloadpg.observability import publish\n"
+        "publish._LAST_WRITE_S = 60\n"
+        "reloadpg.install(backends={'gloo'}, min_size=1)\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "reloadpg.offload()\n"
+        "reloadpg.reload()\n"
+        "dist.destroy_process_group()\n"
+    )
+    env = {
+        **os.environ,
+        "RELOADPG_STATUS_DIR": str(tmp_path),
+        "PYTHONPATH": ":".join(sys.path),
+        "RANK": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    record = read(tmp_path / "rank-0.json")
+    assert record["exited"]
+    assert not record["status"]["initialized"]
+    assert (record["world_size"], record["status"]["generation"]) == (1, 1)
+    assert [group["desc"] for group in record["status"]["groups"]] == ["default_pg"]
+
+
 def test_without_the_variable_nothing_is_published(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -336,3 +365,30 @@ def test_what_is_optional_may_be_missing() -> None:
     )
     assert done.stdout == "None\n", done.stderr
     assert "pip install 'reloadpg[prometheus]'" in done.stderr
+
+
+def _files_of_a_job(rank, world_size, directory):
+    os.umask(0)
+    publish.publish_status(Path(directory, "status"))
+    _single_rank()
+    reloadpg.offload()
+    reloadpg.reload()
+    until(Path(directory, "status", "trace-rank-0.json").exists)
+    dist.destroy_process_group()
+
+
+def test_files_are_for_their_user_alone_and_follow_no_link(tmp_path: Path) -> None:
+    """Whatever the umask says; a link in the place of a file is replaced, its target untouched."""
+    run_ranks(_files_of_a_job, 1, args=(str(tmp_path),), timeout=LIMIT_S)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "status").iterdir()}
+    assert modes == {"rank-0.json": 0o600, "trace-rank-0.json": 0o600}
+    assert (tmp_path / "status").stat().st_mode & 0o777 == 0o700
+    target = tmp_path / "target"
+    target.write_text("untouched")
+    part = tmp_path / f".file.{os.getpid()}.part"
+    for link in (part, tmp_path / "file"):
+        link.symlink_to(target)
+    trace.replace_file(tmp_path / "file", "new")
+    assert target.read_text() == "untouched"
+    assert not (tmp_path / "file").is_symlink()
+    assert (tmp_path / "file").read_text() == "new"

@@ -1,0 +1,226 @@
+"""``reloadpg run``: start the ranks of a job on this host, and restart a rank that has died.
+
+torchrun ends all of its processes when one dies. This command keeps the others, which wait in
+``recover()`` for the new process. Processes, logs and signals are those of
+``torch.distributed.elastic.multiprocessing``, one context a rank; options are named as torchrun's.
+The store is in the command of node 0, so that every rank can be replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+from .console import CommandError, say
+
+__all__ = ["add"]
+
+_POLL_S = 0.2
+_END_S = 30
+"""Seconds in which ranks are to end after SIGTERM, before SIGKILL."""
+_CONNECT = timedelta(minutes=10)
+"""How long node 0 may take to start."""
+_KEYS = "reloadpg/run"
+_DEFAULT_GROUP = "default_pg"
+"""What ``init_process_group`` puts before the keys of its store (seen on torch 2.13)."""
+
+
+def add(subcommands: Any) -> None:
+    """Add the subcommand to the parser."""
+    parser = subcommands.add_parser(
+        "run",
+        help="start the ranks of a job, and restart a rank that dies",
+        description="Start a job's ranks on this host; start one again that dies, while the others "
+        "wait for it in recover() or retrying().",
+    )
+    number = {"type": int, "metavar": "N"}
+    parser.add_argument("--nproc-per-node", default=1, help="ranks on each host (1)", **number)
+    parser.add_argument("--nnodes", default=1, help="hosts (1)", **number)
+    parser.add_argument("--node-rank", default=0, help="number of this host, from 0 (0)", **number)
+    parser.add_argument("--master-addr", default="127.0.0.1", help="address of node 0 (127.0.0.1)")
+    parser.add_argument(
+        "--master-port", default=29500, help="port of the store (29500); 0 finds one", **number
+    )
+    parser.add_argument(
+        "--max-restarts", default=3, help="processes started again, on each host (3)", **number
+    )
+    parser.add_argument("--log-dir", help="a folder for the output of each rank", metavar="DIR")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module")
+    parser.add_argument("script", help="the program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    parser.set_defaults(run=_run, script_arguments=(), needs={"torch": "cli"})
+
+
+def _run(options: argparse.Namespace) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    if options.nproc_per_node < 1 or not 0 <= options.node_rank < options.nnodes:
+        raise CommandError("--nproc-per-node and --nnodes are 1 or more, --node-rank is below that")
+    if options.nnodes > 1 and options.master_port == 0:
+        raise CommandError("--master-port=0 is for one host; name a port that all hosts know")
+    host = _Host(options)
+    try:
+        return host.run()
+    except SignalException as error:
+        host.give_up(f"node {options.node_rank} got {signal.Signals(error.sigval).name}")
+        return 128 + int(error.sigval)
+    finally:
+        host.close()
+
+
+class _Host:
+    """The ranks of this host."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self._options = options
+        self._first = options.node_rank == 0
+        self._size = options.nnodes * options.nproc_per_node
+        self._store = TCPStore(
+            options.master_addr,
+            options.master_port,
+            is_master=self._first,
+            wait_for_workers=False,
+            timeout=_CONNECT,
+        )
+        self._ranks: dict[int, Any] = {}
+        self._starts: dict[int, int] = {}
+        self._restarts = 0
+
+    def run(self) -> int:
+        """Run the ranks until all have ended well, here and on the other hosts, or none can."""
+        for local in range(self._options.nproc_per_node):
+            self._start(local)
+        told = False
+        while True:
+            why = self._ended()
+            if why:
+                say(f"reloadpg run: ended: {why}", sys.stderr)
+                return 1
+            for local in [*self._ranks]:
+                self._look_at(local)
+            if not self._ranks and not told and not self._ended():
+                told = True
+                self._store.add(f"{_KEYS}/done", 1)
+            # Node 0 has the store, which the others need until the last has ended.
+            if told and (
+                not self._first or self._store.add(f"{_KEYS}/done", 0) >= self._options.nnodes
+            ):
+                return 0
+            time.sleep(_POLL_S)
+
+    def give_up(self, why: str) -> None:
+        """End the job on all hosts."""
+        self._store.compare_set(f"{_KEYS}/ended", "", why)
+
+    def close(self) -> None:
+        """End the ranks that are left here."""
+        for context in self._ranks.values():
+            context.close(signal.SIGTERM, timeout=_END_S)
+        self._ranks.clear()
+        if self._first and self._options.nnodes > 1:
+            time.sleep(2 * _POLL_S)  # the other hosts read why it has ended
+
+    def _ended(self) -> str:
+        try:
+            if not self._store.check([f"{_KEYS}/ended"]):
+                return ""
+            return str(self._store.get(f"{_KEYS}/ended").decode())
+        except RuntimeError as error:
+            return f"the store, which is in the command of node 0, is lost ({error})"
+
+    def _look_at(self, local: int) -> None:
+        """Restart a rank that has failed, if the job can continue with it."""
+        result = self._ranks[local].wait(timeout=0)
+        if result is None:
+            return
+        self._ranks.pop(local)
+        if not result.is_failed():
+            self._store.add(f"{_KEYS}/complete", 1)
+            return
+        rank, code = self._rank(local), next(iter(result.failures.values())).exitcode
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        first = self._starts[local] == 1
+        if first and not self._is_recoverable(rank):
+            say(
+                f"reloadpg run: rank {rank} ended before it was in a recoverable job; call "
+                "reloadpg.install(recoverable=True) before init_process_group(), and run the steps "
+                "in reloadpg.retrying(): otherwise a new process cannot take its place",
+                sys.stderr,
+            )
+        # The state of the job is in the processes that have not been started again.
+        if first and self._store.add(f"{_KEYS}/lost", 1) == self._size:
+            self.give_up(f"rank {rank} ended with {how}, and all others have ended before")
+        elif self._store.add(f"{_KEYS}/complete", 0):
+            self.give_up(
+                f"rank {rank} ended with {how} after other ranks had ended well: a new process "
+                "could not meet them"
+            )
+        elif self._restarts >= self._options.max_restarts:
+            self.give_up(
+                f"rank {rank} ended with {how}, and node {self._options.node_rank} has started "
+                f"{self._restarts} processes again (--max-restarts)"
+            )
+        else:
+            self._restarts += 1
+            of = f"{self._restarts} of {self._options.max_restarts}"
+            say(f"reloadpg run: rank {rank} ended with {how}; restart {of}", sys.stderr)
+            self._start(local)
+
+    def _is_recoverable(self, rank: int) -> bool:
+        """Whether a process of this rank has begun a recoverable job."""
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        from ..rendezvous.predecessor import Predecessor
+
+        return Predecessor.exists(PrefixStore(_DEFAULT_GROUP, self._store), rank, self._size)
+
+    def _rank(self, local: int) -> int:
+        return int(self._options.node_rank * self._options.nproc_per_node + local)
+
+    def _start(self, local: int) -> None:
+        from torch.distributed.elastic.multiprocessing import (
+            DefaultLogsSpecs,
+            Std,
+            start_processes,
+        )
+
+        options, rank = self._options, self._rank(local)
+        start = self._starts[local] = self._starts.get(local, 0) + 1
+        folder = options.log_dir and os.path.join(options.log_dir, f"rank-{rank}", str(start))
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+        script = [*(["-m"] if options.module else []), options.script]
+        arguments = [*script, *options.arguments, *options.script_arguments]
+        self._ranks[local] = start_processes(
+            "reloadpg",
+            sys.executable,
+            {0: ("-u", *arguments)},
+            {0: self._environment(rank, local)},
+            DefaultLogsSpecs(folder or None, tee=Std.ALL if folder else Std.NONE),
+            log_line_prefixes={0: f"[rank {rank}]: "},
+        )
+
+    def _environment(self, rank: int, local: int) -> dict[str, str]:
+        options = self._options
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(self._size),
+            "LOCAL_WORLD_SIZE": str(options.nproc_per_node),
+            "GROUP_RANK": str(options.node_rank),
+            "GROUP_WORLD_SIZE": str(options.nnodes),
+            "MASTER_ADDR": options.master_addr,
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            # Equal in all processes: one that is started again belongs to the job of the others.
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RUN_ID": "reloadpg",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }

@@ -1,0 +1,67 @@
+"""A real vLLM and an FSDP2 trainer in the same processes: equal to a run without the library."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engines
+
+HERE = Path(__file__).parent
+LIMIT_S = 540
+
+
+def run(script: Path, *arguments: str, ranks: int) -> str:
+    """The output of a script that torchrun starts; every process of it ends with this call."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", str(script), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    source = f"import tiny_model, pathlib; tiny_model.make(pathlib.Path({str(folder)!r}))"
+    subprocess.run([sys.executable, "-c", source], cwd=HERE, check=True, timeout=LIMIT_S)
+    return str(folder)
+
+
+def result(model: str, case: str, order: str, ranks: int) -> dict[str, Any]:
+    lines = run(HERE / "hybrid_job.py", model, case, order, ranks=ranks).splitlines()
+    [line] = [one for one in lines if one.startswith("RESULT ")]
+    found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    return found
+
+
+@pytest.mark.parametrize("order", ["engine first", "trainer first"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tokens_and_weights_equal_those_without_the_library(
+    model: str, order: str, ranks: int
+) -> None:
+    """By rule, by region, and with the engine's groups left alone; in both orders of creation."""
+    plain = result(model, "plain", order, ranks)
+    assert plain["groups"] == []
+    for case in ("rule", "region", "alone"):
+        found = result(model, case, order, ranks)
+        assert (found["tokens"], found["weights"]) == (plain["tokens"], plain["weights"]), case
+        names = {"trainer"} if case == "alone" else {"engine", "trainer"}
+        assert {name for name, cycles in found["groups"]} == names
+        assert all(cycles == 3 for _, cycles in found["groups"])
+        for states in found["states"]:
+            assert states["trainer"] == "offloaded"
+            assert states.get("engine", "live") == "live"
+
+
+def test_the_example_runs(model: str) -> None:
+    """In each rollout the trainer's groups are offloaded, and the loss falls."""
+    example = HERE.parent.parent / "examples" / "hybrid_engine.py"
+    lines = [line for line in run(example, model, ranks=2).splitlines() if line.startswith("step")]
+    assert len(lines) == 3
+    assert all("'trainer': 'offloaded', 'engine': 'live'" in line for line in lines)
