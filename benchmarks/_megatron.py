@@ -13,7 +13,7 @@ def rank_lists(world_size: int, *, wide: bool = False) -> Iterator[list[int]]:
     """The rank lists of one model's groups, in the order in which Megatron-LM makes them.
 
     Tensor parallel 8, pipeline parallel 4, expert parallel 8, the rest data parallel. Context and
-    expert-tensor parallel are 1: their groups are made all the same, as Megatron does.
+    expert-tensor parallel are 1: their groups are created anyway, as in Megatron.
 
     Args:
         world_size: a multiple of 64.

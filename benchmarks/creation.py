@@ -133,7 +133,7 @@ def of_job(ranks: int, processes: int, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def judge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def check_limits(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Name the rows that are over their limit."""
     over = [
         f"{row['part']} at {row['ranks']} ranks"
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": machine(),
         "settings": {"processes": processes, "rounds": rounds},
         "rows": rows,
-        **judge(rows),
+        **check_limits(rows),
     }
     columns = (
         *("ranks", "part", "calls", "torch_us", "reloadable_us", "recorded_us"),

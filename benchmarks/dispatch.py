@@ -3,7 +3,7 @@
 One process, the fake backend (no communication happens), tensors of a few bytes: what is left is
 the path from the caller to the backend, which is all that the library can make slower.
 
-* ``subgroup``: a native and a reloadable group of the same ranks side by side in one process,
+* ``subgroup``: a native and a reloadable group of the same ranks in one process,
   measured in turn, call by call, the order changing from round to round.
 * ``world``: there is one default group at a time, so the process initialises it, native and
   wrapped in turn, once a round, and measures every call in each.

@@ -1,13 +1,16 @@
 """All that needs a GPU, in one command: the GPU tests, then memory and times of each strategy.
 
-    python benchmarks/gpu.py [--ranks N] [--cycles N] [--json PATH]
+    python benchmarks/gpu.py [--ranks N] [--cycles N] [--json PATH] [--standins]
 
-Prints one table. It needs torch, wrapt and pytest; without a GPU it says so and ends with 0.
+Prints one table. It needs torch, wrapt and pytest; without a GPU it says so and ends with 0. With
+``--standins`` it runs without a GPU, to show that it works: over stand-ins for CUDA and NCCL, with
+one test and few cycles. Every output of that says so, and has no times.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -18,31 +21,36 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
-import gpu_job  # noqa: E402 - beside the tests
+import gpu_job  # noqa: E402 - from the tests
 import torch  # noqa: E402
 from _output import machine, write_json  # noqa: E402
 
 from reloadpg.errors import table  # noqa: E402
-from reloadpg.testing import run_ranks  # noqa: E402
+from reloadpg.testing import run_ranks, standins  # noqa: E402
 
 HEADER = (
     "strategy", "ranks", "groups", "cycles", "held MiB", "released MiB", "share", "offload ms",
     "reload ms", "first use ms", "drift MiB", "same bits",
 )  # fmt: skip
 MIB = 1 << 20
+STANDINS = bool(os.environ.get(standins.JOB))
+LABEL = "stand-ins for CUDA and NCCL on the CPU: no GPU took part, these are no figures of one"
 
 
 def tests() -> tuple[int, str]:
     """Run the GPU tests with nothing but pytest; exit code and last line."""
+    chosen = ["-k", "options"] if STANDINS else []
     with tempfile.TemporaryDirectory() as directory:
         config = Path(directory, "pytest.ini")
         config.write_text(
             "[pytest]\nmarkers =\n    gpu: needs a GPU\n    matrix: -\n    timeout: -\n"
+            f"pythonpath = {ROOT / 'tests' / 'helpers'}\n"
         )
         ended = subprocess.run(
             [
                 sys.executable, "-m", "pytest", "-q", "-rs", "-c", str(config), "--rootdir",
                 str(ROOT), "--import-mode=importlib", str(ROOT / "tests" / "gpu" / "test_nccl.py"),
+                *chosen,
             ],
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -68,6 +76,7 @@ def measure(strategy: str, ranks: int, cycles: int) -> dict[str, Any]:
     )
     released = statistics.median(row["before"] - row["after"] for row in rows)
     befores = [row["before"] for row in results[0]["rows"]][1:] or [0]
+    times = {name: median(name) for name in ("offload_ms", "reload_ms", "first_use_ms")}
     return {
         "strategy": "/".join(rows[-1]["strategies"]),
         "asked": strategy,
@@ -77,9 +86,7 @@ def measure(strategy: str, ranks: int, cycles: int) -> dict[str, Any]:
         "held_bytes": held,
         "released_bytes": released,
         "share": released / held if held else None,
-        "offload_ms": median("offload_ms"),
-        "reload_ms": median("reload_ms"),
-        "first_use_ms": median("first_use_ms"),
+        **({} if STANDINS else times),
         "drift_bytes": max(befores) - min(befores),
         "same_bits": all(seen["equal"] for seen in results),
         "source": results[0]["source"],
@@ -89,29 +96,38 @@ def measure(strategy: str, ranks: int, cycles: int) -> dict[str, Any]:
 def cells(row: dict[str, Any]) -> tuple[object, ...]:
     return (
         row["strategy"], row["ranks"], row["groups"], row["cycles"], row["held_bytes"] / MIB,
-        row["released_bytes"] / MIB, row["share"], row["offload_ms"], row["reload_ms"],
-        row["first_use_ms"], row["drift_bytes"] / MIB, "yes" if row["same_bits"] else "NO",
+        row["released_bytes"] / MIB, row["share"], row.get("offload_ms"), row.get("reload_ms"),
+        row.get("first_use_ms"), row["drift_bytes"] / MIB, "yes" if row["same_bits"] else "NO",
     )  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, help="NCCL ranks (default: 1 and as many as can run)")
-    parser.add_argument("--cycles", type=int, default=20)
+    parser.add_argument("--cycles", type=int, help="default: 20, over stand-ins 3")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--standins", action="store_true", help="run without a GPU, measure none")
     options = parser.parse_args()
+    if options.standins and not STANDINS:
+        with standins.job() as job:
+            again = [sys.executable, *sys.argv]
+            return subprocess.run(again, env={**os.environ, **job.environment}).returncode
+    if STANDINS:
+        print(LABEL)
+    options.cycles = options.cycles or (3 if STANDINS else 20)
     if reason := gpu_job.no_gpu():
         print(f"nothing was measured: {reason}")
         write_json(options.json, {"machine": machine(), "measured": False, "reason": reason})
         return 0
     code, summary = tests()
-    sizes = [options.ranks] if options.ranks else sorted({1, gpu_job.ranks_at_hand()})
-    strategies = ["recreate", *([] if gpu_job.no_suspend() else ["suspend", "auto"])]
+    most = 2 if STANDINS else gpu_job.ranks_at_hand()
+    sizes = [options.ranks] if options.ranks else sorted({1, most})
+    strategies = ["recreate", *([] if gpu_job.no_suspend() else ["suspend"])]
     rows = [measure(one, size, options.cycles) for size in sizes for one in strategies]
     versions = {
         **machine(),
-        "gpu": torch.cuda.get_device_name(),
-        "gpus": torch.cuda.device_count(),
+        "gpu": f"none ({LABEL})" if STANDINS else torch.cuda.get_device_name(),
+        "gpus": 0 if STANDINS else torch.cuda.device_count(),
         "nccl": ".".join(map(str, gpu_job.nccl_version())),
         "cuda": torch.version.cuda,
     }
@@ -121,7 +137,14 @@ def main() -> int:
         print(f"no suspend: {reason}")
     print(f"tests: {summary}")
     write_json(
-        options.json, {"machine": versions, "measured": True, "rows": rows, "tests": summary}
+        options.json,
+        {
+            "machine": versions,
+            "measured": not STANDINS,
+            "standins": STANDINS,
+            "rows": rows,
+            "tests": summary,
+        },
     )
     return 1 if code or not all(row["same_bits"] for row in rows) else 0
 

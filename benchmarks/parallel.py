@@ -1,4 +1,4 @@
-"""Measure what side by side is worth: groups within a reload, a reload beside a copy of weights.
+"""Measure the gain of parallelism: of groups within a reload, of a reload with a copy of weights.
 
 Simulated ranks (processes) whose backend takes as long to create a group as NCCL takes to build a
 communicator, without using the processor: the job waits for its slowest rank, as on GPUs. Reloads
@@ -33,7 +33,7 @@ WIDTHS = (1, 2, 4, 8)
 LIMIT = 0.25
 """Of the time at ``parallelism=1``, at 8."""
 OVERLAP_LIMIT = 1.3
-"""Of the longer one of reload and copy, for both beside each other."""
+"""Of the longer one of reload and copy, for both at the same time."""
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -67,10 +67,10 @@ def torch_alone(rank: int, size: int, groups: int, creation: float) -> float:
     return timed(lambda: groups_of(groups + 1))
 
 
-def beside(
+def concurrent(
     rank: int, size: int, width: int, groups: int, creation: float, copy: float, cycles: int
 ) -> tuple[float, float]:
-    """A reload and a copy, one after the other and beside each other; medians."""
+    """A reload and a copy, in sequence and at the same time; medians."""
     start(width)
     groups_of(groups)
     simulated.configure(creation_seconds=creation)
@@ -123,7 +123,7 @@ def main() -> int:
         rows.append((f"parallelism={width}", seconds[width], seconds[width] / seconds[1]))
     print(table((f"{groups} groups, {creation:g} s each", "s", "of parallelism=1"), rows))
     single = seconds[8]
-    after, along = longest(beside, 8, groups, creation, copy, cycles)
+    after, along = longest(concurrent, 8, groups, creation, copy, cycles)
     longer = max(single, copy)
     print()
     print(

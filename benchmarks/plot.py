@@ -29,7 +29,7 @@ BY_RANKS = {
 
 
 def draw(figures: Mapping[str, Any], path: Path) -> None:
-    """Draw both pictures, side by side, into a file whose ending is its format."""
+    """Draw both pictures, next to each other, into a file whose ending is its format."""
     mpl.rcParams.update({"font.size": 9, "svg.hashsalt": "reloadpg", "svg.fonttype": "none"})
     page, (by_groups, by_ranks) = pyplot.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
     _by_groups(by_groups, figures["by_groups"])

@@ -15,7 +15,6 @@ Usage: python benchmarks/recovery.py [--check] [--json PATH] [--quick] [--faults
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import signal
 import statistics
@@ -100,14 +99,12 @@ def retry_steps(folder: Path, steps: int, faults: Sequence[int]) -> None:
 
     reloadpg.install(backends={"gloo"})
     training = Training(folder, faults)
-    for step in reloadpg.retrying(range(steps)):
+    state = training.model, training.optimizer
+    for step in reloadpg.retrying(range(steps), state=state):
         with step as number:
-            if step.attempt == 1:
-                snapshot = copy.deepcopy(training.state())
-            else:
-                training.load(copy.deepcopy(snapshot))
             training.step(number)
-        training.completed(number)  # after a failed attempt too: the last time that is noted counts
+        if step.complete:
+            training.completed(number)
     training.write_result()
 
 
@@ -156,9 +153,7 @@ def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byte
         yield process
     finally:
         if process.poll() is None:
-            process.send_signal(
-                signal.SIGTERM
-            )  # its agent ends the ranks, in sessions of their own
+            process.send_signal(signal.SIGTERM)  # its agent ends the ranks, in separate sessions
             process.wait(60)
 
 

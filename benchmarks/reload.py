@@ -298,14 +298,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "settings": {"cycles": cycles, "models": MODELS},
         "by_groups": groups,
         "by_job_size": jobs,
-        **judge(groups, jobs, counts[-1] if quick else OWN_GROUPS),
+        **check_limits(groups, jobs, counts[-1] if quick else OWN_GROUPS),
     }
     _print(result)
     write_json(options.json, result)
     return 1 if options.check and not result["ok"] else 0
 
 
-def judge(
+def check_limits(
     groups: Sequence[dict[str, Any]], jobs: Sequence[dict[str, Any]], own_groups: int
 ) -> dict[str, Any]:
     """The figures that have a limit, and whether all are within it."""

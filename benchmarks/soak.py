@@ -103,7 +103,7 @@ def soak(rank: int, world_size: int, cycles: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run it, print the table, judge it."""
+    """Run it, print the table, check its limits."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--ranks", type=int, default=4)

@@ -4,7 +4,7 @@
 it. ``install``: the call in a process that has torch and, all in all, 3,000 modules loaded, one of
 which has an early alias of ``new_group`` under another name that the call must find. Modules of
 one's own are generated to make up the number, with as many names as the loaded ones have on
-average, functions and classes of their own. ``load`` is what the first use of a name of the
+average, functions and classes. ``load`` is what the first use of a name of the
 library takes before ``install`` runs, given torch: without a limit, and part of no other figure.
 
 Each figure is the median of fresh processes. The limits are on CPU time, since nothing here waits
@@ -124,7 +124,7 @@ def rows_of(figures: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dic
     return rows
 
 
-def judge(
+def check_limits(
     rows: Sequence[dict[str, Any]],
     imports: Sequence[dict[str, Any]],
     installs: Sequence[dict[str, Any]],
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": machine(),
         "settings": {"processes": processes, "modules": MODULES},
         "rows": rows,
-        **judge(rows, imports, installs),
+        **check_limits(rows, imports, installs),
     }
     columns = ("what", "cpu_ms", "limit_ms", "longest_cpu_ms", "wall_ms")
     header = [name.replace("_", " ") for name in columns]

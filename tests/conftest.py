@@ -6,11 +6,19 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import isolation
 import pytest
 
 ROOT = Path(__file__).parent
+
+WORLD = os.environ.get("TEST_WORLD", "unbound")
+
+if WORLD.startswith("nccl") and not os.path.exists("/dev/nvidiactl"):
+    from reloadpg.testing import standins
+
+    standins.enable()  # before torch is imported
 
 pytest.register_assert_rewrite(
     "cli_process",
@@ -46,8 +54,33 @@ collect_ignore = [
         "rendezvous/test_worker_thread",
         "observability/test_trace",
     )
-    if os.environ.get("TEST_WORLD") == "bound"
+    if WORLD != "unbound"
 ]
+
+NOT_ON_NCCL = {
+    "groups/test_identity.py::test_gloo_groups_bypass_beside_an_accelerators": "simulated",
+    "groups/test_replay.py::test_creating_function_receives": "simulated",
+    "groups/test_replay.py::test_replay_is_not_made_of_defaults": "simulated",
+    "groups/test_replay.py::test_world_is_created_with_what": "simulated",
+    "groups/test_while_offloaded.py::test_no_operation_succeeds_while_offloaded[monitored_bar": (
+        "torch has it for gloo alone"
+    ),
+    "consumers/test_simulated.py": "simulated",
+    "lifecycle/test_async_checkpoints.py": "saves on groups of the CPU that are released",
+    "lifecycle/test_bypassed.py": "what is said of gloo groups, which bypass by default",
+    "lifecycle/test_faults.py": "faults of the simulated accelerator and of gloo",
+    "lifecycle/test_faults_of_recovery.py": "faults of gloo",
+    "lifecycle/test_recover.py": "faults of gloo",
+    "lifecycle/test_recover_simulated.py": "simulated",
+    "lifecycle/test_rejoin.py": "faults of gloo",
+    "lifecycle/test_retrying.py": "faults of gloo",
+    "lifecycle/test_suspend.py::test_a_backend_that_cannot_suspend": "NCCL can",
+    "lifecycle/test_suspend_faults.py": "simulated",
+    "lifecycle/test_suspend_odd_moments.py": "simulated",
+    "lifecycle/test_training_through_faults.py": "faults of gloo",
+    "lifecycle/test_two_hosts.py": "faults of gloo",
+}
+"""Tests that a world on NCCL leaves out, by the start of their names, and why."""
 
 LONGEST = (
     "benchmarks/test_benchmarks",
@@ -91,10 +124,29 @@ def pytest_configure(config: pytest.Config) -> None:
         isolation.isolate()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, so that all workers end at about the same time."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the world cannot run, and begin with the files that take longest.
+
+    All workers then end at about the same time.
+    """
     places = {ROOT / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    if WORLD.startswith("nccl"):
+        gone = [item for item in items if any(map(_name(item).startswith, NOT_ON_NCCL))]
+        items[:] = [item for item in items if item not in gone]
+        config.hook.pytest_deselected(items=gone)
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def _name(item: pytest.Item) -> str:
+    return f"{item.path.relative_to(ROOT).as_posix()}::{item.nodeid.partition('::')[2]}"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what the world leaves out, and why."""
+    if WORLD.startswith("nccl"):
+        terminalreporter.section(f"left out in the world {WORLD}")
+        for name, reason in NOT_ON_NCCL.items():
+            terminalreporter.write_line(f"{name}: {reason}")
 
 
 @pytest.fixture

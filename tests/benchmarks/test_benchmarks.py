@@ -125,11 +125,11 @@ import reload
 group = {"groups": 50, "offload_own_ms": 1.0, "reload_own_ms": 1.0, "collections": 0}
 jobs = [{"reload_ms": 2.0, "speedup": 2.0, "collections": 0},
         {"reload_ms": 2.9, "speedup": 51.0, "collections": 0}]
-print(reload.judge([group], jobs, 50)["ok"])
-print(reload.judge([{**group, "reload_own_ms": 10.5}], jobs, 50)["ok"])
-print(reload.judge([{**group, "collections": 1}], jobs, 50)["ok"])
-print(reload.judge([group], [jobs[0], {**jobs[1], "reload_ms": 3.1}], 50)["ok"])
-print(reload.judge([group], [jobs[0], {**jobs[1], "speedup": 49.0}], 50)["ok"])
+print(reload.check_limits([group], jobs, 50)["ok"])
+print(reload.check_limits([{**group, "reload_own_ms": 10.5}], jobs, 50)["ok"])
+print(reload.check_limits([{**group, "collections": 1}], jobs, 50)["ok"])
+print(reload.check_limits([group], [jobs[0], {**jobs[1], "reload_ms": 3.1}], 50)["ok"])
+print(reload.check_limits([group], [jobs[0], {**jobs[1], "speedup": 49.0}], 50)["ok"])
 """
     done = run("-c", code)
     assert done.stdout.split() == ["True", "False", "False", "False", "False"], done.stderr
@@ -152,9 +152,9 @@ def test_creation_fails_over_a_limit() -> None:
     code = """
 import creation
 row = {"part": "others", "ranks": 64, "limit": 1.2}
-print(creation.judge([{**row, "reloadable_ratio": 1.2}])["ok"])
-print(creation.judge([{**row, "reloadable_ratio": 1.21}])["over"])
-print(creation.judge([{**row, "reloadable_ratio": 9.0, "limit": None}])["ok"])
+print(creation.check_limits([{**row, "reloadable_ratio": 1.2}])["ok"])
+print(creation.check_limits([{**row, "reloadable_ratio": 1.21}])["over"])
+print(creation.check_limits([{**row, "reloadable_ratio": 9.0, "limit": None}])["ok"])
 """
     done = run("-c", code)
     assert done.stdout.split("\n")[:3] == ["True", "['others at 64 ranks']", "True"], done.stderr

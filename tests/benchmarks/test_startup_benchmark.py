@@ -57,7 +57,7 @@ imports = [{{"import": (1, 49), "torch": False}}]
 installs = [{{"install": (1, 19), "load": (1, 90), "alias_found": True, "modules": 1, "names": 1}}]
 rows = startup.rows_of(imports, ["import"]) + startup.rows_of(installs, ["install", "load"])
 {change}
-print(startup.judge(rows, imports, installs)["ok"])
+print(startup.check_limits(rows, imports, installs)["ok"])
 """
     done = run("-c", code)
     assert done.stdout == f"{ok}\n", done.stderr
