@@ -265,7 +265,7 @@ from datetime import timedelta
 import torch.distributed as dist
 import reloadpg
 rank = int(os.environ["RANK"])
-reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=5))
+reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=60))
 dist.init_process_group("gloo")
 reloadpg.offload()
 print("offloaded", flush=True)
@@ -281,7 +281,7 @@ except reloadpg.ReloadpgError as error:
 
 @pytest.mark.slow
 def test_the_rank_that_hosts_the_store_leaves_last(tmp_path, free_port):
-    """Plain processes, the store in rank 0's: after rank 2's death rank 1, too, is told of it."""
+    """Plain processes, the store in rank 0's: rank 1 learns of rank 2's death too."""
     import subprocess
 
     script = tmp_path / "rank.py"
@@ -309,5 +309,5 @@ def test_the_rank_that_hosts_the_store_leaves_last(tmp_path, free_port):
         for rank in ranks:
             rank.kill()
     for text in said[:2]:
-        assert "raised RendezvousTimeoutError" in text
-        assert "missing: rank 2" in text
+        assert "raised PeerFailedError" in text
+        assert "rank 2 died" in text
