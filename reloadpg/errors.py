@@ -165,13 +165,18 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
 
 
+def named_ranks(ranks: Iterable[int]) -> str:
+    """``rank 1`` or ``ranks 0, 2-3``. Local, pure."""
+    shown = format_ranks(ranks)
+    return f"rank {shown}" if shown.isdecimal() else f"ranks {shown}"
+
+
 def described(desc: str, ranks: Iterable[int]) -> str:
     """The description of a group; its ranks, where torch gave it none. Local, pure."""
     if desc not in ("", "undefined"):
         return desc
-    shown = format_ranks(ranks)
-    noun = "rank" if shown.isdecimal() else "ranks"
-    return f"{noun} {shown if len(shown) <= 24 else f'{shown[:21]}...'}"
+    shown = named_ranks(ranks)
+    return shown if len(shown) <= 30 else f"{shown[:27]}..."
 
 
 def counted(number: int, noun: str) -> str:

@@ -295,6 +295,12 @@ class Construction:
         text = repr((self.name, self.ranks, sorted(self.devices.items()), self.order))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
 
+    @property
+    def summary(self) -> str:
+        """Backends and description, for messages."""
+        backends = ",".join(f"{device}:{name}" for device, name in sorted(self.devices.items()))
+        return backends if self.desc in ("", "undefined") else f"{backends} {self.desc!r}"
+
     def name_of_generation(self, suffix: str) -> str:
         """Return the name of a new generation: the parts of a split can have one name."""
         return f"{self.name}@{suffix}.{self.ranks[0]}"

@@ -222,7 +222,7 @@ class Operation:
         if self.job is not None and not recovers:
             sets = {"chosen sets": str(self.chosen), "state": self.job.sets.plan()}
             settings = {"generation": str(self.job.generation), **sets, **settings}
-        settings |= {name: str(value) for name, value in self.options.settings().items()}
+        options = {name: str(value) for name, value in self.options.settings().items()}
         groups = tuple(
             GroupPlan(
                 group.group_name,
@@ -231,12 +231,13 @@ class Operation:
                 "recreate" if recovers else self.strategy.planned(group),
                 made.digest,
                 group.set_name,
+                made.summary,
             )
             for group in self.groups
             if not (made := group.construction).is_handed_over
             and not (recovers and group.state is GroupState.DESTROYED)
         )
-        return Plan(self.name, settings, groups)
+        return Plan(self.name, settings, groups, options)
 
     # -- steps ------------------------------------------------------------------------------
 

@@ -77,8 +77,8 @@ class Decision:
         """Build the error that ``rank`` raises for a decision that ends the operation. Pure."""
         if self.kind == "disagree":
             return DisagreementError(
-                f"{operation}: the ranks do not agree: {self.text}. {_unchanged(operation)} Make "
-                "the ranks call the same operation on the same groups, then call it again."
+                f"{operation}: the ranks do not agree: {self.text}. {_unchanged(operation)} "
+                f"When the ranks agree, {_next_step(operation)}."
             )
         if self.kind == "recover":
             return PeerFailedError(
@@ -139,6 +139,7 @@ class Decision:
     def _timeout(
         self, operation: str, phase: str, seconds: float, rank: int, size: int
     ) -> RendezvousTimeoutError:
+        name = operation.split()[0]
         arrived = size - len(self.missing) - len(self.stuck)
         text = (
             f"{operation}: rank {self.rank} waited {seconds:g} s without progress in phase "
@@ -157,10 +158,14 @@ class Decision:
                 )
         if rank in self.missing:
             text += " This rank came too late."
+        elif self.missing and phase == "enter" and name in TIMEOUT_SETTING:
+            text += (
+                f" A missing rank has not called {name}(), has ended, or never called "
+                "reloadpg.install()."
+            )
         steps = f" Find out what holds them up, then {_next_step(operation)}"
         if self.missing:
             steps += f"; if rank {format_ranks(self.missing)} has ended, {_replace(operation)}"
-        name = operation.split()[0]
         if name in TIMEOUT_SETTING:
             steps += f"; if they only need longer, raise {TIMEOUT_SETTING[name]}"
         return RendezvousTimeoutError(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
 
-from ..errors import format_ranks
+from ..errors import format_ranks, named_ranks
 
-__all__ = ["GroupPlan", "Plan", "Proposal", "first_difference"]
+__all__ = ["GroupPlan", "Plan", "Proposal", "differences"]
 
 
 class Proposal(NamedTuple):
@@ -38,6 +38,7 @@ class GroupPlan:
         strategy: how it is to be released or brought back.
         digest: 40 bits over what else all members must have alike.
         set: the set that it belongs to.
+        detail: backends and description, for the error message only.
     """
 
     name: str
@@ -46,16 +47,7 @@ class GroupPlan:
     strategy: str
     digest: int
     set: str = ""
-
-    def difference(self, other: GroupPlan) -> str:
-        """Return the first difference in words; empty if there is none."""
-        for field_name in ("members", "set", "generation", "strategy", "digest"):
-            mine, theirs = getattr(self, field_name), getattr(other, field_name)
-            if mine != theirs:
-                if field_name == "digest":
-                    return "different backends or order of creation"
-                return f"{field_name} {_shown(mine)} against {_shown(theirs)}"
-        return ""
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,13 +56,15 @@ class Plan:
 
     Attributes:
         operation: ``offload`` or ``reload``.
-        settings: what all ranks of the job must have alike, by name.
-        groups: what only a group's members must have alike.
+        settings: arguments and state that must be equal on all ranks, by name.
+        groups: what must be equal on all members of each group.
+        options: the options of ``install`` that must be equal on all ranks, by name.
     """
 
     operation: str
     settings: Mapping[str, str]
     groups: tuple[GroupPlan, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
 
     def contribution(self, rank: int, size: int) -> int:
         """Return this rank's summand: over all ranks the sum is zero exactly if all plans agree.
@@ -88,22 +82,24 @@ class Plan:
         return total
 
     def _job_digest(self, bits: int) -> int:
-        return _digest(json.dumps([self.operation, sorted(self.settings.items())]), bits)
+        settings = sorted({**self.options, **self.settings}.items())
+        return _digest(json.dumps([self.operation, settings]), bits)
 
     def to_json(self) -> str:
-        groups = [
-            [g.name, g.members, g.generation, g.strategy, g.digest, g.set] for g in self.groups
-        ]
-        return json.dumps([self.operation, dict(self.settings), groups])
+        return json.dumps(
+            [
+                self.operation,
+                dict(self.settings),
+                [astuple(group) for group in self.groups],
+                dict(self.options),
+            ]
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        operation, settings, groups = json.loads(text)
-        return cls(
-            operation,
-            settings,
-            tuple(GroupPlan(n, tuple(m), int(g), s, int(d), t) for n, m, g, s, d, t in groups),
-        )
+        operation, settings, groups, options = json.loads(text)
+        built = (GroupPlan(name, tuple(members), *rest) for name, members, *rest in groups)
+        return cls(operation, settings, tuple(built), options)
 
 
 def _digest(text: str, bits: int) -> int:
@@ -115,50 +111,78 @@ def _share(digest: int, members: Sequence[int], rank: int) -> int:
     return -digest * (len(members) - 1) if rank == members[0] else digest
 
 
-def _shown(value: object) -> str:
-    return f"[{format_ranks(value)}]" if isinstance(value, tuple) else str(value)
+def differences(plans: Mapping[int, Plan]) -> str:
+    """Say in what the plans differ, on which ranks, and what to do. Pure.
 
-
-def _key(group: GroupPlan) -> tuple[str, int]:
-    return group.name, group.members[0]
-
-
-def first_difference(plans: Mapping[int, Plan]) -> str:
-    """Find the first thing in which plans differ, with ranks and values. Pure.
+    The operations are compared first, then all options and the state, then the groups.
 
     Args:
         plans: by rank.
     """
-    ranks = sorted(plans)
-    first = plans[ranks[0]]
-    for rank in ranks[1:]:
-        plan = plans[rank]
-        if plan.operation != first.operation:
-            return (
-                f"rank {ranks[0]} calls {first.operation}() and rank {rank} calls "
-                f"{plan.operation}()"
-            )
-        for name in sorted({*first.settings, *plan.settings}):
-            mine, theirs = first.settings.get(name), plan.settings.get(name)
-            if mine != theirs:
-                return f"{name} is {mine} on rank {ranks[0]} and {theirs} on rank {rank}"
-    seen: dict[tuple[str, int], tuple[int, GroupPlan]] = {}
-    for rank in ranks:
+    if text := _values({rank: f"{plan.operation}()" for rank, plan in plans.items()}):
+        return f"{text}; call the same operation on all ranks"
+    found = _settings({rank: plan.options for rank, plan in plans.items()})
+    if found:
+        return f"{'; '.join(found)}; give install() the same options on all ranks"
+    found = _settings({rank: plan.settings for rank, plan in plans.items()})
+    if found:
+        return "; ".join(found)
+    found = _groups(plans)
+    if len(found) > 3:
+        found[3:] = [f"{len(found) - 3} more groups differ"]
+    return "; ".join(found) or "the plans differ, in nothing that they list"
+
+
+def _values(values: Mapping[int, str]) -> str:
+    """``A on rank 0 and B on ranks 1-3``; empty if all values are equal."""
+    holders: dict[str, list[int]] = {}
+    for rank in sorted(values):
+        holders.setdefault(values[rank], []).append(rank)
+    if len(holders) == 1:
+        return ""
+    return " and ".join(f"{value} on {named_ranks(ranks)}" for value, ranks in holders.items())
+
+
+def _settings(given: Mapping[int, Mapping[str, str]]) -> list[str]:
+    names = sorted({name for settings in given.values() for name in settings})
+    values = {
+        name: _values({rank: settings.get(name, "unset") for rank, settings in given.items()})
+        for name in names
+    }
+    return [f"{name} is {text}" for name, text in values.items() if text]
+
+
+def _groups(plans: Mapping[int, Plan]) -> list[str]:
+    holders: dict[tuple[str, int], dict[int, GroupPlan]] = {}
+    for rank in sorted(plans):
         for group in plans[rank].groups:
-            holder = seen.setdefault(_key(group), (rank, group))
-            difference = holder[1].difference(group)
-            if difference:
-                return f"group {group.name!r}: {difference} (rank {holder[0]} against rank {rank})"
-    for key, (holder_rank, group) in seen.items():
-        lacking = [
-            rank
-            for rank in group.members
-            if rank in plans and all(_key(g) != key for g in plans[rank].groups)
-        ]
+            holders.setdefault((group.name, group.members[0]), {})[rank] = group
+    found = []
+    for held in holders.values():
+        group = next(iter(held.values()))
+        lacking = [rank for rank in group.members if rank in plans and rank not in held]
         if lacking:
-            return (
-                f"group {group.name!r} of ranks [{format_ranks(group.members)}] exists on rank "
-                f"{holder_rank} and not on rank {format_ranks(lacking)} (destroyed there, in "
+            found.append(
+                f"group {group.name!r} of {named_ranks(group.members)} exists on "
+                f"{named_ranks(held)} and not on {named_ranks(lacking)} (destroyed there, in "
                 "another set, or created before install)"
             )
-    return "the plans differ, in nothing that they list"
+        elif text := _one_group(held):
+            found.append(f"group {group.name!r}: {text}")
+    return found
+
+
+def _one_group(held: Mapping[int, GroupPlan]) -> str:
+    members = {rank: f"[{format_ranks(group.members)}]" for rank, group in held.items()}
+    for name, values in (
+        ("members are", members),
+        ("set is", {rank: group.set for rank, group in held.items()}),
+        ("generation is", {rank: str(group.generation) for rank, group in held.items()}),
+        ("strategy is", {rank: group.strategy for rank, group in held.items()}),
+        ("created as", {rank: group.detail for rank, group in held.items()}),
+    ):
+        if text := _values(values):
+            return f"{name} {text}"
+    if len({group.digest for group in held.values()}) > 1:
+        return f"its creation differs between {named_ranks(held)}"
+    return ""

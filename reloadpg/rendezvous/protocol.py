@@ -52,7 +52,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from .decision import Decision
-from .plan import Plan, Proposal, first_difference
+from .plan import Plan, Proposal, differences
 
 __all__ = [
     "REPLIES",
@@ -757,7 +757,7 @@ def _plans_read(state: State, plans: tuple[str, ...]) -> Step:
     found = {rank: Plan.from_json(text) for rank, text in zip(present, plans, strict=True) if text}
     text = "a rank ended before it could say in what"
     if not state.missing:
-        text = first_difference(found)
+        text = differences(found)
     return _write_roll(state, replace(state.decision, text=text))
 
 

@@ -119,13 +119,14 @@ class TestDisagreement:
         """With operation, option or group, and the ranks."""
         text = disagreed[0][case]["seen"].text
         expected = {
-            "one calls reload": ["rank 0 calls offload() and rank 2 calls reload()"],
-            "group destroyed on one rank": ["of ranks [0-2] exists on rank 0 and not on rank 1"],
-            "subset destroyed on one member": [
-                "of ranks [0, 2] exists on rank 2 and not on rank 0"
+            "one calls reload": ["offload() on ranks 0-1 and reload() on rank 2"],
+            "group destroyed on one rank": ["of ranks 0-2 exists on ranks 0, 2 and not on rank 1"],
+            "subset destroyed on one member": ["of ranks 0, 2 exists on rank 2 and not on rank 0"],
+            "other options on one rank": [
+                "timeout_s is 10.0 on rank 0 and 100.0 on ranks 1-2",
+                "give install()",
             ],
-            "other options on one rank": ["timeout_s is 10.0 on rank 0 and 100.0 on rank 1"],
-            "other creations on one rank": ["different backends or order", "rank 0 against rank 1"],
+            "other creations on one rank": ["created as cpu:gloo", "on rank 0 and"],
         }[case]
         assert all(part in text for part in expected), text
 
@@ -207,6 +208,6 @@ def test_a_group_one_generation_behind() -> None:
     """The generations are compared among a group's members, and both are named."""
     for result in run_ranks(one_cycle_ahead, 3, timeout=120):
         assert result["seen"].kind == "DisagreementError"
-        assert "generation 1 against 0 (rank 0 against rank 1)" in result["seen"].text
+        assert "generation is 1 on rank 0 and 0 on rank 1" in result["seen"].text
         assert result["untouched"]
         assert result["goes_on"]

@@ -1,14 +1,16 @@
-"""Plans: the sum that shows a difference, and the words for the first one."""
+"""Plans: the sum that shows a difference, and the message that describes it."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reloadpg.rendezvous.plan import GroupPlan, Plan, first_difference
+from reloadpg.rendezvous.plan import GroupPlan, Plan, differences
 
 SIZE = 6
 
@@ -17,7 +19,7 @@ SIZE = 6
 def jobs(draw: st.DrawFn) -> dict[int, Plan]:
     """The plans of a job whose ranks agree."""
     size = draw(st.integers(2, SIZE))
-    options = {"timeout_s": str(draw(st.integers(1, 99))), "state": "live"}
+    options = {"timeout_s": str(draw(st.integers(1, 99)))}
     groups = []
     for index in range(draw(st.integers(0, 5))):
         members = draw(st.permutations(range(size)))[: draw(st.integers(2, size))]
@@ -31,7 +33,9 @@ def jobs(draw: st.DrawFn) -> dict[int, Plan]:
             )
         )
     return {
-        rank: Plan("offload", options, tuple(g for g in groups if rank in g.members))
+        rank: Plan(
+            "offload", {"state": "live"}, tuple(g for g in groups if rank in g.members), options
+        )
         for rank in range(size)
     }
 
@@ -53,6 +57,7 @@ def changes(plan: Plan) -> list[Plan]:
         replace(plan, operation="reload"),
         replace(plan, settings={**plan.settings, "state": "offloaded"}),
         replace(plan, settings={**plan.settings, "another": "1"}),
+        replace(plan, options={**plan.options, "timeout_s": "100"}),
     ]
     for index, group in enumerate(plan.groups):
         without = plan.groups[:index] + plan.groups[index + 1 :]
@@ -68,6 +73,16 @@ def changes(plan: Plan) -> list[Plan]:
     return changed
 
 
+def named(text: str) -> set[int]:
+    """The ranks that the text names, ranges included."""
+    found = set()
+    for shown in re.findall(r"\branks? ([-0-9, ]*[0-9])", text):
+        for run in shown.split(", "):
+            first, _, last = run.partition("-")
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
 @given(jobs(), st.data())
 @settings(max_examples=200, deadline=None)
 def test_one_change_on_one_rank_is_seen_and_said(
@@ -77,9 +92,9 @@ def test_one_change_on_one_rank_is_seen_and_said(
     rank = data.draw(st.sampled_from(sorted(plans)))
     different = {**plans, rank: data.draw(st.sampled_from(changes(plans[rank])))}
     assert total(different) != 0
-    text = first_difference(different)
+    text = differences(different)
     assert "in nothing that they list" not in text
-    assert f"rank {rank}" in text or f"{rank}" in text.split("rank", 1)[1]
+    assert rank in named(text), text
 
 
 @given(jobs(), st.data())
@@ -114,43 +129,66 @@ def test_the_sum_fits_the_stores_integers() -> None:
     assert abs(plan.contribution(1, 2**14)) < 2**63
 
 
-GROUP = GroupPlan("7", (0, 1, 2), 3, "recreate", 5, "trainer")
-AGREED = Plan("offload", {"min_size": "2"}, (GROUP,))
+GROUP = GroupPlan("7", (0, 1, 2), 3, "recreate", 5, "trainer", "cuda:nccl")
+OTHER = replace(GROUP, name="8")
+AGREED = Plan("offload", {"state": "live"}, (GROUP, OTHER), {"min_size": "2", "timeout_s": "9"})
 
 
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        (replace(AGREED, operation="reload"), "rank 0 calls offload() and rank 1 calls reload()"),
-        (replace(AGREED, settings={"min_size": "3"}), "min_size is 2 on rank 0 and 3 on rank 1"),
-        (replace(AGREED, settings={}), "min_size is 2 on rank 0 and None on rank 1"),
         (
-            replace(AGREED, groups=()),
-            "group '7' of ranks [0-2] exists on rank 0 and not on rank 1 (destroyed there, in "
-            "another set, or created before install)",
+            {"operation": "reload"},
+            "offload() on ranks 0, 2 and reload() on rank 1; call the same operation on all ranks",
         ),
         (
-            replace(AGREED, groups=(replace(GROUP, set="engine"),)),
-            "group '7': set trainer against engine (rank 0 against rank 1)",
+            {"options": {"min_size": "3", "timeout_s": "9"}},
+            "min_size is 2 on ranks 0, 2 and 3 on rank 1; give install() the same options on all "
+            "ranks",
         ),
         (
-            replace(AGREED, groups=(replace(GROUP, generation=2),)),
-            "group '7': generation 3 against 2 (rank 0 against rank 1)",
+            {"options": {"timeout_s": "8"}},
+            "min_size is 2 on ranks 0, 2 and unset on rank 1; timeout_s is 9 on ranks 0, 2 and 8 "
+            "on rank 1; give install() the same options on all ranks",
         ),
-        (
-            replace(AGREED, groups=(replace(GROUP, members=(0, 1)),)),
-            "group '7': members [0-2] against [0-1] (rank 0 against rank 1)",
-        ),
-        (
-            replace(AGREED, groups=(replace(GROUP, strategy="suspend"),)),
-            "group '7': strategy recreate against suspend (rank 0 against rank 1)",
-        ),
-        (
-            replace(AGREED, groups=(replace(GROUP, digest=6),)),
-            "group '7': different backends or order of creation (rank 0 against rank 1)",
-        ),
+        ({"settings": {"state": "failed"}}, "state is live on ranks 0, 2 and failed on rank 1"),
     ],
 )
-def test_the_words_for_a_difference(other: Plan, text: str) -> None:
-    """What, on which ranks, with both values."""
-    assert first_difference({0: AGREED, 1: other, 2: AGREED}) == text
+def test_message_for_different_calls(other: dict[str, Any], text: str) -> None:
+    """It names everything that differs, with the value on each rank."""
+    assert differences({0: AGREED, 1: replace(AGREED, **other), 2: AGREED}) == text
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (
+            [],
+            "group '7' of ranks 0-2 exists on ranks 0, 2 and not on rank 1 (destroyed there, in "
+            "another set, or created before install)",
+        ),
+        ([replace(GROUP, set="engine")], "set is trainer on ranks 0, 2 and engine on rank 1"),
+        ([replace(GROUP, generation=2)], "generation is 3 on ranks 0, 2 and 2 on rank 1"),
+        ([replace(GROUP, members=(0, 1))], "members are [0-2] on ranks 0, 2 and [0-1] on rank 1"),
+        ([replace(GROUP, strategy="suspend")], "strategy is recreate on ranks 0, 2 and suspend on"),
+        (
+            [replace(GROUP, digest=6, detail="cpu:gloo")],
+            "created as cuda:nccl on ranks 0, 2 and cpu:gloo on rank 1",
+        ),
+        ([replace(GROUP, digest=6)], "its creation differs between ranks 0-2"),
+    ],
+)
+def test_message_for_different_groups(other: list[GroupPlan], text: str) -> None:
+    """It names the group, what differs, and the value on each rank."""
+    plan = replace(AGREED, groups=(*other, OTHER))
+    found = differences({0: AGREED, 1: plan, 2: AGREED})
+    assert found.startswith("group '7'")
+    assert text in found
+
+
+def test_message_for_many_groups_is_short() -> None:
+    """Three groups are named, the others counted."""
+    groups = tuple(replace(GROUP, name=str(i)) for i in range(9))
+    text = differences({0: replace(AGREED, groups=groups), 1: replace(AGREED, groups=())})
+    assert text.count("group '") == 3
+    assert text.endswith("; 6 more groups differ")
