@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -95,7 +96,7 @@ def test_the_caller_goes_on_at_once(cycle: list[dict[str, Any]], operation: str)
     """While the operation is held in the middle, the handle says so, and queries answer."""
     for rank, facts in enumerate(cycle):
         seen = facts[operation]
-        assert (seen["done"], seen["shown"]) == (False, f"<Pending {operation}, under way>")
+        assert (seen["done"], seen["shown"]) == (False, f"<Pending {operation}, running>")
         assert seen["queries"] == [rank, 2]
         assert seen["early"].startswith(f"PendingError: {operation}(wait=False) has not ended")
 
@@ -313,9 +314,9 @@ def _dropped(rank: int, world_size: int) -> tuple[list[str], float]:
 def test_a_handle_that_is_dropped_is_reported() -> None:
     """With what became of the operation; not once ``result()`` has said it."""
     (((under_way, completed, failed), total),) = run_ranks(_dropped, 1)
-    assert "offload(wait=False) went away" in under_way
-    assert "the operation goes on" in under_way
-    assert "reload(wait=False) went away" in completed
+    assert "offload(wait=False) was deleted" in under_way
+    assert "the operation continues" in under_way
+    assert "reload(wait=False) was deleted" in completed
     assert "it completed" in completed
     assert "it raised ReleaseError" in failed
     assert total == 1.0
@@ -445,3 +446,50 @@ def test_what_is_refused_while_it_runs() -> None:
     for found in run_ranks(_refusals, 2, timeout=240):
         assert found["uninstall"].startswith("PatchConflictError: uninstall: an operation is run")
         assert found["child"].startswith("PendingError: reload(wait=False): result() was called in")
+
+
+def _as_a_future(rank: int, world_size: int) -> dict[str, Any]:
+    """One cycle that succeeds and one that fails on rank 1, each read in every way of a future."""
+    groups = _start()
+    called: list[Any] = []
+    pending = reloadpg.offload(wait=False)
+    pending.add_done_callback(lambda handle: called.append((handle, handle.result().operation)))
+
+    async def wait() -> str:
+        return (await reloadpg.reload(wait=False)).operation
+
+    offloaded = pending.exception(HANG_S)
+    found = {
+        "error": offloaded,
+        "flags": (pending.done(), pending.running(), pending.cancel(), pending.cancelled()),
+        "awaited": asyncio.run(wait()),
+        "called": [(handle is pending, name) for handle, name in called],
+        "sum": summed(groups[1], rank),
+    }
+    reloadpg.offload()
+    if rank == 1:
+        simulated.inject(simulated.Fault("create", "raise"))
+    failed = reloadpg.reload(wait=False)
+    found["failed"] = type(failed.exception(HANG_S)).__name__
+    found["raised"] = [type(_caught(failed.result)).__name__, type(_caught(failed.result)).__name__]
+    return found
+
+
+def _caught(call: Any) -> Exception | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def test_the_handle_has_the_methods_of_a_future() -> None:
+    """exception, add_done_callback, await; it cannot be cancelled, and its error can be read twice."""
+    names = ["PeerFailedError", "RebuildError"]
+    for rank, found in enumerate(run_ranks(_as_a_future, 2, timeout=120)):
+        assert found["error"] is None
+        assert found["flags"] == (True, False, False, False)
+        assert (found["awaited"], found["called"]) == ("reload", [(True, "offload")])
+        assert found["sum"] == 3.0
+        assert found["failed"] == names[rank]
+        assert found["raised"] == [names[rank]] * 2
