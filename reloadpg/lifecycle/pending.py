@@ -152,8 +152,8 @@ class Pending:
             error = self._future.exception()
             state = "it completed" if error is None else f"it raised {error!r}"
         warnings.warn(
-            f"the handle of {self.operation}(wait=False) was deleted and result() was never called; "
-            f"{state}. Keep the handle, and call result() before the groups are used.",
+            f"the handle of {self.operation}(wait=False) was deleted and result() was never "
+            f"called; {state}. Keep the handle, and call result() before the groups are used.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -484,7 +484,7 @@ def _caught(call: Any) -> Exception | None:
 
 
 def test_the_handle_has_the_methods_of_a_future() -> None:
-    """exception, add_done_callback, await; it cannot be cancelled, and its error can be read twice."""
+    """It cannot be cancelled, and its error can be read more than once."""
     names = ["PeerFailedError", "RebuildError"]
     for rank, found in enumerate(run_ranks(_as_a_future, 2, timeout=120)):
         assert found["error"] is None
