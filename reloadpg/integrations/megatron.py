@@ -119,7 +119,7 @@ def groups() -> dict[str, ProcessGroup]:
     return found
 
 
-def destroy_model_parallel(timeout: timedelta = _TIMEOUT) -> int:
+def destroy_model_parallel(timeout: timedelta | float = _TIMEOUT) -> int:
     """Destroy the parallel state with all of its groups, however it was initialized.
 
     Collective over all ranks: they wait for each other first, since a rank that destroys a gloo
@@ -129,7 +129,7 @@ def destroy_model_parallel(timeout: timedelta = _TIMEOUT) -> int:
     megatron-core's function leaves behind are dropped. Groups of others, WORLD among them, stay.
 
     Args:
-        timeout: how long to wait for the other ranks.
+        timeout: how long to wait for the other ranks, in seconds or as a timedelta.
 
     Returns:
         How many groups were destroyed on this rank.

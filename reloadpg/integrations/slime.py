@@ -44,7 +44,7 @@ import torch.distributed as dist
 import wrapt
 
 from .. import c10d
-from ..errors import ReloadpgError
+from ..errors import ReloadpgError, as_timedelta
 from ..groups.creation import verbatim
 from ..groups.proxy import ReloadableProcessGroup as _Group
 from ..groups.registry import registry
@@ -115,7 +115,7 @@ def _take_back() -> None:
             delattr(_Group, name)
 
 
-def register_default_process_group(timeout: timedelta) -> None:
+def register_default_process_group(timeout: timedelta | float) -> None:
     """Let the default group be released and rebuilt with the others from now on.
 
     Local; call it alike on every rank, after ``init_process_group``; idempotent. Before
@@ -123,7 +123,8 @@ def register_default_process_group(timeout: timedelta) -> None:
     release and stays as it is.
 
     Args:
-        timeout: timeout of the default group, now and after each reload.
+        timeout: timeout of the default group, now and after each reload, in seconds or as a
+            timedelta.
 
     Raises:
         ReloadpgError: there is no default group yet; nothing was changed.
@@ -133,6 +134,7 @@ def register_default_process_group(timeout: timedelta) -> None:
             "register_default_process_group: torch.distributed is not initialized, so there is no "
             "default group yet; nothing was changed. Call it after init_process_group()."
         )
+    timeout = as_timedelta(timeout, "timeout", "nothing was changed")
     with registry.lock:
         options = registry.options
         if options is None:

@@ -50,6 +50,11 @@ class Installation:
             uninstall()
             self._owner = False
 
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.options.settings().items())
+        held = "" if self._owner else ", uninstalled by the first handle"
+        return f"<Installation {given}{held}>"
+
     def __enter__(self) -> Installation:
         return self
 

@@ -324,6 +324,10 @@ class Step(Generic[T]):
         self._progress = progress
         self._block_ended = threading.Event()
 
+    def __repr__(self) -> str:
+        state = "complete" if self.complete else "ended" if self.left else "open"
+        return f"<Step {self.number}, attempt {self.attempt}, {state}>"
+
     def __enter__(self) -> T:
         if self._progress is not None:
             self._progress.loops.step = self

@@ -354,7 +354,7 @@ def test_a_timeout_registered_while_asleep_is_kept() -> None:
 def registered_before(rank: int, size: int) -> list[Any]:
     dist.init_process_group("gloo", timeout=GIVEN)
     register_default_process_group(timeout=GIVEN)
-    register_default_process_group(timeout=REGISTERED)
+    register_default_process_group(timeout=REGISTERED.total_seconds())
     before = type(dist.group.WORLD) is dist.ProcessGroup
     monkey_patch_torch_dist(backends={"gloo"})
     destroy_process_groups()

@@ -241,8 +241,8 @@ def test_work_in_a_variable_of_the_function_that_failed_holds_up_no_rank() -> No
 def test_a_step_is_a_context_manager() -> None:
     """Nothing else says how it ended."""
     with pytest.raises(reloadpg.ReloadpgError, match="context manager"):
-        for _ in reloadpg.retrying(range(2)):
-            pass
+        for step in reloadpg.retrying(range(2)):
+            assert repr(step) == "<Step 0, attempt 1, open>"
 
 
 @pytest.mark.parametrize("attempts", [0, -1, True, 1.5])
