@@ -8,7 +8,7 @@ project = "reloadpg"
 copyright = "the reloadpg maintainers"  # noqa: A001 - Sphinx's name for it
 release = version = reloadpg.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 

@@ -163,6 +163,7 @@ class ColocatedJob:
 
     def __init__(self, device: torch.device, *, offload: bool, seed: int = 1234) -> None:
         self.device, self.offload, self.ranks = device, offload, dist.get_world_size()
+        self.report: reloadpg.Report | None = None
         shape, names = (self.ranks,), ("shard",)
         if self.ranks >= 4 and self.ranks % 2 == 0:  # two ranks share a copy of the policy
             shape, names = (self.ranks // 2, 2), ("replicate", "shard")
@@ -192,8 +193,8 @@ class ColocatedJob:
         """Generate in the memory of the process groups."""
         if not self.offload:
             return self.generate(weights)
-        with reloadpg.offloaded() as report:  # on all ranks; reloaded at the end of the block
-            return self.generate(weights, report.released_bytes or 0)
+        with reloadpg.offloaded() as self.report:  # on all ranks; reloaded at the end of the block
+            return self.generate(weights, self.report.released_bytes or 0)
 
     def generate(self, weights: Mapping[str, Tensor], free_bytes: int = 0) -> Rollouts:
         digits = torch.randint(DIGITS, (SEQUENCES, LENGTH), generator=self.random)
@@ -282,7 +283,11 @@ def main() -> None:
     parser.add_argument("--no-offload", action="store_true", help="do not use reloadpg at all")
     options = parser.parse_args()
     device = join(offload=not options.no_offload)
-    ColocatedJob(device, offload=not options.no_offload).run(options.iterations)
+    job = ColocatedJob(device, offload=not options.no_offload)
+    job.run(options.iterations)
+    if job.report is not None and dist.get_rank() == 0:
+        freed = (job.report.released_bytes or 0) / 2**20
+        print(f"each rollout: {len(job.report.groups)} groups offloaded, {freed:.0f} MiB freed")
     dist.destroy_process_group()
 
 
