@@ -20,7 +20,6 @@ __all__ = [
     "registered",
     "skip_in_compiled_code",
     "table_sizes",
-    "tell_collective_error",
     "unfinished_collectives",
 ]
 
@@ -100,13 +99,11 @@ def register_debug_handler(name: str, answer: Callable[[], str]) -> bool:
 
 
 def on_collective_error(call: Callable[[BaseException], object]) -> Callable[[], None]:
-    """Call a function with each error of a collective, of torch's or of a reloadable group's.
+    """Call a function with each error that a collective of ``torch.distributed`` raises.
 
-    Local. Torch wraps its functions to log such an error (``c10d_logger``, level DEBUG) before it
-    raises it again; a filter on that logger sees the error, and costs nothing where none is raised.
-    It sees none while DEBUG records are disabled. Reloadable
-    groups report theirs with :func:`tell_collective_error`, so one error may be reported twice.
-    Adding a function twice has no effect. Seen on 2.8, 2.13 and 2.15.
+    Local. Torch logs such an error (``c10d_logger``, level DEBUG) before it raises it again, and a
+    filter on that logger sees it. It sees none of a group's own methods, and none while DEBUG
+    records are disabled. Adding a function twice has no effect. Seen on 2.8, 2.13 and 2.15.
 
     Returns:
         A function that removes it; idempotent.
@@ -129,16 +126,11 @@ def on_collective_error(call: Callable[[BaseException], object]) -> Callable[[],
 _error_listeners: list[Callable[[BaseException], object]] = []
 
 
-def tell_collective_error(error: BaseException) -> None:
-    """Report an error of a collective to the listeners. Local."""
-    for call in list(_error_listeners):
-        call(error)
-
-
 def _look_for_error(record: logging.LogRecord) -> bool:
     error = sys.exc_info()[1]
     if error is not None and isinstance(record.msg, dict) and "error" in record.msg:
-        tell_collective_error(error)
+        for call in list(_error_listeners):
+            call(error)
     return True
 
 

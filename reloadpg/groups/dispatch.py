@@ -7,8 +7,7 @@ end. Each forwards to ``self._inner``, which is the live group, or the placehold
 A collective costs one Python call more than on a plain group. Two things make up its form
 (benchmarks/dispatch.py): a call with ``**kwargs`` takes 0.05 us longer, so it is made only where
 there are any; and a method must never return None to C++, which a synchronous coalesced call of
-NCCL does since torch 2.8. An error is told to those who asked for it; ``try`` costs nothing where
-none is raised (Python 3.11 and later), which a decorator would not.
+NCCL does since torch 2.8.
 """
 
 from __future__ import annotations
@@ -65,297 +64,139 @@ class Dispatch(ProcessGroup):
     # -- collectives: they return a Work ------------------------------------------------------
 
     def _allgather_base(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner._allgather_base(*args, **kwargs)
-                if kwargs
-                else self._inner._allgather_base(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner._allgather_base
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def _end_coalescing(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner._end_coalescing(*args, **kwargs)
-                if kwargs
-                else self._inner._end_coalescing(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner._end_coalescing
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def _reduce_scatter_base(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner._reduce_scatter_base(*args, **kwargs)
-                if kwargs
-                else self._inner._reduce_scatter_base(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner._reduce_scatter_base
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def all_gather_single(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner.all_gather_single(*args, **kwargs)
-                if kwargs
-                else self._inner.all_gather_single(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.all_gather_single
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def all_gather_single_coalesced(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner.all_gather_single_coalesced(*args, **kwargs)
-                if kwargs
-                else self._inner.all_gather_single_coalesced(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.all_gather_single_coalesced
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def all_to_all_single(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner.all_to_all_single(*args, **kwargs)
-                if kwargs
-                else self._inner.all_to_all_single(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.all_to_all_single
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def allgather(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner.allgather(*args, **kwargs) if kwargs else self._inner.allgather(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.allgather
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def allgather_coalesced(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner.allgather_coalesced(*args, **kwargs)
-                if kwargs
-                else self._inner.allgather_coalesced(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.allgather_coalesced
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def allgather_into_tensor_coalesced(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner.allgather_into_tensor_coalesced(*args, **kwargs)
-                if kwargs
-                else self._inner.allgather_into_tensor_coalesced(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.allgather_into_tensor_coalesced
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def allreduce(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner.allreduce(*args, **kwargs) if kwargs else self._inner.allreduce(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.allreduce
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def allreduce_coalesced(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner.allreduce_coalesced(*args, **kwargs)
-                if kwargs
-                else self._inner.allreduce_coalesced(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.allreduce_coalesced
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def alltoall(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = self._inner.alltoall(*args, **kwargs) if kwargs else self._inner.alltoall(*args)
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.alltoall
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def alltoall_base(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner.alltoall_base(*args, **kwargs)
-                if kwargs
-                else self._inner.alltoall_base(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.alltoall_base
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner.broadcast(*args, **kwargs) if kwargs else self._inner.broadcast(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.broadcast
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def gather(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = self._inner.gather(*args, **kwargs) if kwargs else self._inner.gather(*args)
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.gather
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def gather_into_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner.gather_into_tensor(*args, **kwargs)
-                if kwargs
-                else self._inner.gather_into_tensor(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.gather_into_tensor
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def gather_single(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner.gather_single(*args, **kwargs)
-                if kwargs
-                else self._inner.gather_single(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.gather_single
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def recv_anysource(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner.recv_anysource(*args, **kwargs)
-                if kwargs
-                else self._inner.recv_anysource(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.recv_anysource
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = self._inner.reduce(*args, **kwargs) if kwargs else self._inner.reduce(*args)
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.reduce
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def reduce_scatter(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner.reduce_scatter(*args, **kwargs)
-                if kwargs
-                else self._inner.reduce_scatter(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.reduce_scatter
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def reduce_scatter_single(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner.reduce_scatter_single(*args, **kwargs)
-                if kwargs
-                else self._inner.reduce_scatter_single(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.reduce_scatter_single
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def reduce_scatter_single_coalesced(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner.reduce_scatter_single_coalesced(*args, **kwargs)
-                if kwargs
-                else self._inner.reduce_scatter_single_coalesced(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.reduce_scatter_single_coalesced
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def reduce_scatter_tensor_coalesced(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = (
-                self._inner.reduce_scatter_tensor_coalesced(*args, **kwargs)
-                if kwargs
-                else self._inner.reduce_scatter_tensor_coalesced(*args)
-            )
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.reduce_scatter_tensor_coalesced
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     def scatter(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            work = self._inner.scatter(*args, **kwargs) if kwargs else self._inner.scatter(*args)
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        call = self._inner.scatter
+        work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
     # The shortest ones with their parameters: 5% of their time.
 
     def send(self, tensors: Any, dstRank: int, tag: int) -> Any:  # noqa: N803 - torch's names
-        try:
-            work = self._inner.send(tensors, dstRank, tag)
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        work = self._inner.send(tensors, dstRank, tag)
         return COMPLETED_WORK if work is None else work
 
     def recv(self, tensors: Any, srcRank: int, tag: int) -> Any:  # noqa: N803
-        try:
-            work = self._inner.recv(tensors, srcRank, tag)
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        work = self._inner.recv(tensors, srcRank, tag)
         return COMPLETED_WORK if work is None else work
 
     def barrier(self, *args: Any, opts: Any = None, **kwargs: Any) -> Any:
         if opts is not None:  # so dist.barrier passes it; pybind takes longer over a keyword
             args = (*args, opts)
-        try:
-            work = self._inner.barrier(*args, **kwargs)
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        work = self._inner.barrier(*args, **kwargs)
         return COMPLETED_WORK if work is None else work
 
     # -- controls of the live communicator: they return anything but a Work -------------------
@@ -388,11 +229,7 @@ class Dispatch(ProcessGroup):
         return self._inner.merge_remote_group(*args, **kwargs)
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._inner.monitored_barrier(*args, **kwargs)
-        except Exception as error:
-            c10d.tell_collective_error(error)
-            raise
+        return self._inner.monitored_barrier(*args, **kwargs)
 
     def new_window(self, *args: Any, **kwargs: Any) -> Any:
         return self._inner.new_window(*args, **kwargs)
