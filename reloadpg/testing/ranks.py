@@ -251,9 +251,14 @@ def _pickled(
         try:
             pickle.dumps(part)
         except Exception as error:
-            hint = "fn must be a module-level function" if name == "fn" else "pass plain values"
+            hint = "Pass plain values or CPU tensors."
+            if name == "fn":
+                hint = (
+                    "Define the function at the top level of a module, which each rank imports, "
+                    "and pass what it uses in args."
+                )
             raise TypeError(
-                f"{name} cannot be pickled ({error}); nothing was started; {hint}"
+                f"{name} cannot be pickled ({error}); nothing was started. {hint}"
             ) from error
     buffer = io.BytesIO()
     pickler = _CallPickler(buffer)
