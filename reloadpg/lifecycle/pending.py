@@ -1,4 +1,4 @@
-"""An offload or reload in a thread of its own, beside what its caller does meanwhile."""
+"""An offload or reload that runs in a separate thread while its caller continues."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Outcome = tuple["Report | None", "BaseException | None"]
 
 
 class Pending:
-    """The handle on an offload or a reload that was begun with ``wait=False``.
+    """The handle of an offload or a reload that was started with ``wait=False``.
 
-    The operation goes on in a thread of its own, bounded as ever, whatever happens to the handle.
-    An interrupt of :meth:`result` ends only the wait, and the exit of the interpreter waits for
-    the operation. A handle that goes away before :meth:`result` has said how the operation ended
-    is reported by a RuntimeWarning.
+    The operation runs in a separate thread, with its usual timeouts, independently of the handle.
+    An interrupt of :meth:`result` ends only the wait. The exit of the interpreter waits for the
+    operation. A RuntimeWarning reports a handle that is deleted before :meth:`result` has returned
+    or raised.
 
     Attributes:
         operation: ``offload`` or ``reload``.
@@ -37,7 +37,7 @@ class Pending:
     def __init__(self, op: Operation, run: Callable[[Operation], Report]) -> None:
         self.operation = op.name
         self._pid = os.getpid()
-        self._heard = True  # until the operation is sure to begin
+        self._heard = True  # until it is certain that the operation begins
         attempt, begun = Attempt(), threading.Event()
         under_way = UnderWay(op.name)
         try:
@@ -63,7 +63,7 @@ class Pending:
         self._heard = False
 
     def done(self) -> bool:
-        """Whether the operation has ended, one way or the other. Local, at any time."""
+        """Whether the operation has completed or failed. Local, at any time."""
         return self._task.ended
 
     def result(self, timeout: timedelta | float | None = None) -> Report:
@@ -71,25 +71,26 @@ class Pending:
 
         Args:
             timeout: how long to wait; a number is in seconds. None waits until the operation ends,
-                which its own bounds see to.
+                which its own timeouts ensure.
 
         Returns:
-            What was done on this rank.
+            The report of this rank.
 
         Raises:
-            PendingError: it has not ended in that time, and goes on; or this is a forked child.
-            Exception: what ``offload()`` or ``reload()`` raises, on all ranks alike.
+            PendingError: it has not ended in that time and is still running; or this is a forked
+                child.
+            Exception: see ``offload()`` and ``reload()``.
         """
         if os.getpid() != self._pid:
             raise PendingError(
                 f"{self.operation}(wait=False): result() was called in a forked child (pid "
-                f"{os.getpid()}), in which nothing runs. Call it in the parent."
+                f"{os.getpid()}), in which the operation does not run. Call it in the parent."
             )
         given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         seconds = threading.TIMEOUT_MAX if given is None else min(given, threading.TIMEOUT_MAX)
         if not self._task.wait(seconds):
             raise PendingError(
-                f"{self.operation}(wait=False) has not ended after {given:g} s; it goes on. Call "
+                f"{self.operation}(wait=False) is still running after {given:g} s. Call "
                 "result() again."
             )
         self._heard = True
@@ -101,17 +102,17 @@ class Pending:
         return report
 
     def __repr__(self) -> str:
-        return f"<Pending {self.operation}, {'ended' if self.done() else 'under way'}>"
+        return f"<Pending {self.operation}, {'ended' if self.done() else 'running'}>"
 
     def __del__(self) -> None:
         if self._heard or os.getpid() != self._pid:
             return
-        state = "the operation goes on"
+        state = "the operation is still running"
         if self._task.ended:
             error = self._task.result()[1]
             state = "it completed" if error is None else f"it raised {error!r}"
         warnings.warn(
-            f"the handle of {self.operation}(wait=False) went away and result() was never called; "
+            f"the handle of {self.operation}(wait=False) was deleted before result() was called; "
             f"{state}. Keep the handle, and call result() before the groups are used.",
             RuntimeWarning,
             stacklevel=2,
@@ -125,7 +126,7 @@ def _perform(
     attempt: Attempt,
     begun: threading.Event,
 ) -> Outcome:
-    """Run the operation; the whole of its thread."""
+    """Run the operation; the body of its thread."""
     with attempt as wanted:
         if not wanted:
             return None, None
@@ -133,7 +134,7 @@ def _perform(
     under_way.enter()
     try:
         return run(op), None
-    except BaseException as error:  # raised in the caller's thread by result()
+    except BaseException as error:  # result() raises it in the caller's thread
         return None, error
     finally:
         under_way.end()

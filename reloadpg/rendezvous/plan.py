@@ -1,4 +1,4 @@
-"""The plan of a rank for one operation: a value that ranks compare by a sum, then in words."""
+"""A rank's plan for one operation: compared by a sum of digests, then as text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["GroupPlan", "Plan", "Proposal", "first_difference"]
 
 
 class Proposal(NamedTuple):
-    """A rank's proposal on a subject, for the ranks that look the subject up.
+    """A rank's proposal on a subject, for the ranks that look it up.
 
     Attributes:
-        subject: what it is about, in words that the other ranks know.
-        text: the proposal. Of several ranks' on one subject one is read, the same by all.
-        yields: whether one that does not yield is read instead.
+        subject: the subject, under a name that the other ranks know.
+        text: the proposal. If several ranks propose on a subject, all ranks read the same one.
+        yields: whether a proposal that does not yield takes precedence.
     """
 
     subject: str
@@ -32,11 +32,11 @@ class GroupPlan:
     """One member's plan for one group.
 
     Attributes:
-        name: its name; the parts of a split can have one name.
+        name: its name; the parts of a split can share a name.
         members: global ranks.
         generation: the reload that built its communicator.
-        strategy: how it is to be released or brought back.
-        digest: 40 bits over what else all members must have alike.
+        strategy: the strategy that releases or restores it.
+        digest: 40-bit digest of all else that must be equal on all members.
         set: the set that it belongs to.
     """
 
@@ -48,13 +48,13 @@ class GroupPlan:
     set: str = ""
 
     def difference(self, other: GroupPlan) -> str:
-        """Return the first difference in words; empty if there is none."""
+        """Describe the first difference; empty if there is none."""
         for field_name in ("members", "set", "generation", "strategy", "digest"):
             mine, theirs = getattr(self, field_name), getattr(other, field_name)
             if mine != theirs:
                 if field_name == "digest":
                     return "different backends or order of creation"
-                return f"{field_name} {_shown(mine)} against {_shown(theirs)}"
+                return f"{field_name} {_shown(mine)} versus {_shown(theirs)}"
         return ""
 
 
@@ -64,8 +64,8 @@ class Plan:
 
     Attributes:
         operation: ``offload`` or ``reload``.
-        settings: what all ranks of the job must have alike, by name.
-        groups: what only a group's members must have alike.
+        settings: values that must be equal on all ranks of the job, by name.
+        groups: plans that must be equal on a group's members.
     """
 
     operation: str
@@ -73,12 +73,12 @@ class Plan:
     groups: tuple[GroupPlan, ...] = ()
 
     def contribution(self, rank: int, size: int) -> int:
-        """Return this rank's summand: over all ranks the sum is zero exactly if all plans agree.
+        """Return this rank's summand: the sum over all ranks is zero exactly if all plans agree.
 
-        For each group the first member subtracts what the others add. The count of the ranks that
-        have arrived is kept below the sum in one 64-bit integer, so digests have 40 bits for up to
-        64 ranks, and 24 bits for 16,384: with 512 groups a rank the sum stays inside, and a
-        difference goes unnoticed with a chance of 10^-12 to 10^-7.
+        For each group, the first member subtracts what the others add. One 64-bit integer holds the
+        number of arrived ranks in its low bits and the sum above. Digests therefore have 40 bits
+        for up to 64 ranks and 24 bits for 16,384 ranks: the sum does not overflow with 512 groups
+        per rank, and a difference is missed with a probability of 10^-12 to 10^-7.
         """
         bits = min(40, 54 - 2 * size.bit_length())
         total = _share(self._job_digest(bits), range(size), rank)
@@ -124,7 +124,7 @@ def _key(group: GroupPlan) -> tuple[str, int]:
 
 
 def first_difference(plans: Mapping[int, Plan]) -> str:
-    """Find the first thing in which plans differ, with ranks and values. Pure.
+    """Describe the first difference between plans, with ranks and values. Pure.
 
     Args:
         plans: by rank.
@@ -148,7 +148,7 @@ def first_difference(plans: Mapping[int, Plan]) -> str:
             holder = seen.setdefault(_key(group), (rank, group))
             difference = holder[1].difference(group)
             if difference:
-                return f"group {group.name!r}: {difference} (rank {holder[0]} against rank {rank})"
+                return f"group {group.name!r}: {difference} (rank {holder[0]} versus rank {rank})"
     for key, (holder_rank, group) in seen.items():
         lacking = [
             rank
@@ -161,4 +161,4 @@ def first_difference(plans: Mapping[int, Plan]) -> str:
                 f"{holder_rank} and not on rank {format_ranks(lacking)} (destroyed there, in "
                 "another set, or created before install)"
             )
-    return "the plans differ, in nothing that they list"
+    return "the plans differ in their digests only"

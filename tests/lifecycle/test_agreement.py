@@ -125,7 +125,7 @@ class TestDisagreement:
                 "of ranks [0, 2] exists on rank 2 and not on rank 0"
             ],
             "other options on one rank": ["timeout_s is 10.0 on rank 0 and 100.0 on rank 1"],
-            "other creations on one rank": ["different backends or order", "rank 0 against rank 1"],
+            "other creations on one rank": ["different backends or order", "rank 0 versus rank 1"],
         }[case]
         assert all(part in text for part in expected), text
 
@@ -207,6 +207,6 @@ def test_a_group_one_generation_behind() -> None:
     """The generations are compared among a group's members, and both are named."""
     for result in run_ranks(one_cycle_ahead, 3, timeout=120):
         assert result["seen"].kind == "DisagreementError"
-        assert "generation 1 against 0 (rank 0 against rank 1)" in result["seen"].text
+        assert "generation 1 versus 0 (rank 0 versus rank 1)" in result["seen"].text
         assert result["untouched"]
         assert result["goes_on"]

@@ -98,7 +98,7 @@ def test_a_running_operation_says_where_it_is(world, tmp_path):
     ((waiting, line),) = first[2]
     assert (waiting.operation, waiting.phase, waiting.doing) == ("offload", "enter", "")
     assert waiting.since >= waiting.started_at
-    assert line.startswith("offload is running, before its barrier 'enter': waits for other ranks")
+    assert line.startswith("offload is running, before barrier 'enter': waiting for other ranks")
 
 
 def _interrupted_at_each_call(rank, world_size):
@@ -236,7 +236,7 @@ def test_a_group_that_one_rank_has_shut_down_is_noticed(world):
     """Before anything is touched; its other members would wait for it at their next collective."""
     for text in run_ranks(_shut_down_on_one_rank, 2, args=(world,)):
         assert "shut down" in text
-        assert "rank 0 against rank 1" in text
+        assert "rank 0 versus rank 1" in text
 
 
 def _user_keys(rank, world_size, world):

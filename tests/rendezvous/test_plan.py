@@ -78,7 +78,7 @@ def test_one_change_on_one_rank_is_seen_and_said(
     different = {**plans, rank: data.draw(st.sampled_from(changes(plans[rank])))}
     assert total(different) != 0
     text = first_difference(different)
-    assert "in nothing that they list" not in text
+    assert "in their digests only" not in text
     assert f"rank {rank}" in text or f"{rank}" in text.split("rank", 1)[1]
 
 
@@ -131,23 +131,23 @@ AGREED = Plan("offload", {"min_size": "2"}, (GROUP,))
         ),
         (
             replace(AGREED, groups=(replace(GROUP, set="engine"),)),
-            "group '7': set trainer against engine (rank 0 against rank 1)",
+            "group '7': set trainer versus engine (rank 0 versus rank 1)",
         ),
         (
             replace(AGREED, groups=(replace(GROUP, generation=2),)),
-            "group '7': generation 3 against 2 (rank 0 against rank 1)",
+            "group '7': generation 3 versus 2 (rank 0 versus rank 1)",
         ),
         (
             replace(AGREED, groups=(replace(GROUP, members=(0, 1)),)),
-            "group '7': members [0-2] against [0-1] (rank 0 against rank 1)",
+            "group '7': members [0-2] versus [0-1] (rank 0 versus rank 1)",
         ),
         (
             replace(AGREED, groups=(replace(GROUP, strategy="suspend"),)),
-            "group '7': strategy recreate against suspend (rank 0 against rank 1)",
+            "group '7': strategy recreate versus suspend (rank 0 versus rank 1)",
         ),
         (
             replace(AGREED, groups=(replace(GROUP, digest=6),)),
-            "group '7': different backends or order of creation (rank 0 against rank 1)",
+            "group '7': different backends or order of creation (rank 0 versus rank 1)",
         ),
     ],
 )
