@@ -1,16 +1,16 @@
 """Bring-up, ownership and the mesh: the distributed environment around reloadable groups.
 
-Names are loaded when they are used: importing this package and detecting the environment import
-no torch. Do not assume that bring-up writes ``RANK`` or ``MASTER_ADDR`` to ``os.environ``: it does
-not; ``detect_environment().export()`` does, for libraries that read them.
+Names are loaded on first use: importing this package and detecting the environment do not import
+torch. Do not assume that bring-up writes ``RANK`` or ``MASTER_ADDR`` to ``os.environ``: only
+``detect_environment().export()`` does, for libraries that read them.
 
 An evaluator that may or may not run under a launcher::
 
     reloadpg.ensure_process_group()        # gloo if WORLD_SIZE > 1, otherwise nothing
     results = evaluate(shard=reloadpg.get_rank())
-    reloadpg.destroy_distributed()         # nothing if nothing was made
+    reloadpg.destroy_distributed()         # nothing if there is no group
 
-A trainer that ends the group only if it made it::
+A trainer that destroys the group only if it created it::
 
     with reloadpg.process_group_scope():
         if not torch.distributed.is_initialized():
@@ -35,7 +35,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
+if TYPE_CHECKING:  # at run time, __getattr__ resolves the names
     from .bringup import DistributedContext as DistributedContext
     from .bringup import init_distributed as init_distributed
     from .evaluator import ensure_process_group as ensure_process_group
@@ -56,8 +56,8 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .teardown import destroy_distributed as destroy_distributed
     from .teardown import process_group_scope as process_group_scope
 
-# The module of each name. No public function may share its name with its own module: importing
-# the submodule would put the module where the function is expected.
+# The module of each name. A public function must not have the name of its module: importing the
+# submodule would replace the function by the module.
 _HOMES = {
     "bringup": "DistributedContext init_distributed",
     "evaluator": "ensure_process_group",

@@ -1,6 +1,6 @@
 """Bring-up: validate, connect to the store, agree, and only then create groups.
 
-A default group that someone else made is described as it is, and left as it is.
+A default group that already exists is adopted unchanged.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ INIT_TIMEOUT = timedelta(minutes=5)
 
 @dataclass(eq=False)
 class DistributedContext:
-    """Result of bring-up. As a context manager it destroys the groups made since bring-up began.
+    """Result of bring-up. As a context manager it destroys the groups created since it began.
 
-    Leaving it does what leaving ``process_group_scope`` does: a bounded barrier and an orderly
-    destroy, or after an exception an abort, of the groups that bring-up or the block has made.
-    Without ``with``, call ``destroy_distributed()``.
+    Its exit is that of ``process_group_scope``: a barrier with a timeout and an orderly destroy, or
+    after an exception an abort, of the groups that bring-up or the block has created. Without
+    ``with``, call ``destroy_distributed()``.
 
     Attributes:
-        environment: who this process is.
-        device: the device it uses.
+        environment: the identity of this process.
+        device: its device.
         mesh: the mesh, if ``mesh_dims`` was given.
-        owned: whether this bring-up made the default group. Offload and reload do not change it.
-        own: the groups made since bring-up began.
+        owned: whether this bring-up created the default group. Unaffected by offload and reload.
+        own: the groups created since bring-up began.
     """
 
     environment: DistributedEnvironment
@@ -97,54 +97,55 @@ def init_distributed(
     external_gpu_device_mapping: bool = False,
     stream: bool = False,
 ) -> DistributedContext:
-    """Bring this process into its job: default group, device, mesh and seed.
+    """Set up distributed training in this process: default group, device, mesh and seed.
 
-    Collective over the job; blocking, bounded by ``init_timeout``; signals are handled while it
-    waits. Everything is validated before a socket is opened. Of ``os.environ`` only what
-    ``network`` says is written, and undone when the groups are destroyed. The ranks agree through
-    the store on world size, backend, mesh and who uses which accelerator before the first
-    collective, so a difference raises on all of them.
+    Collective over the job; blocking, with the timeout ``init_timeout``; handles signals while it
+    waits. All arguments are validated before a socket is opened. Only the variables of ``network``
+    are written to ``os.environ``; they are restored when the groups are destroyed. Before the first
+    collective, the ranks agree through the store on world size, backend, mesh and the assignment of
+    accelerators, so a difference raises on all ranks.
 
-    If the default group exists already, it is adopted untouched: ``owned`` is False, and
-    requested settings that it does not have are logged as a warning. Without ``mesh_dims`` this
-    is local.
+    An existing default group is adopted unchanged: ``owned`` is False, and a warning lists the
+    requested settings that differ. Without ``mesh_dims``, this is local.
 
-    In a process that replaces another one (see :func:`reloadpg.rejoin`) it is local, too: nothing
-    is agreed or connected, which the other ranks have done.
+    It is also local in a process that replaces another one (see :func:`reloadpg.rejoin`): the
+    other ranks have already agreed and connected.
 
     Args:
-        backend: as for ``init_process_group``; None takes the device's (gloo, nccl, ...).
+        backend: as for ``init_process_group``; None selects the device's backend (gloo, nccl, ...).
         timeout: timeout of WORLD and of every group of the mesh, before and after reloads; a
             timedelta, or seconds. None is torch's default for the backend.
-        init_timeout: bound of bring-up and of the barrier when the context is left.
-        device: None takes the accelerator with the local rank's index, or the CPU. If only one
-            device is visible, that one is taken.
-        device_id: bind the default group to the device (torch connects at once, and splits).
-        mesh_dims: sizes for ``resolve_mesh_dims``; None makes no mesh.
-        seed: given to ``set_seed`` with the mesh; None seeds nothing.
+        init_timeout: timeout of bring-up and of the barrier at the exit of the context.
+        device: None selects the accelerator with the local rank's index, or the CPU. If only one
+            device is visible, it is used.
+        device_id: bind the default group to the device (torch then connects immediately and
+            splits).
+        mesh_dims: sizes for ``resolve_mesh_dims``; None creates no mesh.
+        seed: passed to ``set_seed`` with the mesh; None sets no seed.
         adopt: an existing group is expected: do not warn about settings that differ.
-        network: ``auto`` does what ``configure_network_environment()`` does, before anything
-            connects; a mapping sets these variables; both change only what is unset, and say in
-            one log line what they set. ``off`` sets nothing, and nothing is set where a default
-            group exists or in a world of 1.
-        connect: ``eager`` connects the new groups by a small all-reduce on each, within
-            ``init_timeout``, so that an interface which the others cannot reach is an error now and
-            not a hang in the first step; ``canary`` also checks the sums; ``none`` leaves it to the
-            first collective, for jobs that never use some of the groups.
-        store: the ranks meet on this store, which all of them have, and need no address. It must
-            live as long as the job.
-        external_gpu_device_mapping: the launcher has put this rank's device first among those that
-            it shows it: use index 0 instead of the local rank.
-        stream: make a new stream of the device current, which capturing CUDA graphs needs; nothing
-            on a CPU.
+        network: ``auto`` calls ``configure_network_environment()`` before connecting; a mapping
+            sets these variables. Both change only unset variables and log one line with the
+            changes. ``off`` sets nothing. Nothing is set if a default group exists, or in a world
+            of 1.
+        connect: ``eager`` connects the new groups with a small all-reduce on each, within
+            ``init_timeout``, so that an unreachable interface is an error now and not a hang in the
+            first step. ``canary`` also checks the sums. ``none`` lets the first collective connect,
+            for jobs that never use some of the groups.
+        store: a store that all ranks have, used in place of an address. It must live as long as
+            the job.
+        external_gpu_device_mapping: this rank's device is the first of those that the launcher
+            makes visible: use index 0 instead of the local rank.
+        stream: make a new stream of the device current, as needed to capture CUDA graphs; no
+            effect on a CPU.
 
     Raises:
-        DistributedEnvironmentError, InvalidOptionError, MeshDimensionError: bad input on this
-            rank; nothing was opened, written or made. All are ValueErrors.
+        DistributedEnvironmentError, InvalidOptionError, MeshDimensionError: invalid input on this
+            rank; nothing was opened, written or created. All are ValueErrors.
         DisagreementError: the ranks differ; names ranks and values. Raised on all ranks.
-        RendezvousTimeoutError: not all ranks came in time; names the missing. A TimeoutError.
-        PeerFailedError: another rank failed while making the groups.
-        ReloadpgError: this rank failed at it; names the group, its ranks and the interface.
+        RendezvousTimeoutError: not all ranks arrived in time; names the missing ranks. A
+            TimeoutError.
+        PeerFailedError: another rank failed while creating the groups.
+        ReloadpgError: this rank failed; names the group, its ranks and the interface.
     """
     name_rank_in_records()
     bound = as_timedelta(timeout, "timeout") if timeout is not None else None
@@ -154,7 +155,7 @@ def init_distributed(
         seed_for(seed, {}, {}, ())
     if store is not None and not isinstance(store, Store):
         raise InvalidOptionError(
-            f"store={store!r} is not a store. Nothing was started. Give one of torch.distributed."
+            f"store={store!r} is not a store. Nothing was started. Pass a torch.distributed store."
         )
     own, world = OwnGroups(init_bound), c10d.world()
     if world is not None:
@@ -194,7 +195,7 @@ def init_distributed(
     return context
 
 
-# -- a group of our own -----------------------------------------------------------------------
+# -- a new group ------------------------------------------------------------------------------
 
 
 def bring_up(
@@ -208,7 +209,7 @@ def bring_up(
     given: Store | None = None,
     stream: bool = False,
 ) -> DeviceMesh | None:
-    """Make the default group and the mesh. Collective, blocking, bounded; input is valid.
+    """Create the default group and the mesh from valid input. Collective, blocking, with a timeout.
 
     If it raises, this process has no group.
     """
@@ -218,7 +219,7 @@ def bring_up(
     alone = environment.world_size == 1
     options = registry.options
     if not alone and options is not None and options.recoverable:
-        # The other ranks are past all this: its groups are connected when it rejoins them.
+        # The other ranks have done all this; its groups are connected when it rejoins.
         alone = Predecessor.exists(store, environment.rank, environment.world_size)
         connect = "none" if alone else connect
     if not alone:
@@ -234,8 +235,8 @@ def bring_up(
             connect=connect,
         )
         agree(store, claim, init_timeout)
-    # A peer that dies between agreement and connection would hold this rank for the whole of
-    # ``timeout``, which is hours by intention: so the groups are made within a round.
+    # If a peer dies between agreement and connection, this rank would wait for all of ``timeout``,
+    # which may be hours. So the groups are created within a round.
     root = None if alone else partial(PrefixStore, "barriers", store)
     rendezvous = Rendezvous(root, environment.rank, environment.world_size)
     round_ = rendezvous.open("init_distributed", ("connected",), init_timeout.total_seconds())
@@ -258,7 +259,7 @@ def bring_up(
     mesh = _within_round(round_, create, own, environment.rank)
     store.set_timeout(bound)
     logging.getLogger(__name__).info(
-        "rank %d of %d (%s): made the default group with %s on %s, timeout %g s",
+        "rank %d of %d (%s): created the default group with %s on %s, timeout %g s",
         environment.rank,
         environment.world_size,
         environment.source,
@@ -275,12 +276,13 @@ def _within_round(
     own: OwnGroups,
     rank: int,
 ) -> DeviceMesh | None:
-    """Create groups beside this thread, and wait for all ranks; if one fails, abort what was made.
+    """Create groups in a thread and wait for all ranks; if one fails, abort the new groups.
 
     Args:
         round_: a round whose next barrier is ``connected``.
-        create: gets the attempt, and a list in which it says what it is at.
-        own: what is made.
+        create: called with the cancellation token, and a list whose element it sets to its current
+            work.
+        own: the new groups.
         rank: this rank.
     """
     made: list[DeviceMesh | None] = []
@@ -294,11 +296,12 @@ def _within_round(
         except RuntimeError as error:
             raise ReloadpgError(
                 f"init_distributed: rank {rank} failed at {at[0]} over {interface_in_use()}: "
-                f"{error}. No group was made. See whether this interface exists on each host and "
-                f"reaches the others; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name another."
+                f"{error}. No group was created. Check that this interface exists on each host and "
+                f"reaches the others, or select another with NCCL_SOCKET_IFNAME and "
+                f"GLOO_SOCKET_IFNAME."
             ) from error
         finally:
-            if attempt.abandoned:  # the caller has raised; a group made since is nobody's
+            if attempt.abandoned:  # the caller has raised and does not own later groups
                 own.abort()
 
     try:
@@ -320,7 +323,7 @@ def _create_mesh(
     attempt: Attempt,
     at: list[str],
 ) -> DeviceMesh | None:
-    """Create the mesh, if there is to be one, and connect the groups made since bring-up began."""
+    """Create the mesh, if requested, and connect the groups created since bring-up began."""
     mesh = None
     if sizes is not None:
         at[0] = "creating the mesh"
@@ -342,9 +345,9 @@ def _create_mesh(
         total, expected = sum_ranks(group, used)
         if connect == "canary" and total != expected:
             raise ReloadpgError(
-                f"init_distributed: {at[0]} over {interface_in_use()}: the ranks' sum is {total} "
-                f"and should be {expected}. No group was made. The communicator does not connect "
-                f"the right ranks, or corrupts data."
+                f"init_distributed: {at[0]} over {interface_in_use()}: the sum over the ranks is "
+                f"{total}, expected {expected}. No group was created. The communicator does not "
+                f"connect the right ranks, or corrupts data."
             )
     return mesh
 
@@ -365,9 +368,9 @@ def _mesh_over(
     connect: Connect,
     own: OwnGroups,
 ) -> DeviceMesh | None:
-    """Create a mesh over the group, which is not touched. Collective, blocking, bounded.
+    """Create a mesh over the group, which is unchanged. Collective, blocking, with a timeout.
 
-    The mesh's groups get ``timeout``, or else the group's own.
+    The mesh's groups have the timeout ``timeout``, or that of the group.
     """
     settings = {"mesh_dims": _shown(sizes), "connect": connect}
     round_ = job_round("init_distributed", ("agree", "connected"), init_timeout)
@@ -381,7 +384,7 @@ def _mesh_over(
 
 
 def _environment_of_group() -> DistributedEnvironment:
-    """What the launcher says where it fits the group, otherwise what the group itself knows."""
+    """The launcher's environment if it matches the group; otherwise that of the group."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     try:
         identity = identify(os.environ)
@@ -391,11 +394,11 @@ def _environment_of_group() -> DistributedEnvironment:
         if (identity.rank, identity.world_size) == (rank, world_size):
             try:
                 return identity.environment()
-            except DistributedEnvironmentError:  # its ranks met otherwise than by an address
+            except DistributedEnvironmentError:  # the ranks used no address
                 return identity.environment(has_store=True)
         reason = f"{identity.source} says rank {identity.rank} of {identity.world_size}"
     logging.getLogger(__name__).debug(
-        "the adopted group is rank %d of %d, and its nodes are not known: %s",
+        "the adopted group is rank %d of %d, and its nodes are unknown: %s",
         rank,
         world_size,
         reason,
@@ -430,7 +433,7 @@ def _warn_of_differences(
     differing, current = [], _timeout_of(world)
     if backend is not None and not _is_same_backend(world, backend):
         differing.append(f"backend {backend!r} (it has {c10d.backend_of(world)!r})")
-    # Read back from gloo, 60000 s is 60000.003 s on torch 2.15.
+    # Gloo returns 60000 s as 60000.003 s on torch 2.15.
     slack = timedelta(milliseconds=10)
     if timeout is not None and current is not None and abs(timeout - current) > slack:
         differing.append(
@@ -438,7 +441,7 @@ def _warn_of_differences(
         )
     if differing:
         logging.getLogger(__name__).warning(
-            "the default group exists already and is adopted as it is; requested, but not "
+            "the default group already exists and is adopted unchanged; requested but not "
             "applied: %s",
             ", ".join(differing),
         )

@@ -21,7 +21,7 @@ _VISIBLE = {
     "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
     "xpu": ("ZE_AFFINITY_MASK",),
 }
-"""Variables that say which devices a process sees; for other types ``<TYPE>_VISIBLE_DEVICES``."""
+"""Variables that list the visible devices; for other types ``<TYPE>_VISIBLE_DEVICES``."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Placement:
     device_id: torch.device | None
 
     def use(self, *, stream: bool = False) -> None:
-        """Make the device current, and a new stream of it if asked for.
+        """Make the device current, and a new stream of it if requested.
 
-        Local; a CPU makes no call to any accelerator.
+        Local; on a CPU, calls no accelerator.
         """
         if self.device.type != "cpu":
             module = torch.get_device_module(self.device.type)
@@ -50,11 +50,11 @@ class Placement:
                 module.set_stream(module.Stream())
 
     def exclusive(self) -> str:
-        """Name what only this rank may use: its accelerator, the same to all that see it. Local.
+        """Return an identifier of the accelerator that only this rank may use. Local.
 
-        Empty for a CPU, and where the backend does not mind: two ranks of gloo can share a device.
-        Asks the device, which must be current. Without an identifier of the hardware, the name is
-        that of the host with the place among the devices that the launcher makes visible.
+        It is equal in all processes that see the device. Empty for a CPU, and for backends whose
+        ranks can share a device, such as gloo. Queries the device, which must be current. Without a
+        hardware identifier, it consists of the host name and the index among the visible devices.
         """
         named = parse_backend(self.backend, built=False)
         if self.device.type == "cpu" or named.get(self.device.type, named.get("")) in _CPU_ONLY:
@@ -64,7 +64,7 @@ class Placement:
         visible = {name: os.environ[name] for name in variables if os.environ.get(name)}
         entries = next(iter(visible.values()), "").split(",")
         entry = entries[index].strip() if len(visible) == 1 and index < len(entries) else ""
-        if entry.startswith("MIG-"):  # a part of a device has its own name
+        if entry.startswith("MIG-"):  # a partition has its own identifier
             return entry
         uuid = _uuid(self.device)
         if uuid:
@@ -78,10 +78,10 @@ def parse_backend(backend: str, *, built: bool = True) -> dict[str, str]:
 
     Args:
         backend: as for ``init_process_group``.
-        built: also require that this torch is built with it.
+        built: also require that torch was built with it.
 
     Raises:
-        InvalidOptionError: malformed, or not known to this torch.
+        InvalidOptionError: malformed, or unknown to this torch.
     """
     text = backend.lower() if isinstance(backend, str) else ""
     pairs = [item.split(":") if ":" in item else ["", item] for item in text.split(",")]
@@ -91,16 +91,16 @@ def parse_backend(backend: str, *, built: bool = True) -> dict[str, str]:
     unknown = sorted(set(parsed.values()) - {name.lower() for name in c10d.known_backends()})
     if unknown:
         known = ", ".join(sorted(c10d.known_backends() - {"undefined"}))
-        raise _error(f"backend={backend!r}: {unknown[0]!r} is not one of {known}")
+        raise _error(f"backend={backend!r}: {unknown[0]!r} is unknown; known are {known}")
     for name in parsed.values():
         available = getattr(dist, f"is_{name}_available", None)
         if built and available is not None and not available():
-            raise _error(f"backend={backend!r}: this torch is built without {name}")
+            raise _error(f"backend={backend!r}: this torch was built without {name}")
     return parsed
 
 
 def parse_device(device: torch.device | str | None) -> torch.device | None:
-    """The device as torch has it. Local, pure.
+    """Return the argument as a ``torch.device``. Local, pure.
 
     Raises:
         InvalidOptionError: not a device.
@@ -112,8 +112,8 @@ def parse_device(device: torch.device | str | None) -> torch.device | None:
 
 
 def accelerator() -> torch.device | None:
-    """The accelerator of this process, which need not be in use; None without one. Local."""
-    # Not torch.cuda.is_available(): on a build for CPUs this asks no device runtime at all.
+    """The accelerator of this process, in use or not; None without one. Local."""
+    # Unlike torch.cuda.is_available(), this calls no device runtime in a CPU build.
     if not torch.accelerator.is_available():
         return None
     return torch.accelerator.current_accelerator()
@@ -125,13 +125,13 @@ def choose_placement(
     device_id: torch.device | int | None,
     local_rank: int | None,
 ) -> Placement:
-    """Choose device and backend of the process with this number on its node. Local.
+    """Choose device and backend of the process with this local rank. Local.
 
-    Without a device: the accelerator, if there is one and the backend, where named, serves it;
-    otherwise the CPU. Without a backend: the one that torch registered for the device's type.
+    Without a device: the accelerator, if there is one and the given backend serves it; otherwise
+    the CPU. Without a backend: the one that torch has registered for the device's type.
 
     Raises:
-        InvalidOptionError: not known, not visible, or not fitting together.
+        InvalidOptionError: unknown, not visible, or not compatible.
     """
     named = parse_backend(backend) if backend is not None else {}
     wanted = parse_device(device)
@@ -167,7 +167,7 @@ def _visible(wanted: torch.device, local_rank: int | None) -> torch.device:
     try:
         count = int(torch.get_device_module(wanted.type).device_count())
     except (RuntimeError, AttributeError) as error:
-        raise _error(f"device={str(wanted)!r} is of no type that this torch can use") from error
+        raise _error(f"device={str(wanted)!r} has a type that this torch cannot use") from error
     if wanted.index is not None:
         if wanted.index >= count:
             raise _error(f"device={str(wanted)!r}, but {count} {wanted.type} devices are visible")
@@ -175,11 +175,11 @@ def _visible(wanted: torch.device, local_rank: int | None) -> torch.device:
     if local_rank is not None and local_rank < count:
         return torch.device(wanted.type, local_rank)
     if count == 1:
-        return torch.device(wanted.type, 0)  # a launcher that shows each task its own device
+        return torch.device(wanted.type, 0)  # the launcher makes one device visible per task
     if local_rank is None:
         raise _error(
-            f"LOCAL_RANK is not set, so this process's {wanted.type} device is not known: {count} "
-            f"are visible. Set LOCAL_RANK, or give device="
+            f"LOCAL_RANK is not set, so this process's {wanted.type} device is unknown: {count} "
+            f"are visible. Set LOCAL_RANK, or pass device="
         )
     raise _error(f"local_rank={local_rank} has no {wanted.type} device: {count} are visible")
 

@@ -1,6 +1,6 @@
-"""A group for programs that only gather results: made where the launcher started several ranks.
+"""A group for programs that only gather results, created if the launcher started several ranks.
 
-Imports torch.distributed only where it makes a group: an evaluator may run without it.
+Imports torch.distributed only if it creates a group, since an evaluator may run without it.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ def ensure_process_group(
     timeout: timedelta | float = TIMEOUT,
     init_timeout: timedelta | float = INIT_TIMEOUT,
 ) -> bool:
-    """Make a gloo group if torch-style variables say that there are several ranks.
+    """Create a gloo group if torch's variables define several ranks.
 
-    Needs what ``init_method="env://"`` needs: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``MASTER_PORT``. Collective over the job where it makes the group; blocking, bounded by
-    ``init_timeout``; idempotent. Logs one line if it makes one. Nothing is done, and nothing
-    logged, in a world of 1, without ``WORLD_SIZE``, if a group exists, or on a torch without
-    ``torch.distributed``. If only addresses are
-    missing, it warns and does nothing: the ranks then work alone; ``get_rank()`` tells them apart.
+    Requires the variables of ``init_method="env://"``: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``
+    and ``MASTER_PORT``. Collective over the job if it creates the group; blocking, with the timeout
+    ``init_timeout``; idempotent. Logs one line if it creates a group. Does and logs nothing in a
+    world of 1, without ``WORLD_SIZE``, if a group exists, or on a torch without
+    ``torch.distributed``. If only addresses are missing, it warns and does nothing: each rank then
+    works alone, and ``get_rank()`` identifies it.
 
     Args:
-        timeout: of the group; by default the 60000 s that long evaluations need.
-        init_timeout: bound of bring-up.
+        timeout: timeout of the group; by default 60000 s, for long evaluations.
+        init_timeout: timeout of bring-up.
 
     Returns:
-        Whether it made the group. Then ``destroy_distributed()`` is the caller's to call.
+        Whether it created the group. If so, the caller must call ``destroy_distributed()``.
 
     Raises:
         DistributedEnvironmentError: a variable is missing, empty, not a number or out of range.
@@ -53,11 +53,11 @@ def ensure_process_group(
     read = Variables(os.environ, "torchrun")
     if read.integer("WORLD_SIZE", minimum=1) == 1:
         return False
-    identity = identify(os.environ)  # the rank must be known, also where each works alone
+    identity = identify(os.environ)  # the rank must be known even if each rank works alone
     missing = [name for name in ADDRESS if name not in read]
     if missing:
         logging.getLogger(__name__).warning(
-            "WORLD_SIZE=%s, but %s is not set: no process group is made, each rank works alone. "
+            "WORLD_SIZE=%s, but %s is not set: no process group is created, each rank works alone. "
             "Set it, or start the ranks with torchrun",
             os.environ["WORLD_SIZE"],
             " and ".join(missing),

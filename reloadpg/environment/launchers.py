@@ -1,7 +1,6 @@
 """Launchers: detection of the job that started this process, and the rank before a group exists.
 
-torchrun, LSF's jsrun, OpenMPI and PMI number their processes themselves; SLURM has a module of its
-own. Imports no torch.
+torchrun, LSF's jsrun, OpenMPI and PMI; SLURM has a separate module. Does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ R = TypeVar("R")
 
 _ALONE = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 ENV = ("RANK", "WORLD_SIZE", *ADDRESS)
-"""What ``init_method="env://"`` of torch needs."""
+"""The variables that torch's ``init_method="env://"`` requires."""
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -57,47 +56,47 @@ SINGLE = Identity(
 
 
 def detect_environment(environ: Mapping[str, str] | None = None) -> DistributedEnvironment:
-    """Say who this process is in its job, from its launcher's variables.
+    """Return the identity of this process in its job, from its launcher's variables.
 
-    Local, non-blocking, pure: it reads, writes nothing, opens no socket and imports no torch.
-    The first of these that is there is the source:
+    Local, non-blocking, pure: it writes nothing, opens no socket and does not import torch. The
+    first available source is used:
 
-    1. torch's variables: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun
-       and ``init_method="env://"`` have them;
+    1. torch's variables: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, as for
+       torchrun and ``init_method="env://"``;
     2. a SLURM step (before PMI, which srun sets as well); the shell of an allocation is one
        process;
     3. LSF's jsrun; 4. OpenMPI's mpirun; 5. PMI (MPICH, Intel MPI, Cray);
     6. a single process: rank 0 of 1.
 
-    ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK`` and ``GROUP_WORLD_SIZE`` are read if they
-    are set. Where they are not, they are inferred where that is certain: in a world of 1, where
-    the ranks meet on the loopback interface, and from another launcher that says the same rank and
-    world size. Otherwise these fields are None.
+    ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK`` and ``GROUP_WORLD_SIZE`` are read if set.
+    Otherwise they are inferred if that is certain: in a world of 1, if the ranks meet on the
+    loopback interface, and from another launcher with the same rank and world size. If not, these
+    fields are None.
 
-    Some of torch's variables beside another launcher's (a script that exports ``RANK`` and
-    ``WORLD_SIZE`` from SLURM's) are fine if they say the same, and an error if they do not.
+    Some of torch's variables together with another launcher's (a script that exports ``RANK`` and
+    ``WORLD_SIZE`` from SLURM's) are valid if they agree, and an error if they do not.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT``, each on its own, are used if they are set, whatever the
-    launcher. Otherwise, under SLURM, the ranks meet on the first host of the step's node list, at a
-    port derived from job and step id. LSF reads its host list. OpenMPI and PMI hand out no address:
-    on one host the ranks meet on the loopback interface; on more, ``MASTER_ADDR`` must be set. A
-    world of 1 has port 0: any free one.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` are each used if set, with any launcher. Otherwise, under
+    SLURM, the ranks meet on the first host of the step's node list, at a port derived from job and
+    step id. Under LSF, they meet on the first host of its host list. OpenMPI and PMI provide no
+    address: on one host the ranks meet on the loopback interface; on several, ``MASTER_ADDR`` must
+    be set. A world of 1 has port 0: any free port.
 
-    Ranks of a node that are not consecutive are logged as a warning.
+    Warns if the ranks of a node are not consecutive.
 
     Args:
         environ: the variables; ``os.environ`` if None.
 
     Raises:
-        DistributedEnvironmentError: the variables are incomplete (the message lists what is
-            missing), contradict each other, are empty, not numbers, or out of range. Also an
-            OSError and a ValueError.
+        DistributedEnvironmentError: the variables are incomplete (the message lists the missing
+            ones), contradict each other, are empty, not numbers, or out of range. Also an OSError
+            and a ValueError.
     """
     return identify(os.environ if environ is None else environ).environment()
 
 
 def identify(environ: Mapping[str, str]) -> Identity:
-    """Say who this process is, and not yet where the ranks meet. Local, pure.
+    """Return the identity of this process, without the address. Local, pure.
 
     Raises:
         DistributedEnvironmentError: as :func:`detect_environment`.
@@ -116,7 +115,7 @@ def identify(environ: Mapping[str, str]) -> Identity:
 
 
 def _from_launcher(environ: Mapping[str, str]) -> Identity | None:
-    """The identity that a launcher other than torchrun hands out, or None."""
+    """The identity from a launcher other than torchrun, or None."""
     if is_daemon_step(environ):
         mpi = _from_mpi(environ, _OPENMPI)
         if mpi is not None and str(mpi.world_size) != environ["SLURM_STEP_NUM_TASKS"]:
@@ -126,7 +125,7 @@ def _from_launcher(environ: Mapping[str, str]) -> Identity | None:
 
 
 def _with_places(own: Identity, environ: Mapping[str, str]) -> Identity:
-    """Add the places that another launcher knows for the same rank of the same world."""
+    """Add the local and node ranks of another launcher with the same rank and world size."""
     if own.local_rank is not None and own.local_world_size is not None:
         return own
     try:
@@ -156,7 +155,7 @@ def _check_agreement(read: Variables, launcher: Identity) -> None:
         listed = ", ".join(f"{name}={read.text(name)!r}, not {said[name]}" for name in differing)
         raise read.error(
             f"The torchrun variables are only partly set: missing "
-            f"{', '.join(name for name in ENV if name not in read)}; and what is set contradicts "
+            f"{', '.join(name for name in ENV if name not in read)}; the others contradict "
             f"{launcher.source}: {listed}",
             *differing,
             call=f"Set {', '.join(ENV)}, or unset {', '.join(differing)}.",
@@ -177,13 +176,13 @@ def is_initialized() -> bool:
 
 
 def get_rank() -> int:
-    """Return the rank of this process: the default group's, or before it exists the launcher's.
+    """Return the rank of this process: of the default group or, before it exists, the launcher.
 
-    Local, non-blocking; imports no torch. Right under srun and mpirun too, where ``RANK`` is not
-    set and every process used to think that it was rank 0. Where the ranks meet need not be known.
+    Local, non-blocking; does not import torch. Also works under srun and mpirun, where ``RANK`` is
+    not set. Requires no address.
 
     Raises:
-        DistributedEnvironmentError: there is no group, and the variables do not say the rank, or
+        DistributedEnvironmentError: there is no group, and the variables do not define the rank, or
             contradict each other.
     """
     if is_initialized():
@@ -199,8 +198,8 @@ def is_rank_zero() -> bool:
 def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
     """Make ``function`` do nothing, and return None, on every rank but 0.
 
-    The rank is looked up at each call, not at decoration: a module is often imported before the
-    group exists. Local: no rank waits for another.
+    The rank is looked up at each call, not at decoration, since a module is often imported before
+    the group exists. Local: no rank waits for another.
     """
 
     @functools.wraps(function)
@@ -210,17 +209,17 @@ def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
     return wrapper
 
 
-# -- one launcher each ------------------------------------------------------------------------
+# -- launchers --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Names:
-    """How one MPI-like launcher calls what it hands out; ``A|B`` means either.
+    """The variable names of an MPI-like launcher; ``A|B`` means either.
 
     Attributes:
         source: name of the launcher.
         numbers: rank, size, local rank, local size, in this order.
-        job: variables that tell one run of the launcher from another on the same hosts.
+        job: variables that identify one run of the launcher on its hosts.
     """
 
     source: str
@@ -261,9 +260,9 @@ _PMI = _Names(
 
 
 def _from_torch(read: Variables) -> Identity | None:
-    """The identity that torch's own variables say, or None if they do not say a rank.
+    """The identity from torch's variables, or None if they define no rank.
 
-    ``LOCAL_RANK=0`` alone is a process that was given its device: nothing says that there are more.
+    ``LOCAL_RANK=0`` alone only selects a device; it does not imply several ranks.
     """
     if "WORLD_SIZE" not in read:
         if "RANK" in read:
@@ -316,7 +315,7 @@ def _incomplete(read: Variables) -> NoReturn:
 
 
 def _local(read: Variables, rank: int, world_size: int) -> tuple[int | None, int | None]:
-    """Local rank and local world size; None for what is neither set nor certain."""
+    """Local rank and local world size; None if neither set nor certain."""
     local_size = None
     if "LOCAL_WORLD_SIZE" in read:
         local_size = read.integer("LOCAL_WORLD_SIZE", minimum=1, maximum=world_size)
@@ -377,9 +376,9 @@ def _from_mpi(environ: Mapping[str, str], names: _Names) -> Identity | None:
 
 
 def _derived_host(read: Variables, names: _Names, *, world_size: int, local_size: int) -> str:
-    """The host where the ranks meet: these launchers hand out none.
+    """The host where the ranks meet, for launchers that provide no address.
 
-    All ranks on one host meet there; LSF's host list is read.
+    The ranks' host if they share one; otherwise, the first host of LSF's list.
     """
     if local_size == world_size:
         return LOOPBACK
@@ -392,7 +391,7 @@ def _derived_host(read: Variables, names: _Names, *, world_size: int, local_size
 def _derived_port(read: Variables, names: _Names, *, world_size: int) -> int:
     if world_size == 1:
         return 0
-    # jsrun's job id alone would be shared by two runs in one job; PMIx names the run.
+    # Two runs in one job share jsrun's job id; PMIx identifies the run.
     wanted = dict.fromkeys((*names.job, "PMIX_NAMESPACE"))
     ids = [read.text(name) for name in wanted if name in read]
     if not ids:

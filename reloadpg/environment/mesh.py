@@ -1,8 +1,8 @@
 """The mesh: rules for its dimensions, its groups, and seeds that follow its coordinates.
 
-``init_device_mesh`` gives its groups torch's default timeout (30 minutes for gloo, 10 for NCCL)
-whatever WORLD was given, so the groups are made here and handed to ``DeviceMesh.from_group``.
-Torch is imported where groups or generators are touched; the rules need none.
+``init_device_mesh`` creates its groups with torch's default timeout (30 minutes for gloo, 10 for
+NCCL), whatever the timeout of WORLD. So the groups are created here and passed to
+``DeviceMesh.from_group``. The rules do not import torch.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _TORCH_SEEDS = 1 << 64
 def resolve_mesh_dims(dims: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Sizes of the mesh dimensions, in mesh order, for a world of ``world_size`` ranks.
 
-    Local, pure. The order is :data:`MESH_ORDER` whatever the order of ``dims``; dimensions left
-    out have size 1. One size may be -1: what the others leave. Dimensions of size 1 are dropped,
-    except ``dp_shard`` beside ``tp`` or ``ep``, where FSDP needs a mesh to wrap over. If nothing
-    is left, the mesh is flat: ``dp_shard`` over the world.
+    Local, pure. The order is always :data:`MESH_ORDER`; omitted dimensions have size 1. One size
+    may be -1: it is inferred from the others. Dimensions of size 1 are dropped, except ``dp_shard``
+    with ``tp`` or ``ep``, where FSDP needs a mesh to wrap over. If no dimension is left, the mesh
+    is ``dp_shard`` over the world.
 
     Args:
         dims: size by name.
         world_size: number of ranks.
 
     Raises:
-        MeshDimensionError: no mapping, unknown name, a size that is not a positive number or -1,
-            more than one -1, a world that cannot be divided so, or a product that is not the world
-            size. Also a ValueError.
+        MeshDimensionError: not a mapping, an unknown name, a size that is not a positive number or
+            -1, more than one -1, a world size that is not divisible, or a product that differs from
+            the world size. Also a ValueError.
     """
     if not isinstance(dims, Mapping):
         raise MeshDimensionError(
-            f"mesh_dims={dims!r} is no mapping of names to sizes. No group was made. Give for "
-            f"example {{'dp_shard': -1, 'tp': 2}}."
+            f"mesh_dims={dims!r} is not a mapping of names to sizes. No group was created. Pass "
+            f"for example {{'dp_shard': -1, 'tp': 2}}."
         )
     unknown = [name for name in dims if name not in MESH_ORDER]
     if unknown:
@@ -91,20 +91,20 @@ def _is_integer(value: object) -> bool:
 
 def _no_mesh(what: str, dims: Mapping[str, int]) -> MeshDimensionError:
     return MeshDimensionError(
-        f"{what} (asked for: {dict(dims)}). No group was made. Correct mesh_dims, or leave one "
-        f"size at -1 to have it inferred."
+        f"{what} (mesh_dims={dict(dims)}). No group was created. Correct mesh_dims, or set one "
+        f"size to -1 to infer it."
     )
 
 
 def build_mesh(sizes: Mapping[str, int], device_type: str, timeout: timedelta) -> DeviceMesh:
-    """A mesh with these dimensions over all ranks. Collective over the job, blocking.
+    """Create a mesh with these dimensions over all ranks. Collective over the job, blocking.
 
-    A dimension as large as the world is WORLD itself, as torch has it. The groups are made
-    through ``torch.distributed.new_group``, so they are reloadable where ``install`` says so.
+    A dimension as large as the world is WORLD itself, as in torch. The groups are created with
+    ``torch.distributed.new_group``, so they are reloadable if ``install`` selects them.
 
     Args:
-        sizes: size by name in mesh order, as ``resolve_mesh_dims`` returns it for this world.
-        device_type: type of the devices that the mesh is of.
+        sizes: size by name in mesh order, as returned by ``resolve_mesh_dims`` for this world.
+        device_type: type of the mesh's devices.
         timeout: timeout of every group of the mesh.
     """
     import torch
@@ -119,7 +119,7 @@ def build_mesh(sizes: Mapping[str, int], device_type: str, timeout: timedelta) -
         if size == world:
             groups.append(dist.distributed_c10d._get_default_group())
             continue
-        # All ranks make all groups of all dimensions, in one order: torch counts them for names.
+        # All ranks create all groups of all dimensions in one order, since torch numbers them.
         rows = ranks.movedim(axis, -1).reshape(-1, size).tolist()
         made = [dist.new_group(row, timeout=timeout, group_desc=f"mesh_{name}") for row in rows]
         groups.append(next(group for row, group in zip(rows, made, strict=True) if rank in row))
@@ -134,26 +134,26 @@ def set_seed(
 ) -> int:
     """Seed Python, NumPy's legacy generator (if installed), torch's CPU and all its devices.
 
-    Local, non-blocking, idempotent; not thread-safe, as the generators are the process's. Ranks
-    that differ only in other dimensions of the mesh get equal seeds (data-parallel replicas
-    initialise alike), ranks that differ in a distinct dimension get different ones. Devices that
-    torch has not initialised yet are seeded when they are.
+    Local, non-blocking, idempotent; not thread-safe, since the generators belong to the process.
+    Ranks that differ in a distinct dimension get different seeds; all others get equal seeds, so
+    data-parallel replicas initialize equally. Devices that torch has not initialized are seeded
+    when they are.
 
     Args:
         seed: from 0 to 2**64 - 1, equal on all ranks. NumPy gets it modulo 2**32.
-        mesh: the mesh of the job, with named dimensions; None gives all ranks ``seed`` itself.
-        distinct_dims: names of the dimensions along which seeds differ. One that the mesh has
-            dropped, being of size 1, is fine; without a mesh, any name is.
+        mesh: the mesh of the job, with named dimensions; with None all ranks get ``seed``.
+        distinct_dims: names of the dimensions along which seeds differ. A dimension that the mesh
+            has dropped (size 1) is allowed; without a mesh, any name is.
 
     Returns:
         The seed of this rank.
 
     Raises:
-        InvalidOptionError: the seed is out of range, a dimension is no name or unknown, or this
+        InvalidOptionError: the seed is out of range, a dimension is not a name or unknown, or this
             rank is not in the mesh; nothing was seeded. Also a ValueError.
     """
     distinct = _names(distinct_dims)
-    if mesh is None:  # its names, which need not be those of bring-up, are not known then
+    if mesh is None:  # the names are unknown; they need not be those of bring-up
         mine = seed_for(seed, {}, {}, ())
     else:
         names = mesh.mesh_dim_names
@@ -175,14 +175,14 @@ def seed_for(
 ) -> int:
     """The seed of the rank at ``coordinate``. Local, pure.
 
-    The coordinates along the distinct dimensions are read as the digits of one number, which is
-    added to ``seed``: no two of them can collide, as ``seed + 100 * pp + tp`` did from tp=100 on.
+    The coordinates along the distinct dimensions are the digits of one number, which is added to
+    ``seed``. So no two seeds collide, as they do with ``seed + 100 * pp + tp`` from tp=100 on.
 
     Raises:
         InvalidOptionError: the seed is out of range or a dimension is unknown.
     """
     try:
-        number = -1 if isinstance(seed, bool) else operator.index(seed)  # NumPy's integers too
+        number = -1 if isinstance(seed, bool) else operator.index(seed)  # also NumPy's integers
     except TypeError:
         number = -1
     if not 0 <= number < _TORCH_SEEDS:
@@ -199,7 +199,7 @@ def seed_for(
 
 def _names(distinct_dims: Sequence[str]) -> tuple[str, ...]:
     if isinstance(distinct_dims, str):
-        raise _no_seed(f"distinct_dims={distinct_dims!r} is one name; give a sequence of names")
+        raise _no_seed(f"distinct_dims={distinct_dims!r} is one name; pass a sequence of names")
     names = tuple(distinct_dims) if isinstance(distinct_dims, Iterable) else (None,)
     if not all(isinstance(name, str) for name in names):
         raise _no_seed(f"distinct_dims={distinct_dims!r} is not a sequence of names")

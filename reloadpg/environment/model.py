@@ -1,6 +1,6 @@
-"""What bring-up is given, read strictly, and the identity of a process in its job, as a value.
+"""Strict reading of variables and arguments, and the identity of a process in its job.
 
-Every error names the variable or argument and its value. Imports no torch.
+Every error names the variable or argument and its value. Does not import torch.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ LAST_PORT = 30000
 _INTEGER = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]+", re.ASCII)
 _PORTS = LAST_PORT - FIRST_PORT + 1
-# Coprime to _PORTS (7 * 2143). The first 211 steps of 71 consecutive jobs all get different ports:
-# jobs that share a host were usually submitted close to each other.
+# Coprime to _PORTS (7 * 2143). The first 211 steps of 71 consecutive jobs have different ports,
+# since jobs on one host were usually submitted close to each other.
 _STRIDE = 211
 
 
 class DistributedEnvironmentError(ReloadpgError, OSError, ValueError):
-    """The launcher's variables do not say who this process is; nothing was opened or written.
+    """The launcher's variables do not identify this process; nothing was opened or written.
 
     Attributes:
         source: the launcher whose variables were read.
@@ -59,23 +59,23 @@ class DistributedEnvironmentError(ReloadpgError, OSError, ValueError):
 
 
 class MeshDimensionError(ReloadpgError, ValueError):
-    """The mesh dimensions cannot be laid over the world; no group was made."""
+    """The mesh dimensions do not fit the world size; no group was created."""
 
 
 class GroupNotInitializedError(ReloadpgError):
-    """Several ranks would have to meet, but this process has no default group."""
+    """There are several ranks, but this process has no default group."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a process in its job, before it is known where the ranks meet.
+    """Identity of a process in its job, without the address.
 
     Attributes:
         source, rank, local_rank, local_world_size, node_rank, num_nodes: as in
             :class:`DistributedEnvironment`.
-        world_size: number of processes of the job; None where nobody says it.
-        address: says where the ranks meet, or raises :class:`DistributedEnvironmentError`: asked
-            only by those who are to meet.
+        world_size: number of processes of the job; None if unknown.
+        address: returns the address where the ranks meet, or raises
+            :class:`DistributedEnvironmentError`. Called only if it is needed.
     """
 
     source: str
@@ -91,11 +91,11 @@ class Identity:
         """Return the identity with its address. Local.
 
         Args:
-            has_store: the ranks meet on a store that they were given; no address is needed.
+            has_store: the ranks meet on a given store, so no address is needed.
 
         Raises:
-            DistributedEnvironmentError: a variable that says the world size or the address is
-                missing or wrong.
+            DistributedEnvironmentError: a variable for the world size or the address is missing or
+                wrong.
         """
         host, port = (LOOPBACK, None) if has_store else self.address()
         if self.world_size is None:
@@ -119,20 +119,20 @@ class Identity:
 
 @dataclass(frozen=True)
 class DistributedEnvironment:
-    """Identity of a process in its job. A value: it holds nothing open and writes nothing.
+    """Identity of a process in its job: a plain value.
 
     Attributes:
-        source: where all fields come from: ``torchrun``, ``slurm``, ``lsf``, ``openmpi``, ``pmi``,
-            ``single``, or ``process_group`` for a group made by other means.
+        source: source of all fields: ``torchrun``, ``slurm``, ``lsf``, ``openmpi``, ``pmi``,
+            ``single``, or ``process_group`` for a group created by other means.
         rank: number of this process, from 0 to ``world_size - 1``.
-        local_rank: number of this process on its node; None where nobody says it.
+        local_rank: number of this process on its node; None if unknown.
         world_size: number of processes of the job.
-        local_world_size: number of processes on this node; None where nobody says it.
-        node_rank: number of this node; None where nobody says it.
-        num_nodes: number of nodes; None where nobody says it.
-        master_addr: host where the rendezvous store is.
-        master_port: its port. 0 in a world of 1: any free port, taken when it is needed. None where
-            the ranks met otherwise, on a store that they were given.
+        local_world_size: number of processes on this node; None if unknown.
+        node_rank: number of this node; None if unknown.
+        num_nodes: number of nodes; None if unknown.
+        master_addr: host of the rendezvous store.
+        master_port: its port. 0 in a world of 1: any free port, chosen when it is needed. None if
+            the ranks meet on a given store.
 
     Raises:
         DistributedEnvironmentError: a field is out of range.
@@ -176,9 +176,9 @@ class DistributedEnvironment:
         )
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that torchrun sets for such a process. Local.
+        """Return the variables that torchrun would set for this process. Local.
 
-        What nobody says is left out. A world of 1 without a port gets one that is free now on the
+        Unknown values are omitted. A world of 1 without a port gets one that is free on the
         loopback interface.
         """
         port = _free_port() if self.master_port == 0 else self.master_port
@@ -199,13 +199,13 @@ class DistributedEnvironment:
     ) -> Export:
         """Write the standard variables for libraries that read them, and return the undo.
 
-        Local, non-blocking. All of them are written, or none. What is preset and equal is not
-        touched. Without ``overwrite`` a preset ``MASTER_ADDR`` or ``MASTER_PORT`` stays, and a
-        preset identity (rank, sizes) that differs is an error: half of one identity and half of
-        another is how rank 7 of 4 comes about. The undo puts back exactly what was there, once.
+        Local, non-blocking. Writes all variables or none. Equal preset values are unchanged.
+        Without ``overwrite``, a preset ``MASTER_ADDR`` or ``MASTER_PORT`` is kept, and a preset
+        rank or size that differs is an error, since a mixture can give rank 7 of 4. The undo
+        restores the earlier values, once.
 
         Args:
-            overwrite: replace what is preset.
+            overwrite: replace preset values.
             environ: the mapping to write; ``os.environ`` if None.
 
         Raises:
@@ -245,10 +245,9 @@ def _free_port() -> int:
 
 
 class Export:
-    """What an export changed. Call it, or leave its ``with`` block, to undo it.
+    """The changes of an export. Call it, or leave its ``with`` block, to undo them.
 
-    Local, idempotent. A variable that someone else changed meanwhile is left and logged: only
-    what is still ours is undone.
+    Local, idempotent. A variable that other code has changed since is kept and logged.
     """
 
     def __init__(self, environ: MutableMapping[str, str]) -> None:
@@ -266,7 +265,7 @@ class Export:
             now = self._environ.get(name)
             if now != written:
                 logging.getLogger(__name__).warning(
-                    "%s was set to %r by the export and is %r now; it is left as it is",
+                    "%s was set to %r by the export but is %r now; it is not restored",
                     name,
                     written,
                     now,
@@ -288,17 +287,17 @@ class Export:
         self()
 
     def write(self, name: str, value: str) -> None:
-        """Set a variable, and remember what was there."""
+        """Set a variable and record its earlier value."""
         before = self._environ.get(name)
         self._environ[name] = value
         self._changes.append((name, before, value))
 
 
-# -- what is given ------------------------------------------------------------------------------
+# -- variables ----------------------------------------------------------------------------------
 
 
 class Variables:
-    """The variables of one launcher, read from a mapping that is never written.
+    """The variables of one launcher. The mapping is only read.
 
     Args:
         environ: the mapping.
@@ -322,9 +321,9 @@ class Variables:
         )
 
     def require(self, names: Iterable[str]) -> None:
-        """Raise, listing what is missing, unless all ``names`` are set.
+        """Raise unless all ``names`` are set, and list the missing ones.
 
-        ``"A|B"`` stands for either of two names.
+        ``"A|B"`` means either of two names.
         """
         wanted = tuple(names)
         missing = [n for n in wanted if not any(part in self for part in n.split("|"))]
@@ -334,7 +333,7 @@ class Variables:
     def missing(
         self, missing: Sequence[str], others: Iterable[str] = ()
     ) -> DistributedEnvironmentError:
-        """An error that lists what is missing, and the values of ``others`` that are set."""
+        """An error that lists missing variables, and the values of ``others`` that are set."""
         present = [name for name in others if name in self]
         listed = ", ".join(name.replace("|", " or ") for name in missing)
         seen = ", ".join(f"{name}={self._environ[name]!r}" for name in present)
@@ -342,7 +341,7 @@ class Variables:
             f"The {self.source} variables are only partly set: missing {listed}"
             + (f"; set are {seen}" if seen else ""),
             *missing,
-            call="Set what is missing, or unset all of them: half of an identity is none.",
+            call="Set the missing ones, or unset all of them.",
         )
 
     def first(self, *names: str) -> str | None:
@@ -357,7 +356,7 @@ class Variables:
         return value
 
     def host(self, name: str) -> str:
-        """A host name or address: one word of the characters that such names have, no port."""
+        """A host name or address without a port."""
         value = self.text(name)
         if not _HOST.fullmatch(value) or (":" in value and not _is_address(value)):
             raise self.error(f"{name}={value!r} is not a host name or address", name)
@@ -366,12 +365,12 @@ class Variables:
     def address(
         self, world_size: int, host: Callable[[], str], port: Callable[[], int]
     ) -> tuple[str, int]:
-        """The address that the user set; what of it is not set is derived.
+        """The address that the user set, with missing parts derived.
 
         Args:
             world_size: a world of 1 may have port 0.
-            host: derives the host where ``MASTER_ADDR`` is not set.
-            port: derives the port where ``MASTER_PORT`` is not set.
+            host: derives the host if ``MASTER_ADDR`` is not set.
+            port: derives the port if ``MASTER_PORT`` is not set.
         """
         lowest = min(1, world_size - 1)
         return (
@@ -382,7 +381,7 @@ class Variables:
         )
 
     def integer(self, name: str, *, minimum: int = 0, maximum: int | None = None) -> int:
-        """A decimal number in ``minimum..maximum``: no sign ``+``, blanks or underscores."""
+        """A decimal number in ``minimum..maximum``, without ``+``, blanks or underscores."""
         text = self.text(name)
         if not _INTEGER.fullmatch(text):
             raise self.error(f"{name}={text!r} is not a whole number", name)
@@ -395,7 +394,7 @@ class Variables:
         return value
 
     def below(self, name: str, limit_name: str, limit: int) -> int:
-        """A number from 0 to ``limit - 1``; ``limit_name`` says where the limit is from."""
+        """A number from 0 to ``limit - 1``; ``limit_name`` names the limit in messages."""
         value = self.integer(name)
         if value >= limit:
             raise self.error(
@@ -415,10 +414,10 @@ def _is_address(value: str) -> bool:
 
 
 def port_from_ids(job: int, step: int) -> int:
-    """A port in 15000..30000 that all ranks of one step compute alike. Local, pure.
+    """A port in 15000..30000, equal on all ranks of a step. Local, pure.
 
-    Below the usual range of ephemeral ports (32768 and up). Two steps of one job differ unless
-    their ids differ by a multiple of 15001.
+    Below the usual range of ephemeral ports (32768 and up). Two steps of one job have different
+    ports unless their ids differ by a multiple of 15001.
     """
     return FIRST_PORT + (job * _STRIDE + step) % _PORTS
 
@@ -435,11 +434,11 @@ def check_layout(source: str, *, rank: int, local_rank: int, first: int) -> None
         source: the launcher.
         rank: the rank in the world.
         local_rank: the rank on the node.
-        first: the rank with which this node should begin: node rank times ranks per node.
+        first: the expected first rank of this node: node rank times ranks per node.
     """
     if rank != first + local_rank:
         logging.getLogger(__name__).warning(
-            "%s placed rank %d as local rank %d on a node whose ranks should begin at %d: ranks "
+            "%s placed rank %d as local rank %d on a node whose first rank should be %d: the ranks "
             "of a node are not consecutive, so groups of neighbouring ranks cross nodes; use a "
             "block distribution",
             source,

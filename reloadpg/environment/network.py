@@ -30,10 +30,10 @@ Network = Literal["auto", "off"] | dict[str, str]
 SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 _INFINIBAND = {"NCCL_IB_DISABLE": "0", "NCCL_NET_GDR_LEVEL": "2"}
-"""InfiniBand verbs, and direct access to devices as far as the same PCI bridge."""
+"""InfiniBand verbs, and direct access to devices on the same PCI bridge."""
 
 _TOOL_SECONDS = 10.0
-# Where iproute2 lies when PATH is a user's: without sbin the tool seems to be missing.
+# A user's PATH often lacks sbin, where iproute2 is installed.
 _TOOL_PATHS = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
 _INTERFACE = re.compile(r"[A-Za-z0-9_.@-]+", re.ASCII)
 
@@ -41,12 +41,12 @@ _INTERFACE = re.compile(r"[A-Za-z0-9_.@-]+", re.ASCII)
 def detect_ib_interface() -> str | None:
     """Return the first InfiniBand interface (named ``ib*``) that is up and has a usable address.
 
-    Local, bounded (10 s); reads only, through ``ip -json address``. In the kernel's order. An
-    address that is link-local, tentative or a failed duplicate is not usable; ``ib0.8001@ib0``
-    is reported as ``ib0.8001``, the name that NCCL and gloo look up.
+    Local, read-only, with a timeout of 10 s; uses ``ip -json address``. Interfaces are in the
+    kernel's order. Addresses that are link-local, tentative or failed duplicates are not usable.
+    ``ib0.8001@ib0`` is returned as ``ib0.8001``, the name that NCCL and gloo look up.
 
     Returns:
-        The name, or None: there is none, or the tool is missing or failed.
+        The name, or None if there is none, or if the tool is missing or failed.
     """
     for link in _interfaces():
         name = str(link.get("ifname", "")).partition("@")[0]
@@ -61,21 +61,21 @@ def detect_ib_interface() -> str | None:
 def configure_network_environment(
     environ: MutableMapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Point NCCL and gloo at InfiniBand where nothing else was asked for.
+    """Configure NCCL and gloo for InfiniBand, unless variables are preset.
 
-    Local, idempotent; call it before groups are made, or let ``init_distributed(network="auto")``
-    do it. What is preset stays. With a usable InfiniBand interface, both use it,
-    ``NCCL_IB_DISABLE`` is 0 and ``NCCL_NET_GDR_LEVEL`` 2; without, nothing is set. A preset
-    ``NCCL_SOCKET_IFNAME`` is copied to ``GLOO_SOCKET_IFNAME`` if it is one concrete name: NCCL
-    also reads ``^docker`` (all but), ``=eth0`` (exactly), lists and prefixes, which gloo would
-    look up as the name of an interface. ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is left to torch:
-    forcing 1 breaks the flight recorder's dumps; 0 is kept and warned about.
+    Local, idempotent. Call it before groups are created, or use
+    ``init_distributed(network="auto")``. Preset variables are kept. If there is a usable InfiniBand
+    interface, both use it, ``NCCL_IB_DISABLE`` is 0 and ``NCCL_NET_GDR_LEVEL`` 2; otherwise nothing
+    is set. A preset ``NCCL_SOCKET_IFNAME`` is copied to ``GLOO_SOCKET_IFNAME`` if it is one
+    interface name. NCCL also accepts ``^docker`` (exclude), ``=eth0`` (exact), lists and prefixes,
+    which gloo would look up as an interface name. ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is not set:
+    the value 1 breaks the flight recorder's dumps; a preset 0 is kept with a warning.
 
     Args:
         environ: the variables; ``os.environ`` if None.
 
     Returns:
-        The changes made: value by variable.
+        The changes: value by variable.
     """
     variables = os.environ if environ is None else environ
     changes = _changes("auto", variables)
@@ -84,10 +84,10 @@ def configure_network_environment(
 
 
 def validate_network(network: Any) -> Network:
-    """Return the value as ``init_distributed`` takes it. Local, pure.
+    """Check the argument ``network`` of ``init_distributed``. Local, pure.
 
     Raises:
-        InvalidOptionError: neither "auto" nor "off" nor values by variable.
+        InvalidOptionError: neither "auto" nor "off" nor a mapping.
     """
     if network in ("auto", "off"):
         return network  # type: ignore[no-any-return]
@@ -97,16 +97,16 @@ def validate_network(network: Any) -> Network:
         return dict(network)
     raise InvalidOptionError(
         f"network={network!r} is neither 'auto' nor 'off' nor a mapping of variables to values. "
-        f"Nothing was started. Give for example {{'NCCL_SOCKET_IFNAME': 'eth0'}}."
+        f"Nothing was started. Pass for example {{'NCCL_SOCKET_IFNAME': 'eth0'}}."
     )
 
 
 _applied: list[Export] = []
-"""What bring-ups have set in ``os.environ``, until it is undone."""
+"""The changes of bring-ups to ``os.environ`` that are not undone."""
 
 
 def apply_network(network: Network) -> None:
-    """Set what is unset in ``os.environ``, and say so in one log line. Local."""
+    """Set unset variables in ``os.environ``, and log one line with the changes. Local."""
     if network == "off":
         return
     export = Export(os.environ)
@@ -120,13 +120,13 @@ def apply_network(network: Network) -> None:
 
 
 def restore_network() -> None:
-    """Undo what :func:`apply_network` has set. Local, idempotent; see :class:`~.model.Export`."""
+    """Undo :func:`apply_network`. Local, idempotent; see :class:`~.model.Export`."""
     while _applied:
         _applied.pop()()
 
 
 def interface_in_use() -> str:
-    """Name the interface that communicators are told to use, for messages. Local."""
+    """Return the configured interface of communicators, for messages. Local."""
     named = {os.environ.get(name) for name in SOCKET_VARIABLES} - {None, ""}
     return " and ".join(sorted(map(str, named))) or "the default interface"
 
@@ -134,8 +134,8 @@ def interface_in_use() -> str:
 def _changes(network: Network, variables: Mapping[str, str]) -> dict[str, str]:
     if variables.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
         logging.getLogger(__name__).warning(
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING=0: a collective whose peer died will wait for ever. "
-            "It is kept; unset it to leave the choice to torch"
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING=0: a collective whose peer died will wait "
+            "indefinitely. The value is kept; unset it to use torch's default"
         )
     wanted: dict[str, str] = {}
     if not isinstance(network, str):
@@ -151,7 +151,7 @@ def _changes(network: Network, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_concrete(name: str) -> bool:
-    """Whether the value names one interface, also to gloo, which does not match prefixes."""
+    """Whether the value is one interface name, also for gloo, which does not match prefixes."""
     if not _INTERFACE.fullmatch(name):
         return False
     existing = [existing for _, existing in socket.if_nameindex()]

@@ -1,13 +1,13 @@
 """SLURM: the task of a step, and SLURM's compressed lists.
 
-A shell of an allocation, outside any step, is not a task. ``salloc`` and ``sbatch`` shells carry
-``SLURM_NTASKS`` and, in a batch script, also ``SLURM_PROCID=0``: reading those as "rank 0 of 8"
-made seven ranks that never came.
+A shell of an allocation, outside any step, is not a task. ``salloc`` and ``sbatch`` shells have
+``SLURM_NTASKS`` and, in a batch script, also ``SLURM_PROCID=0``. Reading these as "rank 0 of 8"
+would wait for seven missing ranks.
 
-The lists are read in Python, so that ``scontrol`` is not needed on compute nodes: host lists
+The lists are parsed in Python, so that compute nodes do not need ``scontrol``: host lists
 (``rack[1-2]node[08-11,20]-ib,login``) and counts (``4(x2),3``). Checked against ``scontrol show
-hostnames`` of SLURM 22.05, which refuses suffixes (``n[1-2]-ib``), and orders three or more
-brackets otherwise; the first host, where ranks meet, is always the same. Imports no torch.
+hostnames`` of SLURM 22.05, which rejects suffixes (``n[1-2]-ib``) and has a different order for
+three or more brackets; the first host, where ranks meet, is always the same. Does not import torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _COUNTS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 
 MAX_HOSTS = 1 << 20
-"""Longer expansions are refused: a list such as ``n[0-999999999]`` is a mistake, not a cluster."""
+"""Longer expansions are an error, since a list such as ``n[0-999999999]`` is a mistake."""
 
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", re.ASCII)
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
@@ -61,8 +61,8 @@ def from_slurm(environ: Mapping[str, str]) -> Identity | None:
         num_nodes = _num_nodes(read, world_size)
         if world_size % num_nodes:
             raise read.error(
-                f"SLURM_STEP_NUM_TASKS={world_size} tasks on {num_nodes} nodes are not equally "
-                f"many on each, and {_COUNTS[0]} is missing",
+                f"SLURM_STEP_NUM_TASKS={world_size} tasks cannot be divided equally among "
+                f"{num_nodes} nodes, and {_COUNTS[0]} is missing",
                 _COUNTS[0],
             )
         counts = [world_size // num_nodes] * num_nodes
@@ -86,23 +86,23 @@ def from_slurm(environ: Mapping[str, str]) -> Identity | None:
 
 
 def is_daemon_step(environ: Mapping[str, str]) -> bool:
-    """Whether the step is one daemon a node, as mpirun makes it inside an allocation.
+    """Whether the step is one daemon per node, started by mpirun inside an allocation.
 
-    On every node but its own, OpenMPI's ``mpirun`` starts its daemon with srun; the ranks that
-    the daemon starts inherit the daemon's SLURM variables, in which all ranks of a node are one.
+    OpenMPI's ``mpirun`` starts its daemon with srun on every node except its own. The ranks that
+    the daemon starts inherit the daemon's SLURM variables, which describe one task per node.
     """
     tasks = environ.get("SLURM_STEP_NUM_TASKS")
     return tasks is not None and tasks == environ.get("SLURM_STEP_NUM_NODES")
 
 
 def _stray_task(read: Variables) -> bool:
-    # A batch script has SLURM_PROCID=0 outside any step. Any other number is a task whose step
-    # variables got lost; it must not run as a second process 0 of 1.
+    # A batch script has SLURM_PROCID=0 outside any step. Any other number is a task without its
+    # step variables; it must not run as a second rank 0 of 1.
     return "SLURM_PROCID" in read and read.integer("SLURM_PROCID") > 0
 
 
 def _from_node_list(read: Variables, parse: Callable[[str], T], alone: T, world_size: int) -> T:
-    """What ``parse`` finds in the step's node list; ``alone`` if a world of 1 has no list."""
+    """Parse the step's node list; ``alone`` if a world of 1 has no list."""
     name = read.first(*_NODE_LISTS)
     if name is None:
         if world_size > 1:
@@ -121,7 +121,7 @@ def _num_nodes(read: Variables, world_size: int) -> int:
 
 
 def _tasks_per_node(read: Variables, world_size: int) -> list[int] | None:
-    """Tasks on each node of the step, or None if SLURM does not say so for the step."""
+    """Tasks on each node of the step, or None if unknown."""
     for name in _COUNTS:
         if name not in read:
             continue
@@ -138,7 +138,7 @@ def _tasks_per_node(read: Variables, world_size: int) -> list[int] | None:
                 name,
                 "SLURM_STEP_NUM_TASKS",
             )
-        # SLURM_TASKS_PER_NODE is the allocation's: it may count more tasks than the step has.
+        # SLURM_TASKS_PER_NODE describes the allocation, which may have more tasks than the step.
     return None
 
 
@@ -163,7 +163,7 @@ def _master_port(read: Variables) -> int:
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Host names of a SLURM host list; the last bracket counts fastest.
+    """Host names of a SLURM host list; the last bracket varies fastest.
 
     Local, pure.
 
@@ -172,7 +172,7 @@ def expand_hostlist(text: str) -> list[str]:
     """
     total = count_hosts(text)
     if total > MAX_HOSTS:
-        raise ValueError(f"host list {text!r} has {total} hosts; at most {MAX_HOSTS} are read")
+        raise ValueError(f"host list {text!r} has {total} hosts; the maximum is {MAX_HOSTS}")
     return list(_hosts(text))
 
 
@@ -233,7 +233,7 @@ def _product(choices: list[list[str] | _Numbers]) -> Iterator[str]:
 
 
 class _Numbers:
-    """The numbers of one bracket as zero-padded text, made one at a time."""
+    """The numbers of one bracket as zero-padded text, generated one at a time."""
 
     def __init__(self, ranges: list[tuple[int, int, int]]) -> None:
         self._ranges = ranges
@@ -287,5 +287,5 @@ def _range(item: str, text: str) -> tuple[int, int, int]:
         raise ValueError(f"host list {text!r}: {item!r} is not a number or a range")
     low, high = int(match[1]), int(match[2] or match[1])
     if high < low:
-        raise ValueError(f"host list {text!r}: the range {item!r} descends")
+        raise ValueError(f"host list {text!r}: the range {item!r} is descending")
     return low, high, len(match[1])

@@ -1,10 +1,9 @@
-"""The store on which ranks meet before any group exists, and what they agree on there.
+"""The store on which ranks meet before any group exists, and their agreement there.
 
-Rank 0 reads the claims in the order in which they arrive and writes one outcome that all ranks
-read. It cannot be a barrier of :mod:`reloadpg.rendezvous`: that counts to a world size which all
-ranks know alike, and names its keys by ranks that are taken once. Here both are in question: with
-WORLD_SIZE 2 on one rank and 3 on the other, stock torch succeeds on one and times out much later
-on the other.
+Rank 0 reads the claims in order of arrival and writes one decision that all ranks read. This cannot
+be a barrier of :mod:`reloadpg.rendezvous`, which assumes that all ranks have the same world size
+and different ranks. Here neither is certain: with WORLD_SIZE 2 on one rank and 3 on the other,
+torch succeeds on one rank and times out much later on the other.
 """
 
 from __future__ import annotations
@@ -30,46 +29,46 @@ from .model import DistributedEnvironment
 __all__ = ["Claim", "agree", "find_differences", "open_store"]
 
 AGREED = ("world_size", "backend", "mesh_dims", "connect")
-"""What all claims must have alike."""
+"""The fields that must be equal in all claims."""
 
 _RESOLVE_S = 1.0
-"""After the bound: how long to look whether the address can be resolved, so as to say so."""
+"""Seconds after the timeout to find out, for the message, whether the address resolves."""
 
 _SETTLE_S = 2.0
-"""After the first difference: how long to wait for further claims, so as to name all ranks."""
+"""Seconds after the first difference to wait for further claims, so as to name all ranks."""
 
 _EXIT_S = 5.0
-"""How long rank 0, whose process holds the store, waits for the others to read a bad outcome."""
+"""Seconds that rank 0, which hosts the store, waits for the others to read a failed decision."""
 
 _PAUSE_S = 0.1
-"""Between two looks at the clock at the end of a wait: time in which this process did not run is
-not counted."""
+"""Seconds between two checks of the clock at the end of a wait. Time in which this process did not
+run is not counted."""
 
 _LAST_S = 5.0
-"""The end of a wait, in which the store is asked again and again. Before, it says so itself."""
+"""Last seconds of a wait, in which the store is polled. Before, a blocking wait is used."""
 
 
 _opening = threading.Lock()
 _opened: dict[tuple[int, str, int], tuple[TCPStore, int]] = {}
-"""The store of each process and address, and how often it was used. Kept until the process ends: a
-second bring-up at the same address otherwise races with the first one's server, where a fast rank
-connected to the one that rank 0 was just about to close."""
+"""The store for each process and address, and its number of uses. Kept until the process ends:
+otherwise, in a second bring-up at the same address, a fast rank may connect to the first server
+while rank 0 is closing it."""
 
 _PROBE_S = 0.1
-"""Interval between two attempts to connect to a store that is not there yet."""
+"""Seconds between two attempts to connect to a store that does not exist yet."""
 
 
 def open_store(
     environment: DistributedEnvironment, timeout: timedelta, given: Store | None = None
 ) -> Store:
-    """Return a store that all ranks of the job share, with no keys of an earlier bring-up in sight.
+    """Return a store that all ranks of the job share, without keys of an earlier bring-up.
 
-    Blocking until rank 0's server (or the launcher's) answers, bounded by ``timeout``; it does
-    not wait for the other ranks. A world of 1 opens no socket. A store that was given is used as
-    it is, with keys that each bring-up on it has for itself.
+    Blocks until rank 0's server (or the launcher's) responds, or until ``timeout``; does not wait
+    for the other ranks. A world of 1 opens no socket. A given store is used directly, with separate
+    keys for each bring-up.
 
     Raises:
-        RendezvousTimeoutError: no server answered in time. Also a TimeoutError.
+        RendezvousTimeoutError: no server responded in time. Also a TimeoutError.
         ReloadpgError: the server could not be started.
     """
     if given is not None:
@@ -83,8 +82,8 @@ def open_store(
         store, uses = _opened.get(key) or (_connect(environment, timeout), 0)
         _opened[key] = store, uses + 1
     store.set_timeout(timeout)
-    # torchrun's agent keeps its store when it restarts the ranks: without the attempt in the
-    # prefix the restarted ranks would read the outcome of those that died.
+    # torchrun's agent keeps its store when it restarts the ranks. Without the attempt in the
+    # prefix, restarted ranks would read the decision of the earlier ones.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"reloadpg/bringup/{attempt}/{uses + 1}", store)
 
@@ -107,9 +106,9 @@ def _connect(environment: DistributedEnvironment, timeout: timedelta) -> TCPStor
         )
 
     def connected() -> TCPStore:
-        # Torch keeps trying for up to twice its timeout, in C++. A thread that is in there when
-        # the interpreter ends makes the process end in "terminate called without an active
-        # exception", and the error is lost. So it is called when somebody listens.
+        # Torch retries in C++ for up to twice its timeout. If the interpreter exits during that,
+        # the process ends with "terminate called without an active exception", and the error is
+        # lost. So torch is called only once a server listens.
         while True:
             left = max(0.001, end - time.monotonic())
             try:
@@ -123,7 +122,7 @@ def _connect(environment: DistributedEnvironment, timeout: timedelta) -> TCPStor
 
     task = Task((lambda: opened(timeout)) if serves else connected, "store-open")
     cause: Exception | None = None
-    # torch tries indefinitely where a server accepts the connection and does not respond.
+    # Torch retries indefinitely if a server accepts the connection but does not respond.
     if task.wait(seconds):
         try:
             return task.result()
@@ -143,26 +142,26 @@ def _what_failed(
 ) -> str:
     if "EADDRINUSE" in str(cause):
         return (
-            f"the store could not be opened at {address}:{port}: the port is taken. Nothing was "
+            f"the store could not be opened at {address}:{port}: the port is in use. Nothing was "
             f"started. Free the port, or set another MASTER_PORT on all ranks."
         )
     if _unresolvable(address, port):
         return (
-            f"no store answered at {address}:{port} {within}: MASTER_ADDR {address!r} cannot be "
+            f"no store responded at {address}:{port} {within}: MASTER_ADDR {address!r} cannot be "
             f"resolved here. Nothing was started. Set it to a name or address of rank 0's host "
             f"that all ranks can resolve."
         )
     if serves:
         return (
-            f"rank 0 does not reach its own store at {address}:{port} {within}"
+            f"rank 0 cannot reach its own store at {address}:{port} {within}"
             f"{f' ({cause})' if cause else ''}. Nothing was started. Set MASTER_ADDR to an address "
-            f"of this host, and MASTER_PORT to a port that may be opened here."
+            f"of this host, and MASTER_PORT to a port that can be opened here."
         )
     who = "the launcher's agent" if by_agent else "rank 0"
     return (
-        f"no store answered at {address}:{port} {within}: {who} has not come, or the address is "
-        f"not reachable from here. Nothing was started. See what that process reports; raise "
-        f"init_timeout if it is only slow."
+        f"no store responded at {address}:{port} {within}: {who} has not started it, or the "
+        f"address is unreachable from here. Nothing was started. See the output of that process; "
+        f"raise init_timeout if it is only slow."
     )
 
 
@@ -175,7 +174,7 @@ def _unresolvable(address: str, port: int) -> bool:
         wait.pause(_PAUSE_S, look_up.wait)
     try:
         look_up.result()
-    except (OSError, UnicodeError):  # the latter for what cannot be a host name, such as "a..b"
+    except (OSError, UnicodeError):  # UnicodeError: not a host name, such as "a..b"
         return True
     return False
 
@@ -185,7 +184,7 @@ def _unresolvable(address: str, port: int) -> bool:
 
 @dataclass(frozen=True)
 class Claim:
-    """What one rank believes.
+    """The configuration of one rank.
 
     Attributes:
         rank: its rank.
@@ -193,10 +192,10 @@ class Claim:
         backend: the backend string.
         mesh_dims: the resolved mesh, as text.
         host: name of its host.
-        local_rank: its number on that host, or None where nobody said.
+        local_rank: its number on that host, or None if unknown.
         device: the device that it uses.
-        exclusive: what no other rank may use; empty if there is nothing.
-        connect: whether it connects the groups that are made.
+        exclusive: identifier of the device that no other rank may use; empty if there is none.
+        connect: whether it connects the new groups.
     """
 
     rank: int
@@ -211,7 +210,7 @@ class Claim:
 
 
 def find_differences(claims: Sequence[Claim]) -> list[str]:
-    """What the claims do not agree on, each with the values and the ranks that hold them. Pure."""
+    """Describe the differences between claims, with values and ranks. Pure."""
     found = []
     claims = sorted(claims, key=lambda claim: claim.rank)
     for field in AGREED:
@@ -244,18 +243,18 @@ def _shared(claims: Sequence[Claim]) -> str:
     locals_ = ", ".join("not set" if c.local_rank is None else str(c.local_rank) for c in claims)
     return (
         f"{first.device} on host {first.host} ({first.exclusive}) is the device of rank "
-        f"{format_ranks(claim.rank for claim in claims)}, whose local ranks are {locals_}: give "
-        f"each rank a device of its own, by LOCAL_RANK or by what its launcher makes visible"
+        f"{format_ranks(claim.rank for claim in claims)}, whose local ranks are {locals_}: assign "
+        f"a separate device to each rank, with LOCAL_RANK or through the launcher's visible devices"
     )
 
 
 def agree(store: Store, mine: Claim, timeout: timedelta) -> None:
-    """Return once all ranks are known to agree. Collective over the job, blocking, bounded.
+    """Wait until all ranks agree. Collective over the job, blocking, with a timeout.
 
     Raises:
-        DisagreementError: on all ranks that came; names what differs, with ranks and values.
-        RendezvousTimeoutError: not all ranks came in time; names the missing ones.
-        ReloadpgError: the store was lost meanwhile.
+        DisagreementError: on all ranks that arrived; names the differences, with ranks and values.
+        RendezvousTimeoutError: not all ranks arrived in time; names the missing ones.
+        ReloadpgError: the store was lost.
     """
     seconds = timeout.total_seconds()
     wait = Wait("init_distributed, agree", seconds + _SETTLE_S + _EXIT_S)
@@ -266,8 +265,8 @@ def agree(store: Store, mine: Claim, timeout: timedelta) -> None:
     except StoreLost as error:
         raise ReloadpgError(
             f"init_distributed: rank {mine.rank} lost the store before the ranks had agreed: "
-            f"{error}. No group was made. Rank 0, or the launcher's agent, has ended: see what it "
-            f"reports, then start the job again."
+            f"{error}. No group was created. Rank 0, or the launcher's agent, has ended. See its "
+            f"output, then restart the job."
         ) from error
     if outcome["kind"] == "silent":
         raise _silent(mine, seconds)
@@ -275,14 +274,14 @@ def agree(store: Store, mine: Claim, timeout: timedelta) -> None:
 
 
 class _Exchange:
-    """The questions of one rank to the store. They raise nothing but what the store raises."""
+    """The requests of one rank to the store. They raise only exceptions of the store."""
 
     def __init__(self, mine: Claim, seconds: float) -> None:
         self._mine = mine
         self._seconds = seconds
 
     def outcome(self, store: Store) -> tuple[dict[str, Any], int]:
-        """Return the outcome, and the place of this rank in the order of arrival."""
+        """Return the decision, and this rank's position in the order of arrival."""
         slot = store.add("arrivals", 1)
         store.set(f"claim/{slot}", json.dumps(asdict(self._mine)))
         if self._mine.rank == 0 and store.add("judges", 1) == 1:
@@ -305,7 +304,7 @@ class _Exchange:
             if not settles and (differs or claims[-1].rank in here):
                 wait, settles = self._wait(min(_SETTLE_S, wait.left)), True
             here.add(claims[-1].rank)
-        # Those that have come beside the expected ones: a rank with a larger world, or twice one.
+        # Unexpected arrivals: a rank with a larger world, or a duplicate rank.
         while store.check([f"claim/{len(claims) + 1}"]):
             claims.append(_claim(store, len(claims) + 1))
         differences = find_differences(claims)
@@ -329,8 +328,8 @@ class _Exchange:
         return Wait("init_distributed, agree", seconds)
 
     def _await(self, store: Store, key: str, wait: Wait) -> bool:
-        """Whether the key is there before the wait ends."""
-        # In a large job all ranks together ask the store some thousand times a second at most.
+        """Whether the key exists before the wait ends."""
+        # Limits the requests of all ranks of a large job to some thousand per second.
         pause = max(_PAUSE_S, self._mine.world_size / 2000)
         if wait.left > _LAST_S:
             with suppress(RuntimeError):
@@ -349,15 +348,15 @@ def _claim(store: Store, slot: int) -> Claim:
 def _conclude(outcome: Mapping[str, Any], slot: int, mine: Claim, seconds: float) -> None:
     if outcome["kind"] == "differ":
         raise DisagreementError(
-            f"init_distributed: the ranks do not agree: {outcome['text']}. No group was made on "
-            f"any rank. Start all ranks with the same launcher and arguments."
+            f"init_distributed: the ranks do not agree: {outcome['text']}. No group was created "
+            f"on any rank. Start all ranks with the same launcher and arguments."
         )
     if outcome["kind"] == "missing":
         missing = list(outcome["ranks"])
         raise RendezvousTimeoutError(
-            f"init_distributed: {outcome['arrived']} of {mine.world_size} ranks came within "
-            f"{seconds:g} s; missing: rank {format_ranks(missing)}. No group was made. See what "
-            f"those ranks report; raise init_timeout if they are only slow.",
+            f"init_distributed: {outcome['arrived']} of {mine.world_size} ranks arrived within "
+            f"{seconds:g} s; missing: rank {format_ranks(missing)}. No group was created. See the "
+            f"output of those ranks; raise init_timeout if they are only slow.",
             phase="agree",
             seconds=seconds,
             arrived=int(outcome["arrived"]),
@@ -366,16 +365,16 @@ def _conclude(outcome: Mapping[str, Any], slot: int, mine: Claim, seconds: float
     if slot > int(outcome["arrived"]):
         raise DisagreementError(
             f"init_distributed: {outcome['arrived']} ranks have agreed without this process, "
-            f"which calls itself rank {mine.rank} of {mine.world_size} (host {mine.host}, local "
-            f"rank {mine.local_rank}). No group was made here. A rank was started twice, or "
-            f"another job uses this store: give each job its own MASTER_PORT."
+            f"which is rank {mine.rank} of {mine.world_size} (host {mine.host}, local rank "
+            f"{mine.local_rank}). No group was created here. A rank was started twice, or another "
+            f"job uses this store: set a separate MASTER_PORT for each job."
         )
 
 
 def _silent(mine: Claim, seconds: float) -> RendezvousTimeoutError:
     return RendezvousTimeoutError(
         f"init_distributed: rank {mine.rank} of {mine.world_size} waited {seconds:g} s, but rank 0 "
-        f"said nothing; missing: rank 0. No group was made. See what rank 0 reports; raise "
+        f"did not respond; missing: rank 0. No group was created. See the output of rank 0; raise "
         f"init_timeout if it is only slow.",
         phase="agree",
         seconds=seconds,

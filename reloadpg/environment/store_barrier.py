@@ -1,6 +1,6 @@
-"""The bounded barrier of users: ranks meet on the rendezvous store, never on a collective.
+"""The user's barrier with a timeout, on the rendezvous store and without a collective.
 
-Do not assume that it waits for work on devices: it says that the ranks' processes are here.
+Do not assume that it waits for work on devices: it synchronizes processes only.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ __all__ = ["barrier", "exit_round", "job_round", "leave_together", "rank_zero_fi
 
 
 class _Rendezvouses:
-    """The rendezvous of each group and purpose, made at the first use of it.
+    """The rendezvous of each group and purpose, created on first use.
 
-    After a recovery it is made anew: the ranks may have been at different barriers, and those that
-    have a new process were at none.
+    It is recreated after a recovery: the ranks may have been at different barriers, and new
+    processes at none.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class _Rendezvouses:
     def of(self, group: ProcessGroup, purpose: str) -> Rendezvous:
         with self._lock:
             if self._pid != os.getpid():
-                # After a fork the child would share the parent's connection and its count.
+                # A forked child would share the parent's connection and count.
                 self._pid = os.getpid()
                 self._known = weakref.WeakKeyDictionary()
             job = registry.known_job
@@ -82,33 +82,33 @@ def _rendezvous_of(group: ProcessGroup, purpose: str, recovered: int) -> Rendezv
 
 
 def barrier(timeout: timedelta | float, reason: str, group: ProcessGroup | None = None) -> None:
-    """Wait until all ranks of a group are here, or say which are not.
+    """Wait until all ranks of a group arrive, or raise an error that names the missing ranks.
 
-    Collective over the group, whose ranks all make the same barriers in the same order; blocking,
-    bounded, signals are handled meanwhile. The ranks meet on the rendezvous store, so the barrier
-    also works while groups are offloaded, and never makes an accelerator's first call: NCCL's
-    first collective ignores its timeout (pytorch#124950). It does not wait for work queued on
-    devices. A rank that comes after the others gave up gets the same error at once. A process
-    without launcher and without group is alone and returns.
+    Collective over the group, whose ranks must call it in the same order; blocking, with a timeout;
+    handles signals. The ranks meet on the rendezvous store, so the barrier also works while groups
+    are offloaded, and it never starts an accelerator's first collective, whose timeout NCCL ignores
+    (pytorch#124950). It does not wait for work queued on devices. A rank that arrives after the
+    timeout of the others raises the same error immediately. A process without launcher and group
+    returns immediately.
 
     Args:
         timeout: how long to wait; a timedelta, or seconds.
-        reason: what the ranks meet for; named in the error.
-        group: the group; the default group if None. Ranks outside it return at once.
+        reason: the purpose of the barrier, for the error.
+        group: the group; the default group if None. Ranks outside it return immediately.
 
     Raises:
-        RendezvousTimeoutError: not all ranks came. Names reason, seconds and the missing ranks;
+        RendezvousTimeoutError: not all ranks arrived. Names reason, seconds and the missing ranks;
             also a TimeoutError.
         GroupNotInitializedError: several ranks, but no group yet.
-        ReloadpgError: this process replaces another one, and has to call ``rejoin`` first.
-        InvalidOptionError: the timeout is not a time, or the group no group. Also a ValueError.
+        ReloadpgError: this process replaces another one and must call ``rejoin`` first.
+        InvalidOptionError: the timeout or the group is invalid. Also a ValueError.
     """
     bound = as_timedelta(timeout, "timeout")
     if c10d.is_non_member(group) and group is not None:
         return
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise InvalidOptionError(
-            f"barrier(group={group!r}) is not a process group. Nothing was done. Give what "
+            f"barrier(group={group!r}) is not a process group. Nothing was done. Pass a group that "
             f"new_group() returned, or None for the default group."
         )
     chosen = _group_or_world(group, f"barrier({reason!r})")
@@ -142,13 +142,12 @@ def leave_together(
 ) -> None:
     """Reach a last barrier with all ranks of a group, or of the job.
 
-    Collective, blocking, bounded. Of the job, rank 0, which holds the store, leaves last: a rank 0
-    that ended its process right after a common barrier took the store away from ranks that had not
-    yet read that all had come.
+    Collective, blocking, with a timeout. For the job, rank 0, which hosts the store, leaves last:
+    otherwise the store could end with its process before other ranks have read the decision.
 
     Raises:
-        RendezvousTimeoutError: not all ranks came.
-        PeerFailedError: a rank failed on its way here.
+        RendezvousTimeoutError: not all ranks arrived.
+        PeerFailedError: a rank failed before it arrived.
     """
     rendezvous, seconds = _group_rendezvous(group, purpose), bound.total_seconds()
     round_ = rendezvous.open(purpose, ("arrive",), seconds)
@@ -167,14 +166,14 @@ def leave_together(
     try:
         rendezvous.ask(leave, Wait(purpose, seconds))
     except (ReloadpgError, RuntimeError, TimeoutError) as error:
-        # All ranks were here; that one of them died since changes nothing for this one.
+        # All ranks had arrived; a later death of one does not matter here.
         logging.getLogger(__name__).warning(
             "%s: not all ranks confirmed their exit: %s", purpose, error
         )
 
 
 def exit_round(bound: timedelta, group: ProcessGroup) -> Round:
-    """Open the round that :func:`leave_together` opens. Local."""
+    """Open the round of :func:`leave_together`. Local."""
     return _group_rendezvous(group, "exit").open("exit", ("arrive",), bound.total_seconds())
 
 
@@ -187,18 +186,18 @@ def _group_rendezvous(group: ProcessGroup | None, purpose: str) -> Rendezvous:
 
 @contextmanager
 def rank_zero_first(timeout: timedelta | float = timedelta(minutes=30)) -> Iterator[None]:
-    """Run the body on rank 0, and when that is done on the other ranks.
+    """Run the body on rank 0 first, then on the other ranks.
 
     Collective over all ranks of the job; blocking. The ranks wait on the rendezvous store, so it
     works while groups are offloaded and never starts an accelerator's communicator. In a world of
-    1 the body just runs.
+    1, the body runs immediately.
 
     Args:
         timeout: how long the others wait for rank 0; a timedelta, or seconds.
 
     Raises:
         RendezvousTimeoutError: rank 0 did not finish in time. Also a TimeoutError.
-        PeerFailedError: the body raised on rank 0; it is not run on the other ranks.
+        PeerFailedError: the body raised on rank 0; it does not run on the other ranks.
         GroupNotInitializedError: several ranks, but no group yet.
     """
     bound = as_timedelta(timeout, "timeout")
@@ -228,26 +227,26 @@ def _group_or_world(group: ProcessGroup | None, what: str) -> ProcessGroup | Non
 
 def _no_group(what: str) -> GroupNotInitializedError:
     return GroupNotInitializedError(
-        f"{what}: the launcher started several ranks, but this process has no default group to "
-        f"meet the others in. Nothing was done. Call reloadpg.init_distributed() first."
+        f"{what}: the launcher started several ranks, but this process has no default group. "
+        f"Nothing was done. Call reloadpg.init_distributed() first."
     )
 
 
 @contextmanager
 def _in_job_ranks(group: ProcessGroup | None, what: str) -> Iterator[None]:
-    """Raise a time-out of group ranks with the ranks of the job."""
+    """Convert group ranks to ranks of the job in a timeout error."""
     try:
         yield
     except RendezvousTimeoutError as error:
         members = dist.get_process_group_ranks(group)
-        if not error.missing:  # the store itself did not answer
+        if not error.missing:  # the store itself did not respond
             raise
         missing = [members[rank] for rank in error.missing]
-        late = " This rank came too late." if dist.get_rank() in missing else ""
+        late = " This rank arrived too late." if dist.get_rank() in missing else ""
         raise RendezvousTimeoutError(
-            f"{what}: {error.arrived} of {len(members)} ranks came within {error.seconds:g} s; "
+            f"{what}: {error.arrived} of {len(members)} ranks arrived within {error.seconds:g} s; "
             f"missing: rank {format_ranks(missing)}.{late} No collective was started. Find out "
-            f"what holds them up (py-spy dump on their nodes), then end the job or meet again.",
+            f"why they are delayed (py-spy dump on their nodes), then end the job or try again.",
             phase=what,
             seconds=error.seconds,
             arrived=error.arrived,

@@ -1,6 +1,6 @@
-"""Teardown: who made the groups destroys them, in order after success, by abort after an error.
+"""Teardown: the owner destroys its groups, in order after success, by abort after an error.
 
-Imports torch only where there is something to destroy.
+Imports torch only if there is a group to destroy.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ _ABORT_S = 30.0
 
 
 def destroy_distributed() -> None:
-    """Destroy the default group and all others, in order; nothing if there is none.
+    """Destroy the default group and all others, in order, if there are any.
 
-    Also undo the variables that ``init_distributed(network=...)`` has set.
+    Also restores the variables that ``init_distributed(network=...)`` has set.
 
-    Local for the groups of the CPU; with an accelerator's communicators the ranks must call it
-    alike. Idempotent; works while groups are offloaded. It does not wait for the other ranks:
-    :func:`process_group_scope` does.
+    Local for CPU groups; collective for an accelerator's communicators. Idempotent; works while
+    groups are offloaded. Unlike :func:`process_group_scope`, it does not wait for other ranks.
     """
     if is_initialized():
         import torch.distributed as dist
@@ -48,26 +47,26 @@ def destroy_distributed() -> None:
 
 
 def process_group_scope(*, timeout: timedelta | float = EXIT_TIMEOUT) -> OwnGroups:
-    """Destroy the process groups made inside a ``with`` block, and only those.
+    """Destroy the process groups that are created inside a ``with`` block, and only those.
 
-    On entry it notes which groups exist; they are left as found. On exit, those made inside, the
-    default group or others over one that existed, are destroyed:
+    Groups that exist at entry are unchanged. At exit, the groups that were created inside are
+    destroyed:
 
-    * no exception: a bounded barrier on the store, then an orderly destroy;
+    * no exception: a barrier on the store with a timeout, then an orderly destroy;
     * any exception (also KeyboardInterrupt and SystemExit): rank and traceback are logged, peers
-      that wait at their exit are told, and the groups are aborted. An orderly destroy would wait
-      for peers that sit in a collective this rank never joins. The same exception goes on; errors
-      of the clean-up are logged, never raised over it.
+      that wait at their exit are notified, and the groups are aborted. An orderly destroy would
+      wait for peers in a collective that this rank never joins. The exception propagates; errors
+      of the clean-up are logged.
 
-    Collective over the members of the groups that it destroys. Scopes nest: the innermost one
-    around its creation owns a group. It holds through offload and reload, also if left while
-    offloaded.
+    Collective over the members of the groups that it destroys. Scopes nest: the innermost scope
+    around its creation owns a group, also across offload and reload. A scope may end while groups
+    are offloaded.
 
     Args:
-        timeout: bound of the barrier before the orderly destroy; a timedelta, or seconds.
+        timeout: timeout of the barrier before the orderly destroy; a timedelta, or seconds.
 
     Raises:
-        RendezvousTimeoutError: at exit: not all ranks came; the groups were aborted.
+        RendezvousTimeoutError: at exit: not all ranks arrived; the groups were aborted.
         PeerFailedError: at exit: another rank failed; the groups were aborted.
         InvalidOptionError: the timeout is not a time.
     """
@@ -75,14 +74,14 @@ def process_group_scope(*, timeout: timedelta | float = EXIT_TIMEOUT) -> OwnGrou
 
 
 class OwnGroups:
-    """The groups that this process has made since this object was, or since its block began.
+    """The groups that were created since this object was created, or since its block began.
 
-    As a context manager it destroys them; see :func:`process_group_scope`. Reusable one time after
-    the other, not nested in itself. A group is known by its store: it stays the same where the
-    library takes a group over, and through reloads, and a later group of the same name has another.
+    As a context manager it destroys them; see :func:`process_group_scope`. Reusable, but not
+    reentrant. A group is identified by its store, which a proxy and a reload keep, and which
+    differs in a later group of the same name.
 
     Args:
-        timeout: bound of the barrier before the orderly destroy.
+        timeout: timeout of the barrier before the orderly destroy.
     """
 
     def __init__(self, timeout: timedelta = EXIT_TIMEOUT) -> None:
@@ -103,7 +102,7 @@ class OwnGroups:
         return False
 
     def now(self) -> list[ProcessGroup]:
-        """Return those that there are now, in order of creation; with WORLD first, if it is one."""
+        """Return those that exist, in order of creation; WORLD first, if it is one of them."""
         if not is_initialized():
             return []
         from .. import c10d
@@ -115,10 +114,10 @@ class OwnGroups:
         return before is None or before() is not store
 
     def destroy(self, error: BaseException | None) -> None:
-        """Destroy them. Collective over their members; blocking, bounded.
+        """Destroy them. Collective over their members; blocking, with a timeout.
 
-        With an error, which ended the caller's block, they are aborted, and this raises nothing.
-        Without, it raises what kept the ranks from the barrier, after it has aborted them.
+        If ``error`` ended the caller's block, they are aborted, and this raises nothing. Otherwise,
+        if the barrier fails, they are aborted and its error is raised.
         """
         groups = self.now()
         if not groups:
@@ -132,12 +131,11 @@ class OwnGroups:
 
         owns_world = dist.group.WORLD in groups
         try:
-            # The last barrier of WORLD is one of all groups; otherwise each has its own members.
+            # The last barrier of WORLD covers all groups; otherwise each group needs a barrier.
             for group in groups[:1] if owns_world else groups:
                 leave_together(self._timeout, group)
         except BaseException as failure:
-            # Where the barrier itself failed its outcome stands, or the store is gone: no more to
-            # say.
+            # If the barrier itself failed, its decision is written or the store is lost.
             _abandon(failure, groups, tell=not isinstance(failure, ReloadpgError))
             raise
         if owns_world:
@@ -147,16 +145,16 @@ class OwnGroups:
             dist.destroy_process_group(group)
 
     def abort(self) -> None:
-        """Abort them, bounded. Local; does not wait for peers.
+        """Abort them, with a timeout. Local; does not wait for peers.
 
         Raises:
-            TimeoutError: the abort did not end in 30 s; it goes on in a thread.
+            TimeoutError: the abort did not end in 30 s; it continues in a thread.
         """
         abort_groups(self.now())
 
 
 def _stores_of_groups() -> dict[int, weakref.ref[Store]]:
-    """The stores of the groups that there are now, by id."""
+    """The stores of the existing groups, by id."""
     if not is_initialized():
         return {}
     from .. import c10d
@@ -169,7 +167,7 @@ def _abandon(error: BaseException, groups: list[ProcessGroup], *, tell: bool = T
     import torch.distributed as dist
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    # First, before anything that can block: this is what the job's logs must have.
+    # Log first, before anything that can block.
     logging.getLogger(__name__).error(
         "rank %d of %d failed; its process groups are aborted",
         rank,
@@ -180,7 +178,7 @@ def _abandon(error: BaseException, groups: list[ProcessGroup], *, tell: bool = T
         if tell:
             _tell_peers(error, groups)
     except BaseException as failure:
-        _log_failure("the other ranks could not be told", failure)
+        _log_failure("the other ranks could not be notified", failure)
     try:
         abort_groups(groups)
     except BaseException as failure:
@@ -194,7 +192,7 @@ def _log_failure(what: str, failure: BaseException) -> None:
 
 
 def _tell_peers(error: BaseException, groups: list[ProcessGroup]) -> None:
-    """Let peers that wait at their exit raise too: at WORLD's barrier, or at each group's."""
+    """Make peers that wait at their exit raise: at WORLD's barrier, or at each group's."""
     import torch.distributed as dist
 
     from .store_barrier import exit_round
@@ -206,13 +204,13 @@ def _tell_peers(error: BaseException, groups: list[ProcessGroup]) -> None:
 
 
 def abort_groups(groups: list[ProcessGroup]) -> None:
-    """Abort groups of this process, bounded. Local; does not wait for peers.
+    """Abort groups of this process, with a timeout. Local; does not wait for peers.
 
     Args:
-        groups: with WORLD among them, all groups are aborted.
+        groups: the groups; if WORLD is one of them, all groups are aborted.
 
     Raises:
-        TimeoutError: the abort did not end in 30 s; it goes on in a thread.
+        TimeoutError: the abort did not end in 30 s; it continues in a thread.
     """
     if not groups or not is_initialized():
         return
@@ -225,8 +223,8 @@ def abort_groups(groups: list[ProcessGroup]) -> None:
         task = Task(lambda: c10d.abort_groups(groups), "abort")
     if not task.wait(_ABORT_S):
         raise TimeoutError(
-            f"The process groups were not aborted within {_ABORT_S:g} s; a thread goes on with "
-            f"it. End the process."
+            f"The process groups were not aborted within {_ABORT_S:g} s; a thread continues to "
+            f"abort them. End the process."
         )
     task.result()
     if not is_initialized():

@@ -1,15 +1,15 @@
 """Reloadable groups: their creation, their objects, and the patches that put them in place.
 
 =================  ===============================================================================
-``patches``        put on and take off the wrappers, at every name of a creating function
-``wrappers``       let torch create a group, and put a proxy in its place if it is selected
-``selection``      which groups are selected, and how the user wants each to be released
+``patches``        install and remove the wrappers, at every name of a creating function
+``wrappers``       let torch create a group, and replace it by a proxy if it is selected
+``selection``      which groups are selected, and the strategy that the user chose for each
 ``creation``       the record of the call that created a group, and its replay
 ``proxy``          ``ReloadableProcessGroup``: identity, settings, and its generations
 ``dispatch``       its collectives, each forwarded to the live communicator
-``offloaded``      the placeholder that they reach while there is none: it raises
-``manage``         groups that their user made by hand, handed over
-``replacement``    groups of a process that replaces another one, created without the others
+``offloaded``      the placeholder for a released communicator: it raises
+``manage``         groups created by hand, registered by their user
+``replacement``    groups of a process that replaces another one, created without the other ranks
 ``registry``       the installation, the job, and which groups are managed
 =================  ===============================================================================
 """

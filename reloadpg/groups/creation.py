@@ -1,14 +1,14 @@
 """The record of the call that created a group, and its replay.
 
-What the caller passed is captured once and given to torch's original function again at every
-reload: positional stays positional, ``timeout`` and ``pg_options`` are the caller's own objects,
-and rank lists are copies, so that the caller may change its own.
+The caller's arguments are captured once and passed to torch's original function at every reload.
+Positional arguments stay positional. ``timeout`` and ``pg_options`` are the caller's objects. Rank
+lists are copied, so the caller may change its lists.
 
-A replay is made by the members alone. Where torch first made the group by splitting another one
+Only the members take part in a replay. If torch first created the group by splitting another one
 (``split_group``, or ``new_group`` under a default group that is bound to a device), all ranks of
-the parent took part; the replay makes the same ranks a communicator of its own, with the same
-backend, timeout and options. So a reload costs a rank what its own groups cost, whatever the size
-of the job, and no group depends on another one.
+the parent took part. The replay instead creates a separate communicator for the members, with the
+same backend, timeout and options. So the cost of a reload depends on the rank's own groups, not on
+the size of the job, and no group depends on another one.
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ Order = tuple[Any, ...]
 
 WORLD_ORDER: Order = (0,)
 HANDED_OVER: Order = (2,)
-"""Begins the sort keys of groups that were handed over, which come last."""
+"""First element of the sort keys of groups passed to ``manage()``, which come last."""
 
 
 def group_order(name: str) -> Order:
     """Return the sort key of a group by its name: torch's counter, else a hash.
 
-    Torch's counter is equal on all ranks; the names of splits and of local synchronization are
-    hashes, known to the members alone, and created in an order that may differ from rank to rank.
-    One total order over both keeps ranks that share several groups from waiting for each other in
-    a circle.
+    Torch's counter is equal on all ranks. The names of splits and of groups created with local
+    synchronization are hashes that only the members know, and their order of creation may differ
+    between ranks. One total order over both prevents a deadlock between ranks that share several
+    groups.
     """
     return (1, 0, int(name)) if name.isdecimal() else (1, 1, name)
 
@@ -90,9 +90,9 @@ _ONLY_INTEGERS = frozenset({int})
 
 
 def _copied(value: Any) -> Any:
-    """Copy what ranks can be given as; keep all else as it is. Iterators are drained."""
+    """Copy a value that can hold ranks; return any other value unchanged. Drains iterators."""
     if isinstance(value, list) and _ONLY_INTEGERS.issuperset(map(type, value)):
-        return value.copy()  # thousands of ranks in a large job: 20 times as fast as one by one
+        return value.copy()  # 20 times as fast as element by element
     if isinstance(value, list):
         return [_copied(item) for item in value]
     if isinstance(value, tuple):
@@ -109,7 +109,7 @@ def _copied(value: Any) -> Any:
 
 def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of the parameters that can be passed by position, in order. Cached."""
-    # A method is made anew at each access, and keeps its object alive.
+    # Python creates a method object at each access; it would keep its instance alive.
     return (_read_parameters if inspect.ismethod(function) else _known_parameters)(function)
 
 
@@ -126,10 +126,10 @@ _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Call(NamedTuple):
-    """One call: the original function and what the caller passed.
+    """One call: the original function and the caller's arguments.
 
     Attributes:
-        function: torch's own function, never a wrapper of ours.
+        function: torch's original function, never a wrapper.
         args: positional arguments, rank lists copied.
         kwargs: keyword arguments, rank lists copied; read-only.
     """
@@ -152,11 +152,11 @@ class Call(NamedTuple):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The arguments that were passed, by parameter name; without the parameters left out."""
+        """The arguments that were passed, by parameter name. Omitted parameters are absent."""
         return {**dict(zip(parameters_of(self.function), self.args, strict=False)), **self.kwargs}
 
     def replacing(self, name: str, value: object) -> Call:
-        """Return the same call with another value for a parameter, passed the same way."""
+        """Return a copy of the call with another value for one parameter."""
         by_position = parameters_of(self.function)[: len(self.args)]
         if name in by_position:
             position = by_position.index(name)
@@ -165,7 +165,7 @@ class Call(NamedTuple):
         return Call(self.function, self.args, {**self.kwargs, name: value})
 
     def __call__(self) -> Any:
-        """Call the function with fresh copies, so that it cannot change the record."""
+        """Call the function with copies, so that it cannot change the record."""
         return self.function(
             *(_copied(value) for value in self.args),
             **{name: _copied(value) for name, value in self.kwargs.items()},
@@ -183,28 +183,27 @@ Facts = tuple[
     str,
     "tuple[object, timedelta | None] | None",
 ]
-"""What is read when a group is created: the arguments of :meth:`Construction.of`."""
+"""The facts that are read when a group is created: the arguments of :meth:`Construction.of`."""
 
 
 @dataclass(frozen=True)
 class Construction:
-    """The record of one group's creation: all that a replay needs.
+    """The record of one group's creation: everything that a replay needs.
 
     Attributes:
         call: the captured call.
         name: the group's stable name, as torch gave it the first time.
         ranks: global ranks of the members, in the order of their group ranks.
-        backend: the backend as asked for (``nccl``, ``cpu:gloo,cuda:nccl``).
+        backend: the requested backend (``nccl``, ``cpu:gloo,cuda:nccl``).
         devices: backend by device type.
         selected: the device types whose backend is released and rebuilt.
         order: sort key of the group.
         rank: this process's rank in the group.
-        options: ``pg_options`` as the caller gave them, or as read from the group.
-        timeout: the timeout as the caller gave it, or as read from the group; None for torch's
-            default.
+        options: ``pg_options``, from the caller or read from the group.
+        timeout: the timeout, from the caller or read from the group; None for torch's default.
         desc: the description.
-        rebuild: makes the group again, in the place of the call; for groups that were handed over.
-        destroy: destroys what torch or ``rebuild`` has made; None for its ``shutdown()``.
+        rebuild: recreates a group passed to ``manage()``; called in place of ``call``.
+        destroy: destroys the group that torch or ``rebuild`` created; None for its ``shutdown()``.
     """
 
     call: Call
@@ -234,10 +233,10 @@ class Construction:
         desc: str,
         parents: tuple[object, timedelta | None] | None,
     ) -> Construction:
-        """Build the record from the call and what was read when it returned.
+        """Build the record from the call and the facts that were read when it returned.
 
-        ``ranks`` are the members as :func:`c10d.entry_of` returns them, ``parents`` the options and
-        the timeout that the group has if the call gave none; the others are the attributes.
+        ``ranks`` are the members as :func:`c10d.entry_of` returns them. ``parents`` are the options
+        and the timeout to use if the call has none. The others are the attributes.
         """
         given = call.given
         options, timeout = parents or (None, None)
@@ -271,7 +270,7 @@ class Construction:
 
     @property
     def is_handed_over(self) -> bool:
-        """Whether its user makes the group; its ranks are then not those of the job."""
+        """Whether the group was passed to ``manage()``; its ranks are not the job's ranks."""
         return self.rebuild is not None
 
     @property
@@ -291,7 +290,7 @@ class Construction:
 
     @cached_property
     def digest(self) -> int:
-        """40 bits over name, members, backends and order: what all members must agree on."""
+        """40-bit digest of name, members, backends and order; must be equal on all members."""
         text = repr((self.name, self.ranks, sorted(self.devices.items()), self.order))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
 
@@ -302,20 +301,20 @@ class Construction:
         return backends if self.desc in ("", "undefined") else f"{backends} {self.desc!r}"
 
     def name_of_generation(self, suffix: str) -> str:
-        """Return the name of a new generation: the parts of a split can have one name."""
+        """Return the name of a new generation. The first rank tells the parts of a split apart."""
         return f"{self.name}@{suffix}.{self.ranks[0]}"
 
     def replay(
         self, name: str, store: Store, device: torch.device | None, *, whole: bool = False
     ) -> ProcessGroup:
-        """Create the group again. Collective over the members; blocking as its backend is.
+        """Recreate the group. Collective over the members; blocks as the backend does.
 
         Args:
-            name: the name of the new generation, never used before and equal on all members.
-            store: a client of the job's store, for this thread alone; with the prefix of the
+            name: the name of the new generation: never used before, equal on all members.
+            store: a client of the job's store that only this thread uses; with the prefix of the
                 default group, except for the default group itself.
             device: the device that the group is bound to, or None.
-            whole: whether to create the backends too that stay alive in an offload.
+            whole: whether to also create the backends that stay alive in an offload.
 
         Returns:
             The group; it is in the tables of c10d that this thread sees.
@@ -323,7 +322,7 @@ class Construction:
         if self.rebuild is not None:
             with verbatim():
                 return self.rebuild()
-        # Of a mixed group only the selected backends are made again: the others never went away.
+        # The other backends of a mixed group were not released.
         backend, part = self.backend, self.is_mixed and not whole
         if part:
             backend = ",".join(f"{device}:{self.devices[device]}" for device in self.selected)
@@ -348,11 +347,11 @@ class Construction:
         with verbatim(), c10d.CreationByMembers(name, store, device):
             made = call()
         if c10d.is_non_member(made):
-            raise RuntimeError("torch says that this rank is no member of its own group")
+            raise RuntimeError("torch returned the value for non-members to a member of the group")
         return cast(ProcessGroup, made)
 
     def _as_new_group(self, backend: str) -> Call:
-        """The call that makes the group of a split on its own."""
+        """The ``new_group`` call that creates the group of a split without its parent."""
         kwargs = {
             "ranks": list(self.ranks),
             "timeout": self.timeout,

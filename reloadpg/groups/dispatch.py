@@ -1,13 +1,12 @@
 """Dispatch of a group's collectives and controls to its live communicator.
 
-Every method that a ``ProcessGroup`` of torch 2.8 to 2.15 has is written out below, so that
-``grep "def allreduce"`` finds it; those that the installed torch lacks are removed again at the
-end. Each forwards to ``self._inner``, which is the live group, or the placeholder that raises.
+Every method of ``ProcessGroup`` in torch 2.8 to 2.15 is written out below, so that
+``grep "def allreduce"`` finds it. Methods that the installed torch lacks are removed at the end.
+Each method forwards to ``self._inner``: the live group, or the placeholder that raises.
 
-A collective costs one Python call more than on a plain group. Two things make up its form
-(benchmarks/dispatch.py): a call with ``**kwargs`` takes 0.05 us longer, so it is made only where
-there are any; and a method must never return None to C++, which a synchronous coalesced call of
-NCCL does since torch 2.8.
+A collective costs one more Python call than on a plain group (benchmarks/dispatch.py). A call with
+``**kwargs`` takes 0.05 us longer, so it is made only if there are any. A method must never return
+None to C++, but a synchronous coalesced call of NCCL does since torch 2.8.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class _CompletedWork(Work):
 
 
 COMPLETED_WORK: Work = _CompletedWork()
-"""Returned for the Work that a synchronous coalesced NCCL call does not return since torch 2.8."""
+"""Returned where a synchronous coalesced NCCL call returns None, since torch 2.8."""
 
 
 class Dispatch(ProcessGroup):
@@ -183,7 +182,7 @@ class Dispatch(ProcessGroup):
         work = call(*args, **kwargs) if kwargs else call(*args)
         return COMPLETED_WORK if work is None else work
 
-    # The shortest ones with their parameters: 5% of their time.
+    # The shortest methods list their parameters, which saves 5% of their time.
 
     def send(self, tensors: Any, dstRank: int, tag: int) -> Any:  # noqa: N803 - torch's names
         work = self._inner.send(tensors, dstRank, tag)
@@ -194,12 +193,12 @@ class Dispatch(ProcessGroup):
         return COMPLETED_WORK if work is None else work
 
     def barrier(self, *args: Any, opts: Any = None, **kwargs: Any) -> Any:
-        if opts is not None:  # so dist.barrier passes it; pybind takes longer over a keyword
+        if opts is not None:  # dist.barrier passes a keyword, which is slower in pybind
             args = (*args, opts)
         work = self._inner.barrier(*args, **kwargs)
         return COMPLETED_WORK if work is None else work
 
-    # -- controls of the live communicator: they return anything but a Work -------------------
+    # -- controls of the live communicator: they do not return a Work -------------------------
 
     def _backend_id(self, *args: Any, **kwargs: Any) -> Any:
         return self._inner._backend_id(*args, **kwargs)
@@ -265,7 +264,7 @@ class Dispatch(ProcessGroup):
             c10d.close_coalescing(self)
             raise
 
-    # -- controls that the next generation gets too: repeated by ReloadableProcessGroup --------
+    # -- controls that are carried over: ReloadableProcessGroup repeats them after a rebuild ---
 
     def _enable_collectives_timing(self, *args: Any, **kwargs: Any) -> Any:
         return self._carry("_enable_collectives_timing", args, kwargs)
@@ -317,7 +316,7 @@ IDENTITY = frozenset(
         "use_pg_for_symm_mem_rendezvous",
     }
 )
-"""Names that a reloadable group answers itself, in every state."""
+"""Names that a reloadable group implements itself, in every state."""
 
 INHERITED = frozenset(
     {
@@ -335,7 +334,7 @@ INHERITED = frozenset(
         "unbox",
     }
 )
-"""Names that the C++ part of a reloadable group answers rightly."""
+"""Names for which the C++ base class of a reloadable group returns the right value."""
 
 
 COLLECTIVES = frozenset(
@@ -365,11 +364,11 @@ UNKNOWN = frozenset(
     for name in dir(ProcessGroup)
     if not name.startswith("__") and name not in {*vars(Dispatch), *IDENTITY, *INHERITED}
 )
-"""Methods of a torch newer than this module: they are taken to need a communicator."""
+"""Methods of a torch newer than this module, which are assumed to need a communicator."""
 
 for _name in UNKNOWN:
     setattr(Dispatch, _name, _forward(_name))
 for _name in dispatched() | {n for n in vars(Dispatch) if n.startswith("supports_")}:
-    if not hasattr(ProcessGroup, _name):  # a torch that asks for it must not find it
+    if not hasattr(ProcessGroup, _name):  # hasattr() must give the same result as on a plain group
         delattr(Dispatch, _name)
 c10d.skip_in_compiled_code(f for f in vars(Dispatch).values() if hasattr(f, "__code__"))

@@ -1,4 +1,4 @@
-"""Groups that their user made by hand, handed over to be released and rebuilt with the others."""
+"""Registration of groups that were created by hand: released and rebuilt with the others."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def manage(
     rebuild: Callable[[], ProcessGroup],
     destroy: Callable[[ProcessGroup], object] | None = None,
 ) -> ReloadableProcessGroup:
-    """Make a group reloadable that was created past the patched functions.
+    """Make a group reloadable that was not created by a patched function.
 
-    For groups that code makes by hand with ``_new_process_group_helper``, such as the weight-update
-    group between trainer ranks and a rollout engine, whose members are other processes than the
-    job's. From now on :func:`reloadpg.offload` releases it with the others, and
-    :func:`reloadpg.reload` calls ``rebuild`` after all others are live; use the returned object
-    in place of ``group``, which is found in its place by ``torch.distributed``, too.
+    For groups that code creates by hand with ``_new_process_group_helper``, for example the
+    weight-update group between trainer ranks and a rollout engine, whose members may be processes
+    outside the job. :func:`reloadpg.offload` then releases it with the others, and
+    :func:`reloadpg.reload` calls ``rebuild`` after all others are live. Use the returned object in
+    place of ``group``; ``torch.distributed`` finds it in its tables, too.
 
     Local; call it on each rank of the job that is a member. Members outside the job must destroy
-    and rebuild their ends at the same times. The group joins the set of the place of this call,
-    like one that is created there.
+    and rebuild the group at the same times. The group joins the set that a group created here would
+    join.
 
     Args:
-        group: the live group; it must be in c10d's tables, as the helper leaves it there.
-        rebuild: makes the group again and returns it; called in a thread of its own, on each
-            reload. It may wait for the other members, within the ``timeout`` of ``install``, and
-            may use the same group name again.
-        destroy: called with the group as torch made it; by default its ``shutdown()`` is.
+        group: the live group, which must be in c10d's tables.
+        rebuild: recreates the group and returns it; called in a separate thread, on each reload.
+            It may wait for the other members, within the ``timeout`` of ``install``, and may use
+            the same group name again.
+        destroy: called with the original group; by default, its ``shutdown()`` is called.
 
     Returns:
         The reloadable group. Idempotent: a group that is reloadable already is returned as it is.
@@ -57,15 +57,14 @@ def manage(
     for name, function in (("rebuild", rebuild), ("destroy", destroy)):
         if not callable(function) and not (name == "destroy" and function is None):
             raise InvalidOptionError(
-                f"manage({name}={function!r}): it cannot be called; nothing was changed. Pass a "
-                "function."
+                f"manage({name}={function!r}): not callable; nothing was changed. Pass a function."
             )
     if isinstance(group, ReloadableProcessGroup):
         return group
     set_name = registry.options.selection.set_now() or TRAINER
     if not isinstance(group, ProcessGroup) or not c10d.is_known(group) or group is c10d.world():
         raise InvalidOptionError(
-            f"manage({group!r}): torch.distributed has no such group beside the default group; "
+            f"manage({group!r}): not a group of torch.distributed other than the default group; "
             "nothing was changed. Pass the live group that the creating function returned."
         )
     devices = c10d.device_backends(group)

@@ -1,4 +1,4 @@
-"""The placeholder in a group that owns no live communicator: it raises, and says what to call."""
+"""The placeholder of a group without a live communicator: it raises and names the remedy."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ NEXT_CALL = {
 }
 
 IN_BLOCK = (
-    "An offloaded() block is open, which reloads at its end. Until then call reloadpg.barrier() to "
-    "wait for other ranks, and use a gloo group for a collective on the CPU."
+    "An offloaded() block is open and will reload it. Until then, call reloadpg.barrier() to wait "
+    "for other ranks, and use a gloo group for collectives on the CPU."
 )
 
 
 NEXT_CALL_LATER = {
-    "offload": "Call result() on its handle, and reloadpg.reload() on all ranks before it is used.",
+    "offload": "Call result() on its handle, then reloadpg.reload() on all ranks.",
     "reload": "Call result() on its handle, then use the group.",
 }
 
@@ -76,7 +76,7 @@ _operation: ContextVar[UnderWay | None] = ContextVar("reloadpg_operation", defau
 
 
 class UnderWay:
-    """An operation in a thread of its own: its threads alone can use the groups until it ends.
+    """An operation in a separate thread. Until it ends, only its threads can use the groups.
 
     Attributes:
         operation: its name.
@@ -88,7 +88,7 @@ class UnderWay:
         self._pid = os.getpid()
 
     def enter(self) -> None:
-        """Make this thread one of the operation's, with all tasks that it starts. Local."""
+        """Add this thread, and all tasks that it starts, to the operation's threads. Local."""
         _operation.set(self)
 
     @property
@@ -97,11 +97,11 @@ class UnderWay:
         return _operation.get() is self
 
     def end(self) -> None:
-        """Note that the operation has ended. Local, idempotent."""
+        """Mark the operation as ended. Local, idempotent."""
         self._ended.set()
 
     def wait(self) -> None:
-        """Wait until it has ended; not in its own threads, and not in a forked child. Blocking."""
+        """Wait until it has ended. Blocking, except in its threads and in a forked child."""
         if not self.is_mine and os.getpid() == self._pid:
             self._ended.wait()
 
@@ -111,15 +111,15 @@ class Offloaded:
 
     Args:
         owner: the group.
-        kept: of a mixed group, the backends that stay alive: they serve their devices.
+        kept: the backends of a mixed group that stay alive and still serve their devices.
         reason: why the group failed, for messages.
-        suspended: the group that torch made, if its communicator is suspended.
-        under_way: the operation whose threads alone may use the group now.
-        current: what these threads use: the live group, or its placeholder.
+        suspended: the group that torch created, if its communicator is suspended.
+        under_way: the operation whose threads have exclusive use of the group.
+        current: the live group or placeholder that these threads use.
     """
 
     block_is_open: ClassVar[Callable[[str], bool]] = staticmethod(lambda set_name: False)
-    """Whether a set is in an ``offloaded()`` block; the registry, which knows, sets it."""
+    """Whether a set is in an ``offloaded()`` block; assigned by the registry."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Offloaded:
         self.under_way = under_way
         self.current = current
         self.remedy = ""
-        """What to call, if it is not what the state says."""
+        """The call to make, if it differs from the one for the state."""
 
     def refusal(self, operation: str) -> GroupOffloadedError | GroupDestroyedError:
         """Build the error for an operation that needs a communicator."""
@@ -146,12 +146,12 @@ class Offloaded:
         if self.under_way is not None and owner is not None and state is not GroupState.DESTROYED:
             what = self.under_way.operation
             return GroupOffloadedError(
-                f"{operation} on {owner!r}: {'an' if what == 'offload' else 'a'} {what} is under "
-                f"way, begun by {what}(wait=False). {NEXT_CALL_LATER[what]}",
+                f"{operation} on {owner!r}: {'an' if what == 'offload' else 'a'} {what} is "
+                f"running, started by {what}(wait=False). {NEXT_CALL_LATER[what]}",
                 group=owner.group_name,
                 operation=operation,
             )
-        lacks = "its communicator is suspended" if self.suspended else "owns no communicator"
+        lacks = "its communicator is suspended" if self.suspended else "has no communicator"
         text = f"{operation} on {owner!r}: the group is {state} and {lacks}."
         if self.reason:
             text += f" {self.reason}"
@@ -168,7 +168,7 @@ class Offloaded:
     def without_backend(
         self, name: str, args: tuple[Any, ...], cause: BaseException | None = None
     ) -> OffloadedBackend:
-        """Refuse an operation; only a query of the backend has an answer."""
+        """Refuse an operation; only a query of the backend succeeds."""
         owner = self._owner()
         if name != "_get_backend" or owner is None:
             raise self.refusal(name) from cause
@@ -177,15 +177,15 @@ class Offloaded:
 
 
 class OffloadedBackend:
-    """The answer of a group without a communicator to a query of its backend.
+    """The backend object that a group without a communicator returns.
 
-    Torch asks every group of the process for its backend: to extend a timeout when a compiled graph
-    is read from a cache, to set a timeout, and to destroy another group. Only what these need has
-    an answer; everything else raises :class:`~reloadpg.errors.GroupOffloadedError`. It passes for
-    the backend's class in ``isinstance``, which torch asks before it sets a timeout (before 2.15).
+    Torch gets the backend of every group of the process to extend a timeout when a compiled graph
+    is read from a cache, to set a timeout, and to destroy another group. Only the methods that
+    these need work; all others raise :class:`~reloadpg.errors.GroupOffloadedError`. ``isinstance``
+    is true for the backend's class, which torch checks before it sets a timeout (before 2.15).
 
     Args:
-        placeholder: what the group dispatches to.
+        placeholder: the placeholder that the group dispatches to.
         owner: the group.
         device: the device type.
     """
@@ -210,10 +210,10 @@ class OffloadedBackend:
     set_timeout = _set_default_timeout
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: it is for collectives that ranks enter late, and a reload meets them."""
+        """Do nothing: it extends the timeout of collectives, of which there are none now."""
 
     def _group_start(self) -> None:
-        """Do nothing: there is no communicator whose abort could be grouped."""
+        """Do nothing: there is no communicator to abort."""
 
     _group_end = _group_start
 

@@ -1,6 +1,6 @@
 """Patches of the functions that create groups, at every name they are bound to.
 
-Each function gets one wrapper, put at every name that held torch's own function: in
+Each function gets one wrapper, which replaces it at every name that held torch's function: in
 ``torch.distributed`` and its modules, and in any loaded module that imported it early (found by
 identity in ``sys.modules``).
 """
@@ -23,17 +23,17 @@ __all__ = ["Patches"]
 
 
 def _wrapped(name: str, original: Any, wrapper_of: Wrapper) -> Any:
-    """Put a wrapper over a function of a module.
+    """Wrap a function of a module.
 
-    A job of 16,384 ranks creates 100,000 groups, and one that the rank is no member of takes torch
-    8 us. Wrapt's own call takes 2: it asks the function for its ``__self__``, which a function of a
-    module has not. What torch's ``new_group`` calls in turn, with keywords, gets a plain function.
+    A job of 16,384 ranks creates 100,000 groups, and a group of which the rank is not a member
+    takes torch 8 us. Wrapt's call takes 2 us: it looks up ``__self__``, which a module's function
+    lacks. The function that torch's ``new_group`` calls with keywords gets a plain wrapper.
     """
     if name.startswith("_"):
         return functools.wraps(original)(wrapper_of(original))
 
     def bound(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return wrapper_of(wrapped)(*args, **kwargs)  # it was found in a class
+        return wrapper_of(wrapped)(*args, **kwargs)  # bound as a class attribute
 
     class FunctionWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         __call__ = staticmethod(wrapper_of(original))
@@ -62,10 +62,10 @@ class Patches:
 
     @classmethod
     def apply(cls) -> Patches:
-        """Put the wrappers in place everywhere, or change nothing.
+        """Install all wrappers, or change nothing.
 
-        A wrapper that somebody else has put over a creating function stays below ours, and torch's
-        function gets one of ours too at the names that the other one left out.
+        If another library has wrapped a creating function, its wrapper stays inside ours. Names
+        that the other library left unchanged get our wrapper around torch's function.
         """
         put: dict[int, tuple[Any, Any]] = {}
         found: list[_Patch] = []
@@ -93,7 +93,7 @@ class Patches:
         return applied
 
     def foreign(self) -> list[str]:
-        """The changed names that no longer hold our wrapper, with what they hold."""
+        """List the changed names that no longer hold our wrapper, with their current value."""
         return [
             f"{patch} is {now!r}"
             for patch in self.patches
@@ -105,7 +105,7 @@ class Patches:
         ]
 
     def undo(self) -> None:
-        """Put the originals back: at the names changed, and where ours was imported since."""
+        """Restore the originals at the changed names, and where a wrapper was imported since."""
         c10d.stop_noting_saves()
         replaced = {id(patch.replacement): patch.original for patch in self.patches}
         for owner, attribute, key in list(_bindings(replaced)):
@@ -128,10 +128,10 @@ def _originals(name: str) -> list[Any]:
 
 
 def _bindings(targets: Iterable[int]) -> Iterator[tuple[ModuleType, str, int]]:
-    """Every name in every loaded module that is bound to one of the objects with these ids.
+    """Yield every name in every loaded module that is bound to one of the objects with these ids.
 
-    Reads module dictionaries only: a module with a hostile ``__getattr__`` or ``__dir__`` is not
-    asked anything. A quick set test skips the modules that hold none, which is nearly all.
+    Reads module dictionaries only: no ``__getattr__`` or ``__dir__`` of a module is called. A quick
+    set test skips the modules that hold no target, which is nearly all of them.
     """
     ids = frozenset(targets)
     for module in list(sys.modules.values()):

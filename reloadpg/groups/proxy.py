@@ -1,12 +1,12 @@
 """``ReloadableProcessGroup``: a process group whose communicator can be released and rebuilt.
 
-Do not assume of it:
+Do not assume:
 
-* that a backend object taken out of it (``group._get_backend(device)``) outlives an offload. It
-  belongs to one generation; take it again after a reload.
-* that its C++ object has a backend. C++ code that asks it for one finds none; what torch itself
-  does goes through methods that find the live group.
-* that another group takes its place while it is offloaded: everything that needs a communicator
+* that a backend object (``group._get_backend(device)``) outlives an offload. It belongs to one
+  generation; get it again after a reload.
+* that the proxy's C++ object has a backend. C++ code that requests one finds none; torch itself
+  calls methods that find the live group.
+* that another group replaces it while it is offloaded. Every operation that needs a communicator
   raises :class:`~reloadpg.errors.GroupOffloadedError`.
 """
 
@@ -38,14 +38,15 @@ __all__ = ["GroupState", "History", "ReloadableProcessGroup", "find_group"]
 
 @dataclass
 class History:
-    """Record of what was done with a group so far.
+    """Record of a group's offloads and reloads.
 
     Attributes:
-        strategy: how it was last released; empty before the first time.
-        held_bytes: what its communicator held then by its own account, or None.
-        suspended_bytes: what of that a suspend gives back.
-        cycles: how often it was released.
-        offload_ms, reload_ms: its part in the last of each; None before the first.
+        strategy: strategy of the last release; empty before the first one.
+        held_bytes: bytes that its communicator held then, as the backend reported them, or None.
+        suspended_bytes: the part of these bytes that a suspend releases.
+        cycles: number of releases.
+        offload_ms, reload_ms: time that the last offload and reload took for this group; None
+            before the first.
     """
 
     strategy: str = ""
@@ -56,40 +57,41 @@ class History:
     reload_ms: float | None = None
 
 
-_LIVE = GroupState.LIVE  # an enumeration's member takes longer to look up
+_LIVE = GroupState.LIVE  # faster than looking up the member each time
 _BOUND_DEVICE: property = ProcessGroup.__dict__["bound_device_id"]
 
 
 class ReloadableProcessGroup(Dispatch):
     """A process group that keeps its identity while its communicator is released and rebuilt.
 
-    Instances are made by the patched ``torch.distributed`` functions. Identity, hash,
-    ``group_name``, rank and size never change. Copying gives the same object; a pickle holds the
-    group's name and is resolved in the receiving process.
+    Instances are created by the patched ``torch.distributed`` functions. Identity, hash,
+    ``group_name``, rank and size never change. Copying returns the same object. A pickle holds the
+    group's name, which the receiving process resolves.
 
     Attributes:
-        construction: how the group was made.
+        construction: the record of its creation.
         set_name: the set that it belongs to.
-        generation: its set's count of reloads when its communicator was built: 0 for the first one
-            of a group made before the first reload.
+        generation: number of reloads of its set when its communicator was built; 0 before the
+            first reload.
         state: :class:`GroupState`.
         last_error: why it failed; empty if it did not.
-        history: what was done with it.
-        under_way: the operation whose threads alone can use it now; None if all can.
+        history: record of its offloads and reloads.
+        under_way: the operation whose threads have exclusive use of the group; None if there is
+            none.
         names_in_store: names of the generations that have keys in the job's store.
         before_end: called before the group is destroyed for good.
 
     Args:
         inner: the live group.
-        record: how it was made, or the facts from which that is built when it is first read.
+        record: the record of its creation, or the facts from which it is built on first use.
         name: its stable name.
         rank: this process's rank in it.
         size: its number of members.
         desc: its description.
     """
 
-    # Every member makes one of these for every group of the job, so what an operation changes has
-    # its first value in the class.
+    # Every member creates one instance for each of its groups. To keep that cheap, the initial
+    # values of mutable attributes are in the class.
     set_name = TRAINER
     generation = 0
     state = _LIVE
@@ -99,7 +101,7 @@ class ReloadableProcessGroup(Dispatch):
     _released: weakref.ref[Any] | None = None
     _history: History | None = None
 
-    # Changes made to the live group after its creation; the next generation gets them too.
+    # Changes made to the live group after its creation, which are carried over to the next one.
     _timeouts: Mapping[str, timedelta] = MappingProxyType({})
     _calls: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...] = ()
     _symm_mem: Any = None
@@ -128,7 +130,7 @@ class ReloadableProcessGroup(Dispatch):
         self._devices = inner._device_types
         device = inner.bound_device_id
         if device is not None:
-            # The C++ getter is not virtual: the proxy's own C++ object must hold the device.
+            # The C++ getter is not virtual, so the proxy's C++ object must hold the device.
             _BOUND_DEVICE.__set__(self, device)
 
     @property
@@ -141,7 +143,7 @@ class ReloadableProcessGroup(Dispatch):
     @property
     def history(self) -> History:
         found = self._history
-        if found is None:  # any thread may be the first to ask
+        if found is None:  # two threads may be here at once
             found = self.__dict__.setdefault("_history", History())
         return found
 
@@ -150,7 +152,7 @@ class ReloadableProcessGroup(Dispatch):
         """Whether the group owns a communicator that can be used."""
         return self.state is _LIVE
 
-    # -- identity: answered in every state --------------------------------------------------
+    # -- identity: available in every state -------------------------------------------------
 
     def rank(self) -> int:
         return self._rank
@@ -158,8 +160,8 @@ class ReloadableProcessGroup(Dispatch):
     def size(self) -> int:
         return self._size
 
-    # C++ asks the class for these names whenever it wants rank and size. Finding none cost 0.6 us
-    # each time (get_world_size took 3.5 times as long); finding a C function, it asks no more.
+    # C++ looks up these names in the class whenever it needs rank and size. A failed lookup costs
+    # 0.6 us each time (get_world_size took 3.5 times as long); a C function is found at once.
     getRank = ProcessGroup.__dict__["rank"]  # noqa: N815
     getSize = ProcessGroup.__dict__["size"]  # noqa: N815
 
@@ -178,8 +180,8 @@ class ReloadableProcessGroup(Dispatch):
         return self._desc
 
     def getBackendName(self) -> str:  # noqa: N802 - looked up by C++
-        # Not the live backend's name: DDP's logger, told "gloo", fetches a gloo backend from the
-        # C++ object and fails, since none is mounted there.
+        # Not the live backend's name: given "gloo", DDP's logger requests a gloo backend from the
+        # C++ object, which has none, and fails.
         return "reloadable"
 
     def name(self) -> str:
@@ -190,7 +192,7 @@ class ReloadableProcessGroup(Dispatch):
 
     @property
     def _device_types(self) -> list[Any]:
-        # Torch's creating functions ask WORLD for its backends; a group made on its own needs none.
+        # Torch's creating functions read WORLD's backends; a replay needs none.
         return [] if c10d.is_creating() else list(self._devices)
 
     def _bind_device(self, device: Any) -> None:
@@ -198,7 +200,7 @@ class ReloadableProcessGroup(Dispatch):
         if self.is_live:
             self._current.bound_device_id = device
 
-    # Read by every barrier: torch's own getter, with no Python in between.
+    # Every barrier reads it, so it is torch's getter, without a call into Python.
     bound_device_id = property(_BOUND_DEVICE.fget, _bind_device)
 
     @property
@@ -229,8 +231,8 @@ class ReloadableProcessGroup(Dispatch):
             self._current._set_group_desc(desc)
 
     def _has_hooks(self) -> bool:
-        # Not asked of the live group: torch writes a warning to stderr for one without a default
-        # backend, which mixed groups can be.
+        # The live group is not queried: torch writes a warning to stderr for a group without a
+        # default backend, such as a mixed group.
         return any(name == "_register_on_completion_hook" for name, *_ in self._calls)
 
     def _wait_for_pending_works(self) -> None:
@@ -255,7 +257,7 @@ class ReloadableProcessGroup(Dispatch):
         ranks = self.construction.ranks
         shown = str(list(ranks)) if len(ranks) <= 8 else f"{len(ranks)} ranks"
         desc = self.group_desc
-        if desc not in ("", "undefined"):  # torch's word for a group without one
+        if desc not in ("", "undefined"):  # torch's default description
             shown = f"({desc}) {shown}"
         return (
             f"<ReloadableProcessGroup {self._name!r} {shown} "
@@ -265,18 +267,18 @@ class ReloadableProcessGroup(Dispatch):
     # -- end of life: the user destroys the group -------------------------------------------
 
     def shutdown(self) -> None:
-        """Shut the communicator down for good; called by ``destroy_process_group``. Idempotent.
+        """Destroy the communicator permanently; called by ``destroy_process_group``. Idempotent.
 
-        Waits for an operation that was begun with ``wait=False`` and is under way.
+        Waits for a running operation that was started with ``wait=False``.
         """
         if self._has_hooks():
             self._wait_for_pending_works()
         self._destroy(lambda inner: inner.shutdown())
 
     def abort(self) -> None:
-        """Abort the communicator for good; called by ``_abort_process_group``. Idempotent.
+        """Abort the communicator permanently; called by ``_abort_process_group``. Idempotent.
 
-        Waits as :meth:`shutdown` does.
+        Waits like :meth:`shutdown`.
         """
         self._destroy(lambda inner: inner.abort())
 
@@ -290,7 +292,7 @@ class ReloadableProcessGroup(Dispatch):
         self.state = GroupState.DESTROYED
         self._put(Offloaded(self, None))
         if placeholder is not None and placeholder.suspended is not None:
-            placeholder.suspended.abort()  # the peers cannot be asked to take part in a shutdown
+            placeholder.suspended.abort()  # a shutdown would need the peers
         elif inner is not None:
             how(inner)
 
@@ -298,24 +300,24 @@ class ReloadableProcessGroup(Dispatch):
 
     @property
     def communicator(self) -> Any:
-        """The group that torch made: the live or the suspended one; None without."""
+        """The live or the suspended group that torch created; None if there is neither."""
         return self._current.suspended if isinstance(self._current, Offloaded) else self._current
 
     @property
     def last_inner(self) -> Any:
-        """The group that torch made for the generation before, if it is still referenced."""
+        """The group that torch created for the previous generation, if it is still referenced."""
         return None if self._released is None else self._released()
 
     def reserve(self, under_way: UnderWay | None) -> None:
-        """Let only an operation's threads use the group; None lets all. Local, idempotent."""
+        """Restrict the group to an operation's threads; None lifts this. Local, idempotent."""
         self.under_way = under_way
         self._put(self._current)
 
     def detach(self, state: GroupState = GroupState.OFFLOADED, reason: str = "") -> Any:
-        """Detach the live or suspended group and remember what was set on it.
+        """Detach the live or suspended group and record its settings.
 
         Returns:
-            The group that torch made; the caller destroys it.
+            The group that torch created; the caller destroys it.
         """
         inner = self.communicator
         if self.is_live:
@@ -328,7 +330,7 @@ class ReloadableProcessGroup(Dispatch):
         return inner
 
     def attach(self, inner: ProcessGroup, generation: int) -> None:
-        """Make a rebuilt group the live one, with the settings of the one before."""
+        """Make a rebuilt group the live one, with the settings of its predecessor."""
         if isinstance(self._current, Offloaded) and self._current.kept is not None:
             c10d.add_backends(inner, self._kept_backends(self._current.kept))
         c10d.take_generation(inner, self)
@@ -343,12 +345,12 @@ class ReloadableProcessGroup(Dispatch):
         self.generation = generation
 
     def await_members(self, reason: str, remedy: str, timeout: timedelta) -> None:
-        """Leave a group that was made without backends failed, until a recovery builds it. Local.
+        """Set a group that was created without backends to failed, until a recovery. Local.
 
         Args:
             reason: why, for messages.
-            remedy: what to call, for messages.
-            timeout: that the group was given.
+            remedy: the call to make, for messages.
+            timeout: the group's timeout.
         """
         devices = self.construction.devices
         self.detach(GroupState.FAILED, reason)
@@ -359,16 +361,16 @@ class ReloadableProcessGroup(Dispatch):
 
     @property
     def kept(self) -> ProcessGroup | None:
-        """What stays alive of a group without communicator, if anything."""
+        """The backends that stay alive while the group is offloaded, if any."""
         kept: ProcessGroup | None = self._inner.kept
         return kept
 
     def release_kept(self) -> None:
-        """Forget what stays alive of a group without communicator."""
+        """Drop the backends that stay alive while the group is offloaded."""
         self._inner.kept = None
 
     def suspend(self) -> Any:
-        """Set the live group aside, whole, and refuse its use; the caller suspends it."""
+        """Replace the live group by a placeholder that keeps it; the caller suspends it."""
         inner = self._current
         self._remember(inner)
         self.state = GroupState.OFFLOADED
@@ -380,19 +382,19 @@ class ReloadableProcessGroup(Dispatch):
         self._make_live(self._current.suspended)
 
     def fail(self, reason: str) -> None:
-        """Mark a group without communicator as failed, with the reason."""
+        """Mark an offloaded group as failed, with the reason."""
         self.state = GroupState.FAILED
         self.last_error = reason
         self._current.reason = reason
 
     def clear_failure(self) -> None:
-        """Mark a failed group as offloaded: an offload has completed since. Idempotent."""
+        """Mark a failed group as offloaded, after a completed offload. Idempotent."""
         if self.state is GroupState.FAILED:
             self.state = GroupState.OFFLOADED
             self.last_error = self._current.reason = ""
 
     def current_timeouts(self) -> dict[str, timedelta]:
-        """Return the timeouts by device type: the live group's, or those of the next one."""
+        """Return the timeouts by device type: of the live group, or of the next generation."""
         if self.is_live:
             return c10d.get_timeouts(self._current, tuple(self.construction.devices))
         return dict(self._timeouts)
@@ -412,13 +414,13 @@ class ReloadableProcessGroup(Dispatch):
         self._timeouts = {**self._timeouts, **timeouts}
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
-        if self.is_live:  # else there is no collective that it could be for
+        if self.is_live:  # it applies to pending collectives only
             self._current._add_ephemeral_timeout(timeout)
 
     def memory_stats(self) -> dict[str, int] | None:
-        """Return the bytes that the communicator says it holds, by NCCL's names; None if unknown.
+        """Return the bytes that the communicator reports, by NCCL's names; None if unknown.
 
-        Local, at any time; empty without a communicator and for one that was never used.
+        Local, at any time. Empty without a communicator, and for one that was never used.
         """
         inner = self.communicator
         if inner is None:
@@ -434,7 +436,7 @@ class ReloadableProcessGroup(Dispatch):
         return totals
 
     def _put(self, current: Any) -> None:
-        """Make a live group, or a placeholder, the current one, and dispatch to it."""
+        """Dispatch to this live group or placeholder from now on."""
         target = current
         if self.under_way is not None:
             is_placeholder = isinstance(current, Offloaded)
@@ -452,7 +454,7 @@ class ReloadableProcessGroup(Dispatch):
 
     def _remember(self, inner: Any) -> None:
         self._timeouts = c10d.get_timeouts(inner, tuple(self.construction.devices))
-        # A group made by a Python backend has no C++ backend, and torch's getter then raises.
+        # A Python backend has no C++ backend, and torch's getter then raises.
         with suppress(RuntimeError):
             self._symm_mem = getattr(inner, "use_pg_for_symm_mem_rendezvous", self._symm_mem)
 
@@ -476,24 +478,24 @@ c10d.skip_in_compiled_code(
 
 
 def find_group(name: str, ranks: tuple[int, ...] = ()) -> ProcessGroup:
-    """Find the group of that name in this process: how a pickled group is resolved.
+    """Return this process's group of that name, to resolve a pickled group.
 
     Local; works while the group is offloaded.
 
     Raises:
-        GroupPickleError: this process has no group of that name, or one of other ranks.
+        GroupPickleError: this process has no group of that name, or its ranks differ.
     """
     for group in c10d.known_groups():
         if c10d.name_of(group) == name:
             if ranks and c10d.ranks_of(group) != tuple(ranks):
                 raise GroupPickleError(
                     f"a pickled process group {name!r} of ranks {list(ranks)} cannot be resolved: "
-                    f"here that name is a group of ranks {list(c10d.ranks_of(group))}. Unpickle it "
+                    f"here the group has the ranks {list(c10d.ranks_of(group))}. Unpickle it "
                     "in a process of the same job, with its groups created in the same order."
                 )
             return group
     raise GroupPickleError(
         f"a pickled process group {name!r} cannot be resolved: this process has no group of that "
-        "name. A pickle holds only the name; create the same groups here first (or leave the "
-        "group out of what is pickled)."
+        "name. A pickle holds only the name. Create the same groups here first, or do not pickle "
+        "the group."
     )

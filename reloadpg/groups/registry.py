@@ -1,9 +1,7 @@
-"""The mutable state of the library, for the life of the process.
+"""The mutable state of the library in this process: the installation and the current job.
 
-Which groups are managed is not kept here: c10d's own tables say it (a managed group is a proxy
-that is in them), so a group that the user destroyed is forgotten by that very act, and a
-proxy that nobody holds is not kept alive. Kept are the installation, and the job of the default
-group.
+It has no list of managed groups: a managed group is a proxy in c10d's tables. So a destroyed group
+is no longer managed, and a proxy without other references is not kept alive.
 """
 
 from __future__ import annotations
@@ -45,17 +43,17 @@ __all__ = [
 
 
 _CONNECT_S = 6.0
-"""Seconds in which a connection to the store is made though the name service is silent."""
+"""Seconds within which a connection to the store succeeds without a response from DNS."""
 
 
 class Patched(Protocol):
     """The names that an installation has changed."""
 
     def foreign(self) -> list[str]:
-        """Return those that somebody else has changed since, with what they hold."""
+        """List the names that other code has changed since, with their current value."""
 
     def undo(self) -> None:
-        """Put the originals back."""
+        """Restore the originals."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +84,12 @@ class Options:
 
 
 class Unfinished(NamedTuple):
-    """A call that a failed operation has left running.
+    """A call that is still running after its operation has failed.
 
     Attributes:
-        group: the group, in words.
+        group: description of the group.
         task: the call.
-        creates: whether it creates a communicator, and waits for peers; else it destroys one.
+        creates: whether it creates a communicator and waits for peers; otherwise it destroys one.
     """
 
     group: str
@@ -107,11 +105,11 @@ class Position(NamedTuple):
     """Where a rank is in the loops of ``retrying``, counted from 0.
 
     Attributes:
-        steps: number of complete steps, of all loops.
-        loop: number of the loop of the next step, among those that are in no other loop.
-        attempt: number of attempts at that step that have failed.
-        number: number of the step in its loop.
-        nested: whether another loop is open around it.
+        steps: number of completed steps, over all loops.
+        loop: index of the next step's loop among the outermost loops.
+        attempt: number of failed attempts at that step.
+        number: index of the step in its loop.
+        nested: whether the loop is inside another one.
     """
 
     steps: int = 0
@@ -127,23 +125,23 @@ class Job:
 
     Attributes:
         of: the default group of the job; the job ends with it.
-        rendezvous: where the ranks of the job agree.
-        sets: the states of the sets of groups; blocks hold these, and not the job, whose store
-            ends with the default group.
+        rendezvous: the rendezvous of the job's ranks.
+        sets: the states of the sets. Blocks refer to these and not to the job, whose store ends
+            with the default group.
         generation: number of completed reloads, of any set.
         cycles: number of completed offloads, of any set.
-        unfinished: what failed operations have left running.
-        doomed: communicators that their groups have let go of and that are not destroyed yet,
-            with their groups in words.
+        unfinished: calls that are still running after their operation has failed.
+        doomed: detached communicators that are not destroyed yet, with a description of their
+            groups.
         creation_stores: store clients for creating groups; None without peers.
-        connecting: connections to the store that were begun in the background.
+        connecting: connections to the store that are made in the background.
         suspend_obstacle: the suspend or resume that has failed; empty if none has.
         last_error: the error that the last operation raised on this rank; empty if none.
-        round: the round that is going on, or the last one.
-        position: where this rank is in the loops of ``retrying``.
-        loops: the loops of ``retrying`` on this rank, as that module keeps them.
-        replaced: the ranks that were replaced since the last complete step; equal on all ranks
-            that are at one step.
+        round: the current round, or the last one.
+        position: this rank's position in the loops of ``retrying``.
+        loops: the loops of ``retrying`` on this rank; used by that module only.
+        replaced: the ranks that were replaced since the last completed step; equal on all ranks
+            at the same step.
     """
 
     of: weakref.ref[ProcessGroup]
@@ -175,23 +173,23 @@ class Job:
         return any(state.offloaded for state in self.sets.all())
 
     def end(self) -> None:
-        """End the job on this rank: its default group is about to be destroyed. Local, bounded."""
+        """End the job before its default group is destroyed. Local; waits a limited time."""
         self.rendezvous.end()
         self.await_connections()
 
     def await_connections(self) -> None:
-        """Wait for connections that are being made: they hold rank 0's store. Bounded.
+        """Wait for connections in progress, which hold rank 0's store; for a limited time.
 
-        One that the server leaves without an answer is not waited for to its end.
+        A connection to which the server does not respond is abandoned.
         """
         wait = Wait("the end of the job", _CONNECT_S)
         for task in self.connecting:
-            if not task.is_current:  # it may have held the last reference to the group
+            if not task.is_current:  # that thread may have released the last reference
                 task.wait(wait.left)
 
 
 class Callback(NamedTuple):
-    """What a user registered for an operation: its name, and the sets that it is for."""
+    """A user's callback: its name, and the sets for whose operations it is called."""
 
     name: str
     function: Callable[[], object]
@@ -204,7 +202,7 @@ class Callbacks:
 
     They are called before groups are released, before and after they are rebuilt, with the report
     of each operation, with each call of ``install``, and once by the next ``uninstall``. Those in
-    ``begin`` are called as an operation begins, before anything is touched; they raise nothing.
+    ``begin`` are called at the start of an operation, before any change. They must not raise.
     """
 
     begin: list[Callable[[], object]] = field(default_factory=list)
@@ -218,17 +216,17 @@ class Callbacks:
 
 
 class Owner(Protocol):
-    """A lifecycle operation: while ``is_running`` is true, no other one begins."""
+    """A lifecycle operation. While ``is_running`` is true, no other one can start."""
 
     name: str
     is_running: bool
 
     def status(self) -> Any:
-        """Return how far it is. Local, from any thread."""
+        """Return its progress. Local, from any thread."""
 
 
 class Registry:
-    """The state behind the public functions. One instance a process: :data:`registry`."""
+    """The state behind the public functions. One instance per process: :data:`registry`."""
 
     def __init__(self) -> None:
         self._clear()
@@ -239,26 +237,26 @@ class Registry:
         self.options: Options | None = None
         self.patches: Patched | None = None
         self.by_environment = False
-        """Whether the installation is that of ``RELOADPG_AUTOINSTALL``."""
+        """Whether ``RELOADPG_AUTOINSTALL`` made the installation."""
         self.callbacks = Callbacks()
         self.warned: set[str] = set()
         self.variables: dict[str, tuple[str, str | None]] = {}
         """Variables of the environment that the installation has set."""
         self.left_alone: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
-        """Groups that the selection would take, and that cannot be managed, with the reason."""
+        """Selected groups that cannot be managed, with the reason."""
         self.without_set: WeakSet[ProcessGroup] = WeakSet()
         """Groups whose creator is in no set, by a rule or a region."""
         self.outside_tables: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
-        """Groups that torch has entered into none of its tables, with the reason."""
+        """Groups that are in none of torch's tables, with the reason."""
         self._job: Job | None = None
         self._running: weakref.ref[Owner] | None = None
         self._inherited: ProcessGroup | None = None
 
     def after_fork(self) -> None:
-        """In a forked child: keep the patches, forget the parent's job.
+        """In a forked child: keep the patches, drop the parent's job.
 
-        The child inherits the parent's groups and their sockets. Using them would corrupt the
-        parent's conversation, so they are refused until the child starts a job of its own.
+        The child inherits the parent's groups and their sockets. Using these would corrupt the
+        parent's connections, so every operation is refused until the child starts its own job.
         """
         options, patches, callbacks = self.options, self.patches, self.callbacks
         by_environment, variables = self.by_environment, self.variables
@@ -277,8 +275,8 @@ class Registry:
         """Return the job of the current default group; None when nothing is initialised.
 
         Args:
-            operation: who asks, for messages.
-            predecessor: the place that this process takes in a job that goes on.
+            operation: name of the caller, for messages.
+            predecessor: the process that this one replaces, if it joins a running job.
 
         Raises:
             ReloadpgError: the default group was inherited from a parent process.
@@ -295,8 +293,8 @@ class Registry:
             )
         with self._lock:
             if self._job is None or self._job.of() is not world:
-                # A job ends with its default group: rank 0's store, and the server in it, must
-                # not outlive it, or the next job would find the keys of this one.
+                # Rank 0's store, and the server in it, must not outlive the default group:
+                # otherwise the next job would find the keys of this one.
                 marks = self.options is not None and self.options.recoverable
                 rendezvous = Rendezvous.of_world(world, predecessor=predecessor, marks=marks)
                 job = Job(weakref.ref(world, self._forget), rendezvous)
@@ -310,7 +308,7 @@ class Registry:
             return self._job
 
     def begin_job(self) -> None:
-        """Note the job of a default group that was created just now, on all ranks alike."""
+        """Register the job of a default group that all ranks have just created."""
         job = self.job("init_process_group")
         if job is not None and not job.rendezvous.alone:
             job.rendezvous.count_job(c10d.root_store(job.world))
@@ -335,7 +333,7 @@ class Registry:
         return sorted(groups, key=lambda group: group.construction.order)
 
     def unmanaged(self) -> list[tuple[ProcessGroup, str]]:
-        """List the groups that the selection would take and that are not managed, with the reason.
+        """List the groups that are selected but not managed, with the reason.
 
         They keep their communicators while the others are offloaded. Local.
         """
@@ -351,11 +349,11 @@ class Registry:
         return found
 
     def bypassed(self) -> list[tuple[ProcessGroup, Bypass]]:
-        """List the groups that the selection leaves alone, with the reason. Local."""
+        """List the groups that bypass, with the reason. Local."""
         return [(group, bypass) for group, bypass in self._others() if bypass is not None]
 
     def _others(self) -> Iterator[tuple[ProcessGroup, Bypass | None]]:
-        """The groups that are not managed, with the reason if that is the selection."""
+        """Yield the groups that are not managed, with the reason if they bypass."""
         options = self.options
         if options is None or c10d.world() is self._inherited is not None:
             return
@@ -364,17 +362,17 @@ class Registry:
                 yield group, bypass_of(group, options.selection)
 
     def offloaded(self) -> list[ReloadableProcessGroup]:
-        """List the managed groups that own no communicator now."""
+        """List the managed groups without a live communicator."""
         return [group for group in self.managed() if group.state is not GroupState.LIVE]
 
     @property
     def known_job(self) -> Job | None:
-        """The job of the current default group if there was reason to note it. Local, cheap."""
+        """The job of the current default group, if it is registered. Local, cheap."""
         job = self._job
         return job if job is not None and job.of() is c10d.world() else None
 
     def is_inherited(self, world: ProcessGroup) -> bool:
-        """Whether a default group came with a fork, and is the parent's."""
+        """Whether a default group was inherited from the parent process by a fork."""
         return world is self._inherited
 
     # -- one operation at a time --------------------------------------------------------------
@@ -382,9 +380,9 @@ class Registry:
     def begin(self, owner: Owner) -> None:
         """Refuse a second lifecycle operation while one runs, from any thread or callback.
 
-        The operation ends when its ``is_running`` is false, or when the object is gone: so an
-        interrupt, at whatever instruction, leaves no process busy. It is called within the ``try``
-        whose ``finally`` resets ``is_running``.
+        The operation ends when its ``is_running`` is false or when the object is deleted, so an
+        interrupt at any instruction leaves no process busy. Call this within the ``try`` whose
+        ``finally`` resets ``is_running``.
 
         Raises:
             ReloadpgError: another operation runs.
@@ -394,9 +392,9 @@ class Registry:
             if running is not None:
                 raise ReloadpgError(
                     f"{owner.name} was called while {running.name} is running in this process; "
-                    "nothing was changed. Call them one after the other, from one thread, and "
-                    "not from a callback; after one with wait=False, when result() on its handle "
-                    "has returned."
+                    "nothing was changed. Call them one after the other, from one thread and "
+                    "not from a callback. After a call with wait=False, first call result() on "
+                    "its handle."
                 )
             self._running = weakref.ref(owner)
 
@@ -410,18 +408,18 @@ class Registry:
         return self._owner() is not None
 
     def progress(self) -> Any:
-        """Say how far the running operation is; None if none runs. Local, from any thread."""
+        """Return the progress of the running operation, or None. Local, from any thread."""
         running = self._owner()
         return None if running is None else running.status()
 
     @property
     def lock(self) -> threading.RLock:  # type: ignore[valid-type]
-        """Guards installation; never held across a callback or a collective step."""
+        """Lock of the installation; never held across a callback or a collective step."""
         return self._lock
 
 
 def bypass_of(group: ProcessGroup, selection: Selection) -> Bypass | None:
-    """Say why the selection leaves a group alone that torch has made; None if it takes it."""
+    """Return why a group that torch created bypasses; None if it is selected."""
     return selection.bypass(
         c10d.device_backends(group),
         len(c10d.ranks_of(group)),
@@ -434,7 +432,7 @@ def bypass_of(group: ProcessGroup, selection: Selection) -> Bypass | None:
 
 _RAW = (
     "it was created before reloadpg.install(), or by a function that reloadpg does not patch; "
-    "install earlier, or hand it over with reloadpg.manage()"
+    "call install() earlier, or pass the group to reloadpg.manage()"
 )
 
 registry = Registry()

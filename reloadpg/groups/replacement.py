@@ -1,7 +1,8 @@
-"""Groups of a process that replaces another one: they are created without the other ranks.
+"""Groups of a process that replaces another one: created without the other ranks.
 
-The others have these groups, and do not take part in their creation: each is created without any
-backend, under the name that it has there, and is failed until a recovery builds it.
+The other ranks already have these groups and do not take part in their creation. Each group is
+created without a backend, under its existing name, and is in the state failed until a recovery
+builds it.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ __all__ = ["Places", "await_members", "is_without_backends", "replaces", "split_
 
 
 class Places:
-    """Whether the default group that is created takes a place in a job that goes on.
+    """Find out whether a new default group joins a running job.
 
     Attributes:
-        taken: the place; None if the job begins.
+        taken: the process that this one replaces; None if the job is new.
     """
 
     def __init__(self) -> None:
         self.taken: Predecessor | None = None
 
     def take(self, asked: c10d.Asked) -> bool:
-        """Take the place in the job that the store tells of, if there is one. Bounded."""
+        """Read from the store which process this one replaces, if any. Waits a limited time."""
         if not asked.is_world or asked.size == 1 or "fake" in asked.devices.values():
             return False
         self.taken = Predecessor.find(asked.store, asked.rank, asked.size)
@@ -48,9 +49,9 @@ def replaces() -> bool:
 
 
 def is_without_backends(asked: c10d.Asked) -> bool:
-    """Whether a group of this process is created without any backend; refuse those that bypass."""
+    """Whether to create a group without a backend. Raises for a group that would bypass."""
     if asked.size == 1:
-        return False  # whatever it is, it waits for no other rank
+        return False  # its creation waits for no other rank
     _refuse_bypassed(asked)
     return True
 
@@ -75,12 +76,12 @@ def _refuse_bypassed(asked: c10d.Asked) -> None:
 
 
 def split_alone(call: Call) -> Any:
-    """Create what ``split_group`` would, without the other ranks. Local."""
+    """Create the group of a ``split_group`` call without the other ranks. Local."""
     given = call.given
     ranks = given.get("split_ranks")
     if not ranks:
         with verbatim():
-            return call()  # torch says what is wrong with it
+            return call()  # torch raises the error
     parent = cast(ProcessGroup, given.get("parent_pg") or c10d.world())
     name, members = c10d.part_of_split(parent, ranks)
     if members is None:
@@ -98,12 +99,12 @@ def split_alone(call: Call) -> Any:
     )
     with verbatim(), creation:
         made = c10d.original("new_group")(**kwargs)
-    made.bound_device_id = parent.bound_device_id  # whatever devices it serves, as torch does
+    made.bound_device_id = parent.bound_device_id  # as torch does, for any backend
     return made
 
 
 def await_members(proxy: ReloadableProcessGroup) -> None:
-    """Leave a group without backends failed, until ``rejoin`` meets its other members. Local."""
+    """Set a group without backends to failed, until ``rejoin`` rebuilds it. Local."""
     made = proxy.construction
     proxy.await_members(
         "This process replaces one that has ended.",

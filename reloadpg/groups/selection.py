@@ -1,4 +1,4 @@
-"""Selection of the groups that are reloadable, and of how the user wants each to be released."""
+"""Selection of the reloadable groups, and the strategy that the user chose for each."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .sets import TRAINER, check_name, creators, open_regions
 __all__ = ["BYPASS", "STRATEGY_NAMES", "Bypass", "Selection", "StrategyPolicy"]
 
 BYPASS = frozenset({"gloo", "mpi", "fake", "undefined"})
-"""Backends that hold no device memory worth releasing: never reloadable unless named."""
+"""Backends that hold no device memory: reloadable only if named."""
 
 STRATEGY_NAMES = ("recreate", "suspend")
 
 
 class Bypass(NamedTuple):
-    """Why a group is left alone.
+    """Why a group bypasses.
 
     Attributes:
-        reason: in words.
-        remedy: the argument of ``install`` with which the group would be reloadable.
+        reason: as text.
+        remedy: the argument of ``install`` that would make the group reloadable.
     """
 
     reason: str
@@ -34,16 +34,16 @@ class Bypass(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """Rule for the groups that are made reloadable, and for those of their backends to release.
+    """Rule that selects the reloadable groups, and the backends of each to release.
 
     Attributes:
         backends: backend names to make reloadable; None means every backend that serves an
             accelerator.
-        min_size: smallest number of members; smaller groups are returned as torch made them.
+        min_size: smallest number of members; smaller groups bypass.
         world: whether the default group is made reloadable too.
-        exclude: patterns (``fnmatch``) of the description or name of groups to leave alone.
-        sets: for each set the patterns of the modules that create its groups, in order; None as a
-            set, or as its patterns, for groups to leave alone.
+        exclude: patterns (``fnmatch``) of the description or name of groups that bypass.
+        sets: for each set, the patterns of the modules that create its groups, in order. None as a
+            set, or as its patterns, makes the groups bypass.
     """
 
     backends: frozenset[str] | None = None
@@ -66,17 +66,17 @@ class Selection:
         """Validate the options of ``install``.
 
         Args:
-            backends: see ``install``, as for the others.
-            min_size: likewise.
-            world: likewise.
-            exclude: likewise.
-            sets: likewise.
+            backends: see ``install``.
+            min_size: see ``install``.
+            world: see ``install``.
+            exclude: see ``install``.
+            sets: see ``install``.
             registered_later: whether ``backends`` may have names that torch does not know yet.
 
         Raises:
-            InvalidOptionError: an unknown backend, an empty set, ``min_size`` below 1, a
-                ``world`` that is neither True nor False, an ``exclude`` that is no pattern, or
-                ``sets`` that do not map names to patterns.
+            InvalidOptionError: an unknown backend, no backend, ``min_size`` below 1, a ``world``
+                that is not a bool, an ``exclude`` that is not a pattern, or ``sets`` that do not
+                map names to patterns.
         """
         if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
             raise InvalidOptionError(
@@ -86,14 +86,14 @@ class Selection:
         if not isinstance(world, bool):
             raise InvalidOptionError(
                 f"install(world={world!r}): must be True or False; nothing was installed. Pass "
-                "False to leave the default group as torch makes it."
+                "False to make the default group bypass."
             )
         patterns = tuple([exclude] if isinstance(exclude, str) else exclude)
         if not all(isinstance(pattern, str) and pattern for pattern in patterns):
             raise InvalidOptionError(
-                f"install(exclude={exclude!r}): not a pattern, nor several; nothing was installed. "
-                'Pass for example exclude="*_SERVICE", which is matched against the description '
-                "and the name of each group."
+                f"install(exclude={exclude!r}): not a pattern or a sequence of patterns; nothing "
+                'was installed. Pass for example exclude="*_SERVICE", which is matched against the '
+                "description and the name of each group."
             )
         rules = _rules(sets)
         if backends is None:
@@ -116,7 +116,7 @@ class Selection:
         return selection
 
     def unknown_backends(self) -> list[str]:
-        """List the names that torch does not know now, each with the known one that is nearest."""
+        """List the names that torch does not know, each with the most similar known name."""
         known = c10d.known_backends()
         unknown = sorted((self.backends or frozenset()) - known)
         return [f"{name}{did_you_mean(name, known - {'undefined'})}" for name in unknown]
@@ -128,7 +128,7 @@ class Selection:
         return f"backends={backends}, min_size={self.min_size}, world={self.world}{exclude}{sets}"
 
     def selected(self, devices: Mapping[str, str], size: int) -> tuple[str, ...]:
-        """Return the device types whose backend is released; empty for a group to leave alone.
+        """Return the device types whose backend is released; empty for a group that bypasses.
 
         Args:
             devices: backend by device type.
@@ -148,16 +148,16 @@ class Selection:
         return tuple([device for device, backend in devices.items() if backend in names])
 
     def excluded_by(self, name: str, desc: str) -> str:
-        """Return the pattern that leaves a group of that name or description alone, or empty."""
+        """Return the ``exclude`` pattern that matches the group, or an empty string."""
         for pattern in self.exclude:
             if fnmatchcase(desc, pattern) or fnmatchcase(name, pattern):
                 return pattern
         return ""
 
     def set_now(self) -> str | None:
-        """Return the set of a group that this thread creates now; None for one to leave alone.
+        """Return the set of a group that this thread creates now; None for a group that bypasses.
 
-        Local. The innermost region counts; without one, the nearest caller that a rule matches.
+        Local. The innermost region decides; without one, the nearest caller that a rule matches.
         """
         if regions := open_regions.get():
             return self.managed_set(regions[-1])
@@ -169,7 +169,7 @@ class Selection:
         return self.managed_set(TRAINER)
 
     def managed_set(self, name: str | None) -> str | None:
-        """Return the set, or None if a rule leaves its groups alone."""
+        """Return the set, or None if a rule makes its groups bypass."""
         return None if (name, None) in self.sets else name
 
     def bypass(
@@ -182,7 +182,7 @@ class Selection:
         is_world: bool = False,
         in_set: str | None = TRAINER,
     ) -> Bypass | None:
-        """Say why a group is left alone; None if it is selected.
+        """Return why a group bypasses; None if it is selected.
 
         Args:
             devices: backend by device type.
@@ -190,7 +190,7 @@ class Selection:
             name: the group's name.
             desc: its description.
             is_world: whether it is the default group.
-            in_set: its set; None if it was created for no set.
+            in_set: its set; None if a rule or region puts it in no set.
         """
         if is_world and not self.world:
             return Bypass("install(world=False)", "world=True")
@@ -237,9 +237,9 @@ def _rules(
             isinstance(pattern, str) and pattern for pattern in patterns or ()
         ):
             raise InvalidOptionError(
-                f"install(sets={{{name!r}: {given!r}}}): not a pattern of modules, nor several; "
-                'nothing was installed. Pass for example "vllm.*", or None for a set whose groups '
-                "are left as torch makes them."
+                f"install(sets={{{name!r}: {given!r}}}): not a module pattern or a sequence of "
+                'them; nothing was installed. Pass for example "vllm.*", or None for a set whose '
+                "groups bypass."
             )
         rules.append((name, patterns))
     return tuple(rules)
@@ -252,7 +252,7 @@ _NO_RULE = "\0"
 def _set_of(
     rules: tuple[tuple[str | None, tuple[str, ...] | None], ...], module: str
 ) -> str | None:
-    """Return the set that the rules name for groups that a module creates, or ``_NO_RULE``."""
+    """Return the set of the groups that a module creates, or ``_NO_RULE``."""
     for name, patterns in rules:
         for pattern in patterns or ():
             if fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*"):
@@ -262,18 +262,18 @@ def _set_of(
 
 @dataclass(frozen=True)
 class StrategyPolicy:
-    """The strategy for releasing communicators, where its name alone does not say enough.
+    """The strategy for releasing communicators, with exceptions for single groups.
 
-    ``recreate`` destroys communicators and builds them again: it gives back all they hold, and
-    works everywhere. ``suspend`` keeps them and asks the backend to give back their memory
-    (NCCL 2.29.7 and later): part of it stays. A group that cannot be suspended is recreated by
-    all of its members, with a warning. If a suspend or a resume fails, the operation fails on all
-    ranks, and the job recreates all of its groups from then on.
+    ``recreate`` destroys communicators and rebuilds them. It releases all of their memory and works
+    with every backend. ``suspend`` keeps them and releases part of their memory (NCCL 2.29.7 and
+    later). A group that cannot be suspended is recreated by all of its members, with a warning. If
+    a suspend or a resume fails, the operation fails on all ranks, and the job recreates all of its
+    groups from then on.
 
     Attributes:
         name: ``recreate`` or ``suspend``.
-        groups: other strategies for single groups: a pattern (``fnmatch``) of their description
-            or name, and a strategy. The first that matches counts. Equal on all ranks.
+        groups: exceptions: maps a pattern (``fnmatch``) of a group's description or name to a
+            strategy. The first match counts. Equal on all ranks.
     """
 
     name: str = "recreate"
@@ -287,7 +287,7 @@ class StrategyPolicy:
                 f"StrategyPolicy(groups={self.groups!r}): must map patterns to strategies; nothing "
                 "was installed."
             )
-        object.__setattr__(self, "groups", dict(self.groups))  # the caller's may change
+        object.__setattr__(self, "groups", dict(self.groups))  # the caller may change its mapping
         for name in (self.name, *self.groups.values()):
             if not isinstance(name, str) or name not in STRATEGY_NAMES:
                 raise InvalidOptionError(
@@ -306,11 +306,11 @@ class StrategyPolicy:
 
     @property
     def may_suspend(self) -> bool:
-        """Whether any group could be suspended: equal on all ranks with equal options."""
+        """Whether any group may be suspended. Equal on all ranks with equal options."""
         return any(name != "recreate" for name in (self.name, *self.groups.values()))
 
     def wanted(self, name: str, desc: str) -> str:
-        """Return the strategy that the user wants for a group."""
+        """Return the strategy that the user chose for a group."""
         for pattern, strategy in self.groups.items():
             if fnmatchcase(desc, pattern) or fnmatchcase(name, pattern):
                 return strategy

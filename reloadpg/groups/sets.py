@@ -1,8 +1,8 @@
 """Sets of groups, which are offloaded and reloaded separately: a trainer's, a rollout engine's.
 
 Every reloadable group belongs to one set. The default is :data:`TRAINER`, and the default group is
-always in it. A group belongs to another set by the place of its creation (:class:`region`) or by
-the package that created it (``install(sets=...)``).
+always in it. A group is in another set if it is created within a :class:`region`, or by a package
+that ``install(sets=...)`` names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 TRAINER = "trainer"
-"""The set of all groups that no rule and no region puts into another one."""
+"""The default set."""
 
 _INSIDE = frozenset({"reloadpg", "torch", "wrapt"})
 """Packages whose functions create groups on behalf of their callers."""
@@ -45,17 +45,16 @@ class region(ContextDecorator):  # noqa: N801 - used like a function
         with reloadpg.region("engine"):
             llm = vllm.LLM(model, tensor_parallel_size=2, distributed_executor_backend=...)
 
-    Local, not blocking; before or after ``install``. Use it alike on every rank that is a member of
-    such a group. It holds for the calling thread (or asyncio task) and wins over the rules of
-    ``install(sets=...)``. Blocks nest; the innermost one counts. It can be used as a decorator. The
-    default group belongs to the set ``"trainer"`` wherever it is created. Groups that exist already
-    stay in their sets.
+    Local, not blocking; before or after ``install``. All members of a group must create it in the
+    same region. A region applies to the calling thread (or asyncio task) and overrides the rules of
+    ``install(sets=...)``. Regions nest; the innermost one counts. It can be used as a decorator.
+    The default group is always in the set ``"trainer"``. Existing groups stay in their sets.
 
     Args:
-        name: the set. None leaves the groups as torch makes them: they bypass, without a warning.
+        name: the set. None makes the groups bypass, without a warning.
 
     Raises:
-        InvalidOptionError: ``name`` is no name.
+        InvalidOptionError: ``name`` is not the name of a set.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -76,9 +75,9 @@ class region(ContextDecorator):  # noqa: N801 - used like a function
 
 
 def creators(frame: FrameType | None = None) -> Iterator[str]:
-    """Yield the modules of the functions that led to this call, the nearest first. Local.
+    """Yield the modules of the functions on the call stack, innermost first. Local.
 
-    Functions of torch and of this library are left out: they create groups for their callers.
+    Functions of torch and of this library are skipped: they create groups for their callers.
     """
     frame = frame or sys._getframe(1)
     while frame is not None:
@@ -89,7 +88,7 @@ def creators(frame: FrameType | None = None) -> Iterator[str]:
 
 
 def check_name(name: object, where: str) -> None:
-    """Raise InvalidOptionError if this is no name of a set."""
+    """Raise InvalidOptionError if this cannot be the name of a set."""
     if not isinstance(name, str) or not name:
         raise InvalidOptionError(
             f"{where}({name!r}): not the name of a set; nothing was changed. Pass a name such as "
@@ -103,7 +102,7 @@ class Chosen:
 
     Attributes:
         names: sets.
-        others: whether it is for all sets but those.
+        others: whether it is for all sets except ``names``.
     """
 
     names: frozenset[str] = frozenset()
@@ -111,7 +110,7 @@ class Chosen:
 
     @classmethod
     def of(cls, names: Iterable[str], where: str) -> Chosen:
-        """Return those that a user named; all if there are none. Raises InvalidOptionError."""
+        """Return the sets that a user named; all sets if none. Raises InvalidOptionError."""
         given = tuple(names)
         for name in given:
             check_name(name, where)
@@ -121,7 +120,7 @@ class Chosen:
         return (name in self.names) != self.others
 
     def without(self, other: Chosen) -> Chosen:
-        """Return the sets of this one that are not in the other."""
+        """Return the difference."""
         if not other.others:
             if self.others:
                 return Chosen(self.names | other.names)
@@ -134,7 +133,7 @@ class Chosen:
         return bool(self.without(Chosen(other.names, others=not other.others)))
 
     def joined(self, names: Iterable[str]) -> Chosen:
-        """Return the sets of this one and these."""
+        """Return the union."""
         found = frozenset(names)
         return Chosen(self.names - found if self.others else self.names | found, self.others)
 
@@ -155,7 +154,7 @@ class SetState:
 
     Attributes:
         offloaded: whether the last operation left its groups without communicators.
-        generation: the job's count of reloads when the set was last reloaded.
+        generation: the job's number of reloads when the set was last reloaded.
         cycles: number of completed offloads.
         blocks: open ``offloaded()`` blocks.
     """
@@ -166,7 +165,7 @@ class SetState:
     blocks: set[object] = field(default_factory=set)
 
     def in_block(self) -> bool:
-        """Whether the end of an open block reloads it."""
+        """Whether an open block will reload it at its end."""
         return self.offloaded and bool(self.blocks)
 
     def __str__(self) -> str:
@@ -176,9 +175,8 @@ class SetState:
 class SetStates:
     """The states of a job's sets, equal on all ranks.
 
-    A rank need not know every set: it may be in no group of it. So the sets that no operation was
-    called for by name share one state, and a set gets a separate one with the first operation that
-    names it.
+    A rank does not know every set, since it may have no group in it. So all sets share one state,
+    and a set gets a separate state with the first operation that names it.
     """
 
     def __init__(self) -> None:
@@ -189,7 +187,7 @@ class SetStates:
         return self._named.get(name, self._rest)
 
     def separate(self, chosen: Chosen) -> list[SetState]:
-        """Return the states of these sets, each shared with no other set. Local, idempotent."""
+        """Return the states of these sets, separate from all other sets. Local, idempotent."""
         for name in chosen.names - self._named.keys():
             self._named[name] = replace(self._rest, blocks=set(self._rest.blocks))
         return [
@@ -199,7 +197,7 @@ class SetStates:
 
     @property
     def names(self) -> list[str]:
-        """The sets that operations were called for by name."""
+        """The sets that operations have named."""
         return list(self._named)
 
     def all(self) -> list[SetState]:
@@ -207,13 +205,13 @@ class SetStates:
         return [*self._named.values(), self._rest]
 
     def where(self, chosen: Chosen, holds: Callable[[SetState], bool]) -> Chosen:
-        """Return those of the chosen sets whose state is such. Local."""
+        """Return the chosen sets whose state satisfies ``holds``. Local."""
         rest = holds(self._rest)
         apart = frozenset(name for name, one in self._named.items() if holds(one) != rest)
         return chosen.without(Chosen(apart, others=not rest))
 
     def plan(self) -> str:
-        """Return the states in words, alike on all ranks that have had the same operations."""
+        """Return the states as text, equal on all ranks that have run the same operations."""
         rest = str(self._rest)
         named = [f"{n}: {one}" for n, one in sorted(self._named.items()) if str(one) != rest]
         return "; ".join([*named, f"others: {rest}" if named else rest])

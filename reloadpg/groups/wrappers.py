@@ -1,7 +1,6 @@
-"""Wrappers of torch's creating functions: each lets torch create, then puts a proxy in place.
+"""Wrappers of torch's creating functions: each calls torch, then replaces the group by a proxy.
 
-A group that is not selected, and the value that a non-member gets, are returned as torch made
-them.
+A group that is not selected, and the value for non-members, are returned unchanged.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ __all__ = ["Wrapper", "manage_world", "wrappers"]
 
 Function = Callable[..., Any]
 Wrapper = Callable[[Function], Function]
-"""Takes one of torch's functions and returns the function that is called in its place."""
+"""Takes one of torch's functions and returns the function that replaces it."""
 
-_LIVE = GroupState.LIVE  # an enumeration's member takes longer to look up
+_LIVE = GroupState.LIVE  # faster than looking up the member each time
 
 _UNCHANGED = frozenset({list, tuple, range, type(None)})
-"""Types of ``ranks`` that torch reads without changing them, and can be read again."""
+"""Types of ``ranks`` that torch does not change and that can be read twice."""
 
 
 def wrappers() -> dict[str, Wrapper]:
-    """Return the wrappers that the installed torch needs, by the name of what they wrap.
+    """Return the wrappers that the installed torch needs, by the name of the wrapped function.
 
-    A name with a point is that of a method, or of a function of another module than c10d's.
+    A dotted name is a method, or a function of a module other than c10d's.
     """
     found: dict[str, Wrapper] = {
         "new_group": _new_group,
@@ -58,8 +57,8 @@ def wrappers() -> dict[str, Wrapper]:
 
 
 def _new_group(wrapped: Function) -> Function:
-    # Every rank makes this call for every group of the job: what it adds is kept to the least.
-    parameters_of(wrapped)  # read now rather than in the job's first call
+    # Every rank makes this call for every group of the job, so it must add little.
+    parameters_of(wrapped)  # fill the cache before the first call
 
     def new_group(*args: Any, **kwargs: Any) -> Any:
         if thread.verbatim:
@@ -74,7 +73,7 @@ def _new_group(wrapped: Function) -> Function:
             ):
                 call = Call.capture(wrapped, args, kwargs)
                 made = _create_alone(call)
-            elif type(ranks) in _UNCHANGED:  # nothing is copied for a rank that is no member
+            elif type(ranks) in _UNCHANGED:  # non-members copy nothing
                 made = wrapped(*args, **kwargs)
             else:
                 call = Call.capture(wrapped, args, kwargs)
@@ -127,9 +126,9 @@ def _init_process_group(wrapped: Function) -> Function:
 
 
 def _outside_tables(name: str, wrapped: Function) -> Function:
-    """Note a group that torch enters into none of its tables: it cannot be found by its users."""
+    """Record a group that torch enters into none of its tables, so that no user can find it."""
     reason = (
-        f"it was created by {name}(), which enters it into none of torch's tables; create it with "
+        f"it was created by {name}(), which does not enter it into torch's tables; create it with "
         "torch.distributed.new_group()"
     )
 
@@ -143,19 +142,19 @@ def _outside_tables(name: str, wrapped: Function) -> Function:
 
 
 def _warn_of_unknown_backends() -> None:
-    """Warn, once a process, of backends that the environment names and torch does not know."""
+    """Warn once per process of unknown backends in ``RELOADPG_BACKENDS``."""
     unknown = registry.options.selection.unknown_backends() if registry.options else []
     if unknown and "unknown backends" not in registry.warned:
         registry.warned.add("unknown backends")
         warnings.warn(
             f"RELOADPG_BACKENDS names {', '.join(unknown)}, which torch does not know as a backend "
-            "now that the default group exists; no group is reloadable by that name",
+            "after the default group was created; this name selects no group",
             stacklevel=3,
         )
 
 
 def _create_alone(call: Call) -> Any:
-    """Let torch create a group on its own: WORLD has no communicator to split from."""
+    """Create a group without a parent: WORLD has no communicator to split."""
     for value in (*call.args, *call.kwargs.values()):
         c10d.forget_parent(value)
     alone = replaces()
@@ -167,15 +166,15 @@ def _create_alone(call: Call) -> Any:
 def _manage(
     made: Any, call: Call | None, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Put a proxy in the place of a new group that is selected, unless it manages itself.
+    """Replace a new group by a proxy if it is selected and does not manage itself.
 
-    Every member makes this call for every group: what only an operation needs is left to
+    Every member makes this call for every group. Work that only an operation needs is deferred to
     ``Construction.of``, which runs when the record is first read.
 
     Args:
-        made: the group as torch made it.
-        call: the call that made it; None to capture it now, if the group is selected.
-        function: what was called, with ``args`` and ``kwargs``.
+        made: the group that torch created.
+        call: the call that created it; None to capture it now, if the group is selected.
+        function: the function that was called with ``args`` and ``kwargs``.
         args: see ``function``.
         kwargs: see ``function``.
     """
@@ -202,7 +201,7 @@ def _manage(
         call = Call.capture(function, args, kwargs)
     bare = not c10d.has_backends(made) and replaces()
     parents = None
-    if function.__name__ == "split_group":  # torch has copied the parent's
+    if function.__name__ == "split_group":  # torch has copied the parent's options
         timeouts = c10d.get_timeouts(made, selected).values()
         parent = Call(function, args, kwargs).given.get("parent_pg") or c10d.world()
         if bare and isinstance(parent, ReloadableProcessGroup):
@@ -210,8 +209,8 @@ def _manage(
         else:
             parents = c10d.options_of(made, selected), next(iter(timeouts), None)
         c10d.forget_parent(parents[0])
-    # Torch has split the communicator by now; the options must not keep the parent alive.
-    for value in call.args[1:]:  # before the options come the ranks, or the parent itself
+    # The split is done; the options must not keep the parent alive.
+    for value in call.args[1:]:  # the first argument is the ranks, or the parent
         c10d.forget_parent(value)
     for value in call.kwargs.values():
         c10d.forget_parent(value)
@@ -227,15 +226,15 @@ def _manage(
 
 
 def _obstacle(group: ProcessGroup, size: int) -> str:
-    """Say why a selected group cannot be managed; empty if it can."""
-    if callable(getattr(group, "configure", None)):  # no group of torch's own has it
-        return "its configure() makes its communicators anew, as torchft's does: it manages itself"
+    """Return why a selected group cannot be managed; empty if it can."""
+    if callable(getattr(group, "configure", None)):  # no group of torch has it
+        return "its configure() recreates its communicators, like torchft's: it manages itself"
     try:
         stated = group.size()
-    except Exception as error:  # written in Python, and not ready yet
+    except Exception as error:  # a group written in Python that is not ready yet
         return f"its size() raised {type(error).__name__} when it was created"
     if stated != size:
-        return f"its size() is {stated}, and c10d has {size} ranks for it: it manages itself"
+        return f"its size() is {stated}, but c10d has {size} ranks for it: it manages itself"
     return ""
 
 
@@ -245,9 +244,9 @@ def manage_world(
     """Make the default group reloadable if it is selected. Local, idempotent.
 
     Args:
-        call: the captured ``init_process_group``; None when it ran before ``install``, in which
-            case what it was given is read from the live group.
-        predecessor: the place that this process takes in a job that goes on; None otherwise.
+        call: the captured ``init_process_group``; None if it ran before ``install``: its arguments
+            are then read from the live group.
+        predecessor: the process that this one replaces in a running job, if any.
     """
     options = registry.options
     world = c10d.world()
@@ -293,20 +292,20 @@ def manage_world(
     c10d.take_place(world, proxy)
     if predecessor is not None:
         await_members(proxy)
-    registry.job("install", predecessor)  # it connects to the store in the background
+    registry.job("install", predecessor)  # connects to the store in the background
     return proxy
 
 
 # ---------------------------------------------------------------------------------------------
-# the one collective that torch judges by type
+# the one collective in which torch checks the type of the group
 
 
 def _batch_isend_irecv(wrapped: Function) -> Function:
     """Coalesce a batch on a reloadable group as on a plain one.
 
-    Before torch 2.15 only ``type(group) is ProcessGroup`` coalesces. On a proxy each operation
-    would be issued alone, and two ranks that both send first wait for each other in NCCL. Pipeline
-    schedules (Megatron's, torch's own) go through it.
+    Before torch 2.15 only ``type(group) is ProcessGroup`` coalesces. On a proxy, each operation
+    would be issued separately, and two ranks that both send first deadlock in NCCL. Pipeline
+    schedules (of Megatron and of torch) use this function.
     """
 
     def batch_isend_irecv(*args: Any, **kwargs: Any) -> Any:
@@ -319,14 +318,14 @@ def _batch_isend_irecv(wrapped: Function) -> Function:
 
 
 def _coalesces(operations: Any) -> bool:
-    """Whether this is a sound batch on a live proxy whose backend coalesces."""
+    """Whether this is a valid batch on a live proxy whose backend coalesces."""
     if not isinstance(operations, list) or not operations:
-        return False  # torch says what is wrong with it
+        return False  # torch raises the error
     group = getattr(operations[0], "group", None) or c10d.world()
     if not isinstance(group, ReloadableProcessGroup):
         return False
     try:
         c10d.check_batch(operations)
     except Exception:
-        return False  # likewise
+        return False  # torch raises the error
     return bool(group._get_backend(operations[0].tensor.device).supports_coalescing)

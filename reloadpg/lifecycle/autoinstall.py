@@ -1,19 +1,18 @@
-"""Installation without a line of code: ``RELOADPG_AUTOINSTALL=1`` in the environment.
+"""Installation without code: ``RELOADPG_AUTOINSTALL=1`` in the environment.
 
-Torch calls ``_reloadpg_activation``, which calls :func:`activate`, at the end of ``import torch``,
-through an entry point in the group ``torch.backends``; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches
-all of these off. Do not assume that the installation is in place because the variable is set: what
-goes wrong here is one line on stderr and never an exception, so that ``import torch`` cannot fail
-by it. Ask ``reloadpg.is_installed()``.
+At the end of ``import torch``, torch calls ``_reloadpg_activation``, which calls :func:`activate`,
+through an entry point in the group ``torch.backends``. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables
+all entry points of this group. Do not assume that reloadpg is installed because the variable is
+set: an error here is one line on stderr and never an exception, so that ``import torch`` cannot
+fail. Call ``reloadpg.is_installed()``.
 
-The options of the installation are those of the variables that :mod:`~reloadpg.lifecycle.variables`
-reads, which :func:`reloadpg.install` reads too. ``RELOADPG_AUTOINSTALL`` is ``1``, ``true``,
-``yes`` or ``on``; unset, empty, ``0``, ``false``, ``no`` or ``off`` do nothing.
+The options come from the variables that :mod:`~reloadpg.lifecycle.variables` reads, as for
+:func:`reloadpg.install`. ``RELOADPG_AUTOINSTALL`` is ``1``, ``true``, ``yes`` or ``on``; unset,
+empty, ``0``, ``false``, ``no`` or ``off`` do nothing.
 
-A variable that is set and empty counts as unset; one that begins with ``RELOADPG_`` and is unknown
-is refused. A bare ``reloadpg.install()`` in the program is the same installation. Children inherit
-the variables, so a process that is spawned installs for itself; one that is forked has the parent's
-patches.
+An empty variable counts as unset. An unknown variable that begins with ``RELOADPG_`` is an error. A
+call of ``reloadpg.install()`` without options is the same installation. Child processes inherit the
+variables: a spawned process installs for itself, and a forked one has the parent's patches.
 """
 
 from __future__ import annotations
@@ -34,11 +33,10 @@ NO = frozenset({"", "0", "false", "no", "off"})
 
 
 def activate() -> None:
-    """Install reloadpg if the environment asks for it. Called by torch when it is imported.
+    """Install reloadpg if the environment requests it. Called by torch when it is imported.
 
-    Local; idempotent; raises nothing but ``KeyboardInterrupt``. Where a module of reloadpg is what
-    imports torch, this still works: the packages that an installation needs import torch before
-    anything else.
+    Local; idempotent; raises only ``KeyboardInterrupt``. Also works if a module of reloadpg imports
+    torch: the packages that an installation needs import torch before anything else.
     """
     _guarded(_activate)
 
@@ -54,7 +52,7 @@ def _activate() -> None:
 
 
 def _guarded(step: Callable[[], None]) -> None:
-    """Run a step of ``import torch``: whatever it raises becomes one line on stderr."""
+    """Run a step of ``import torch`` and report an exception as one line on stderr."""
     try:
         step()
     except KeyboardInterrupt:
@@ -64,7 +62,7 @@ def _guarded(step: Callable[[], None]) -> None:
         text = " ".join(f"{kind}{error}".split())
         names = (SWITCH, *NAMES)
         given = " ".join(f"{name}={os.environ[name]!r}" for name in names if name in os.environ)
-        with suppress(Exception):  # there may be no stderr
+        with suppress(Exception):  # stderr may be closed
             sys.stderr.write(
                 f"reloadpg: not installed ({given}): {text} Torch is not affected. Correct the "
                 f"cause and start again, or unset {SWITCH}.\n"

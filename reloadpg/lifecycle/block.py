@@ -1,4 +1,4 @@
-"""Blocks of code within which groups are offloaded: ``offloaded()``, ``swapped()``."""
+"""Blocks of code during which groups are offloaded: ``offloaded()``, ``swapped()``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ logger = logging.getLogger("reloadpg")
 
 
 class offloaded(ContextDecorator):  # noqa: N801 - used like a function
-    """Offload groups for a block of code, and reload them afterwards, whatever happens.
+    """Offload groups for a block of code, and reload them afterwards, also after an exception.
 
-    Collective, like :func:`offload` and :func:`reload`. Blocks nest, those of ``colocated()``
-    too: the outermost one of a set reloads the set. If the body raises, the groups are reloaded
-    (the other ranks wait for it) and the body's exception is raised. If the reload fails then, its
-    error is logged. ``with reloadpg.offloaded() as report`` gives the report of the offload.
+    Collective, like :func:`offload` and :func:`reload`. Blocks nest, also with ``colocated()``:
+    the outermost block of a set reloads it. If the body raises, the groups are reloaded (the other
+    ranks wait for it) and the body's exception is raised. If this reload fails, its error is
+    logged. ``with reloadpg.offloaded() as report`` returns the report of the offload.
 
     Args:
         sets: as for :func:`offload`; none for all.
@@ -41,7 +41,7 @@ class offloaded(ContextDecorator):  # noqa: N801 - used like a function
     def __init__(self, *sets: str, collect: bool = False, connect: Connect = "none") -> None:
         self._chosen = Chosen.of(sets, "offloaded")
         self._collect, self._connect = collect, validate(connect)
-        self._blocks: list[Block] = []  # as a decorator it is entered again and again
+        self._blocks: list[Block] = []  # a decorator is entered repeatedly
 
     def __enter__(self) -> Report:
         block = Block(self._chosen)
@@ -59,24 +59,24 @@ class offloaded(ContextDecorator):  # noqa: N801 - used like a function
 
 
 class swapped(ContextDecorator):  # noqa: N801 - used like a function
-    """Offload one set for a block of code and have another one live, then the other way round.
+    """Offload one set and reload another one for a block of code, and swap back afterwards.
 
     ::
 
         with reloadpg.swapped(out="trainer", into="engine"):
             samples = llm.generate(prompts)
 
-    Collective over all ranks of the job, and blocking, as :func:`offload` and :func:`reload` are.
-    ``out`` is released on all ranks before ``into`` is reloaded, and the other way round at the
-    end. A set that is live or offloaded already stays so: the first block may find both live. After
-    the block ``into`` is offloaded and ``out`` is live, also if the body raised; an error of the
-    way back is then logged and the body's exception is raised. If ``into`` cannot be reloaded, the
-    body is not run, and ``out`` is reloaded.
+    Collective over all ranks of the job, and blocking, like :func:`offload` and :func:`reload`.
+    ``out`` is released on all ranks before ``into`` is reloaded, and vice versa at the end. Sets
+    already in the wanted state are unchanged; both may be live before the first block. After the
+    block, ``into`` is offloaded and ``out`` is live, also if the body raised. If swapping back then
+    fails, that error is logged and the body's exception is raised. If ``into`` cannot be reloaded,
+    ``out`` is reloaded and the body does not run.
 
     Args:
         out: the set, or the sets, to offload.
-        into: the set, or the sets, to have live in the block.
-        connect: as for :func:`reload`, of both.
+        into: the set, or the sets, that are live in the block.
+        connect: as for :func:`reload`; for both reloads.
 
     Raises:
         InvalidOptionError: an argument cannot be used, or a set is in both; nothing was changed.
@@ -88,7 +88,7 @@ class swapped(ContextDecorator):  # noqa: N801 - used like a function
         named = [[sets] if isinstance(sets, str) else list(sets) for sets in (out, into)]
         if not all(named) or set(named[0]) & set(named[1]):
             raise InvalidOptionError(
-                f"swapped(out={out!r}, into={into!r}): must name different sets; nothing was "
+                f"swapped(out={out!r}, into={into!r}): the sets must differ; nothing was "
                 'changed. Pass for example out="trainer", into="engine".'
             )
         self._out, self._into = (Chosen.of(sets, "swapped") for sets in named)
@@ -130,7 +130,7 @@ class Block:
         chosen: the sets that it offloads.
 
     Attributes:
-        outermost: those of the sets that no other block around it has offloaded: it reloads them.
+        outermost: the sets that this block reloads: no enclosing block has offloaded them.
     """
 
     def __init__(self, chosen: Chosen) -> None:
@@ -144,9 +144,8 @@ class Block:
         """Offload. Collective and blocking; see :func:`offload`.
 
         Raises:
-            Exception: what :func:`offload` raises; the groups are as it says. An interrupt at the
-                very end of an offload that is complete is raised after a reload: the other ranks
-                are in their blocks, and reload at their ends.
+            Exception: see :func:`offload`. An interrupt at the end of a completed offload is raised
+                after a reload: the other ranks are in their blocks, and reload at their ends.
         """
         before = _cycles()
         try:
@@ -163,7 +162,7 @@ class Block:
         return report
 
     def leave(self, error: BaseException | None, connect: Connect) -> None:
-        """Reload what this block has offloaded. Collective and blocking; see :func:`reload`."""
+        """Reload the sets of ``outermost``. Collective and blocking; see :func:`reload`."""
         try:
             if error is not None:
                 self._reload_logged(connect)
@@ -173,7 +172,7 @@ class Block:
             self.close()
 
     def close(self) -> None:
-        """Note that the block has ended. Local, idempotent."""
+        """Mark the block as ended. Local, idempotent."""
         for state in self._sets.all() if self._sets is not None else ():
             state.blocks.discard(self)
 
@@ -182,11 +181,11 @@ class Block:
             return
         try:
             restore(Operation("reload", self.outermost), connect)
-        except Exception as error:  # an accelerator's own, too: the first exception must be seen
+        except Exception as error:  # of any kind: the body's exception must be raised
             logger.error("reload after an exception in the offloaded block failed: %s", error)
 
 
 def _cycles() -> int:
-    """The number of offloads that all ranks of the present job have completed."""
+    """The number of offloads that all ranks of the current job have completed."""
     job = registry.known_job
     return 0 if job is None else job.cycles

@@ -1,4 +1,4 @@
-"""Callbacks of users: before groups are released, around their rebuild, and for reports."""
+"""User callbacks: before groups are released, before and after a rebuild, and for reports."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ __all__ = ["on_offload", "on_reload", "on_report", "register"]
 def on_offload(
     callback: Callable[[], object], *, name: str = "", sets: Iterable[str] | str | None = None
 ) -> Callable[[], None]:
-    """Call something before groups are released: where other libraries' buffers go first.
+    """Register a callback that runs before groups are released, to free other libraries' buffers.
 
-    Local; callbacks run in the order of registration, in the caller's thread (with ``wait=False``
-    in the operation's), on every offload that has something to release. One that raises makes the
-    offload fail on all ranks before any group is touched. A group that a callback creates is not
-    released by this offload.
+    Local. Callbacks run in the order of registration, in the caller's thread (with ``wait=False``,
+    in the operation's), on every offload that releases a group. If one raises, the offload fails on
+    all ranks before any group is changed. Groups that a callback creates are not released by this
+    offload.
 
     Args:
-        callback: what to call.
-        name: for messages; by default the callback's own.
+        callback: the function to call.
+        name: name for messages; by default the callback's name.
         sets: call it only for offloads of this set, or of one of these; None for all.
 
     Returns:
-        A function that takes the callback off again; idempotent.
+        A function that removes the callback; idempotent.
 
     Raises:
-        InvalidOptionError: the callback cannot be called, or a set is no name; nothing was
+        InvalidOptionError: the callback is not callable, or a set is not a name; nothing was
             registered.
     """
     return register(registry.callbacks.offload, _entry(callback, name, "on_offload", sets))
@@ -45,23 +45,23 @@ def on_reload(
     before: bool = False,
     sets: Iterable[str] | str | None = None,
 ) -> Callable[[], None]:
-    """Call something after all groups are live again on all ranks, or before any is rebuilt.
+    """Register a callback that runs after all groups are live on all ranks, or before a rebuild.
 
-    Local; callbacks run in the order of registration, in the caller's thread (with ``wait=False``
-    in the operation's), on every reload of offloaded groups. One that raises makes the reload fail
-    on all ranks; ``reload()`` can be called again.
+    Local. Callbacks run in the order of registration, in the caller's thread (with ``wait=False``,
+    in the operation's), on every reload of offloaded groups. If one raises, the reload fails on all
+    ranks; ``reload()`` can be called again.
 
     Args:
-        callback: what to call.
-        name: for messages; by default the callback's own.
-        before: call it before anything is rebuilt: if it raises, the groups stay offloaded.
+        callback: the function to call.
+        name: name for messages; by default the callback's name.
+        before: call it before the rebuild; if it raises, the groups stay offloaded.
         sets: call it only for reloads of this set, or of one of these; None for all.
 
     Returns:
-        A function that takes the callback off again; idempotent.
+        A function that removes the callback; idempotent.
 
     Raises:
-        InvalidOptionError: the callback cannot be called, or a set is no name; nothing was
+        InvalidOptionError: the callback is not callable, or a set is not a name; nothing was
             registered.
     """
     callbacks = registry.callbacks.before_reload if before else registry.callbacks.reload
@@ -69,15 +69,15 @@ def on_reload(
 
 
 def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
-    """Call something with the report of each offload and reload, also of one that failed.
+    """Register a callback for the report of each offload and reload, also of failed ones.
 
-    Local; in the thread of the operation, at its end. What it raises is logged.
+    Local. It runs in the thread of the operation, at its end. Its exceptions are logged.
 
     Returns:
-        A function that takes the callback off again; idempotent.
+        A function that removes the callback; idempotent.
 
     Raises:
-        InvalidOptionError: the callback cannot be called; nothing was registered.
+        InvalidOptionError: the callback is not callable; nothing was registered.
     """
     _check(callback, "on_report")
     return register(registry.callbacks.report, callback)
@@ -86,7 +86,7 @@ def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
 def _check(callback: object, where: str) -> None:
     if not callable(callback):
         raise InvalidOptionError(
-            f"{where}({callback!r}): it cannot be called; nothing was registered. Pass a function."
+            f"{where}({callback!r}): not callable; nothing was registered. Pass a function."
         )
 
 
@@ -99,7 +99,7 @@ def _entry(
 
 
 def register(callbacks: list[Any], entry: Any) -> Callable[[], None]:
-    """Add an entry to a list of callbacks, and return what takes it off again. Local."""
+    """Add an entry to a list of callbacks, and return a function that removes it. Local."""
     callbacks.append(entry)
 
     def remove() -> None:

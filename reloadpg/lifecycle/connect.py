@@ -1,12 +1,12 @@
-"""Connection of rebuilt communicators before anybody needs them, and a check by value.
+"""Connection of rebuilt communicators before their first use, and a check by value.
 
-NCCL connects a communicator in the first collective that uses it. After a reload that order
-depends on the data, and expert-parallel jobs deadlocked in it (miles#823); connecting all of
-them in the one order that all ranks share cannot. It costs time, so it is optional.
+NCCL connects a communicator in its first collective. After a reload, the order of the first
+collectives depends on the data, and expert-parallel jobs deadlocked (miles#823). Connecting all
+communicators in an order that all ranks share cannot deadlock. It takes time, so it is optional.
 
 Torch can connect a communicator without running a kernel (``eager_connect_single_device``), which
-several threads may do side by side. A collective is a kernel on the device, and kernels of several
-communicators are started in one order, one group after the other.
+several threads may do in parallel. A collective runs a kernel on the device; kernels of several
+communicators are started one group after the other, in the shared order.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Connect = Literal["none", "eager", "canary"]
 
 
 def validate(connect: str, caller: str = "reload") -> Connect:
-    """Return the value as one of the three.
+    """Check the argument ``connect``.
 
     Raises:
-        InvalidOptionError: it is none of them; nothing was changed.
+        InvalidOptionError: the value is unknown; nothing was changed.
     """
     for known in get_args(Connect):
         if connect == known:
@@ -54,8 +54,8 @@ def validate(connect: str, caller: str = "reload") -> Connect:
 def connects_alone(group: ReloadableProcessGroup) -> bool:
     """Whether the backend of a live group connects without a collective. Local.
 
-    Torch's base class offers it to all backends and does nothing. NCCL connects; gloo has
-    connected when it was created; a backend written in Python says so by having its own.
+    Torch's base class has the method and does nothing. NCCL connects in it; gloo connects at its
+    creation; a Python backend supports it if it overrides the method.
     """
     backend = group._get_backend(_device(group))
     own = getattr(type(backend), "eager_connect_single_device", None)
@@ -66,7 +66,7 @@ def connects_alone(group: ReloadableProcessGroup) -> bool:
 def connect_group(group: ReloadableProcessGroup) -> None:
     """Connect the communicator of a live group, without a kernel. Collective, blocking, idempotent.
 
-    Torch has connected a group that is bound to a device when it created it.
+    Torch connects a group that is bound to a device at its creation.
     """
     device = _device(group)
     backend = cast(Any, group._get_backend(device))
@@ -75,25 +75,25 @@ def connect_group(group: ReloadableProcessGroup) -> None:
 
 
 def check_group(group: ReloadableProcessGroup, how: Connect) -> None:
-    """Run an all-reduce of two numbers over a live group; for ``canary`` check it by value.
+    """Run an all-reduce of two numbers over a live group; for ``canary``, check the result.
 
-    Collective over the group, blocking until the device has done it.
+    Collective over the group; blocks until the device has finished.
 
     Raises:
-        RebuildError: the canary's sum is wrong: the communicator is not what it should be.
+        RebuildError: the canary's sum is wrong.
     """
     total, expected = sum_ranks(group, _device(group))
     if how == "canary" and total != expected:
         raise RebuildError(
-            f"canary on {group!r}: the ranks' sum is {total} and should be {expected}. "
+            f"canary on {group!r}: the sum over the ranks is {total}, expected {expected}. "
             "The rebuilt communicator does not connect the right ranks, or corrupts data."
         )
 
 
 def sum_ranks(group: ProcessGroup, device: torch.device) -> tuple[list[int], list[int]]:
-    """Add up two numbers of each rank; return the sums, and what they should be.
+    """Sum two numbers over the ranks; return the sums and the expected sums.
 
-    Collective over the group, blocking until the device has done it.
+    Collective over the group; blocks until the device has finished.
     """
     rank, size = group.rank(), group.size()
     tensor = torch.tensor([1, rank + 1], dtype=torch.int64, device=device)
@@ -110,7 +110,7 @@ def await_device(recovery_requested: Callable[[], bool]) -> None:
     so the wait ends early if another rank has requested a recovery.
 
     Args:
-        recovery_requested: asked every 100 ms.
+        recovery_requested: called every 100 ms.
 
     Raises:
         PeerFailedError: another rank has requested a recovery.
@@ -133,7 +133,7 @@ _ASK_S = 0.1
 
 
 def _device(group: ReloadableProcessGroup) -> torch.device:
-    """Return a device whose backend was rebuilt; the current one of its type."""
+    """Return the current device of a type whose backend was rebuilt."""
     selected = group.construction.selected
     index = devices.current_index()
     if index is not None:

@@ -1,4 +1,4 @@
-"""The run of an operation to its end. If it does not complete, all ranks end it alike."""
+"""Runs an operation to its end. If it does not complete, it ends the same on all ranks."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ __all__ = ["await_unfinished", "perform"]
 logger = logging.getLogger("reloadpg")
 
 _TRIES = 3
-"""How often a rank that is interrupted again tries to end an operation as the others do."""
+"""Number of attempts to end an operation consistently, if further interrupts occur."""
 
 _ABORT_S = 2.0
 """Seconds that a failed operation waits for its communicators to abort before it raises."""
 
 _UNFINISHED_S = 10.0
-"""Seconds that an operation waits for what an earlier one that failed is still destroying."""
+"""Seconds that an operation waits for communicators that a failed one is still destroying."""
 
 
 def perform(op: Operation, body: Callable[[Operation, Job], object]) -> Report:
-    """Begin an operation, do what it consists of, and end it, complete or not. Collective.
+    """Begin an operation, run its body, and end it, complete or not. Collective.
 
     Args:
-        op: the operation; one that has begun already goes on.
-        body: commits with :meth:`Operation.complete`, or raises. Not called without a job.
+        op: the operation; it may have begun already.
+        body: the steps. It commits with :meth:`Operation.complete`, or raises. Not called without
+            a job.
     """
     try:
         op.begin()
@@ -45,25 +46,25 @@ def perform(op: Operation, body: Callable[[Operation, Job], object]) -> Report:
         try:
             op.release()
         finally:
-            # Python handles signals between the calls of functions: none comes before this.
+            # Python handles signals between function calls, so none is handled before this line.
             op.is_running = False
             op.publish()
     return op.report
 
 
 def _end_early(op: Operation, error: BaseException) -> None:
-    """Make all ranks end an operation alike: complete, untouched, or failed. Local, bounded.
+    """End an operation as all ranks do: complete, unchanged, or failed. Local, with a timeout.
 
-    The other ranks are notified of the error. Where the round ended decides what this rank does: it
-    may have been interrupted after the last rank had arrived at a barrier, so that the others are
-    in the next phase by now, or done.
+    The other ranks are notified of the error. The phase at which the round ended decides: this rank
+    may have been interrupted after the last rank had arrived at a barrier, so the others may be in
+    a later phase, or done.
     """
     job = op.job
     if job is None or not op.opened:
         return
     op.activity = f"ending it after {type(error).__name__}"
-    # After a second interrupt it tries again: a rank that does not know how the round ended would
-    # leave its groups in another state than the others.
+    # Try again after a second interrupt: a rank that does not know how the round ended could leave
+    # its groups in a different state than the others.
     for _ in range(_TRIES):
         with suppress(BaseException):
             op.round.fail(error)
@@ -80,23 +81,23 @@ def _end_early(op: Operation, error: BaseException) -> None:
 
 
 def _leave_failed(op: Operation, job: Job, phase: str, error: BaseException) -> None:
-    """Leave every group of the operation failed: the other ranks do the same. Idempotent."""
+    """Set every group of the operation to failed, as the other ranks do. Idempotent."""
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     op.mark_offloaded()
     if phase in ("suspended", "resumed"):
         job.suspend_obstacle = f"an earlier {op.name} failed in its phase {phase!r}: {reason}"
-        op.record.warnings = ["the job recreates its groups from now on, and suspends none"]
+        op.record.warnings = ["from now on, the job recreates its groups and suspends none"]
     if job.creation_stores is not None:
         job.creation_stores = job.creation_stores.replaced()
-    # Some ranks had rebuilt a group and others had not yet: left at different generations, the
-    # ranks would disagree in every attempt to come.
+    # Some ranks may have rebuilt a group and others not. With different generations, the ranks
+    # would disagree in every later attempt.
     for group, generation in op.generations.items():
         group.generation = generation
     creates = op.name != "offload"
     while op.round.unfinished:
         index, task = op.round.unfinished.pop()
         job.unfinished.append(Unfinished(op.current(index), task, creates))
-    # A recovery replaces all backends: some ranks may have the new ones by now, and others not.
+    # A recovery replaces all backends: some ranks may already have the new ones, and others not.
     groups, whole = list(reversed(op.groups)), op.name == "recover"
     aborts = abort(job, groups, GroupState.FAILED, reason, whole=whole)
     end = Wait(op.name, _ABORT_S)
@@ -108,10 +109,10 @@ def _leave_failed(op: Operation, job: Job, phase: str, error: BaseException) -> 
 
 
 def await_unfinished(op: Operation, job: Job) -> None:
-    """Wait for communicators that failed operations are still destroying. Bounded.
+    """Wait a limited time for communicators that failed operations are still destroying.
 
-    A call in C++ may never end, and must not keep the job from going on: the report then says that
-    its memory is not free.
+    A call in C++ may never return and must not block the job. The report then warns that its memory
+    is not free.
     """
     job.unfinished = [one for one in job.unfinished if not one.task.ended]
     destroying = [one for one in job.unfinished if not one.creates]
@@ -119,7 +120,7 @@ def await_unfinished(op: Operation, job: Job) -> None:
 
     def wait() -> None:
         while end.left and any(not one.task.wait(min(0.2, end.left)) for one in destroying):
-            op.round.advance()  # bounded, so the other ranks may wait for it
+            op.round.advance()  # the other ranks may wait for this limited time
 
     if destroying:
         names = ", ".join(dict.fromkeys(one.group for one in destroying))

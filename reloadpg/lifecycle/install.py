@@ -1,4 +1,4 @@
-"""Installation of the patches, and its undoing."""
+"""Installation and removal of the patches."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ logger = logging.getLogger("reloadpg")
 
 
 class Installation:
-    """Handle on an installation; as a context manager it uninstalls at the end.
+    """Handle of an installation; as a context manager it uninstalls at the end.
 
-    A second ``install`` with equal options returns a handle that owns nothing: leaving its block
-    leaves the first installation in place.
+    A second ``install`` with equal options returns a handle that does not uninstall.
     """
 
     def __init__(self, options: Options, *, owner: bool) -> None:
@@ -81,63 +80,63 @@ def install(
 ) -> Installation:
     """Make process groups reloadable from now on.
 
-    Local; call it alike on every rank, before the groups are created. Groups that exist already
-    stay as they are, except the default group, which is taken over. Idempotent for equal options;
-    without options also where the environment installed first (``RELOADPG_AUTOINSTALL``).
+    Local. Call it with equal options on every rank, before the groups are created. Existing groups
+    are unchanged, except the default group, which becomes reloadable. Idempotent for equal options;
+    without options, also after an installation by ``RELOADPG_AUTOINSTALL``.
 
-    An option that is None is taken from ``RELOADPG_BACKENDS``, ``RELOADPG_EXCLUDE``,
-    ``RELOADPG_STRATEGY`` or ``RELOADPG_TIMEOUT_S`` where that variable is set; otherwise the
-    default below counts. ``RELOADPG_LOG_LEVEL`` sets the level of the logger ``reloadpg``.
+    An option that is None is read from ``RELOADPG_BACKENDS``, ``RELOADPG_EXCLUDE``,
+    ``RELOADPG_STRATEGY`` or ``RELOADPG_TIMEOUT_S`` if that variable is set; otherwise it has the
+    default below. ``RELOADPG_LOG_LEVEL`` sets the level of the logger ``reloadpg``.
 
     Args:
         backends: names of the backends whose groups become reloadable; None means all that serve
             an accelerator. ``{"gloo"}`` makes gloo groups reloadable, for tests without a GPU.
-        min_size: groups of fewer members are left as torch makes them.
+        min_size: groups with fewer members bypass.
         world: whether the default group becomes reloadable too.
         strategy: how communicators are released: ``recreate`` (the default: destroyed and rebuilt),
-            ``suspend`` (kept, their memory given back; NCCL 2.29.7 and later; a group that cannot
-            be suspended is recreated), or a :class:`StrategyPolicy` for single groups.
-        timeout: how long ``offload`` and ``reload`` wait for other ranks, and for a group's own
-            communicator, while no rank makes progress; 5 minutes by default, at most a year. A
-            number is in seconds. Time in which this process was stopped does not count.
-        parallelism: how many groups a rank releases, or creates and connects in a reload, side by
-            side; 1 for one after the other. Equal on all ranks. Each creating thread has a store
-            client of its own, so in jobs of more than 2,048 ranks fewer create.
+            ``suspend`` (kept, but their memory is released; NCCL 2.29.7 and later; a group that
+            cannot be suspended is recreated), or a :class:`StrategyPolicy` for single groups.
+        timeout: timeout of ``offload`` and ``reload``: how long they wait for other ranks and for a
+            communicator while no rank makes progress; 5 minutes by default, at most a year. A
+            number is in seconds. Time during which this process was stopped does not count.
+        parallelism: number of groups that a rank releases, or creates and connects, in parallel.
+            Equal on all ranks. Each creating thread has a separate store client, so jobs of more
+            than 2,048 ranks use fewer threads.
         exclude: a pattern (``fnmatch``), or several, of the description or name of groups that
-            are left as torch makes them, for example ``"*_SERVICE"``. The name and description
-            at their creation count. Equal on all ranks.
-        sets: for each set of groups a pattern (``fnmatch``), or several, of the modules that create
-            its groups, for example ``{"engine": "vllm.*"}``. The module of the function that called
-            torch counts, or else the nearest of its callers that any pattern matches. Groups that
-            no rule and no :class:`region` puts into a set belong to ``"trainer"``, and so does the
-            default group. The patterns under the key None are those of groups that are left as
-            torch makes them; so are all groups of a set that is mapped to None. Equal on all ranks.
-        recoverable: make a fault of an NCCL communicator reach the program, which can then call
-            :func:`recover`, instead of ending the process. Sets variables that are unset, such as
-            ``TORCH_NCCL_ASYNC_ERROR_HANDLING=2`` (also in place of torchrun's default of 1), until
+            bypass, for example ``"*_SERVICE"``. Matched against the name and description at
+            creation. Equal on all ranks.
+        sets: for each set of groups, a pattern (``fnmatch``), or several, of the modules that
+            create its groups, for example ``{"engine": "vllm.*"}``. The innermost caller of torch
+            that matches a pattern decides. All other groups are in the set ``"trainer"`` unless a
+            :class:`region` applies; the default group always is. Groups that match the patterns
+            under the key None bypass, and so do all groups of a set that is mapped to None. Equal
+            on all ranks.
+        recoverable: make NCCL errors raise instead of ending the process, so that the program can
+            call :func:`recover`. Sets unset variables, such as
+            ``TORCH_NCCL_ASYNC_ERROR_HANDLING=2`` (also overriding torchrun's default of 1), until
             :func:`uninstall`. With them, a collective that fails or times out is aborted and
-            leaves wrong values without an error; :func:`retrying` and :func:`offload` detect it.
-            Each process leaves a mark in the job's store, by which one that replaces it knows it
+            leaves wrong values without an error; :func:`retrying` and :func:`offload` detect this.
+            Each process writes a mark to the job's store, so that another process can replace it
             (:func:`rejoin`).
 
     Returns:
         A handle; as a context manager it uninstalls at the end of the block.
 
     Raises:
-        InvalidOptionError: an option cannot be used, or the environment has a variable that
-            begins with ``RELOADPG_`` and is unknown; with ``recoverable``, a variable is set
-            otherwise, or NCCL groups exist that were created without.
-        PatchConflictError: installed already with other options.
+        InvalidOptionError: an option is invalid, or the environment has an unknown variable that
+            begins with ``RELOADPG_``; with ``recoverable``, a variable has another value, or NCCL
+            groups were created without these variables.
+        PatchConflictError: already installed with other options.
     """
     options = _resolved(backends, min_size, world, strategy, timeout, parallelism, exclude, sets)
     return _install(replace(options, recoverable=recoverable), by_environment=False)
 
 
 def install_by_environment() -> Installation:
-    """Install with what the environment says: :func:`install` at the end of ``import torch``.
+    """Install with the options of the environment: :func:`install` at the end of ``import torch``.
 
-    Local; idempotent. ``RELOADPG_BACKENDS`` may have names that are registered with torch later;
-    one that still is not when the default group is created is warned of.
+    Local; idempotent. ``RELOADPG_BACKENDS`` may contain names that are registered with torch later.
+    The creation of the default group warns of names that are still unknown.
 
     Raises:
         InvalidOptionError, PatchConflictError: as for :func:`install`.
@@ -155,7 +154,7 @@ def _resolved(
     exclude: Iterable[str] | str | None = None,
     sets: Mapping[str | None, Iterable[str] | str | None] | None = None,
 ) -> Options:
-    """The options that are given, or else the environment's."""
+    """Return the given options, completed by those of the environment."""
     set_log_level(os.environ)
     said = options_of(os.environ)
     given = {"strategy": strategy, "timeout": timeout}
@@ -209,7 +208,7 @@ def _install(options: Options, *, by_environment: bool) -> Installation:
                 f"install was called again with other options: {_differences(options, in_place)}. "
                 f"{f'In place: {_BY_ENVIRONMENT}. ' if registry.by_environment else ''}Nothing was "
                 "changed. Call reloadpg.uninstall() first, or install once with the options that "
-                "all of the program needs."
+                "the whole program needs."
             )
         variables = _recovery_variables(options) if options.recoverable else {}
         patches = Patches.apply()
@@ -234,7 +233,7 @@ _BY_ENVIRONMENT = "RELOADPG_AUTOINSTALL installed at import torch, with the envi
 
 
 def _differences(given: Options, in_place: Options) -> str:
-    """The options that differ: what is given, and what is in place."""
+    """Describe the options that differ, with the given and the installed values."""
     before = in_place.settings()
     return ", ".join(
         f"{name}={value!r} (in place: {before[name]!r})"
@@ -244,13 +243,13 @@ def _differences(given: Options, in_place: Options) -> str:
 
 
 def uninstall() -> None:
-    """Put torch's own functions back at every name. Local; idempotent.
+    """Restore torch's functions at every name. Local; idempotent.
 
-    Groups made while it was installed stay valid and keep working, but are not offloaded any more
-    until the library is installed again.
+    Groups that were created during the installation keep working. They are not offloaded until
+    the library is installed again.
 
     Raises:
-        PatchConflictError: somebody has put a wrapper over ours, groups are offloaded, or an
+        PatchConflictError: other code has wrapped a patched function, groups are offloaded, or an
             operation is running; nothing was changed.
     """
     with registry.lock:
@@ -260,12 +259,12 @@ def uninstall() -> None:
         if registry.busy:
             raise PatchConflictError(
                 "uninstall: an operation is running in this process. Nothing was changed. Call it "
-                "when that has ended; after one with wait=False, when result() has returned."
+                "after the operation has ended. After a call with wait=False, first call result()."
             )
         foreign = patches.foreign()
         if foreign:
             raise PatchConflictError(
-                "uninstall: names that reloadpg patched were changed by somebody else since: "
+                "uninstall: names that reloadpg patched were changed by other code since: "
                 f"{'; '.join(foreign)}. Nothing was changed. Remove that wrapper first, then call "
                 "reloadpg.uninstall() again."
             )
@@ -289,7 +288,7 @@ def is_installed() -> bool:
 
 
 def _recovery_variables(options: Options) -> dict[str, tuple[str, str | None]]:
-    """Return the variables to set, each with what it was before; or refuse."""
+    """Return the variables to set, each with its earlier value. Raises InvalidOptionError."""
     missing, obstacles = c10d.recovery_settings(os.environ, options.timeout.total_seconds())
     if obstacles and c10d.nccl_is_concerned(options.selection.backends):
         raise InvalidOptionError(
@@ -303,7 +302,7 @@ def _recovery_variables(options: Options) -> dict[str, tuple[str, str | None]]:
     if missing and made:
         names = ", ".join(sorted(missing))
         raise InvalidOptionError(
-            f"install(recoverable=True): NCCL groups were created before ({', '.join(made)}), "
+            f"install(recoverable=True): NCCL groups ({', '.join(made)}) were already created "
             f"without {names}; nothing was installed. Install earlier, or set these variables "
             "before the process starts."
         )
@@ -330,7 +329,7 @@ def _tell_of_installation() -> None:
 
 
 def _warn_of_torch() -> None:
-    """Warn, once a process, of a torch that this version was not tested with."""
+    """Warn once per process of a torch version that was not tested."""
     found = re.match(r"(\d+)\.(\d+)", torch.__version__)
     oldest, newest = _TESTED_TORCH
     if found is None or oldest <= (int(found[1]), int(found[2])) <= newest:
@@ -340,8 +339,7 @@ def _warn_of_torch() -> None:
         tested = f"{'.'.join(map(str, oldest))} to {'.'.join(map(str, newest))}"
         warnings.warn(
             f"torch {torch.__version__} is not supported: reloadpg was tested with {tested}. It "
-            "was installed all the same; run an offload and a reload of your own job before you "
-            "rely on it.",
+            "was installed anyway. Test an offload and a reload of your job before you rely on it.",
             stacklevel=4,
         )
 
@@ -361,4 +359,4 @@ def _warn_of_unmanaged() -> None:
 
 
 _NAMED = 8
-"""Groups that a message names."""
+"""Maximum number of groups that a message names."""

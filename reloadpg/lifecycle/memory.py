@@ -1,18 +1,16 @@
-"""Memory in use, by the sources that can say it.
+"""Memory in use, by source.
 
-Device truth comes first: what the device itself reports free. What communicators say of
-themselves (``memory_stats``, NCCL 2.29.7 and later) counts only part of what they hold. Sources,
-in this order:
+The device's own report comes first. The values of communicators (``memory_stats``, NCCL 2.29.7 and
+later) include only part of their memory. Sources, in this order:
 
-* ``device``: used memory of the current accelerator device, by its own runtime. It counts every
-  process on that device.
-* what :func:`add_source` added: ``simulated``, the memory that the simulated accelerator holds.
-* ``nvml``: this process's memory on that device, by NVML (extra ``gpu``). It needs a container
-  that shows the host's process ids.
-* ``rss``: resident memory of this process, by the kernel.
+* ``device``: used memory of the current accelerator device, from its runtime, over all processes.
+* sources of :func:`add_source`: ``simulated``, the memory of the simulated accelerator.
+* ``nvml``: this process's memory on that device, from NVML (extra ``gpu``). Requires the host's PID
+  namespace in a container.
+* ``rss``: resident memory of this process, from the kernel.
 * ``pinned``: page-locked host memory of torch's allocator.
 
-Nothing here starts an accelerator: asking its runtime would create a context of some hundred MB.
+Nothing here initializes an accelerator: its context would take some hundred MB.
 """
 
 from __future__ import annotations
@@ -37,11 +35,11 @@ _CACHE_WORTH_SAYING = 256 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """Somebody who knows how much memory is in use.
+    """A source of memory figures.
 
     Attributes:
-        used: bytes in use now, or None while there is nothing to say. Local, short.
-        free: bytes that are left, or None if that is not known. Local, short.
+        used: returns the bytes in use, or None if unknown. Local, fast.
+        free: returns the free bytes, or None if unknown. Local, fast.
     """
 
     used: Callable[[], int | None]
@@ -49,9 +47,9 @@ class Source:
 
 
 class _Sources:
-    """Sources and checks that were added.
+    """The registered sources and checks.
 
-    Replaced as a whole and read without a lock: also by signal handlers.
+    Replaced as a whole, so that signal handlers can read them without a lock.
     """
 
     def __init__(self) -> None:
@@ -63,17 +61,17 @@ _sources = _Sources()
 
 
 def add_source(name: str, source: Source) -> None:
-    """Let an accelerator that torch has no runtime for say what it holds. Local, idempotent."""
+    """Register a source for an accelerator without a runtime in torch. Local, idempotent."""
     _sources.added = {**_sources.added, name: source}
 
 
 def add_check(check: Callable[[], str | None]) -> Callable[[], None]:
-    """Ask this at the end of each offload and reload for a warning to put into its report.
+    """Register a check that runs at the end of each offload and reload. Local.
 
-    Local. It returns a sentence, or None if all is well.
+    It returns a warning for the report, or None.
 
     Returns:
-        A function that takes the check off again; idempotent.
+        A function that removes the check; idempotent.
     """
     _sources.checks = (*_sources.checks, check)
 
@@ -84,7 +82,7 @@ def add_check(check: Callable[[], str | None]) -> Callable[[], None]:
 
 
 def in_use() -> dict[str, int]:
-    """Bytes in use now, by source, the most trustworthy first. Local, some 20 microseconds."""
+    """Bytes in use, by source, the most reliable first. Local, about 20 microseconds."""
     readings = {
         "device": _device_used,
         **{name: source.used for name, source in _sources.added.items()},
@@ -105,12 +103,12 @@ def in_use() -> dict[str, int]:
 
 
 def exact_sources() -> frozenset[str]:
-    """The sources that see what an accelerator itself has in use. Local."""
+    """The sources that measure the accelerator's own memory. Local."""
     return frozenset({"device", *_sources.added})
 
 
 def free_bytes() -> tuple[int, str] | None:
-    """Bytes that communicators could take now, and who says so; None if nobody knows. Local."""
+    """Bytes available to communicators, and their source; None if unknown. Local."""
     runtime = devices.runtime()
     if runtime is not None and hasattr(runtime, "mem_get_info"):
         return int(runtime.mem_get_info()[0]), "device"
@@ -122,10 +120,10 @@ def free_bytes() -> tuple[int, str] | None:
 
 
 def warnings(released: bool) -> list[str]:
-    """Say what keeps memory from being free just now. Local.
+    """Return warnings of memory that is in use unnecessarily. Local.
 
     Args:
-        released: whether the communicators are released, so that others want the memory.
+        released: whether the communicators are released, so that their memory should be free.
     """
     found: list[str] = []
     runtime = devices.runtime()
@@ -133,8 +131,8 @@ def warnings(released: bool) -> list[str]:
         cached = runtime.memory_reserved() - runtime.memory_allocated()
         if cached >= _CACHE_WORTH_SAYING:
             found.append(
-                f"torch's caching allocator holds {cached / 2**20:.0f} MiB that it does not use; "
-                "torch.cuda.empty_cache() gives them to the device"
+                f"torch's caching allocator holds {cached / 2**20:.0f} MiB of unused memory; "
+                "torch.cuda.empty_cache() returns it to the device"
             )
     for check in _sources.checks:
         try:
@@ -159,7 +157,7 @@ def _resident() -> int | None:
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * _PAGE
-    except OSError:  # no such file beside Linux
+    except OSError:  # not Linux
         return _psutil_resident()
 
 
@@ -175,7 +173,7 @@ def _pinned() -> int | None:
     runtime = devices.runtime()
     if runtime is None or not hasattr(runtime, "host_memory_stats"):
         return None
-    with suppress(Exception):  # torch before 2.9 raises until something was pinned
+    with suppress(Exception):  # torch before 2.9 raises until memory was pinned
         stats = runtime.host_memory_stats()
         return int(stats.get("allocated_bytes.current", stats.get("active_bytes.current", 0)))
     return None
@@ -188,7 +186,7 @@ def _nvml_used() -> int | None:
     nvml = _nvml()
     if nvml is None:
         return None
-    with suppress(Exception):  # no driver library, a MIG slice, or a container with its own pids
+    with suppress(Exception):  # no driver, a MIG slice, or a container with a PID namespace
         properties = runtime.get_device_properties(runtime.current_device())
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}".encode())
         for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
@@ -203,7 +201,7 @@ def _nvml() -> ModuleType | Any | None:
     except ImportError:
         return None
     try:
-        pynvml.nvmlInit()  # counts its callers, and is cheap once started
+        pynvml.nvmlInit()  # reference-counted; cheap after the first call
     except pynvml.NVMLError:
         return None
     return pynvml

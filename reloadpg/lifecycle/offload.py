@@ -32,46 +32,46 @@ def offload(*sets: str, collect: bool = ..., wait: Literal[False]) -> Pending: .
 @overload
 def offload(*sets: str, collect: bool = ..., wait: bool) -> Report | Pending: ...
 def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pending:
-    """Release the communicators of all reloadable groups of this job, or of some sets of them.
+    """Release the communicators of all reloadable groups of this job, or of some sets.
 
-    Collective over all ranks of the job; blocking, each wait bounded by the ``timeout`` given to
-    ``install``; idempotent (with everything offloaded already it only waits for the other ranks).
-    When it returns, the memory is free on all ranks. Waits for this rank's accelerator work; call
-    it from one thread, with no collective in flight. The groups stay valid objects: queries
-    answer, collectives raise ``GroupOffloadedError`` until :func:`reload`. Gloo groups that
-    bypass, and the CPU side of mixed groups, go on working.
+    Collective over all ranks of the job; blocking, with the ``timeout`` of ``install`` for each
+    wait; idempotent (if everything is offloaded, it only waits for the other ranks). When it
+    returns, the memory is free on all ranks. Waits for this rank's accelerator work. Call it from
+    one thread, without a collective in flight. The groups stay valid objects: queries work, and
+    collectives raise ``GroupOffloadedError`` until :func:`reload`. Gloo groups that bypass, and the
+    CPU backend of mixed groups, keep working.
 
-    A ``torch.distributed.checkpoint.async_save`` that a thread is still writing over a group that
-    would be released is waited for first, within the same bound.
+    If a thread is still writing a ``torch.distributed.checkpoint.async_save`` over a group to be
+    released, the offload first waits for it, within the same timeout.
 
-    Before ``init_process_group`` and after ``destroy_process_group`` it does nothing. Where no
-    group is reloadable it releases nothing, and warns of that once a process, with the reason.
+    Before ``init_process_group`` and after ``destroy_process_group`` it does nothing. If no group
+    is reloadable, it releases nothing and warns once per process, with the reason.
 
-    If it fails before the first group is touched, everything stays as it was; if it fails later,
-    every group of these sets is without a communicator and in state ``failed``, on all ranks alike,
-    and :func:`reload` rebuilds them all. Groups of other sets stay as they are in either case.
+    If it fails before the first group is changed, nothing was changed. If it fails later, every
+    group of these sets is in the state ``failed``, without a communicator, on all ranks, and
+    :func:`reload` rebuilds them. Groups of other sets are unchanged in either case.
 
     Args:
         sets: the sets to offload, such as ``"engine"``; none for all. Every rank of the job makes
-            the same call, also one that is in no group of the set.
+            the same call, even if it is in no group of the set.
         collect: also run a full garbage collection, for communicators that are held by cycles
             in the caller's code. It costs tens to hundreds of milliseconds in a large process.
-        wait: False returns at once, and the offload goes on in a thread of its own: see
-            :class:`Pending`. Meanwhile groups refuse collectives, :func:`reload` and a second
-            offload raise, and callbacks are called in that thread.
+        wait: if False, return immediately and offload in a separate thread: see :class:`Pending`.
+            While it runs, groups refuse collectives, :func:`reload` and a second offload raise, and
+            callbacks are called in that thread.
 
     Returns:
-        What was done on this rank; with ``wait=False`` a handle, whose ``result()`` returns or
-        raises what is said here.
+        The report of this rank; with ``wait=False`` a handle, whose ``result()`` returns the report
+        or raises the errors below.
 
     Raises:
         NotInstalledError: ``install`` was not called.
-        InvalidOptionError: a set is no name; nothing was changed.
-        DisagreementError: the ranks do not ask for the same; nothing was changed.
+        InvalidOptionError: a set is not a name; nothing was changed.
+        DisagreementError: the calls of the ranks differ; nothing was changed.
         RendezvousTimeoutError: ranks are missing; it names them.
         PeerFailedError: another rank failed; it names it.
         ReleaseError: a group could not be released on this rank.
-        torch.distributed.DistBackendError: a collective was aborted on this rank, and its results
+        torch.distributed.DistBackendError: a collective was aborted on this rank, so its results
             are wrong; nothing was changed. Call :func:`recover`.
     """
     op = Operation("offload", Chosen.of(sets, "offload"))
@@ -96,21 +96,21 @@ def release(op: Operation, collect: bool = False) -> Report:
 def _release(op: Operation, job: Job, collect: bool) -> None:
     await_unfinished(op, job)
     live = [group for group in reversed(op.groups) if group.is_live]
-    # What can fail is done before a barrier after which no group is touched yet. Without
-    # callbacks that is the first one.
+    # Steps that can fail come before a barrier, while all groups are unchanged. Without callbacks,
+    # it is the first one.
     calls = bool(op.due(registry.callbacks.offload)) or op.may_suspend
     if not calls:
         _quiesce(op, job, "enter", live)
     proposals, subjects = op.strategy.propose(live)
     proposed = op.agree(proposals, subjects, extends=calls)
     op.record.warnings += op.strategy.decide(live, proposed)
-    if live or not op.was_offloaded:  # groups made while offloaded are released by another call
+    if live or not op.was_offloaded:  # another call releases groups created while offloaded
         op.call(registry.callbacks.offload)
-        live = [group for group in live if group.is_live]  # a callback may destroy its own
+        live = [group for group in live if group.is_live]  # a callback may destroy groups
     if calls:
         _quiesce(op, job, "quiesced", live)
     op.barrier("quiesced")
-    # From here on groups are touched: the operation completes, or leaves them all failed.
+    # From here on, groups change: the operation completes, or sets them all to failed.
     recreated = [group for group in live if group.history.strategy == "recreate"]
     kept = [group for group in live if group.history.strategy != "recreate"]
     if any(one.startswith("nccl") for g in recreated for one in g.construction.released.values()):
@@ -132,21 +132,21 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
 
 
 def _quiesce(op: Operation, job: Job, phase: str, live: list[ReloadableProcessGroup]) -> None:
-    """Wait for what uses the groups on this rank, and prepare the reload. Bounded."""
+    """Wait for work that uses the groups on this rank, and prepare the reload; with a timeout."""
     stores = job.creation_stores
     _await_saves(op, phase, live)
     with op.record.timed("device"):
         op.do(phase, devices.synchronize, "synchronizing the accelerator")
-        c10d.raise_for_aborted()  # which the release of their communicators would hide
-        if stores is not None:  # so that the reload need not connect
+        c10d.raise_for_aborted()  # the release of the communicators would hide it
+        if stores is not None:  # saves the reload the time to connect
             connect = partial(stores.connect, min(op.creators, len(op.groups)))
             op.do(phase, connect, "connecting to the store")
 
 
 def _await_saves(op: Operation, phase: str, live: list[ReloadableProcessGroup]) -> None:
-    """Wait for asynchronous checkpoints of this rank that use these groups. Bounded.
+    """Wait for asynchronous checkpoints of this rank that use these groups; with a timeout.
 
-    They coordinate on the CPU's backend: a group that keeps it does not disturb them.
+    They use the CPU backend, so a group that keeps its CPU backend does not affect them.
     """
     released = {id(group) for group in live if "cpu" in group.construction.selected}
     saves = [save for save in c10d.saves_in_flight() if id(save.group()) in released]

@@ -1,8 +1,8 @@
 """One offload, reload or recovery on this rank: a transaction over its groups.
 
-It is begun (no other one can begin in this process), opened (its barriers are known), and either
-committed by :meth:`Operation.complete`, or left to ``failure``, which leaves all groups failed or
-as they were, on all ranks alike.
+It begins (no other one can begin in this process), opens (its barriers are known), and is either
+committed by :meth:`Operation.complete` or ended by ``failure``, which leaves all groups failed or
+unchanged on all ranks.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ PHASES = {
     "recover": ("enter", "agreed", "rebuilt", "done"),
 }
 SUSPENDING = ("suspended", "room", "resumed")
-"""The phases of jobs that may suspend groups; others do without."""
+"""The phases that exist only in jobs that may suspend groups."""
 
 OPTIONAL = {"offload": ("quiesced",), "reload": ("rebuilt",)}
-"""The phases that are left out where no rank has callbacks and the job may not suspend groups."""
+"""The phases that are omitted if no rank has callbacks and the job may not suspend groups."""
 
 TOUCHING = ("suspended", "released", "resumed", "agreed", "rebuilt", "done")
-"""The phases in which groups are touched: a round that ends there leaves them failed."""
+"""The phases in which groups change: if a round ends there, the groups have failed."""
 
 Action = Callable[[ReloadableProcessGroup, Attempt, int], object]
 
@@ -52,34 +52,33 @@ class Operation:
 
     Args:
         name: ``offload``, ``reload`` or ``recover``.
-        chosen: the sets that it is called for.
+        chosen: the sets named in the call.
 
     Attributes:
-        is_running: whether this operation is the one that runs in this process: see
-            :meth:`Registry.begin`.
-        job: the job; None if torch.distributed is not initialised.
-        concerned: those of the chosen sets that it has something to do for.
+        is_running: whether this operation runs in this process: see :meth:`Registry.begin`.
+        job: the job; None if torch.distributed is not initialized.
+        concerned: the chosen sets that it will change.
         groups: their managed groups, in the order that all ranks share.
         opened: whether its barriers are known.
         round: the barriers to reach.
-        strategy: what is done with each group.
+        strategy: the choice for each group.
         record: times, memory and warnings, for the report.
-        activity: what this rank is doing, other than with groups, in words.
-        was_offloaded: whether these sets were offloaded when it began.
-        generations: of each group when it began.
-        all_replaced: of a recovery, the ranks that were replaced since the last complete step.
-        position: where this rank is in the loops of ``retrying`` once this is complete.
-        generation: the job's generation once this operation is complete.
-        report: what was done on this rank; there once the operation has ended.
+        activity: this rank's current activity other than with groups, as text.
+        was_offloaded: whether these sets were offloaded at the start.
+        generations: generation of each group at the start.
+        all_replaced: of a recovery, the ranks that were replaced since the last completed step.
+        position: this rank's position in the loops of ``retrying`` after completion.
+        generation: the job's generation after completion.
+        report: the report of this rank; set when the operation has ended.
 
     Raises:
-        NotInstalledError: nothing is installed.
+        NotInstalledError: ``install`` was not called.
     """
 
     def __init__(self, name: str, chosen: Chosen = ALL) -> None:
         if registry.options is None:
             raise NotInstalledError(
-                f"{name}() was called and nothing is installed; nothing was changed. Call "
+                f"{name}() was called, but reloadpg is not installed; nothing was changed. Call "
                 "reloadpg.install() before the process groups are created."
             )
         self.name = name
@@ -99,10 +98,10 @@ class Operation:
         self._reserved: list[ReloadableProcessGroup] = []
 
     def begin(self) -> None:
-        """Begin, unless that is done; all but a recovery also open their barriers. Local.
+        """Begin the operation and, except in a recovery, open its barriers. Local, idempotent.
 
         Raises:
-            ReloadpgError: another operation runs, or the groups are a parent process's.
+            ReloadpgError: another operation runs, or the groups belong to a parent process.
         """
         if self.is_running:
             return
@@ -128,11 +127,11 @@ class Operation:
         self.record.warnings += self._unknown_sets()
         self.all_replaced, self.position = job.replaced, job.position
         self.strategy = Strategy(self.options.strategy, job)
-        if self.name == "recover":  # it asks the store for its round
+        if self.name == "recover":  # the store determines its round
             return
         phases = [p for p in PHASES[self.name] if self.may_suspend or p not in SUSPENDING]
         if self.name == "reload" and not self.was_offloaded:
-            phases = phases[:1]  # with nothing offloaded it ends when all ranks agree on that
+            phases = phases[:1]  # nothing is offloaded: it ends when all ranks agree on that
         optional = () if self.may_suspend else OPTIONAL[self.name]
         seconds = self.options.timeout.total_seconds()
         self.open(job.rendezvous.open(self.name, phases, seconds, optional))
@@ -148,7 +147,7 @@ class Operation:
             callback()
 
     def reserve(self, under_way: UnderWay) -> None:
-        """Let only this operation's threads use the groups that it touches, until it ends."""
+        """Restrict the groups that it changes to this operation's threads until it ends."""
         if self.opened:
             touched = [g for g in self.groups if self.name == "offload" or not g.is_live]
             self._reserved += touched
@@ -157,15 +156,15 @@ class Operation:
 
     @property
     def doing(self) -> str:
-        """The groups that work is at now, for messages."""
+        """The groups that are being processed, for messages."""
         return ", ".join(self._current.values())
 
     def current(self, index: int) -> str:
-        """The group that a thread works at, or worked at last, for messages."""
+        """The group that a thread processes, or processed last, for messages."""
         return self._current.get(index, self.doing)
 
     def status(self) -> OperationStatus:
-        """Return how far this operation is on this rank. Local, from any thread."""
+        """Return the progress of this operation on this rank. Local, from any thread."""
         begun = self.record.started_at
         if not self.opened:
             return OperationStatus(self.name, 0, "", False, begun, begun)
@@ -189,7 +188,7 @@ class Operation:
 
     @property
     def creators(self) -> int:
-        """How many threads create groups: each has a store client of its own."""
+        """Number of threads that create groups, each with a separate store client."""
         return min(self.options.parallelism, StorePool.clients_of_a_rank(self.world.size()))
 
     # -- barriers ---------------------------------------------------------------------------
@@ -202,22 +201,22 @@ class Operation:
         extends: bool = False,
         **settings: str,
     ) -> dict[str, str]:
-        """Agree with all ranks on what is about to be done; see :meth:`Round.agree`."""
+        """Agree on the plan with all ranks; see :meth:`Round.agree`."""
         plan = self._plan(settings)
         with self.record.timed("wait.enter", measure=False):
             return self.round.agree("enter", plan, proposals, subjects, extends=extends)
 
     def barrier(self, phase: str) -> None:
-        """Wait until all ranks are here; see :meth:`Round.barrier`.
+        """Wait until all ranks arrive; see :meth:`Round.barrier`.
 
-        One of the optional barriers that no rank has asked for is passed at once.
+        An optional barrier that no rank has requested is skipped.
         """
         if phase not in OPTIONAL.get(self.name, ()) or self.round.phase == phase:
             with self.record.timed(f"wait.{phase}", measure=False):
                 self.round.barrier(phase)
 
     def _plan(self, settings: dict[str, str]) -> Plan:
-        """What all ranks must have alike; for a recovery not what they have done with groups."""
+        """The plan, which must be equal on all ranks. A recovery ignores the state of groups."""
         recovers = self.name == "recover"
         if self.job is not None and not recovers:
             sets = {"chosen sets": str(self.chosen), "state": self.job.sets.plan()}
@@ -242,7 +241,7 @@ class Operation:
     # -- steps ------------------------------------------------------------------------------
 
     def do(self, phase: str, work: Callable[[], object], doing: str) -> None:
-        """Do one blocking thing before a barrier; see :meth:`Round.run`."""
+        """Run blocking work before a barrier; see :meth:`Round.run`."""
         with self._activity(doing):
             self.round.run(phase, lambda attempt, index: work(), lambda: doing)
 
@@ -253,19 +252,18 @@ class Operation:
         action: Action,
         parallelism: int | None = None,
     ) -> None:
-        """Do something with each group, in this order, before a barrier.
+        """Apply an action to each group, in this order, before a barrier.
 
-        With a parallelism of N, each of N threads takes the next group when it has finished one:
-        the rank works at its first N unfinished groups. All ranks share one order, so the first
-        unfinished group of the job is being worked at by all of its members, and no topology can
-        deadlock. The default group goes alone, and groups that users rebuild one after the other.
+        With a parallelism of N, each of N threads takes the next group when it has finished one.
+        All ranks share one order, so all members of the first unfinished group of the job are
+        working on it, and no topology can deadlock. The default group is processed alone, and
+        groups that users rebuild one after the other.
 
         Args:
             phase: the barrier after it.
             groups: in the order that all ranks share.
-            action: called with the group, whether the result is still wanted, and the thread's
-                number.
-            parallelism: of this step; None for that of the installation.
+            action: called with the group, the cancellation token, and the thread's number.
+            parallelism: number of threads of this step; None for that of the installation.
 
         Raises:
             ReleaseError, RebuildError: the action failed on this rank; the cause is chained.
@@ -292,7 +290,7 @@ class Operation:
         attempt: Attempt,
         index: int,
     ) -> None:
-        """Take the next group and do something with it, until none is left; one of the threads."""
+        """Process groups until none is left; the body of one thread."""
         failure = ReleaseError if self.name == "offload" else RebuildError
         while not attempt.abandoned:
             with taking:
@@ -313,11 +311,11 @@ class Operation:
             self.round.advance()
 
     def due(self, callbacks: Sequence[Callback]) -> list[Callback]:
-        """Return those that were registered for a set of this operation."""
+        """Return the callbacks that were registered for a set of this operation."""
         return [one for one in callbacks if self.concerned.overlaps(one.sets)]
 
     def call(self, callbacks: Sequence[Callback]) -> None:
-        """Call what users registered, in the caller's thread; an error names the callback."""
+        """Call user callbacks in the caller's thread; an error names the callback."""
         with self.record.timed("callbacks"):
             for name, callback, _ in self.due(callbacks):
                 try:
@@ -330,7 +328,7 @@ class Operation:
 
     @contextmanager
     def _activity(self, text: str) -> Iterator[None]:
-        """Say within this block what this rank is doing."""
+        """Set ``activity`` within this block."""
         self.activity = text
         try:
             yield
@@ -340,10 +338,10 @@ class Operation:
     # -- the end ----------------------------------------------------------------------------
 
     def complete(self, note: str = "") -> None:
-        """Commit: note what holds on all ranks once the operation is complete. Idempotent.
+        """Commit: record the state that all ranks have after the operation. Idempotent.
 
-        An interrupt may end it anywhere, and the next call does all of it again: so each value is
-        set, none is changed, and the flag comes last.
+        An interrupt may end it at any point, and the next call repeats all of it. So every value is
+        assigned and none is incremented, and the flag is set last.
         """
         job = self.job
         if job is None or self._completed:
@@ -366,31 +364,31 @@ class Operation:
         self._completed = True
 
     def mark_offloaded(self) -> None:
-        """Note that the sets of this operation have no communicators from now on. Local."""
+        """Mark the sets of this operation as offloaded. Local."""
         for state, *_ in self._before:
             state.offloaded = True
 
     def _unknown_sets(self) -> list[str]:
-        """Warn of names that are no set on this rank, and are nearly the name of one."""
+        """Warn of unknown names that are similar to the name of a set on this rank."""
         known = {TRAINER, *(name or "" for name, _ in self.options.selection.sets)}
         known |= {group.set_name for group in registry.managed()}
         near = {name: did_you_mean(name, known) for name in sorted(self.chosen.names - known)}
         return [f"no group here is in the set {name}{text}" for name, text in near.items() if text]
 
     def fail(self, error: BaseException) -> None:
-        """Note that the operation has ended with an error, on this rank."""
+        """Record that the operation has ended with an error on this rank."""
         if self.job is not None and self.opened:
             text = self.job.last_error = f"{type(error).__name__}: {error}"
             self.report = self.record.report(self.job, error=text)
 
     def release(self) -> None:
-        """Let other threads use the groups, and end what waits for this operation's end."""
+        """Lift the restriction to the operation's threads, and wake threads that wait for it."""
         for group in self._reserved:
             group.reserve(None)
         if self.opened:
             self.round.told.set()
 
     def publish(self) -> None:
-        """Log the report, and hand it to those who asked for it."""
+        """Log the report and pass it to the callbacks."""
         if self.opened:
             publish(self.report)

@@ -27,7 +27,7 @@ _SIGNAL_S = 1.0
 
 
 class Pending:
-    """The handle on an offload or a reload that was begun with ``wait=False``.
+    """The handle of an offload or a reload that was started with ``wait=False``.
 
     It has the methods of :class:`concurrent.futures.Future`, and can be awaited. The operation
     runs in a separate thread and ends within its timeouts, whatever happens to the handle; it
@@ -109,7 +109,7 @@ class Pending:
         if os.getpid() != self._pid:
             raise PendingError(
                 f"{self.operation}(wait=False): result() was called in a forked child (pid "
-                f"{os.getpid()}), in which nothing runs. Call it in the parent."
+                f"{os.getpid()}), in which the operation does not run. Call it in the parent."
             )
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         end = float("inf") if seconds is None else time.monotonic() + seconds
@@ -120,8 +120,8 @@ class Pending:
             except futures.TimeoutError:
                 if left == 0.0:
                     raise PendingError(
-                        f"{self.operation}(wait=False) has not ended after {seconds:g} s; it "
-                        "continues. Call result() again."
+                        f"{self.operation}(wait=False) is still running after {seconds:g} s. "
+                        "Call result() again."
                     ) from None
             else:
                 self._read = True
@@ -147,7 +147,7 @@ class Pending:
     def __del__(self) -> None:
         if self._read or os.getpid() != self._pid:
             return
-        state = "the operation continues"
+        state = "the operation is still running"
         if self.done():
             error = self._future.exception()
             state = "it completed" if error is None else f"it raised {error!r}"

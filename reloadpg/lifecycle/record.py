@@ -1,4 +1,4 @@
-"""What one operation does on this rank, noted while it runs, and the report of it."""
+"""The record of one operation on this rank, and the report built from it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["Record", "Took", "publish", "why_nothing"]
 logger = logging.getLogger("reloadpg")
 
 _NAMED = 8
-"""Groups that a message names."""
+"""Maximum number of groups that a message names."""
 
 
 class Took(NamedTuple):
-    """The time that one group took: when it began (``time.perf_counter()``), and how long."""
+    """The time of one group: its start (``time.perf_counter()``) and duration."""
 
     group: ReloadableProcessGroup
     begun: float
@@ -39,12 +39,12 @@ class Record:
 
     Attributes:
         operation: its name.
-        sets: the sets that it is for, in words.
-        started_at: Unix time at which it began, in seconds.
+        sets: the sets that it is for, as text.
+        started_at: Unix time of the start, in seconds.
         groups: the groups that were released or rebuilt.
-        warnings: for the report.
-        faults: of a recovery, what ranks brought to it.
-        replaced: of a recovery, the ranks that came to it with a new process.
+        warnings: warnings for the report.
+        faults: of a recovery, the faults that ranks reported.
+        replaced: of a recovery, the ranks that took part with a new process.
     """
 
     def __init__(self, operation: str, sets: str) -> None:
@@ -61,13 +61,13 @@ class Record:
         self._moments: dict[str, float] = {}
 
     def measure(self, moment: str) -> None:
-        """Note what memory is in use."""
+        """Record the memory in use."""
         self._memory[moment] = memory.in_use()
         self._moments[moment] = (time.perf_counter() - self._started) * 1e3
 
     @contextmanager
     def timed(self, phase: str, *, measure: bool = True) -> Iterator[None]:
-        """Note the time spent in this block, and the memory in use after it, as a phase."""
+        """Record the time of this block, and the memory in use after it, as a phase."""
         begun = time.perf_counter()
         try:
             yield
@@ -78,10 +78,10 @@ class Record:
                 self.measure(phase)
 
     def add(self, took: Sequence[Took], strategy: Strategy) -> None:
-        """Note groups and their times, here and in the groups' histories."""
+        """Record groups and their times, here and in the groups' histories."""
         noted = {report.name for report in self.groups}
         for group, begun, ms in took:
-            if group.group_name in noted:  # resumed, and now connected
+            if group.group_name in noted:  # first resumed, then connected
                 continue
             history = group.history
             if self.operation == "offload":
@@ -106,7 +106,7 @@ class Record:
             )
 
     def report(self, job: Job, note: str = "", error: str = "") -> Report:
-        """Build the report, as things are now. Local."""
+        """Build the report of the current state. Local."""
         self.measure("after")
         unfinished = [str(one) for one in job.unfinished if not one.task.ended]
         warnings = [*self.warnings, *memory.warnings(job.offloaded)]
@@ -117,7 +117,7 @@ class Record:
             ]
             if registry.options is not None and not registry.managed():
                 warnings += why_nothing(registry.options)
-        warnings += [f"{one}: what it holds is not free" for one in unfinished]
+        warnings += [f"{one}: its memory is not free" for one in unfinished]
         return Report(
             self.operation,
             bool(self.groups),
@@ -144,7 +144,7 @@ def publish(report: Report) -> None:
     """Log a report and pass it to the registered callbacks; their errors are logged. Local."""
     logger.log(logging.ERROR if report.error else logging.INFO, "%s", report)
     for warning in report.warnings:
-        kind = re.sub(r"\d[\d.]*", "#", warning)  # the same with other figures is not news
+        kind = re.sub(r"\d[\d.]*", "#", warning)  # log each kind of warning once
         first = kind not in registry.warned
         registry.warned.add(kind)
         logger.log(logging.WARNING if first else logging.DEBUG, "%s: %s", report.operation, warning)
@@ -156,7 +156,7 @@ def publish(report: Report) -> None:
 
 
 def why_nothing(options: Options) -> list[str]:
-    """Say why an offload of a job without a reloadable group releases nothing. Local."""
+    """Return why an offload releases nothing if no group is reloadable. Local."""
     bypassed = registry.bypassed()
     if not bypassed:
         return []
@@ -169,7 +169,7 @@ def why_nothing(options: Options) -> list[str]:
 
 
 def _by_reason(groups: Iterable[tuple[ProcessGroup, str]]) -> list[str]:
-    """Name groups that have one reason together, with the reason. Local."""
+    """List groups by reason. Local."""
     names: dict[str, list[str]] = {}
     for group, reason in groups:
         names.setdefault(reason, []).append(c10d.label_of(group))

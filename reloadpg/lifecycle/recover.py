@@ -1,9 +1,9 @@
-"""Recover: make all communicators of a job anew after a fault, behind the same objects.
+"""Recover: recreate all communicators of a job after a fault, behind the same objects.
 
-A fault is anything after which the ranks are not in step: a collective that raised, timed out or
-was skipped, an operation that ended on some ranks only. So nothing here supposes that the ranks
-have ended equal rounds, or that their groups are in equal states. They meet in a recovery, whose
-number the store gives, and begin to count their rounds anew.
+After a fault the ranks are out of step: a collective raised, timed out or was skipped, or an
+operation ended on some ranks only. So nothing here assumes that the ranks have ended equal rounds,
+or that their groups are in equal states. The store assigns a number to the recovery, and the ranks
+restart the count of their rounds.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ __all__ = [
 logger = logging.getLogger("reloadpg")
 
 _MOST = 32
-"""The most faults in a report: each rank reads them all from the store."""
+"""Maximum number of faults in a report, which each rank reads from the store."""
 
 _LEAST_S = 1.0
-"""Seconds, at least, in which the other ranks meet one that has been replaced meanwhile."""
+"""Minimum timeout, in seconds, for a recovery that a replacement process requests again."""
 
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _ASK_S = 0.1
-"""``fault_pending`` asks the store at most once in so many seconds."""
+"""Minimum interval between two requests of ``fault_pending`` to the store, in seconds."""
 
 
 class Meeting(NamedTuple):
-    """What came of a recovery on this rank.
+    """The result of a recovery on this rank.
 
     Attributes:
-        report: what was done.
-        position: the furthest of all ranks'.
+        report: the report of this rank.
+        position: the furthest position of any rank.
     """
 
     report: Report
@@ -73,38 +73,38 @@ def recover(
     *,
     wait_for_ranks: timedelta | float | None = None,
 ) -> Report:
-    """Abort all communicators, and build all groups again behind the same objects.
+    """Abort all communicators, and rebuild all groups behind the same objects.
 
-    Collective over all ranks of the job; blocking, bounded. To be called after a collective raised,
-    timed out, or was found hanging, in any state: live, offloaded, failed, or while other ranks are
-    in an offload or reload, which then raises ``PeerFailedError`` there. Ranks that are not in
-    trouble learn of it by :func:`fault_pending`, or by their own collectives, which fail since
-    their peers have aborted. It may be called again after it has failed. Rank 0 logs a warning of
-    what was done: which ranks were stuck where, and how long it took.
+    Collective over all ranks of the job; blocking, with a timeout. Call it after a collective
+    raised, timed out, or hung, in any state: live, offloaded, failed, or while other ranks are in
+    an offload or reload, which then raises ``PeerFailedError`` there. Other ranks notice it through
+    :func:`fault_pending`, or because their collectives fail after their peers' aborts. It may be
+    called again after a failure. Rank 0 logs a warning with the ranks that were stuck, where, and
+    the duration.
 
-    ``on_offload`` callbacks are not called, since the communicators that they could use are gone,
-    and the other ranks wait; ``on_reload`` callbacks are.
+    ``on_offload`` callbacks are not called, since their communicators may be unusable and the other
+    ranks wait; ``on_reload`` callbacks are.
 
-    All groups are live afterwards, those too that were offloaded. Each has run a small all-reduce,
-    checked by value. The results of collectives that were going on are lost: the caller goes back
-    to what it had before the step, and repeats it. Groups that bypass are left as they are.
+    Afterwards all groups are live, also those that were offloaded. Each has run a small all-reduce,
+    checked by value. The results of unfinished collectives are lost: the caller restores the state
+    from before the step and repeats it. Groups that bypass are unchanged.
 
     Args:
-        reason: why, for the reports and logs of all ranks: text or an exception; the one that is
-            being handled if None. An exception keeps its traceback, and the functions in it lose
-            their variables: gloo waits as long as work is in one of them.
-        wait_for_ranks: how long to wait for ranks that do not come; None means as long as a
-            collective may take: the longest timeout of the groups, or that of ``install`` if it is
-            longer. A number is in seconds. One that has died and is started again comes by
-            :func:`rejoin`; on each rank that waits, the time that is left then goes on.
+        reason: the reason for the reports and logs of all ranks: text or an exception; if None, the
+            exception that is being handled. The variables in the frames of its traceback are
+            cleared: gloo waits as long as one of them holds a work object.
+        wait_for_ranks: how long to wait for missing ranks. None means as long as a collective may
+            take: the longest timeout of the groups, or that of ``install`` if it is longer. A
+            number is in seconds. A process that was restarted joins with :func:`rejoin`; the other
+            ranks keep waiting for the remaining time.
 
     Returns:
-        What was done on this rank; which ranks were stuck where, as ``faults``; and which have a
-        new process, as ``replaced``.
+        The report of this rank; its ``faults`` are the ranks that were stuck and where, and its
+        ``replaced`` the ranks with a new process.
 
     Raises:
         NotInstalledError: ``install`` was not called.
-        DisagreementError: the ranks have different groups, as after a fault in the middle of their
+        DisagreementError: the ranks have different groups, for example after a fault during their
             creation; every group stays failed.
         RendezvousTimeoutError: ranks are missing; it names them.
         PeerFailedError: another rank failed in the recovery; it names it.
@@ -116,12 +116,12 @@ def recover(
 
 
 def fault_pending() -> bool:
-    """Whether :func:`recover` has to be called: another rank has, or groups failed on this rank.
+    """Whether to call :func:`recover`: another rank has called it, or groups failed on this rank.
 
-    A group has failed too if its collective was aborted after a timeout or an error (NCCL).
+    A group has also failed if its collective was aborted after a timeout or an error (NCCL).
 
-    No collective; for use once a step. Asks the store at most every 100 ms, bounded, and else
-    answers as it did the last time. While the store does not answer, and without a job, False.
+    Local; call it once per step. Polls the store at most once per 100 ms, with a timeout; otherwise
+    returns the cached answer. False while the store does not respond, and without a job.
     """
     job = registry.job("fault_pending")
     if job is None:
@@ -140,11 +140,11 @@ def meet(
     seconds: float | None = None,
     repeats: bool = True,
 ) -> Meeting:
-    """Recover, and agree on where all ranks are in their loops; see :func:`recover`.
+    """Recover, and agree on the position of all ranks in their loops; see :func:`recover`.
 
     Args:
         reason: see :func:`recover`.
-        seconds: how long to wait for ranks that do not come; None as in :func:`recover`.
+        seconds: how long to wait for missing ranks; None as in :func:`recover`.
         repeats: whether the other ranks may repeat the step.
     """
     op = Operation("recover")
@@ -184,7 +184,7 @@ def _recover(
         seconds = max([bound, *map(longest_wait, op.groups)])
     was_offloaded = job.offloaded
     waited = Wait("recover", seconds)
-    try:  # the flag first: a collective that fails since peers have aborted finds it raised
+    try:  # request first: collectives that fail because of the aborts then find the request
         with op.record.timed("wait.flag", measure=False):
             round_ = job.rendezvous.recover(PHASES["recover"], str(fault), report, seconds)
     except BaseException as error:
@@ -202,7 +202,7 @@ def _recover(
         except PeerFailedError:
             if op.round.decision is None or op.round.decision.kind != "recover":
                 raise
-        # A process has come that replaces one that is counted in this recovery.
+        # A replacement arrived for a process that was counted in this recovery.
         left = max(waited.left, _LEAST_S)
         job.round = op.round = job.rendezvous.recover(PHASES["recover"], str(fault), report, left)
     op.round.seconds = bound
@@ -220,15 +220,15 @@ def _recover(
     return agreed.position
 
 
-# -- what this rank reports ---------------------------------------------------------------------
+# -- the report of this rank --------------------------------------------------------------------
 
 
 def _fault(op: Operation, reason: str | BaseException | None, repeats: bool) -> Fault:
-    """What this rank brings to the recovery. Local."""
+    """The fault that this rank reports to the recovery. Local."""
     error = sys.exc_info()[1] if reason is None else reason
     text, where = "", ""
     if isinstance(error, BaseException):
-        if not isinstance(error, PeerFailedError):  # what the peer reports itself
+        if not isinstance(error, PeerFailedError):  # the peer reports it itself
             text, where = f"{type(error).__name__}: {error}"[:1000], _where(error)
         _release_work(error, of_user=repeats)
     elif error is not None:
@@ -237,15 +237,15 @@ def _fault(op: Operation, reason: str | BaseException | None, repeats: bool) -> 
 
 
 def _release_work(error: BaseException, *, of_user: bool) -> None:
-    """Clear the variables of the functions that an error has passed through. Local.
+    """Clear the variables in the frames of an error's traceback. Local.
 
-    A gloo connection stays open, and the peers wait at its other end, as long as work that was
-    begun on it is in a variable; and an exception keeps the variables of all these functions.
+    A gloo connection stays open, with the peers waiting, while a variable holds a work object of
+    it; and an exception keeps the variables of all frames in its traceback.
 
     Args:
-        error: with what it was raised from, and while.
-        of_user: whether to clear those of functions other than torch's too. An error that is
-            raised to the user keeps them, for debuggers and logs.
+        error: the error, with its cause and context.
+        of_user: whether to also clear frames outside torch. An error that is raised to the user
+            keeps them, for debuggers and logs.
     """
     found: list[BaseException | None] = [error]
     for one in found:
@@ -253,15 +253,15 @@ def _release_work(error: BaseException, *, of_user: bool) -> None:
             continue
         found += [other for other in (one.__cause__, one.__context__) if other not in found]
         for frame, _ in traceback.walk_tb(one.__traceback__):
-            # A suspended generator would be closed.
+            # Clearing a suspended generator would close it.
             clears = of_user and not frame.f_code.co_flags & _GENERATOR
             if clears or _module(frame.f_globals) == "torch":
-                with suppress(RuntimeError):  # it is running: this was called from it
+                with suppress(RuntimeError):  # the frame is still running
                     frame.clear()
 
 
 def _where(error: BaseException) -> str:
-    """The line of the program that an error comes from, and the collective that it called there."""
+    """The line of the program that raised an error, and the collective that it called."""
     collective = line = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
@@ -277,10 +277,10 @@ def _module(variables: dict[str, Any]) -> str:
 
 
 def collectives_begun(groups: Sequence[ReloadableProcessGroup]) -> dict[str, int]:
-    """How many collectives this rank has begun on each live group, by group and generation."""
+    """The number of collectives that this rank has started, by live group and generation."""
     found = {}
     for group in groups:
-        with suppress(RuntimeError):  # a backend need not count
+        with suppress(RuntimeError):  # not every backend counts
             if group.is_live:
                 key = f"{group.group_name}/{group.construction.ranks[0]}/{group.generation}"
                 found[key] = int(group._get_sequence_number_for_group())
@@ -288,7 +288,7 @@ def collectives_begun(groups: Sequence[ReloadableProcessGroup]) -> dict[str, int
 
 
 def longest_wait(group: ReloadableProcessGroup) -> float:
-    """Seconds that a collective of the group may last, and with it the arrival of its members."""
+    """Longest duration of a collective of the group, in seconds."""
     timeouts = group.current_timeouts().values()
     return max((one.total_seconds() for one in timeouts), default=0.0) + 10.0
 
@@ -304,7 +304,7 @@ def seconds_of(given: timedelta | float | None) -> float | None:
 
 
 def _abort_all(op: Operation, job: Job, reason: str) -> None:
-    """Leave all groups failed, and abort their communicators in parallel. Local, at once."""
+    """Set all groups to failed and abort their communicators in parallel. Local, non-blocking."""
     op.was_offloaded = True
     op.mark_offloaded()
     if job.creation_stores is not None:
@@ -313,18 +313,18 @@ def _abort_all(op: Operation, job: Job, reason: str) -> None:
         c10d.close_coalescing(group)
     c10d.shut_connections(len(op.groups) + len(job.unfinished))  # those being created, too
     abort(job, list(reversed(op.groups)), GroupState.FAILED, reason, whole=True)
-    gc.collect()  # gloo's connections stay open as long as a cycle holds work of them
+    gc.collect()  # gloo's connections stay open while a reference cycle holds a work object
 
 
 class _Agreed(NamedTuple):
-    """What all ranks know of a recovery.
+    """The summary of a recovery, equal on all ranks.
 
     Attributes:
-        generation: of the groups that are built now.
-        faults: what ranks brought to it.
-        position: the furthest of all ranks'.
-        new: the ranks that came to it with a new process.
-        replaced: those, and the ones that did so before, in the same step.
+        generation: the new generation.
+        faults: the faults that ranks reported.
+        position: the furthest position of any rank.
+        new: the ranks that took part with a new process.
+        replaced: ``new``, and the ranks replaced earlier in the same step.
     """
 
     generation: int
@@ -335,7 +335,7 @@ class _Agreed(NamedTuple):
 
 
 def _agree(op: Operation, job: Job, report: str) -> _Agreed:
-    """Find out what all ranks report: rank 0 reads it and leaves a summary. Collective, bounded."""
+    """Exchange the reports: rank 0 writes a summary. Collective, with a timeout."""
     rendezvous = job.rendezvous
     if rendezvous.alone:
         op.barrier("agreed")
@@ -345,13 +345,13 @@ def _agree(op: Operation, job: Job, report: str) -> _Agreed:
         rendezvous.gather(_summary, op.round.seconds)
 
     if rendezvous.rank == 0:
-        op.do("agreed", gather, "reading what the ranks report")
+        op.do("agreed", gather, "reading the reports of all ranks")
     op.barrier("agreed")
     return _read(rendezvous.summary(op.round.seconds))
 
 
 def _summary(reports: Sequence[str]) -> str:
-    """Put together what all ranks report. Pure."""
+    """Summarize the reports of all ranks. Pure."""
     read = [json.loads(report) for report in reports]
     most: dict[str, int] = {}
     for one in read:

@@ -1,4 +1,4 @@
-"""Release of communicators by destroying them, and their rebuild by replaying their creation."""
+"""Destruction of communicators, and their rebuild by replaying their creation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .suspend import communicators
 __all__ = ["Rebuilds", "Releases", "abort", "rebuild", "spent_keys"]
 
 _ASK_S = 0.1
-"""Seconds after which a thread that waits for another one asks whether it is still wanted."""
+"""Seconds after which a thread that waits for another one checks whether it was abandoned."""
 
 
 @dataclass
@@ -34,9 +34,9 @@ class Releases:
     """The communicators that one offload destroys.
 
     Attributes:
-        job: the job. A communicator is noted in it before its group lets go of it, until it is
-            destroyed: if this hangs, or is interrupted, it is aborted.
-        released: references to torch's objects of those that were destroyed.
+        job: the job. A communicator is recorded in it before it is detached, until it is destroyed:
+            if the destruction hangs or is interrupted, the communicator is aborted.
+        released: references to torch's objects of the destroyed groups.
     """
 
     job: Job
@@ -63,10 +63,11 @@ class Releases:
             self.released[repr(group)] = weakref.ref(inner)
 
     def held(self) -> list[str]:
-        """Warn of groups whose objects, as torch made them, are still referenced. Local."""
+        """Warn of groups whose objects created by torch are still referenced. Local."""
         return [
-            f"{name}: the object that torch made for it is still referenced, past the "
-            "reloadable group; use what torch.distributed returns after reloadpg.install()"
+            f"{name}: the object that torch created for it is still referenced outside the "
+            "reloadable group; use only groups that torch.distributed returned after "
+            "reloadpg.install()"
             for name, inner in self.released.items()
             if inner() is not None
         ]
@@ -80,11 +81,11 @@ class Rebuilds:
         world: the default group.
         stores: store clients for the worker threads; None without peers.
         generation: number of the new generation.
-        label: what no other reload on the same store has: no key of an attempt that failed, or of
-            a job that ended, is ever read by the next one.
-        told: set when the other ranks know that this reload has failed, or it has ended.
-        connect: whether to connect the communicators too.
-        whole: whether to create the backends too that stay alive in an offload.
+        label: a label that is unique among the reloads on the same store, so that no key of a
+            failed attempt or of an earlier job is read.
+        told: set when the other ranks were notified that this reload has failed, or it has ended.
+        connect: whether to also connect the communicators.
+        whole: whether to also create the backends that stay alive in an offload.
     """
 
     world: ProcessGroup
@@ -98,10 +99,10 @@ class Rebuilds:
     _after: dict[ReloadableProcessGroup, threading.Event] = field(default_factory=dict)
 
     def prepare(self, groups: Sequence[ReloadableProcessGroup]) -> None:
-        """Note the groups to create, in order, and their names in the store. Local.
+        """Record the groups to create, in order, and their names in the store. Local.
 
-        Torch writes a group's name, ranks and timeout into the options that the caller gave, and
-        its backend reads them there, so groups that share options are created one after another.
+        Torch writes a group's name, ranks and timeout into the caller's options object, where the
+        backend reads them. So groups that share options are created one after another.
         """
         last: dict[int, threading.Event] = {}
         for group in groups:
@@ -114,12 +115,12 @@ class Rebuilds:
                 last[id(options)] = created
 
     def rebuild(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
-        """Create the communicator of an offloaded group again, unless it was only suspended.
+        """Recreate the communicator of an offloaded group, unless it was only suspended.
 
-        It is connected too, if that is asked for and takes no collective: by the same thread,
-        which alone uses the store client that the communicator connects with.
+        If requested and possible without a collective, the same thread also connects it, since only
+        this thread uses the store client of the communicator.
 
-        Blocking, collective over its members if its backend is; an action of an operation.
+        Blocking, and collective over its members if the backend is; an action of an operation.
         """
         if group.communicator is None:
             try:
@@ -138,15 +139,15 @@ class Rebuilds:
         check_group(group, self.connect)
 
     def _rebuild(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
-        if attempt.abandoned:  # its name and its store client belong to an operation that is over
+        if attempt.abandoned:  # its name and store client belong to an operation that has ended
             return
         made = group.construction
         store = self._store(index, made)
         device: torch.device | None = group.bound_device_id
         if device is not None and device.type not in made.devices:
-            device = None  # torch binds a split to the default group's device, whatever it serves
+            device = None  # torch binds a split to the default group's device
         with c10d.Unseen(), c10d.NameFreed(group) if made.is_handed_over else nullcontext():
-            whole = self.whole or group.kept is None  # a recovery that failed has aborted it
+            whole = self.whole or group.kept is None  # None after a failed recovery
             inner = made.replay(self._name(group), store, device, whole=whole)
         if made.is_handed_over and (
             not isinstance(inner, ProcessGroup)
@@ -155,7 +156,7 @@ class Rebuilds:
         ):
             raise TypeError(
                 f"the rebuild function given to manage() returned {inner!r}; it must return the "
-                "group that it has made"
+                "group that it has created"
             )
         if isinstance(inner, ReloadableProcessGroup) or inner is group.last_inner:
             raise RuntimeError(
@@ -167,12 +168,12 @@ class Rebuilds:
                 group.attach(inner, self.generation)
                 group.history.strategy = "recreate"
         if not wanted:
-            # Its other members may be at work on it, and fail then: first let them know why.
+            # The destruction makes other members fail, so they are notified of the reason first.
             self.told.wait()
             _discard(inner)
 
     def _store(self, index: int, construction: Construction) -> Store:
-        """The store with which a worker thread creates a group. Blocking until connected."""
+        """The store that a worker thread uses to create a group. Blocking until connected."""
         store = c10d.root_store(self.world) if self.stores is None else self.stores.get(index)
         return (
             store if construction.is_world else PrefixStore(f"{c10d.name_of(self.world)}/", store)
@@ -191,15 +192,15 @@ def rebuild(
     kept: Sequence[ReloadableProcessGroup] = (),
     whole: bool = False,
 ) -> None:
-    """Build communicators again, call the callbacks, and commit. Collective, blocking, bounded.
+    """Rebuild communicators, call the callbacks, and commit. Collective, with timeouts.
 
     Args:
         op: the reload or recovery.
         job: the job.
         gone: the groups without a communicator, in the order that all ranks share.
-        connect: whether to connect the communicators too.
-        kept: the groups that were resumed, and may have to be connected.
-        whole: whether to create the backends too that stay alive in an offload.
+        connect: whether to also connect the communicators.
+        kept: the groups that were resumed, which may need to be connected.
+        whole: whether to also create the backends that stay alive in an offload.
     """
     rebuilds = Rebuilds(
         op.world,
@@ -228,7 +229,7 @@ def rebuild(
 def _delete_spent_keys(
     op: Operation, job: Job, groups: Sequence[ReloadableProcessGroup], *, whole: bool
 ) -> None:
-    """Delete the keys that earlier generations of groups left in the job's store. Bounded."""
+    """Delete the keys of earlier generations of groups in the job's store; with a timeout."""
     spent = [key for group in groups for key in spent_keys(group, op.world, whole=whole)]
     if not spent or job.rendezvous.alone:
         return
@@ -246,15 +247,15 @@ def _delete_spent_keys(
 def spent_keys(
     group: ReloadableProcessGroup, world: ProcessGroup, *, whole: bool = False
 ) -> list[str]:
-    """List the keys in the job's store that no rank reads any more; each is listed once. Local.
+    """List the keys in the job's store that no rank reads any more, each once. Local.
 
-    Asked before a rebuild, when all members have left the generations before; with ``whole`` also
-    those of the backends that stay alive in an offload.
+    Call it before a rebuild, when no member uses the earlier generations. With ``whole``, the list
+    includes the keys of the backends that stay alive in an offload.
     """
     names, group.names_in_store = group.names_in_store, []
     made = group.construction
     backends = made.devices if whole or group.kept is None else made.released
-    if len(set(made.devices.values())) == 1:  # torch makes one for all, in the first one's place
+    if len(set(made.devices.values())) == 1:  # torch creates one backend, for the first device
         backends = dict(list(backends.items())[:1])
     under = "" if made.is_world else f"{c10d.name_of(world)}//"
     return [
@@ -272,24 +273,24 @@ def abort(
     *,
     whole: bool = False,
 ) -> list[Unfinished]:
-    """Leave groups without communicators, waiting for no other rank. Local, at once.
+    """Abort the communicators of groups without waiting for other ranks. Local, non-blocking.
 
-    All groups are marked first. Their communicators, and those that an offload was destroying,
-    are then aborted, each in a separate thread: an abort can hang while another one is stuck, and
-    several aborts of one job in sequence have hung (pytorch#119797, #150690).
+    All groups are marked first. Their communicators, and those that an offload was destroying, are
+    then aborted, each in a separate thread: an abort can hang while another one is stuck, and
+    several aborts in sequence have hung (pytorch#119797, #150690).
 
-    A communicator is noted in the job before its group lets go of it. Where an interrupt ends this
-    function, the next call goes on with those that are noted.
+    A communicator is recorded in the job before it is detached. If an interrupt ends this function,
+    the next call continues with the recorded ones.
 
     Args:
-        job: the job; the aborts are noted in it as unfinished.
-        groups: in the order in which they are marked.
-        state: what they are in from then on.
-        reason: why, for messages.
-        whole: whether to abort the backends too that stay alive in an offload.
+        job: the job, in which the aborts are recorded as unfinished.
+        groups: the groups, in the order in which they are marked.
+        state: their new state.
+        reason: the reason, for messages.
+        whole: whether to also abort the backends that stay alive in an offload.
 
     Returns:
-        The aborts that are going on.
+        The running aborts.
     """
     for group in groups:
         if group.state is GroupState.DESTROYED:
@@ -299,7 +300,7 @@ def abort(
                 inner = group.communicator
                 parts = [inner] if whole else _parts(inner, group.construction)
                 job.doomed[group] = repr(group), parts
-                del inner, parts  # the thread that aborts it must hold the last reference
+                del inner, parts  # the aborting thread must hold the last reference
             group.detach(state, reason)
         elif state is GroupState.FAILED:
             group.fail(reason)
@@ -312,14 +313,14 @@ def abort(
         one = Unfinished(shown, Task(lambda parts=parts: _abort(parts), "abort"))  # type: ignore[misc]
         job.unfinished.append(one)
         started.append(one)
-        job.doomed.pop(group, None)  # a thread that was abandoned may have destroyed it
+        job.doomed.pop(group, None)  # an abandoned thread may have destroyed it
     return started
 
 
 def _abort(parts: list[Any]) -> None:
-    # Gloo has no abort: its destructor waits for the work that is pending, and then closes the
-    # connections. So the communicators are let go of here, not in the thread of the caller.
-    with suppress(IndexError):  # after an interrupt two threads may abort the same
+    # Gloo has no abort: its destructor waits for pending work and then closes the connections. So
+    # the last references are dropped in this thread, not in the caller's.
+    with suppress(IndexError):  # after an interrupt, two threads may abort the same communicator
         while parts:
             with suppress(RuntimeError):
                 parts[-1].abort()
@@ -327,12 +328,12 @@ def _abort(parts: list[Any]) -> None:
 
 
 def _discard(inner: ProcessGroup) -> None:
-    """Destroy a group that no other code has seen yet; waits for no rank. Local."""
+    """Destroy a group that no other code has seen, without waiting for other ranks. Local."""
     c10d.evict(inner)
     with suppress(RuntimeError):
         inner.abort()
 
 
 def _parts(inner: ProcessGroup, construction: Construction) -> list[Any]:
-    """List what is released of a live group: the whole, or of a mixed one the selected backends."""
+    """List the parts of a live group to release: the group, or the selected backends if mixed."""
     return communicators(inner, construction) if construction.is_mixed else [inner]

@@ -1,4 +1,4 @@
-"""Rejoin: let a process that replaces one that has ended into the job that goes on."""
+"""Rejoin: join a running job in place of a process that has ended."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ __all__ = ["rejoin"]
 
 
 def rejoin(*, wait_for_ranks: timedelta | float | None = None) -> Report:
-    """Meet the other ranks in :func:`recover`, if this process replaces one that has ended.
+    """Join the other ranks' :func:`recover`, if this process replaces one that has ended.
 
-    To be called in every process of a recoverable job, once its groups are created and before
-    anything is done with them; where no process is replaced it returns at once. Otherwise it is
-    collective over all ranks, of which the others call :func:`recover`; blocking, bounded; it may
-    be called again after it has failed.
+    Call it in every process of a recoverable job, after its groups are created and before they are
+    used. If this process replaces no other one, it returns immediately. Otherwise it is collective
+    over all ranks, and the other ranks call :func:`recover`; blocking, with a timeout. It may be
+    called again after a failure.
 
-    A process replaces another one if that has begun the same job, as the same rank and on the same
-    store, with ``install(recoverable=True)``, and not all ranks have ended the job. Its
-    ``init_process_group``, ``new_group`` and ``split_group`` then return at once, with groups that
-    have the names of the other ranks' and no communicator yet. It must create the groups that the
-    others have, in the same order. All groups are live afterwards; the state of the program (the
-    weights, the optimizer's) is for the caller to bring.
+    A process replaces another one that began the same job, as the same rank and on the same store,
+    with ``install(recoverable=True)``, unless all ranks have ended the job. Its
+    ``init_process_group``, ``new_group`` and ``split_group`` return immediately. Their groups have
+    the same names as on the other ranks, but no communicator yet. The process must create the same
+    groups as the other ranks, in the same order. Afterwards all groups are live; the caller
+    restores the state of the program (weights, optimizer).
 
     Args:
         wait_for_ranks: how long to wait for the other ranks, as for :func:`recover`.
 
     Returns:
-        What was done on this rank. ``changed`` is whether it replaces another one, and
-        ``replaced`` says which ranks do.
+        The report of this rank. ``changed`` is whether this process replaces another one, and
+        ``replaced`` are the ranks with a new process.
 
     Raises:
         NotInstalledError: ``install`` was not called.
@@ -46,7 +46,7 @@ def rejoin(*, wait_for_ranks: timedelta | float | None = None) -> Report:
     seconds = seconds_of(wait_for_ranks)
     if registry.options is None:
         raise NotInstalledError(
-            "rejoin() was called and nothing is installed; nothing was changed. Call "
+            "rejoin() was called, but reloadpg is not installed; nothing was changed. Call "
             "reloadpg.install(recoverable=True) before the process groups are created."
         )
     job = registry.job("rejoin")

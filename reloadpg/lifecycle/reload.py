@@ -1,4 +1,4 @@
-"""Reload: build the communicators of all offloaded groups again, behind the same objects."""
+"""Reload: rebuild the communicators of all offloaded groups, behind the same objects."""
 
 from __future__ import annotations
 
@@ -29,40 +29,40 @@ def reload(*sets: str, connect: Connect = ..., wait: bool) -> Report | Pending: 
 def reload(*sets: str, connect: Connect = "none", wait: bool = True) -> Report | Pending:
     """Rebuild the communicators of all offloaded groups, or of some sets, behind the same objects.
 
-    Collective over all ranks of the job; blocking, each wait bounded by the ``timeout`` given to
-    ``install``; idempotent; may be called again after a failure. WORLD comes first, then the
-    groups in one order that all ranks share, ``parallelism`` of them side by side. Each is made by
-    its members, by torch's original function with the arguments captured at its creation, and then
-    gets what was set on it afterwards (timeouts, description). Groups that the user destroyed stay
+    Collective over all ranks of the job; blocking, with the ``timeout`` of ``install`` for each
+    wait; idempotent; may be called again after a failure. WORLD comes first, then the other groups
+    in an order that all ranks share, ``parallelism`` of them in parallel. The members of a group
+    call torch's original function with the arguments captured at its creation. Settings that were
+    changed later (timeouts, description) are carried over. Groups that the user destroyed stay
     destroyed.
 
     Args:
         sets: the sets to reload, such as ``"engine"``; none for all. Every rank of the job makes
-            the same call, also one that is in no group of the set. The default group, which is in
+            the same call, even if it is in no group of the set. The default group, which is in
             ``"trainer"``, may stay offloaded.
-        connect: ``none`` leaves each communicator to connect in its first collective;
-            ``eager`` connects them now: as they are created where the backend can connect without
-            a collective (NCCL), else with an all-reduce of two numbers, one after the other in the
-            order that all ranks share; ``canary`` runs that all-reduce on all, and checks the sum.
+        connect: ``none`` lets each communicator connect in its first collective. ``eager`` connects
+            all communicators now: at their creation if the backend can connect without a collective
+            (NCCL); otherwise with an all-reduce of two numbers, one after the other in the order
+            that all ranks share. ``canary`` runs that all-reduce on all groups and checks the sum.
             Equal on all ranks.
-        wait: False returns at once, and the reload goes on in a thread of its own while the caller
-            copies weights to the device: see :class:`Pending`. Groups refuse collectives until it
-            has ended, :func:`offload` and a second reload raise, and callbacks are called in that
+        wait: if False, return immediately and reload in a separate thread, for example while the
+            caller copies weights to the device: see :class:`Pending`. While it runs, groups refuse
+            collectives, :func:`offload` and a second reload raise, and callbacks are called in that
             thread. Need not be equal on all ranks.
 
     Returns:
-        What was done on this rank; with ``wait=False`` a handle, whose ``result()`` returns or
-        raises what is said here.
+        The report of this rank; with ``wait=False`` a handle, whose ``result()`` returns the report
+        or raises the errors below.
 
     Raises:
         NotInstalledError: ``install`` was not called.
-        DisagreementError: the ranks do not ask for the same; nothing was changed.
+        DisagreementError: the calls of the ranks differ; nothing was changed.
         RendezvousTimeoutError: ranks are missing; it names them.
         PeerFailedError: another rank failed; it names it.
         RebuildError: a group could not be built or connected on this rank; the cause is chained.
-        InsufficientMemoryError: no room here to resume suspended communicators; nothing was
-            changed on any rank.
-        InvalidOptionError: ``connect`` is none of the three.
+        InsufficientMemoryError: not enough memory here to resume suspended communicators; nothing
+            was changed on any rank.
+        InvalidOptionError: the value of ``connect`` is unknown.
     """
     how = validate(connect)
     op = Operation("reload", Chosen.of(sets, "reload"))
@@ -78,7 +78,7 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
     await_unfinished(op, job)
     if op.was_offloaded:
         op.call(registry.callbacks.before_reload)
-        # A callback may destroy groups: they are not to be created again.
+        # Groups that a callback has destroyed are not rebuilt.
         op.groups = [g for g in op.groups if g.state is not GroupState.DESTROYED]
     op.agree(connect=how, extends=bool(op.due(registry.callbacks.reload)))
     if not op.was_offloaded:
@@ -88,7 +88,7 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
         devices.empty_cache()
     suspended = [g for g in op.groups if not g.is_live and g.communicator is not None]
     if op.may_suspend:
-        op.do("room", lambda: check_room(suspended, op.world.rank()), "looking for room")
+        op.do("room", lambda: check_room(suspended, op.world.rank()), "checking free memory")
         op.barrier("room")
         op.each("resumed", suspended, resume)
         op.barrier("resumed")

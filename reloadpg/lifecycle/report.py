@@ -1,4 +1,4 @@
-"""Reports of operations and the status of a process: plain values, printable, JSON-able."""
+"""Reports of operations and the status of a process: plain values that convert to JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 _NOT_OURS = frozenset({"callbacks", "collect", "device", "groups", "store"})
-"""Phases of what communicators, devices, the network or the caller's code take."""
+"""Phases in which communicators, devices, the network or the caller's code take the time."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class GroupReport:
         desc: its ``group_desc``.
         backend: the backend string that it was created with.
         size: number of members.
-        strategy: how it was released or brought back: ``recreate``, ``suspend``, or ``skip`` for
-            a communicator that was never used, so that nothing was there to suspend.
+        strategy: the strategy that released or restored it: ``recreate``, ``suspend``, or ``skip``
+            for a communicator that was never used and holds nothing to suspend.
         ms: wall time in milliseconds.
-        start_ms: when its part began, in milliseconds since the start of the operation.
-        reason: why this strategy, where there was a choice.
-        bytes: what its communicator held by its own account when it was released; None if the
-            backend gives none.
+        start_ms: start of its part, in milliseconds since the start of the operation.
+        reason: the reason for this strategy, if there was a choice.
+        bytes: bytes that its communicator reported when it was released; None if the backend
+            reports none.
         set: the set that it belongs to.
     """
 
@@ -60,7 +60,7 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class Span:
-    """A phase of an operation: name, start (since the operation's own) and length, in ms."""
+    """A phase of an operation: name, start (relative to the operation) and length, in ms."""
 
     name: str
     start_ms: float
@@ -74,13 +74,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Fault:
-    """What one rank brought to a recovery.
+    """The fault that one rank reported to a recovery.
 
     Attributes:
         rank: the rank.
-        reason: its error, or what it gave to ``recover``; empty if it was called in.
-        where: the collective and the line of the program that raised it, as far as known.
-        late: groups in which it had begun fewer collectives than another member.
+        reason: its error, or the argument of ``recover``; empty if another rank requested the
+            recovery.
+        where: the collective and the line of the program that raised it, if known.
+        late: groups in which it had started fewer collectives than another member.
         repeats: whether the step may be repeated; False for an error that ``retrying`` does not
             repeat.
     """
@@ -94,8 +95,9 @@ class Fault:
     def __str__(self) -> str:
         parts = [self.where, self.reason.partition("\n")[0]]
         if self.late:
-            parts.append(f"had begun fewer collectives than others in group {', '.join(self.late)}")
-        return f"rank {self.rank}: " + ("; ".join(filter(None, parts)) or "called in")
+            groups = ", ".join(self.late)
+            parts.append(f"had started fewer collectives than others in group {groups}")
+        return f"rank {self.rank}: " + ("; ".join(filter(None, parts)) or "no fault")
 
 
 @dataclass(frozen=True)
@@ -106,26 +108,26 @@ class Report:
         operation: ``offload``, ``reload`` or ``recover``.
         changed: False if there was nothing to do.
         generation: number of completed reloads of the job, of any set.
-        groups: the groups that were released or rebuilt, in the order in which it was done.
-        spans: phases and waits in the order in which they ended; ``wait.*`` is time spent
-            waiting for other ranks.
+        groups: the groups that were released or rebuilt, in order of completion.
+        spans: phases and waits, in order of completion; ``wait.*`` is time spent waiting for other
+            ranks.
         total_ms: wall time of the whole call, in milliseconds.
-        note: why nothing was done, where nothing was.
+        note: why nothing was done, if nothing was done.
         memory: bytes in use by moment (``before``, each phase, ``after``) and source; see
             ``reloadpg.lifecycle.memory``. ``released_bytes`` is taken from the first source.
-        warnings: what keeps memory from coming back, in words.
+        warnings: reasons why memory is not free, as text.
         error: the error that the call raised; empty if it raised none.
         started_at: Unix time at the call, in seconds.
         rank: this process's rank in the default group, None without one.
         world_size: number of ranks, None without a default group.
-        unfinished: what operations that failed have left running, in words: communicators that
-            are still being destroyed, or created; what they hold is not free.
-        moments_ms: when each moment of ``memory`` was, in milliseconds since the start.
-        faults: of ``recover``, what ranks brought to it, those first that were late in a group;
-            the same on all ranks, and at most 32. Ranks that were only called in are left out.
-        replaced: of ``recover``, the ranks that came to it with a new process, by ``rejoin``; the
-            same on all ranks.
-        sets: the sets that it was called for: ``all``, or their names with commas between.
+        unfinished: communicators that are still being destroyed or created after a failed
+            operation, as text; their memory is not free.
+        moments_ms: the time of each moment of ``memory``, in milliseconds since the start.
+        faults: of ``recover``, the faults that ranks reported, ranks that were late in a group
+            first; equal on all ranks, at most 32. Ranks without a fault are omitted.
+        replaced: of ``recover``, the ranks that took part with a new process (``rejoin``); equal on
+            all ranks.
+        sets: the sets that it was called for: ``all``, or their names separated by commas.
     """
 
     operation: str
@@ -157,7 +159,7 @@ class Report:
 
     @property
     def overhead_ms(self) -> float:
-        """The library's own share: total less groups, devices, store and waiting. Milliseconds."""
+        """The library's share: total minus groups, devices, store and waiting, in milliseconds."""
         outside = [span.ms for span in self.spans if span.is_wait or span.name in _NOT_OURS]
         return self.total_ms - sum(outside)
 
@@ -168,18 +170,18 @@ class Report:
 
     @property
     def memory_source(self) -> str:
-        """Source of ``released_bytes`` and ``restored_bytes``; empty if nothing measures them."""
+        """Source of ``released_bytes`` and ``restored_bytes``; empty if they are unknown."""
         return next(iter(self.memory.get("before", ())), "")
 
     @property
     def released_bytes(self) -> int | None:
-        """Bytes that came back on this rank; None for a reload, or if nothing measures them."""
+        """Bytes that were released on this rank; None for a reload, or if unknown."""
         return self._change() if self.operation == "offload" else None
 
     @property
     def restored_bytes(self) -> int | None:
-        """Bytes that the reload took on this rank; None for an offload, or if nothing measures
-        them. Communicators that connect at their first use take theirs later.
+        """Bytes that the reload allocated on this rank; None for an offload, or if unknown.
+        Communicators that connect at their first use allocate later.
         """
         change = self._change() if self.operation == "reload" else None
         return None if change is None else -change
@@ -196,13 +198,13 @@ class Report:
 
     @property
     def skipped(self) -> tuple[GroupReport, ...]:
-        """The groups whose communicators were never used, so that nothing was done to them."""
+        """The groups that were unchanged because their communicators were never used."""
         return tuple(group for group in self.groups if group.strategy == "skip")
 
     def to_dict(self) -> dict[str, float | int | str | bool]:
-        """Scalars under flat names (``offload/total_ms``), as loggers of metrics take them.
+        """Scalars with flat names (``offload/total_ms``), for metrics loggers.
 
-        Everything is in :meth:`details`.
+        :meth:`details` returns all values.
         """
         strategies = [group.strategy for group in self.groups]
         values: dict[str, float | int | str | bool | None] = {
@@ -243,7 +245,7 @@ class Report:
         if self.error:
             return f"{self.operation}: failed after {self.total_ms:.1f} ms: {self.error}"
         if not self.changed:
-            return f"{self.operation}: nothing to do ({self.note or 'already so'})"
+            return f"{self.operation}: nothing to do ({self.note or 'already done'})"
         moved, memory = self.moved_bytes, ""
         if moved is not None:
             verb = "released" if self.operation == "offload" else "restored"
@@ -257,7 +259,7 @@ class Report:
 
 
 class Reports(list[Report]):
-    """The reports of many ranks, in rank order; printed as a table, one row a rank."""
+    """The reports of several ranks, in rank order; printed as a table with one row per rank."""
 
     def __str__(self) -> str:
         rows = [
@@ -269,7 +271,7 @@ class Reports(list[Report]):
                 one.wait_ms,
                 _moved(one),
                 one.generation,
-                one.error.partition("\n")[0] or ("" if one.changed else one.note or "already so"),
+                one.error.partition("\n")[0] or ("" if one.changed else one.note or "already done"),
             )
             for one in self
         ]
@@ -278,7 +280,7 @@ class Reports(list[Report]):
 
 
 def _moved(report: Report) -> float | None:
-    """MiB that came back, or that were taken, on this rank."""
+    """MiB that were released or allocated on this rank."""
     moved = report.moved_bytes
     return None if moved is None else round(moved / 2**20, 2) + 0.0
 
@@ -293,14 +295,14 @@ class GroupStatus:
         ranks: global ranks of its members.
         backend: the backend string that it was created with.
         state: ``live``, ``offloaded`` or ``failed``.
-        generation: the job's count of reloads when its communicator was built.
+        generation: the job's number of reloads when its communicator was built.
         timeout_s: its current timeout in seconds; None if its backend has none.
         last_error: why it failed; empty if it did not.
-        strategy: how it was last released; empty if it never was.
-        memory_bytes: what its communicator holds by its own account; None if its backend gives
-            none.
-        cycles: how often it was offloaded.
-        last_offload_ms, last_reload_ms: its part in the last of each; None before the first.
+        strategy: strategy of the last release; empty before the first one.
+        memory_bytes: bytes that its communicator reports; None if its backend reports none.
+        cycles: number of offloads.
+        last_offload_ms, last_reload_ms: time that the last offload and reload took for it; None
+            before the first.
         set: the set that it belongs to.
     """
 
@@ -325,10 +327,10 @@ class SetStatus:
     """The state of one set of groups.
 
     Attributes:
-        state: ``live``, ``offloaded`` or ``failed``: the worst of its groups' on this rank; of a
-            set without groups on this rank, what the last operation left.
+        state: ``live``, ``offloaded`` or ``failed``: the worst state of its groups on this rank;
+            without groups on this rank, the state after the last operation.
         groups: number of its reloadable groups on this rank.
-        generation: the job's count of reloads when the set was last reloaded.
+        generation: the job's number of reloads when the set was last reloaded.
         cycles: number of completed offloads.
     """
 
@@ -340,14 +342,14 @@ class SetStatus:
 
 @dataclass(frozen=True)
 class BypassedGroup:
-    """A group that the options of ``install`` leave as torch made it.
+    """A group that bypasses by the options of ``install``.
 
     Attributes:
         name: its ``group_name``.
         desc: its ``group_desc``.
         ranks: global ranks of its members.
         backend: the backend string that it was created with.
-        reason: why, in words.
+        reason: the reason, as text.
     """
 
     name: str
@@ -359,21 +361,20 @@ class BypassedGroup:
 
 @dataclass(frozen=True)
 class OperationStatus:
-    """How far a running offload or reload is, on this rank.
+    """The progress of a running offload or reload on this rank.
 
     Attributes:
         operation: ``offload`` or ``reload``.
-        sequence: number of the operation in this job, equal on all ranks that are in it; 0 while
-            it has not begun to look for the others.
+        sequence: number of the operation in this job, equal on all ranks that are in it; 0 before
+            the first request to the store.
         phase: the next barrier, as in the waits of a :class:`Report`; empty after the last one.
         waiting: whether this rank has arrived there and waits for other ranks.
         started_at: Unix time of the call, in seconds.
-        since: Unix time at which this rank arrived at the barrier, or else began to work towards
-            it.
-        doing: what this rank is working at, in words; empty while it waits.
-        groups_done: number of groups that are done in the present step (releasing, suspending,
-            rebuilding or connecting them), or in the last one.
-        groups: number of groups of that step; 0 before the first.
+        since: Unix time at which this rank arrived at the barrier, or began its work before it.
+        doing: the current work of this rank, as text; empty while it waits.
+        groups_done: number of groups that are done in the current or last step (releasing,
+            suspending, rebuilding or connecting).
+        groups: number of groups in that step; 0 before the first.
     """
 
     operation: str
@@ -392,9 +393,9 @@ class OperationStatus:
 
     def __str__(self) -> str:
         waited = max(0.0, time.time() - self.since)
-        at = f", before its barrier {self.phase!r}" if self.phase else ""
-        what = "waits for other ranks" if self.waiting else self.doing or "works"
-        done = f"; {self.groups_done} of {self.groups} groups are done" if self.groups else ""
+        at = f", before barrier {self.phase!r}" if self.phase else ""
+        what = "waiting for other ranks" if self.waiting else self.doing or "working"
+        done = f"; {self.groups_done} of {self.groups} groups done" if self.groups else ""
         return f"{self.operation} is running{at}: {what} for {waited:.1f} s{done}"
 
 
@@ -407,21 +408,20 @@ class Status:
         initialized: whether a default group exists.
         rank: this process's rank in the default group, None before it exists.
         world_size: number of ranks, None before the default group exists.
-        state: ``live``, ``offloaded`` or ``failed``: the worst of the groups'.
+        state: ``live``, ``offloaded`` or ``failed``: the worst state of the groups.
         generation: number of completed reloads, of any set.
         cycles: number of completed offloads, of any set.
-        options: what ``install`` was given.
+        options: the options of ``install``.
         groups: the reloadable groups, WORLD first.
-        bypassed: number of groups that the options of ``install`` leave alone.
+        bypassed: number of groups that bypass by the options of ``install``.
         memory: bytes in use now by source; see ``reloadpg.lifecycle.memory``.
-        foreign: patched names that somebody else has changed since, with what they hold.
+        foreign: patched names that other code has changed since, with their current value.
         last_error: the error that the last operation raised; empty if it raised none.
-        unmanaged: by name, the groups that the options of ``install`` select and that are not
-            reloadable, with the reason: they keep their communicators.
+        unmanaged: the groups that are selected but not reloadable, by name, with the reason. They
+            keep their communicators.
         unfinished: as in :class:`Report`.
-        bypassed_groups: the groups that the options of ``install`` leave alone, each with the
-            reason; empty while nothing is installed.
-        running: the offload or reload that is in progress; None if there is none.
+        bypassed_groups: the groups that bypass, each with the reason; empty if not installed.
+        running: the running offload or reload; None if there is none.
         sets: the sets of groups that this rank knows, by name.
     """
 
@@ -446,20 +446,20 @@ class Status:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Bytes that the live communicators hold by their own account; None if none gives one."""
+        """Bytes that the live communicators report; None if none reports."""
         known = [g.memory_bytes for g in self.groups if g.memory_bytes is not None]
         return sum(known) if known else None
 
     @property
     def slowest_group(self) -> str:
-        """Name of the group that took longest in the last offload and reload; empty before."""
+        """Name of the group that took longest in the last offload and reload, or empty."""
         slowest = max(self.groups, key=_last_ms, default=None)
         return slowest.name if slowest is not None and _last_ms(slowest) else ""
 
     def to_dict(self) -> dict[str, float | int | str | bool]:
-        """Scalars under flat names (``status/generation``), as loggers of metrics take them.
+        """Scalars with flat names (``status/generation``), for metrics loggers.
 
-        Everything is in :meth:`details`.
+        :meth:`details` returns all values.
         """
         states = [group.state for group in self.groups]
         values: dict[str, float | int | str | bool | None] = {

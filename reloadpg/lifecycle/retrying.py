@@ -1,4 +1,4 @@
-"""Retrying: a loop that repeats its steps, on all ranks, after a fault."""
+"""Retrying: a loop that repeats a step on all ranks after a fault."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ _OWN = (
     ReleaseError,
     RendezvousTimeoutError,
 )
-"""Errors of this library that say that ranks are not in step."""
+"""Errors of this library that mean that ranks are out of step."""
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0)
-"""Seconds between a recovery that failed and the next one: a link that is down comes back."""
+"""Seconds between a failed recovery and the next one: a failed link may come back."""
 
 
 _WATCH_S = 1.0
-"""Seconds between two requests to the store for a peer's call to recover, within a step."""
+"""Seconds between two polls of the store, within a step, for a peer's request to recover."""
 
 
 def retrying(
@@ -72,68 +72,67 @@ def retrying(
     state: Any = None,
     replicas: Sequence[int] | None = None,
 ) -> Iterator[Step[T]]:
-    """Iterate over the steps of a loop, each of which is repeated on all ranks after a fault.
+    """Iterate over the steps of a loop; repeat a step on all ranks after a fault.
 
-    Each step is a context manager; its block is repeated::
+    Each step is a context manager, whose block is repeated::
 
         for step in reloadpg.retrying(batches, state=(model, optimizer)):
             with step as batch:
                 train(batch)
 
-    Collective: all ranks iterate over as many items. At the end of its block each rank waits for
-    its device, and then for the others: a step is complete on all ranks or on none. If a rank
-    raises an error of ``on``, all ranks call :func:`recover` and repeat the step, those too that
-    had finished it. Any other exception ends the loop on all ranks: the communicators are
-    recreated, it goes on where it was raised, and the other ranks raise ``PeerFailedError`` with
-    its text. An interrupt (``KeyboardInterrupt``, ``SystemExit``) is reported and goes on at once.
+    Collective: all ranks iterate over the same number of items. At the end of its block, each rank
+    waits for its device and then for the other ranks, so a step is complete on all ranks or on
+    none. If a rank raises an error of ``on``, all ranks call :func:`recover` and repeat the step,
+    even if they had finished it. Any other exception ends the loop on all ranks: the communicators
+    are recreated, the exception propagates on its rank, and the other ranks raise
+    ``PeerFailedError`` with its text. An interrupt (``KeyboardInterrupt``, ``SystemExit``) is
+    reported and propagates immediately.
 
     A loop in the body of another loop, outside of its ``with`` block, has separate steps. Within
-    the block its steps are parts of the outer step. A rank that leaves a loop at a step that is to
-    be repeated raises ``ReloadpgError`` at its next line, and the others ``PeerFailedError``: leave
-    it only where ``step.complete`` is true.
+    the block, its steps are parts of the outer step. Leave a loop only if ``step.complete`` is
+    true: a rank that leaves it at a step to be repeated raises ``ReloadpgError`` at its next line,
+    and the other ranks raise ``PeerFailedError``.
 
-    A process that replaces one that has ended (:func:`rejoin`) begins with the step that the others
-    repeat: it draws the items before it and drops them, and passes over loops that the others have
-    completed without drawing any.
+    A process that replaces one that has ended (:func:`rejoin`) begins with the step that the other
+    ranks repeat. It fast-forwards past completed steps and loops.
 
     Args:
-        items: one item a step; an item is kept until its step is complete.
-        attempts: how often a step is begun. A recovery that fails itself is called again, four
-            times at most, after 1, 2, 4 and 8 s: a link that is down for some seconds fails it at
-            once. One to which ranks did not come within its timeout is not.
+        items: one item per step; an item is kept until its step is complete.
+        attempts: maximum number of attempts at a step. A failed recovery is called again, at most
+            four times, after 1, 2, 4 and 8 s, since a link failure of some seconds makes it fail
+            immediately. It is not called again after a timeout with missing ranks.
         on: the errors after which a step is repeated: types, or a function that is called with the
-            error. None means those that backends and this library raise for a fault of
-            communication. A collective that fails since another rank has called to recover is
-            repeated in any case.
-        wait_for_ranks: how long a recovery waits for ranks that do not come, as for
-            :func:`recover`; then the loop ends with the error that names them.
+            error. None means the communication errors of the backends and of this library. A
+            collective that fails because another rank has requested a recovery is always repeated.
+        wait_for_ranks: how long a recovery waits for missing ranks, as for :func:`recover`; then
+            the loop ends with the error that names them.
         state: the objects that a step may change, one or several: modules (also DDP and FSDP2),
             optimizers, objects with ``state_dict`` and ``load_state_dict``, random generators,
             tensors, dicts and lists of them. It is copied at the beginning of each step, restored
             in place on all ranks after a fault, with the random generators of Python, NumPy, torch
-            and the current device, and sent to replaced processes. With None the caller restores
-            its state where ``step.attempt`` is above 1.
-        replicas: the ranks that hold the same ``state`` as this one, for replaced processes; None
-            asks DDP's groups and the meshes of DTensors.
+            and the current device, and sent to replacement processes. With None, the caller
+            restores its state if ``step.attempt`` is above 1.
+        replicas: the ranks that hold the same ``state`` as this one, for replacement processes;
+            None reads them from DDP's groups and the meshes of DTensors.
 
     Yields:
-        The steps; ``with step`` gives the item. ``step.number`` counts from 0, ``step.attempt``
-        from 1, on a process that has rejoined too; ``step.replaced`` are the ranks that have;
-        ``step.complete`` is whether the step is complete, on all ranks.
+        The steps; ``with step`` returns the item. ``step.number`` counts from 0, ``step.attempt``
+        from 1, also in a process that has rejoined; ``step.replaced`` are the replaced ranks;
+        ``step.complete`` is whether the step is complete on all ranks.
 
     Raises:
         PeerFailedError: another rank has raised an error that is not repeated; or the step failed
-            ``attempts`` times and not by an error of this rank.
+            ``attempts`` times, not by an error of this rank.
         Exception: the error of this rank, if it is not repeated (any more), or that of
             :func:`recover`.
-        ReloadpgError: this rank has left the loop at a step that was to be repeated; or the state
+        ReloadpgError: this rank has left the loop at a step that must be repeated; or the state
             of a replaced process is lost.
         InvalidOptionError: ``attempts`` or ``wait_for_ranks`` is not positive, ``on`` holds no
-            types of exceptions, or an object of ``state`` cannot be reset. Nothing was begun.
+            exception types, or an object of ``state`` cannot be reset. Nothing was started.
     """
     if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
         raise InvalidOptionError(
-            f"retrying(attempts={attempts!r}): not a positive number; nothing was begun."
+            f"retrying(attempts={attempts!r}): not a positive number; nothing was started."
         )
     snapshot = None if state is None else Snapshot(state, replicas)
     rules = _Rules(attempts, _read_on(on), seconds_of(wait_for_ranks), snapshot)
@@ -147,14 +146,14 @@ def _read_on(on: On | None) -> _On | None:
     types = tuple(on) if isinstance(on, Collection) and not isinstance(on, str) else (on,)
     if not all(isinstance(one, type) and issubclass(one, Exception) for one in types):
         raise InvalidOptionError(
-            f"retrying(on={on!r}): neither exception types nor a function; nothing was begun. Pass "
-            "a type, several, or a function that says of an error whether the step is repeated."
+            f"retrying(on={on!r}): neither exception types nor a function; nothing was started. "
+            "Pass one or several types, or a function that returns whether to repeat the step."
         )
     return types
 
 
 class _Rules(NamedTuple):
-    """The arguments of :func:`retrying`; ``seconds`` is how long to wait for ranks."""
+    """The arguments of :func:`retrying`; ``seconds`` is ``wait_for_ranks``."""
 
     attempts: int
     on: _On | None
@@ -164,11 +163,11 @@ class _Rules(NamedTuple):
 
 @dataclass(eq=False)
 class _Loop:
-    """One loop that is open.
+    """An open loop.
 
     Attributes:
-        number: its number among those in no other loop; of one in another loop, that one's.
-        nested: whether another loop was open when it began.
+        number: index of its outermost loop.
+        nested: whether it is inside another loop.
     """
 
     number: int
@@ -180,11 +179,11 @@ class _Loops:
     """The loops of one job on this rank.
 
     Attributes:
-        steps: number of complete steps, of all loops: equal on all ranks between two steps.
-        begun: number of loops that have begun in no other loop.
+        steps: number of completed steps, over all loops; equal on all ranks between two steps.
+        begun: number of outermost loops that have begun.
         open: the loops that have begun and not ended.
         step: the step whose block this rank is in.
-        resumes: in a process that has rejoined, the step at which the others are; None from there.
+        resumes: in a process that has rejoined, the other ranks' step; None once it is reached.
     """
 
     steps: int = 0
@@ -211,7 +210,7 @@ class _Loops:
         return loop
 
     def is_passed(self, loop: _Loop) -> bool:
-        """Whether the other ranks have completed a loop before this process came. Local."""
+        """Whether the other ranks completed a loop before this process rejoined. Local."""
         if self.resumes is None:
             return False
         if self.resumes.nested:
@@ -219,7 +218,7 @@ class _Loops:
         return loop.number < self.resumes.loop
 
     def reached(self, loop: _Loop, number: int) -> bool:
-        """Note that a step begins; False if the others completed it before this process came."""
+        """Begin a step; False if the other ranks completed it before this process rejoined."""
         if self.resumes is not None:
             if number < self.resumes.number:
                 return False
@@ -235,18 +234,18 @@ _without_job = _Loops()
 def _cannot_be_replaced() -> ReloadpgError:
     return ReloadpgError(
         "a process was replaced while the job was in a loop of retrying() in the body of another "
-        "loop, and the new process cannot get there: the body is not run again. All groups are "
-        "live; nothing of the step is to be relied on. Go back to a checkpoint."
+        "loop. The new process cannot resume there, because the body does not run again. All "
+        "groups are live, but the step's results are unreliable. Restore a checkpoint."
     )
 
 
 def _steps(items: Iterator[T], rules: _Rules) -> Iterator[Step[T]]:
     loops = _Loops.of_job()
-    if loops.step is not None:  # in a step: its own are parts of that one
+    if loops.step is not None:  # inside a step: its steps are parts of that step
         if rules.state is not None:
             raise InvalidOptionError(
-                "retrying(state=...) was called in a step of another loop, whose state it is part "
-                "of: a fault repeats that step. Nothing was begun. Pass it to the other loop."
+                "retrying(state=...) was called in a step of another loop. A fault repeats the "
+                "outer step. Nothing was started. Pass `state` to the outer loop."
             )
         for number, item in enumerate(items):
             yield Step(item, number, loops.step.attempt)
@@ -261,13 +260,13 @@ def _steps(items: Iterator[T], rules: _Rules) -> Iterator[Step[T]]:
                 if loops.resumes is None:
                     return
                 error = ReloadpgError(
-                    f"this process replaces another one, and its items end at {number}: the other "
-                    f"ranks are at step {loops.resumes.number} of that loop. Nothing was done. "
-                    "Give retrying() the same items in a process that is started again."
+                    f"this process replaces another one, but its items end at {number}, and the "
+                    f"other ranks are at step {loops.resumes.number} of that loop. Nothing was "
+                    "done. Pass the same items to retrying() in a restarted process."
                 )
                 progress.fail(error, repeats=False)
                 raise error from None
-            except Exception as error:  # as much this rank's own as one in the block
+            except Exception as error:  # handled like an error in the block
                 progress.fail(error, repeats=False)
                 raise
             progress.complete = not loops.reached(loop, number)
@@ -282,9 +281,9 @@ def _steps(items: Iterator[T], rules: _Rules) -> Iterator[Step[T]]:
                     raise
                 if not step.left:
                     raise ReloadpgError(
-                        "a step of retrying() was not used as a context manager, so nothing says "
-                        "how it ended. Write `for step in reloadpg.retrying(...):` and, around all "
-                        "of the body, `with step as item:`."
+                        "a step of retrying() was not used as a context manager, so its result is "
+                        "unknown. Write `for step in reloadpg.retrying(...):`, and put the whole "
+                        "body in `with step as item:`."
                     )
             number += 1
     finally:
@@ -294,17 +293,17 @@ def _steps(items: Iterator[T], rules: _Rules) -> Iterator[Step[T]]:
 
 
 class Step(Generic[T]):
-    """One attempt at a step of :func:`retrying`; a context manager that gives the item.
+    """One attempt at a step of :func:`retrying`; a context manager that returns the item.
 
     Attributes:
         value: the item.
         number: number of the step, from 0.
         attempt: number of this attempt, from 1.
         left: whether its block has ended.
-        complete: whether the step is complete, on all ranks. Code that stands after the block runs
-            after a failed attempt too, and asks this.
-        replaced: the ranks that were replaced since the last complete step, the same on all ranks:
-            they have the state of a program that begins.
+        complete: whether the step is complete on all ranks. Check it in code after the block, which
+            also runs after a failed attempt.
+        replaced: the ranks that were replaced since the last completed step, equal on all ranks.
+            Their processes have the initial state of the program.
     """
 
     def __init__(
@@ -371,7 +370,7 @@ class _Progress:
     Attributes:
         loops: the loops of the job.
         complete: whether the step is complete on all ranks.
-        failed: how many attempts have failed, on all ranks alike.
+        failed: number of failed attempts, equal on all ranks.
     """
 
     def __init__(self, loops: _Loops, loop: _Loop, number: int, rules: _Rules) -> None:
@@ -383,11 +382,11 @@ class _Progress:
         self._attempts = rules.attempts
         self._rules = rules
         self._ended = False
-        self._owed = ""  # why this rank has to repeat the step
+        self._owed = ""  # why this rank must repeat the step
         self._thread = threading.get_ident()
 
     def prepare(self) -> bool:
-        """Restore the state of the beginning of the step, or take it. Collective.
+        """Restore the state from the beginning of the step, or take a snapshot. Collective.
 
         Returns:
             Whether that succeeded; if not, this attempt has failed on all ranks.
@@ -411,40 +410,41 @@ class _Progress:
         return True
 
     def commit(self) -> None:
-        """Wait until all ranks have finished the step. Collective, blocking, bounded."""
-        await_device(fault_pending)  # a collective that fails on the device fails in this step
+        """Wait until all ranks have finished the step. Collective, blocking, with a timeout."""
+        await_device(fault_pending)  # a collective that fails on the device belongs to this step
         job = registry.job("retrying")
         if job is not None:
             round_ = job.rendezvous.open("step", ["enter"], _seconds())
             try:
                 round_.barrier("enter")
-            finally:  # a rank that was interrupted takes no part in a recovery
+            finally:  # an interrupted rank takes no part in a recovery
                 self._ended = round_.decision is not None and round_.decision.kind == "cancelled"
             job.replaced = ()
         self._complete()
 
     def tell(self, error: BaseException) -> None:
-        """Notify the ranks that wait for this one of its interrupt. Local, bounded."""
+        """Notify the waiting ranks of this rank's interrupt. Local; waits a limited time."""
         self._owed = ""
         job = registry.job("retrying")
         if job is not None:
             job.rendezvous.open("step", ["enter"], _seconds()).fail(error, cancels=True)
 
     def leave(self, frame: FrameType | None) -> None:
-        """Note that the loop is left: an error on all ranks if this one was to repeat the step.
+        """Handle the exit from the loop: an error on all ranks if the step must be repeated.
 
-        Collective then, blocking, bounded. The loop is left by a function that no error can be
-        raised in from here, so it is raised at that function's next line.
+        In that case it is collective and blocking, with a timeout. A generator that is closed
+        cannot raise in the function that leaves the loop, so the error is raised at that function's
+        next line.
 
         Args:
-            frame: of the function that leaves the loop.
+            frame: the frame of the function that leaves the loop.
         """
         if not self._owed or threading.get_ident() != self._thread or sys.is_finalizing():
             return
         error: Exception = ReloadpgError(
             f"the loop of retrying() was left (break, return or an error) at step {self._number}, "
-            f"which is to be repeated: {self._owed}. All groups are live; nothing of the step is "
-            "to be relied on. Leave the loop only if `step.complete` is true after the block."
+            f"which must be repeated: {self._owed}. All groups are live, but the step's results "
+            "are unreliable. Leave the loop only if `step.complete` is true after the block."
         )
         try:
             self.fail(error, repeats=False)
@@ -454,10 +454,10 @@ class _Progress:
             _raise_in(frame, error)
 
     def fail(self, error: Exception, *, repeats: bool | None = None) -> None:
-        """Recover, and return if the step is to be repeated, or is complete on other ranks.
+        """Recover, and return if the step must be repeated, or is complete on other ranks.
 
         Raises:
-            Exception: ``error``, or that of another rank, if the step is not repeated.
+            Exception: ``error``, or the error of another rank, if the step is not repeated.
         """
         self._owed = ""
         if self._ended:
@@ -496,10 +496,10 @@ class _Progress:
         self.loops.steps += 1
 
     def _recover(self, error: Exception, repeats: bool) -> Meeting | None:
-        """Recover, again if that fails: on all ranks alike, since it has failed on all of them.
+        """Recover, with further attempts if that fails, which it does on all ranks.
 
         Returns:
-            What came of it; None without a job.
+            The result; None without a job.
         """
         loop = self._loop
         _note(Position(self.loops.steps, loop.number, self.failed, self._number, loop.nested))
@@ -509,7 +509,7 @@ class _Progress:
         while True:
             try:
                 return meet(error, seconds=self._rules.seconds, repeats=repeats)
-            except DisagreementError:  # raised on all ranks, now and in any further attempt
+            except DisagreementError:  # further attempts would raise it, too
                 raise
             except Exception as failed:
                 pause = next(pauses, None)
@@ -532,7 +532,7 @@ class _Progress:
 
     @staticmethod
     def _follows(error: BaseException) -> bool:
-        """Whether a collective has failed since a peer has called to recover. Local, bounded."""
+        """Whether a collective failed because a peer requested a recovery. Local; may wait."""
         job = registry.job("retrying")
         if job is None or not job.rendezvous.called(0.0):
             return False
@@ -544,25 +544,25 @@ class _Progress:
         return False
 
     def _peer_failed(self, faults: Sequence[Fault]) -> PeerFailedError:
-        causes = "; ".join(map(str, faults)) or "no rank said why"
+        causes = "; ".join(map(str, faults)) or "no rank reported a reason"
         return PeerFailedError(
             f"step {self._number} failed in attempt {self.failed} of {self._attempts}: {causes}. "
-            "All groups are live again; nothing of the step is to be relied on.",
+            "All groups are live again, but the step's results are unreliable.",
             rank=faults[0].rank if faults else -1,
             phase="step",
         )
 
 
 def _abort_if_called(job: Job, block_ended: threading.Event) -> None:
-    """Abort this rank's communicators if a peer calls to recover during a step. Blocking.
+    """Abort this rank's communicators if a peer requests a recovery during a step. Blocking.
 
     A collective whose peer has aborted stays on the device until its own timeout, and a program
-    that waits for the device, as in ``loss.item()``, waits as long. The step fails in any case: the
-    peer does not come to its end.
+    that waits for the device, for example in ``loss.item()``, waits as long. The step fails in any
+    case, since the peer will not complete it.
     """
     every = max(_WATCH_S, job.rendezvous.pause_s)
     while not block_ended.wait(every):
-        # Before the request: never those that a recovery has built since.
+        # Listed before the poll, so that groups rebuilt by a recovery are never aborted.
         communicators = [group.communicator for group in registry.managed()]
         if job.rendezvous.called(every / 2) and not block_ended.is_set():
             for one in filter(None, communicators):
@@ -571,10 +571,10 @@ def _abort_if_called(job: Job, block_ended: threading.Event) -> None:
 
 
 def _raise_in(frame: FrameType, error: Exception) -> None:
-    """Raise an error in a function that is running, at its next line or as it returns. Local.
+    """Raise an error in a running function, at its next line or when it returns. Local.
 
-    As debuggers do: a generator that is closed cannot raise in the function that closes it.
-    Nothing is raised if the function itself ends by an error.
+    Uses a trace function, like debuggers: a generator that is closed cannot raise in the function
+    that closes it. Raises nothing if the function itself ends with an error.
     """
     before, before_here = sys.gettrace(), frame.f_trace
 
@@ -595,7 +595,7 @@ def _raise_in(frame: FrameType, error: Exception) -> None:
 
 
 def _note(position: Position) -> None:
-    """Note where this rank is, for recoveries; it never goes back."""
+    """Record this rank's position for recoveries; it never decreases."""
     job = registry.job("retrying")
     if job is not None:
         job.position = max(job.position, position)
@@ -607,7 +607,7 @@ def _replaced() -> tuple[int, ...]:
 
 
 def _seconds() -> float:
-    """How long a rank may be in a step that others have finished: as long as in a collective."""
+    """Timeout of a rank in a step that others have finished: the timeout of a collective."""
     options, world = registry.options, c10d.world()
     bound = options.timeout.total_seconds() if options is not None else 0.0
     return max(bound, longest_wait(world) if isinstance(world, ReloadableProcessGroup) else 0.0)

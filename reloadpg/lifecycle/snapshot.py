@@ -1,4 +1,4 @@
-"""Snapshot: the state of a program at the beginning of a step, in memory, and its restoration."""
+"""Snapshot: an in-memory copy of a program's state at the beginning of a step."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ["Snapshot"]
 class Snapshot:
     """The state of the objects that a program passes to ``retrying(state=...)``.
 
-    Tensors are copied into buffers that are made once: on the host, pinned, for those of an
-    accelerator, whose copies are queued on the current stream and do not block the host. Objects
-    keep their identity: their tensors get back their earlier values.
+    Tensors are copied into buffers that are allocated once. Copies of an accelerator's tensors go
+    to pinned host memory, on the current stream, without blocking the host. Objects keep their
+    identity; the values of their tensors are restored.
 
     Args:
         objects: modules, optimizers, and other objects with a state.
-        replicas: the ranks that hold the same state as this one; None asks the modules.
+        replicas: the ranks that hold the same state as this one; None reads them from the modules.
 
     Raises:
-        InvalidOptionError: the state of an object cannot be taken or reset; it says why.
+        InvalidOptionError: the state of an object cannot be taken or reset, with the reason.
     """
 
     def __init__(self, objects: Any, replicas: Sequence[int] | None = None) -> None:
@@ -47,7 +47,7 @@ class Snapshot:
         self._taken = False
 
     def take(self) -> None:
-        """Take the state as it is now. Local; on an accelerator it does not block."""
+        """Copy the current state. Local; does not block on an accelerator."""
         before, self._entries = self._entries, self._list()
         if [(key, id(one)) for key, one in before] != [(k, id(o)) for k, o in self._entries]:
             self._parts = [_part(one, self._buffers) for _, one in self._entries]
@@ -59,12 +59,12 @@ class Snapshot:
         self._taken = True
 
     def reset(self) -> None:
-        """Drop the remains of an unfinished step in the modules. Local, idempotent."""
+        """Clear the state of an unfinished step in the modules. Local, idempotent."""
         for part in self._parts:
             part.reset()
 
     def restore(self) -> None:
-        """Restore the state that was taken last, after :meth:`reset`. Local, idempotent."""
+        """Restore the last copied state, after :meth:`reset`. Local, idempotent."""
         self.reset()
         self._buffers.restore()
         for part in self._parts:
@@ -77,16 +77,16 @@ class Snapshot:
         self._random.restore()
 
     def _list(self) -> list[tuple[Any, Any]]:
-        """The objects as they are now: a step may replace an entry of a dict or list."""
+        """The current objects, since a step may replace an entry of a dict or list."""
         if isinstance(self._objects, Mapping):
             return [*self._objects.items()]
         return [*enumerate(self._objects)]
 
     def hand_over(self, replaced: Sequence[int]) -> None:
-        """Send the state to processes that have replaced others, from ranks that hold it.
+        """Send the state to replacement processes, from ranks that hold it.
 
-        Collective over those ranks and the replaced ones: point to point in the default group.
-        Random generators are not sent: they differ between ranks.
+        Collective over these ranks and the replaced ones: point to point in the default group.
+        Random generators are not sent, since they differ between ranks.
 
         Raises:
             ReloadpgError: this process is new, and no other rank holds its state.
@@ -102,7 +102,7 @@ class Snapshot:
                 for part, exported in zip(self._parts, _receive(sources[0]), strict=True):
                     part.load(exported)
             elif rank == sources[0]:
-                devices.synchronize()  # the buffers are being written to
+                devices.synchronize()  # wait for the copies to the buffers
                 _send([part.export() for part in self._parts], new)
         if same & {*replaced}:
             for part in self._parts:
@@ -122,14 +122,14 @@ class Snapshot:
 def _lost(rank: int, same: set[int]) -> str:
     others = same - {rank}
     why = (
-        f"the ranks that held the same ({format_ranks(others)}) were replaced too"
+        f"the ranks that held the same state ({format_ranks(others)}) were replaced too"
         if others
-        else "no other rank holds the same: neither DDP nor a mesh with a dimension of replicas "
-        "says so, nor does retrying(replicas=)"
+        else "no other rank is known to hold the same state: there is no DDP, no mesh with a "
+        "dimension of replicas, and no retrying(replicas=)"
     )
     return (
-        f"this process replaces rank {rank}, whose state is lost: {why}. All groups are live; go "
-        "back to a checkpoint, on all ranks."
+        f"this process replaces rank {rank}, whose state is lost: {why}. All groups are live; "
+        "restore a checkpoint on all ranks."
     )
 
 
@@ -155,7 +155,7 @@ class _Buffers:
         self._before, self._saved = self._saved, {}
 
     def save(self, tensor: Tensor) -> _Saved:
-        """Note a tensor; its data are copied by :meth:`end`."""
+        """Add a tensor; :meth:`end` copies its data."""
         found = self._saved.get(id(tensor))
         if found is None:
             leaves = [*c10d.leaves_of(tensor)]
@@ -166,7 +166,7 @@ class _Buffers:
         return found
 
     def end(self) -> None:
-        """Copy the data of all tensors that were noted."""
+        """Copy the data of all added tensors."""
         self._before = {}
         c10d.copy_tensors(*self._both())
 
@@ -222,7 +222,7 @@ def _refuse_unknown(value: Any) -> None:
 
 
 class _Tree:
-    """A nested value that a program may change in place: tensors, dicts, lists, and plain data."""
+    """A nested value that a program may change in place: tensors, dicts, lists and plain data."""
 
     def __init__(self, value: Any, buffers: _Buffers) -> None:
         self._value = value
@@ -237,7 +237,7 @@ class _Tree:
             self._kept = copy.deepcopy(value)
 
     def restored(self) -> Any:
-        """The value as it was; dicts and lists are the same objects, tensors have their data."""
+        """The restored value, with the original dict, list and tensor objects."""
         value = self._value
         if isinstance(value, Tensor):
             return value
@@ -258,10 +258,10 @@ class _Tree:
         return copy.deepcopy(self._kept)
 
     def plain(self, like: Tensor | None = None) -> Any:
-        """The value as it was, for another process: dicts, lists, and plain tensors.
+        """The saved value for another process: dicts, lists and plain tensors.
 
         Args:
-            like: a tensor, of whose kind tensors of the same shape are noted to be.
+            like: a tensor; tensors of the same shape are marked as being of its kind.
         """
         if isinstance(self._value, Tensor):
             alike = like is not None and self._value.shape == like.shape
@@ -274,11 +274,11 @@ class _Tree:
 
 
 class _Plain:
-    """The data of a tensor on the way to another process.
+    """The data of a tensor that is sent to another process.
 
     Attributes:
-        data: of its plain tensors.
-        alike: whether it is of the kind of another tensor, which the receiver knows.
+        data: the data of its plain tensors.
+        alike: whether it is of the kind of another tensor, which the receiver has.
     """
 
     def __init__(self, data: list[Tensor], alike: bool = False) -> None:
@@ -287,7 +287,7 @@ class _Plain:
 
 
 def _revived(value: Any, like: Tensor | None = None) -> Any:
-    """Recreate values from what :meth:`_Tree.plain` returned."""
+    """Recreate values from the result of :meth:`_Tree.plain`."""
     if isinstance(value, _Plain):
         if value.alike and like is not None:
             made = torch.empty_like(like.detach())
@@ -305,28 +305,28 @@ def _revived(value: Any, like: Tensor | None = None) -> Any:
 
 
 class _Part:
-    """The state of one object; by default nothing is kept. All methods are local."""
+    """The state of one object; empty by default. All methods are local."""
 
     def take(self) -> None:
-        """Note the present state."""
+        """Copy the current state."""
 
     def reset(self) -> None:
-        """Drop the remains of an unfinished step."""
+        """Clear the state of an unfinished step."""
 
     def restore(self) -> None:
-        """Restore what was noted; the data of tensors are there already."""
+        """Restore the copied state; the data of tensors is already restored."""
 
     def export(self) -> Any:
-        """Return what was noted, for a process that holds the same."""
+        """Return the copied state, for a process that must hold the same state."""
 
     def load(self, exported: Any) -> None:
-        """Load what another process has exported."""
+        """Load the state that another process has exported."""
 
     def remake(self) -> None:
-        """Recreate what must be equal on all ranks that hold the same."""
+        """Recreate the parts that must be equal on all ranks with the same state."""
 
     def replicas(self, rank: int) -> set[int] | None:
-        """Return the ranks that hold the same; None if the object does not say it."""
+        """Return the ranks that hold the same state; None if unknown."""
         return None
 
 
@@ -338,8 +338,8 @@ class _Module(_Part):
         if obstacle:
             raise InvalidOptionError(
                 f"retrying(state=...): {type(module).__name__} cannot be reset after a fault: "
-                f"{obstacle}. Nothing was begun. Leave it out, and recreate it in the steps of "
-                "which `attempt` is above 1."
+                f"{obstacle}. Nothing was started. Leave it out, and recreate it in steps with "
+                "`attempt` above 1."
             )
 
     def take(self) -> None:
@@ -434,7 +434,7 @@ class _Optimizer(_Part):
         if isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):
             raise InvalidOptionError(
                 f"retrying(state=...): {type(optimizer).__name__} keeps its state in another "
-                "optimizer, `optim`; nothing was begun. Pass that one."
+                "optimizer, `optim`; nothing was started. Pass that optimizer."
             )
 
     def take(self) -> None:
@@ -503,7 +503,7 @@ class _Values(_Part):
 
 
 class _Stateful(_Part):
-    """An object that gives its state by one method and takes it by another."""
+    """An object with a method that returns its state and one that loads it."""
 
     def __init__(self, value: Any, give: str, take: str) -> None:
         self._value = value
@@ -535,7 +535,7 @@ _METHODS = (
 
 
 class _Stage(_Part):
-    """A pipeline stage, which keeps the microbatches of a step, and nothing between steps."""
+    """A pipeline stage, which holds microbatches during a step and no state between steps."""
 
     def __init__(self, stages: Sequence[Any]) -> None:
         self._stages = stages
@@ -560,8 +560,8 @@ def _part(value: Any, buffers: _Buffers) -> _Part:
             return _Stateful(value, give, take)
     raise InvalidOptionError(
         f"retrying(state=...): {type(value).__name__} is neither a module nor an optimizer nor a "
-        "tensor, dict or list, and has no state_dict() and load_state_dict(); nothing was begun. "
-        "Leave it out, and restore it in the steps of which `attempt` is above 1."
+        "tensor, dict or list, and has no state_dict() and load_state_dict(); nothing was started. "
+        "Leave it out, and restore it in steps with `attempt` above 1."
     )
 
 

@@ -15,10 +15,10 @@ __all__ = ["running", "status"]
 
 
 def running() -> OperationStatus | None:
-    """Return how far this process's offload or reload is; None if none runs.
+    """Return the progress of this process's offload or reload; None if none is running.
 
-    Local, cheap, at any time, from any thread and from a signal handler; asks nothing of a
-    communicator or a device.
+    Local, cheap, at any time, from any thread and from a signal handler. Uses no communicator and
+    no device.
     """
     found: OperationStatus | None = registry.progress()
     return found
@@ -28,8 +28,8 @@ def status() -> Status:
     """Return the status of this process: installation, generation, and each reloadable group.
 
     Local, cheap, at any time, from any thread and from a signal handler: before ``install``, while
-    offloaded, after a failure. While an operation runs, the groups' ``memory_bytes`` are None: no
-    communicator is asked for its memory while another thread releases it.
+    offloaded, after a failure. While an operation runs, the groups' ``memory_bytes`` are None,
+    since another thread may be releasing the communicators.
     """
     options = registry.options
     world = c10d.world()
@@ -75,7 +75,7 @@ def _worst(groups: Sequence[ReloadableProcessGroup]) -> GroupState:
 
 
 def _sets(job: Job | None, groups: Sequence[ReloadableProcessGroup]) -> dict[str, SetStatus]:
-    """The sets that this rank knows: of its groups, of rules, and of operations."""
+    """The sets that this rank knows, from its groups, the rules, and operations."""
     if job is None:
         return {}
     rules = () if registry.options is None else registry.options.selection.sets

@@ -1,8 +1,8 @@
-"""The decision of how each group is released: recreated, suspended, or left as it is.
+"""The choice of how each group is released: recreated, suspended, or skipped.
 
-Suspending is collective over a communicator's members, so all members must choose alike. Each
-rank proposes for its own groups; the proposals that are not a plain ``suspend`` are made known to
-the other members when the ranks agree on the operation, and all of them conclude the same.
+Suspending is collective over a communicator's members, so all members must make the same choice.
+Each rank proposes a strategy for its own groups. Proposals other than ``suspend`` are published
+when the ranks agree on the operation, and all members draw the same conclusion.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Choice", "Strategy", "bytes_kept", "conclude", "propose"]
 
 @dataclass(frozen=True)
 class Choice:
-    """``recreate``, ``suspend`` or ``skip`` (nothing to suspend) for one group, and why."""
+    """``recreate``, ``suspend`` or ``skip`` (nothing to suspend) for one group, with a reason."""
 
     strategy: str
     reason: str = ""
@@ -40,12 +40,12 @@ class Choice:
 
 
 def propose(wanted: str, obstacle: str, *, used: bool) -> Choice:
-    """Return what one member proposes for a group. Pure.
+    """Return one member's proposal for a group. Pure.
 
     Args:
-        wanted: the strategy that the user wants.
-        obstacle: why its communicator cannot be suspended, in words; empty if it can.
-        used: whether its communicator was ever used: one that was not has nothing to give back.
+        wanted: the strategy that the user chose.
+        obstacle: why its communicator cannot be suspended; empty if it can.
+        used: whether its communicator was ever used; otherwise there is nothing to release.
     """
     if wanted == "recreate":
         return Choice("recreate")
@@ -60,7 +60,7 @@ _WEIGHT = {"suspend": 0, "skip": 1, "recreate": 2}
 
 
 def conclude(mine: Choice, theirs: Choice | None) -> Choice:
-    """Return what all members do with a group, given one's own proposal and another's. Pure.
+    """Return the choice of all members, given this rank's proposal and another member's. Pure.
 
     ``recreate`` overrides ``skip``, and ``skip`` overrides ``suspend``.
     """
@@ -73,7 +73,7 @@ class Strategy:
     """The choice that one operation makes for each group.
 
     Args:
-        policy: what the user wants.
+        policy: the policy that the user chose.
         job: the job.
     """
 
@@ -83,11 +83,11 @@ class Strategy:
         self._choices: dict[str, Choice] = {}
 
     def of(self, group: ReloadableProcessGroup) -> Choice:
-        """Return what is done with a group, and why."""
+        """Return the choice for a group, with the reason."""
         return self._choices.get(group.group_name, Choice(group.history.strategy))
 
     def planned(self, group: ReloadableProcessGroup) -> str:
-        """Return what all members of a group must expect alike, before they choose. Local."""
+        """Return the strategy that all members of a group must expect before the choice. Local."""
         if group.state is GroupState.DESTROYED:
             return "none, it was shut down"
         if group.is_live:
@@ -95,11 +95,11 @@ class Strategy:
         return group.history.strategy if group.communicator is not None else "recreate"
 
     def propose(self, groups: Sequence[ReloadableProcessGroup]) -> tuple[list[Proposal], list[str]]:
-        """Choose for this rank. Local.
+        """Make the proposals of this rank. Local.
 
         Returns:
-            What other members must know, and the groups of which this rank must know what other
-            members propose.
+            The proposals for other members, and the groups whose proposals by other members this
+            rank must read.
         """
         proposals: list[Proposal] = []
         for group in groups:
@@ -118,14 +118,14 @@ class Strategy:
     def decide(
         self, groups: Sequence[ReloadableProcessGroup], proposed: Mapping[str, str]
     ) -> list[str]:
-        """Decide, alike on all members, what is done with each group. Local.
+        """Make the choice for each group, equal on all members. Local.
 
         Args:
             groups: the groups to release.
-            proposed: what other members propose, by group name.
+            proposed: the proposals of other members, by group name.
 
         Returns:
-            Warnings: which groups are recreated though they should be suspended, and why.
+            Warnings of groups that are recreated instead of suspended, with the reason.
         """
         recreated: list[str] = []
         for group in groups:
@@ -143,7 +143,7 @@ class Strategy:
         ]
 
     def _obstacle(self, group: ReloadableProcessGroup) -> str:
-        """Say why a group cannot be suspended; empty if it can. Local."""
+        """Return why a group cannot be suspended; empty if it can. Local."""
         backends = communicators(group.communicator, group.construction)
         obstacles = [c10d.suspend_obstacle(backend) for backend in backends]
         obstacles = obstacles or ["it has no backend object"]
@@ -151,11 +151,11 @@ class Strategy:
 
 
 def bytes_kept(groups: Sequence[ReloadableProcessGroup]) -> list[str]:
-    """Warn of the memory that suspended communicators keep, by their own account. Local."""
+    """Warn of the memory that suspended communicators report as kept. Local."""
     stays = sum((g.history.held_bytes or 0) - g.history.suspended_bytes for g in groups)
     if stays <= 0:
         return []
     return [
-        f"{mebibytes(stays)} stay in {counted(len(groups), 'suspended communicator')}, by their "
-        "own account; strategy 'recreate' gives them back"
+        f"{counted(len(groups), 'suspended communicator')} kept {mebibytes(stays)}; strategy "
+        "'recreate' releases them"
     ]

@@ -1,10 +1,10 @@
-"""Suspending and resuming of communicators: they are kept, and the backend gives back memory.
+"""Suspending and resuming of communicators: they are kept, and the backend releases memory.
 
-Collective over a communicator's members, without a timeout inside the backend; an abort of the
-communicator ends the call. What a suspend leaves: NVLS and NET buffers, the accelerator's context,
-and the communicators that ``ProcessGroupNCCL`` makes for pairs that send outside of a batch: torch
-neither suspends nor counts them. One that was never used has nothing to suspend; it is only
-refused to its users in the meantime ("skip").
+Collective over a communicator's members, without a timeout in the backend; an abort of the
+communicator ends the call. A suspend does not release NVLS and NET buffers, the accelerator's
+context, and the communicators that ``ProcessGroupNCCL`` creates for pairs that send outside of a
+batch, which torch neither suspends nor counts. A communicator that was never used has nothing to
+suspend; it only refuses collectives until the reload ("skip").
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def resume(group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
 
 
 def check_room(groups: Sequence[ReloadableProcessGroup], rank: int) -> None:
-    """Find out whether this rank has room for what its suspended communicators gave back.
+    """Check whether this rank has the memory to resume its suspended communicators.
 
     A resume that runs out of memory returns on one rank and leaves its peers hanging.
 
     Raises:
-        InsufficientMemoryError: it has not; nothing was touched.
+        InsufficientMemoryError: it does not; nothing was changed.
     """
     suspended = [group for group in groups if group.history.strategy == "suspend"]
     needed = sum(group.history.suspended_bytes for group in suspended)

@@ -1,15 +1,15 @@
-"""Options of ``install`` that are set in the environment; an argument wins.
+"""Options of ``install`` from the environment; arguments take precedence.
 
 ==========================  ======================================================================
-``RELOADPG_BACKENDS``       ``backends``: names with commas between. They may be registered with
+``RELOADPG_BACKENDS``       ``backends``: names separated by commas. They may be registered with
                             torch later, before the default group is created
-``RELOADPG_EXCLUDE``        ``exclude``: patterns with commas between
+``RELOADPG_EXCLUDE``        ``exclude``: patterns separated by commas
 ``RELOADPG_STRATEGY``       ``strategy``
 ``RELOADPG_TIMEOUT_S``      ``timeout``, in seconds
 ``RELOADPG_LOG_LEVEL``      level of the logger ``reloadpg``: a name or a number
 ==========================  ======================================================================
 
-A variable that is set and empty counts as unset.
+An empty variable counts as unset.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def options_of(environ: Mapping[str, str]) -> dict[str, Any]:
     """Read the variables into arguments of ``install``. Local, pure.
 
     Raises:
-        InvalidOptionError: a variable cannot be used; the message names it.
+        InvalidOptionError: a variable is invalid; the message names it.
     """
     options: dict[str, Any] = {}
     for argument, variable in (("backends", BACKENDS), ("exclude", EXCLUDE)):
@@ -57,21 +57,21 @@ def options_of(environ: Mapping[str, str]) -> dict[str, Any]:
     if text := _read(environ, TIMEOUT):
         try:
             timeout = timedelta(seconds=float(text))
-        except (ValueError, OverflowError):  # not a number; infinite, or above 2.7 million years
+        except (ValueError, OverflowError):  # not a number, infinite, or too large for timedelta
             timeout = timedelta(0)
         if not timedelta(0) < timeout <= timedelta(days=365):
             raise InvalidOptionError(
-                f"{TIMEOUT}={text!r} is not a positive number of seconds, a year at most."
+                f"{TIMEOUT}={text!r} is not a positive number of seconds, at most a year."
             )
         options["timeout"] = timeout
     return options
 
 
 def set_log_level(environ: Mapping[str, str]) -> None:
-    """Set the level of the logger ``reloadpg``, if the environment says one. Local, idempotent.
+    """Set the level of the logger ``reloadpg`` from the environment, if set. Local, idempotent.
 
     Raises:
-        InvalidOptionError: logging knows no such level; the message names the variable.
+        InvalidOptionError: the level is unknown to logging; the message names the variable.
     """
     level = _read(environ, LOG_LEVEL)
     try:

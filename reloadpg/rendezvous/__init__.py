@@ -1,16 +1,16 @@
 """Agreement of a job's ranks through the rendezvous store: barriers and their decisions.
 
-Nothing here uses a collective of a process group: the groups may be gone.
+Nothing here uses a collective, since the groups may be released.
 
 =================  ===============================================================================
 ``protocol``       the agreement as a state machine, without I/O; start here
-``round``          one rank: it performs the commands of the protocol on the store
-``decision``       how a barrier ended, and the error that each rank raises for it
-``plan``           what a rank is about to do, as a value that ranks compare
+``round``          performs the commands of the protocol on the store, for one rank
+``decision``       the decision of a barrier, and the error that each rank raises for it
+``plan``           a rank's plan for an operation, as a value that ranks compare
 ``peers``          the processes on this host, and which of them have ended
-``predecessor``    whether this process takes the place of one that has ended
-``store_client``   separate store clients, each request to which has a timeout
-``worker_thread``  blocking calls in threads that can be abandoned, and the timeout of a wait
+``predecessor``    whether this process replaces one that has ended
+``store_client``   separate store clients with a timeout for each request
+``worker_thread``  blocking calls in threads that can be abandoned, and deadlines
 =================  ===============================================================================
 """
 

@@ -1,4 +1,4 @@
-"""The decision of a barrier, as all ranks read it, and the error that each rank raises for it."""
+"""The decision of a barrier, and the error that each rank raises for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT_SETTING = {
     "reload": "install(timeout=...)",
     "recover": "recover(wait_for_ranks=...)",
 }
-"""The setting that bounds an operation, by its name; others are given their bound by the call."""
+"""The setting that holds the timeout of an operation, by its name; others take an argument."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class Decision:
     """The decision of a barrier. Written to the store once, by the rank that decides first.
 
     Attributes:
-        kind: ``ok``, ``failed``, ``timeout``, ``disagree``; ``recover`` (a rank does not come: it
-            requests a recovery of all ranks), or ``cancelled`` (a rank was interrupted in a step:
-            it takes no part in a recovery).
-        rank: the rank that failed, that reached its timeout, or that requests a recovery.
-        text: why it failed, or in what the ranks differ.
-        missing: ranks that did not answer after a timeout.
-        stuck: ranks that answered and had not finished their own part at the timeout.
-        silent: ranks that did not answer after a failure.
-        doing: what the first of ``stuck`` was working at.
+        kind: ``ok``, ``failed``, ``timeout``, ``disagree``, ``recover`` (a rank requests a recovery
+            of all ranks and will not arrive), or ``cancelled`` (a rank was interrupted in a step
+            and will not take part in a recovery).
+        rank: the rank that failed, reached its timeout, or requests a recovery.
+        text: the reason of the failure, or the difference between the ranks.
+        missing: ranks that did not respond after a timeout.
+        stuck: ranks that responded but had not finished their own work at the timeout.
+        silent: ranks that did not respond after a failure.
+        doing: the work of the first of ``stuck``.
         proposed: whether a rank has made a proposal.
-        extended: whether a rank has asked for the barriers that are optional.
+        extended: whether a rank has requested the optional barriers.
         by: the rank that wrote the decision for ``rank``.
-        dead: ranks whose processes have ended, as a rank on their host has found.
+        dead: ranks whose processes have ended, as detected by a rank on the same host.
     """
 
     kind: str
@@ -89,8 +89,8 @@ class Decision:
             )
         if self.kind == "cancelled":
             return PeerFailedError(
-                f"{operation}: rank {self.rank} was interrupted in a step and takes no part in a "
-                f"recovery: {self.text}. See reloadpg.status(); restart the job, or call "
+                f"{operation}: rank {self.rank} was interrupted in a step and will not take part "
+                f"in a recovery: {self.text}. See reloadpg.status(). Restart the job, or call "
                 "reloadpg.recover() on all ranks.",
                 rank=self.rank,
                 phase="step",
@@ -107,24 +107,24 @@ class Decision:
         return self._timeout(operation, phase, seconds, rank, size)
 
     def silence(self, rank: int) -> str:
-        """Say on ``rank`` which ranks died, or did not respond in time; empty if none did."""
+        """Return the text that names dead and unresponsive ranks; empty if there are none."""
         text = ""
         if dead := [one for one in self.dead if one != self.rank]:
             text += f"\nRank {format_ranks(dead)} died: the process has ended."
         if others := [one for one in self.silent if one != rank]:
             text += (
-                f"\nNo response since then from rank {format_ranks(others)}: ended, cut off, or "
-                "still in a callback or collective."
+                f"\nNo response since then from rank {format_ranks(others)}: it has ended, is "
+                "unreachable, or is still in a callback or collective."
             )
         if rank in self.silent:
-            text += "\nThis rank responded too late: until now it was in its own part."
+            text += "\nThis rank responded too late: it was still busy with its own work."
         return text
 
     def earlier_failure(self, rank: int) -> str:
-        """Say which other rank failed before ``rank`` did, as its cause may be; else empty."""
+        """Return the text that names a rank that failed before ``rank``; empty if none did."""
         if self.kind not in ("failed", "cancelled") or self.rank == rank:
             return ""
-        return f"\nRank {self.rank} had failed before: {self.text}"
+        return f"\nRank {self.rank} failed first: {self.text}"
 
     def _remedy(self, operation: str) -> str:
         if self.dead:
@@ -149,21 +149,21 @@ class Decision:
             text += f", missing: rank {format_ranks(self.missing)}"
         text += "."
         if self.stuck:
-            text += f" Rank {format_ranks(self.stuck)} did not finish its own part"
-            text += f"; rank {self.stuck[0]} was at: {self.doing}." if self.doing else "."
+            text += f" Rank {format_ranks(self.stuck)} did not finish its own work"
+            text += f"; rank {self.stuck[0]} was in: {self.doing}." if self.doing else "."
             if size > 1:
                 text += (
-                    " A peer that never joined, a buffer of another library that still uses the "
-                    "communicator, or a CUDA graph that captured its collectives does this."
+                    " Possible causes: a peer that never joined, a buffer of another library that "
+                    "still uses the communicator, or a CUDA graph that captured its collectives."
                 )
         if rank in self.missing:
-            text += " This rank came too late."
+            text += " This rank arrived too late."
         elif self.missing and phase == "enter" and name in TIMEOUT_SETTING:
             text += (
                 f" A missing rank has not called {name}(), has ended, or never called "
                 "reloadpg.install()."
             )
-        steps = f" Find out what holds them up, then {_next_step(operation)}"
+        steps = f" Find out why they are delayed, then {_next_step(operation)}"
         if self.missing:
             steps += f"; if rank {format_ranks(self.missing)} has ended, {_replace(operation)}"
         if name in TIMEOUT_SETTING:
@@ -180,13 +180,13 @@ class Decision:
 def store_silent(
     operation: str, phase: str, *, seconds: float, rank: int, size: int
 ) -> RendezvousTimeoutError:
-    """Build the error of a rank to whom the store did not answer. Pure."""
+    """Build the error for a store that did not respond. Pure."""
     unknown = tuple(other for other in range(size) if other != rank)
     return RendezvousTimeoutError(
         f"{operation}: rank {rank} waited {seconds:g} s in phase {phase!r}, and the rendezvous "
-        f"store does not answer: whether rank {format_ranks(unknown)} arrived is unknown. Its "
-        "server, usually in rank 0's process or the launcher's agent, is gone or cut off: restart "
-        f"the job.{_host(operation)}",
+        f"store does not respond; it is unknown whether rank {format_ranks(unknown)} arrived. Its "
+        "server, usually in rank 0's process or the launcher's agent, has ended or is unreachable. "
+        f"Restart the job.{_host(operation)}",
         phase=phase,
         seconds=seconds,
         arrived=1,
@@ -195,10 +195,10 @@ def store_silent(
 
 
 def store_lost(operation: str, phase: str, cause: Exception) -> ReloadpgError:
-    """Build the error of a rank whose store has ended. Pure."""
+    """Build the error for a store that has ended. Pure."""
     return ReloadpgError(
         f"{operation}, phase {phase!r}: the rendezvous store is lost: {cause}. Its server, usually "
-        "in rank 0's process or the launcher's agent, has ended: restart the job."
+        "in rank 0's process or the launcher's agent, has ended. Restart the job."
         f"{_host(operation)}"
     )
 
@@ -212,8 +212,8 @@ def _state_after_call(operation: str, phase: str) -> str:
 def _replace(operation: str) -> str:
     if operation == "recover":
         return (
-            "restart the job, or that process alone, if the job is recoverable: it comes to the "
-            "next recover() by reloadpg.rejoin()"
+            "restart the job, or only that process if the job is recoverable: it then joins the "
+            "next recover() with reloadpg.rejoin()"
         )
     return "restart the job"
 
@@ -222,8 +222,8 @@ def _host(operation: str) -> str:
     if operation not in ("recover", "step"):
         return ""
     return (
-        " The process that hosts the store cannot be replaced; with a store elsewhere all ranks "
-        "can (docs/recovery.md)."
+        " The process that hosts the store cannot be replaced. If the store is in another process, "
+        "every rank can (docs/recovery.md)."
     )
 
 
@@ -234,7 +234,7 @@ def _unchanged(operation: str) -> str:
 
 
 def _next_step(operation: str) -> str:
-    if operation == "exit":  # of a scope: this rank's groups are aborted when it has raised
+    if operation == "exit":  # of a scope, which aborts this rank's groups when it raises
         return "restart the job: its process groups are aborted"
     if operation == "step":  # of retrying()
         return "call reloadpg.recover() on all ranks"

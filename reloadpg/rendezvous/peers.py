@@ -1,8 +1,8 @@
 """The processes of the ranks on this host, and which of them have ended.
 
-Each rank adds its process to a key of its host. The key names the boot of the kernel and the
-namespace of process ids, so that a rank finds only processes whose ids mean the same to it. A
-process is watched by a pidfd (Linux 5.3), and recognised by its start time, as ids are used again.
+Each rank appends its process to a key for its host. The key contains the kernel's boot id and the
+PID namespace, so a rank finds only processes in its own namespace. A process is watched with a
+pidfd (Linux 5.3) and identified by its start time, since PIDs are reused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Peers:
 
     Args:
         rank: this rank.
-        watches: whether to find them; without, nothing is ever asked or found.
+        watches: whether to watch processes at all.
     """
 
     def __init__(self, rank: int, *, watches: bool = True) -> None:
@@ -40,13 +40,13 @@ class Peers:
         return bool(self._host)
 
     def publish(self, store: Store) -> None:
-        """Make this process known to the ranks on this host. One request."""
+        """Publish this process to the ranks on this host. One request."""
         with suppress(NotImplementedError):
             entry = f"{self._rank} {os.getpid()} {_started(os.getpid())}\n"
             cast(Any, store).append(self._host, entry)
 
     def find(self, store: Store) -> None:
-        """Watch the processes that were made known. One request; replaces what was watched."""
+        """Watch the published processes in place of those watched before. One request."""
         entries = read(store, self._host)
         latest = {line.split()[0]: line.split() for line in (entries or "").splitlines()}
         found = {
@@ -58,7 +58,7 @@ class Peers:
         self._pidfds = found
 
     def dead(self) -> tuple[int, ...]:
-        """List the ranks whose processes have ended. Local, at once."""
+        """List the ranks whose processes have ended. Local, non-blocking."""
         pidfds = self._pidfds
         poll = select.poll()
         for pidfd in pidfds.values():
@@ -67,7 +67,7 @@ class Peers:
         return tuple(sorted(rank for rank, pidfd in pidfds.items() if pidfd in ended))
 
     def forget(self) -> None:
-        """Watch no process any more. Local."""
+        """Stop watching all processes. Local."""
         pidfds, self._pidfds = self._pidfds, {}
         for pidfd in pidfds.values():
             os.close(pidfd)
@@ -79,8 +79,8 @@ class Peers:
 def _open(pid: int, started: str) -> int | None:
     """Open a process's pidfd; None if that is not possible here.
 
-    A process that is not found is not taken for one that has ended: it was alive when its rank was
-    counted, and clones of a virtual machine can have one name for their hosts.
+    A process that is not found is not reported as ended: it was alive when its rank was counted,
+    and clones of a virtual machine can have the same host name.
     """
     with suppress(OSError):
         pidfd = os.pidfd_open(pid)
@@ -91,7 +91,7 @@ def _open(pid: int, started: str) -> int | None:
 
 
 def _host() -> str:
-    """The key of this host; empty where the kernel does not tell."""
+    """The key of this host; empty if the kernel does not provide it."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         text = boot + os.readlink("/proc/self/ns/pid")
@@ -100,7 +100,7 @@ def _host() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in ticks since the boot; empty if it has ended."""
+    """The start time of a process, in ticks since boot; empty if it has ended."""
     with suppress(OSError):
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         return stat.rpartition(")")[2].split()[19]

@@ -1,4 +1,4 @@
-"""The plan of a rank for one operation: a value that ranks compare by a sum, then in words."""
+"""A rank's plan for one operation: compared by a sum of digests, then as text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["GroupPlan", "Plan", "Proposal", "differences"]
 
 
 class Proposal(NamedTuple):
-    """A rank's proposal on a subject, for the ranks that look the subject up.
+    """A rank's proposal on a subject, for the ranks that look it up.
 
     Attributes:
-        subject: what it is about, in words that the other ranks know.
-        text: the proposal. Of several ranks' on one subject one is read, the same by all.
-        yields: whether one that does not yield is read instead.
+        subject: the subject, under a name that the other ranks know.
+        text: the proposal. If several ranks propose on a subject, all ranks read the same one.
+        yields: whether a proposal that does not yield takes precedence.
     """
 
     subject: str
@@ -32,11 +32,11 @@ class GroupPlan:
     """One member's plan for one group.
 
     Attributes:
-        name: its name; the parts of a split can have one name.
+        name: its name; the parts of a split can share a name.
         members: global ranks.
         generation: the reload that built its communicator.
-        strategy: how it is to be released or brought back.
-        digest: 40 bits over what else all members must have alike.
+        strategy: the strategy that releases or restores it.
+        digest: 40-bit digest of all else that must be equal on all members.
         set: the set that it belongs to.
         detail: backends and description, for the error message only.
     """
@@ -67,12 +67,12 @@ class Plan:
     options: Mapping[str, str] = field(default_factory=dict)
 
     def contribution(self, rank: int, size: int) -> int:
-        """Return this rank's summand: over all ranks the sum is zero exactly if all plans agree.
+        """Return this rank's summand: the sum over all ranks is zero exactly if all plans agree.
 
-        For each group the first member subtracts what the others add. The count of the ranks that
-        have arrived is kept below the sum in one 64-bit integer, so digests have 40 bits for up to
-        64 ranks, and 24 bits for 16,384: with 512 groups a rank the sum stays inside, and a
-        difference goes unnoticed with a chance of 10^-12 to 10^-7.
+        For each group, the first member subtracts what the others add. One 64-bit integer holds the
+        number of arrived ranks in its low bits and the sum above. Digests therefore have 40 bits
+        for up to 64 ranks and 24 bits for 16,384 ranks: the sum does not overflow with 512 groups
+        per rank, and a difference is missed with a probability of 10^-12 to 10^-7.
         """
         bits = min(40, 54 - 2 * size.bit_length())
         total = _share(self._job_digest(bits), range(size), rank)
@@ -130,7 +130,7 @@ def differences(plans: Mapping[int, Plan]) -> str:
     found = _groups(plans)
     if len(found) > 3:
         found[3:] = [f"{len(found) - 3} more groups differ"]
-    return "; ".join(found) or "the plans differ, in nothing that they list"
+    return "; ".join(found) or "the plans differ in their digests only"
 
 
 def _values(values: Mapping[int, str]) -> str:

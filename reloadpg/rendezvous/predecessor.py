@@ -1,8 +1,8 @@
-"""Whether this process takes the place of one that has ended, as the job's store tells it.
+"""Whether this process replaces one that has ended, according to the job's store.
 
-A process of a recoverable job leaves a mark on the store when it has begun the job, and another
-when it has ended it. A process that finds the mark of another one under its own rank replaces it,
-as long as any rank has not ended the job.
+A process of a recoverable job writes a mark to the store when it begins the job, and another when
+it ends the job. A process that finds another process's mark under its own rank replaces that
+process, unless all ranks have ended the job.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _tokens: dict[int, str] = {}
 
 
 class Predecessor(NamedTuple):
-    """The place that another process has left in a job.
+    """The process that this one replaces in a job.
 
     Attributes:
         instance: number of the job among those on its store.
-        epoch: number of the last recovery that was requested before this process: it may have
-            counted the other one.
+        epoch: number of the last recovery requested before this process started. The old process
+            may have been counted in it.
     """
 
     instance: int
@@ -34,7 +34,7 @@ class Predecessor(NamedTuple):
 
     @classmethod
     def find(cls, root: Store, rank: int, size: int) -> Predecessor | None:
-        """Find the place that this process takes, and mark it as taken; None in a job that begins.
+        """Find the process that this one replaces, and mark it as replaced; None in a new job.
 
         Args:
             root: the job's store.
@@ -51,18 +51,18 @@ class Predecessor(NamedTuple):
 
     @staticmethod
     def exists(root: Store, rank: int, size: int) -> bool:
-        """Whether there is such a place; it is not taken."""
+        """Whether there is a process to replace; changes nothing."""
         return bool(_left(root, rank, size))
 
 
 def _left(root: Store, rank: int, size: int) -> int:
-    """The number of the job in which another process has left this rank's place; 0 for none."""
+    """The number of the job in which another process of this rank has ended; 0 for none."""
     instance = root.add(f"reloadpg/instance/{rank}", 0)
     store = job_keys(root, instance)
     if not instance or not store.check([_begun(rank)]):
         return 0
     if store.get(_begun(rank)).decode() == process_mark():
-        return 0  # this process has ended that job, and begins another one
+        return 0  # this process has ended that job and begins another one
     return 0 if store.check([_ended(other) for other in range(size)]) else instance
 
 
@@ -80,5 +80,5 @@ def _ended(rank: int) -> str:
 
 
 def process_mark() -> str:
-    """A word that no other process has; a forked child has its own."""
+    """An identifier of this process, unique also among forked children."""
     return _tokens.setdefault(os.getpid(), secrets.token_hex(8))

@@ -1,15 +1,15 @@
 """The agreement protocol as a state machine: states, events, transitions, commands to the store.
 
 Pure: no I/O, no clock, no thread. :func:`step` takes the state of one rank and an event. It returns
-the next state and the command that the rank sends to the store, or None if it waits for an event of
-its caller. :class:`~.round.Rendezvous` performs the commands on a store;
+the next state and the command that the rank sends to the store, or None if the rank waits for an
+event from its caller. :class:`~.round.Rendezvous` performs the commands on a store;
 ``tests/helpers/explorer.py`` performs them on a dictionary, in every order.
 
-A rank has one command outstanding at most, and ``State.at`` names it. Each command has a number. A
-reply to an earlier command, which the rank has given up, changes nothing.
+A rank has at most one outstanding command, which ``State.at`` names. Each command has a number. A
+reply to an earlier, abandoned command changes nothing.
 
 =========  =====================================================================================
-event      what the rank does (the commands, in order)
+event      actions of the rank (with its commands, in order)
 =========  =====================================================================================
 Join       counts the jobs on the store; the highest count of any rank is the job's instance:
            COUNT_JOB, INSTANCE, (SEND)
@@ -17,31 +17,31 @@ Arrive     arrives at the next barrier and waits for its decision: (SEND,) COUNT
            decides: (NOTES,) DECIDE; the others wait: BLOCK, READ; a long wait polls:
            (SEND,) READ, PROGRESS, REQUESTED, (REQUEST or NEWER,) PAUSE; at the timeout: DECIDE
 Poll       reads the decision before it has arrived: READ, PROGRESS, REQUESTED, (REQUEST,) PAUSE
-Decide     writes a decision other than ``ok``: at its timeout at work, or where another rank's
-           process has ended: DECIDE
-Close      does what all ranks do after such a decision: it answers (SEND, ANSWER), waits until all
-           have answered (ROLL, PAUSE), or finds out who has not (ABSENT, STUCK, DOING, PLANS) and
-           writes that (ROLLED), and leaves (LEAVE, PAUSE)
-Fail       writes ``failed`` at the first barrier that is not decided yet: TELL; an interrupt of a
-           step is also written where recoveries read it: SEND, TELL, PENDING
+Decide     writes a decision other than ``ok``, because its own work reached the timeout or another
+           rank's process has ended: DECIDE
+Close      ends the operation after such a decision: responds (SEND, ANSWER), waits until all ranks
+           have responded (ROLL, PAUSE), or finds out which have not (ABSENT, STUCK, DOING, PLANS)
+           and writes the result (ROLLED), and leaves (LEAVE, PAUSE)
+Fail       writes ``failed`` at the first undecided barrier: TELL; an interrupt of a step is also
+           written where recoveries read it: SEND, TELL, PENDING
 Cancel     writes that it was interrupted while it joined a recovery: SEND, PENDING
-Next       goes to the operation that the others have begun: NEXT, NEXT_PAUSE
-Recover    requests a recovery, or joins the one that was requested: NUMBER, ENTERED, BUMP; it
-           leaves a report (SEND), reads whether a rank was interrupted (CANCELLED), and begins a
-           new epoch. One that has ended without this rank is joined only if a rank has failed in
-           it: this one then ends like the others. Otherwise it requests the next one
-Lost       the store has not answered: what this rank has last asked has an unknown outcome
+Next       moves to the operation that the other ranks have begun: NEXT, NEXT_PAUSE
+Recover    requests a recovery, or joins the requested one: NUMBER, ENTERED, BUMP; writes a report
+           (SEND), reads whether a rank was interrupted (CANCELLED), and begins a new epoch. If a
+           recovery has ended without this rank, the rank joins it only if another rank failed in
+           it, and fails as well. Otherwise it requests the next recovery
+Lost       the store did not respond: the result of the last command is unknown
 =========  =====================================================================================
 
-Rules that the transitions keep:
+Invariants:
 
-* A decision is written by a compare-and-set, once. All ranks act on the value that the store holds.
+* A decision is written once, by a compare-and-set. All ranks act on the value in the store.
 * A rank passes a barrier only on the decision that all ranks have arrived.
-* The names of keys are never used again: instance, epoch, operation and phase are part of them.
+* Key names are never reused: they contain the instance, epoch, operation and phase.
 * The rank whose decision was accepted deletes the barrier's keys, and each rank the other keys that
-  it has made, once it has passed the next barrier: by then all ranks have left this one.
-* A recovery begins a new epoch. A request is written before anything of the old epoch is read, and
-  an interrupt is written before the number of recoveries is read, so one of both finds the other.
+  it has created, after the next barrier: by then all ranks have left this one.
+* A recovery begins a new epoch. A request is written before the old epoch is read, and an interrupt
+  is written before the number of recoveries is read, so at least one of them sees the other.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ ENTER = "enter"
 """The first barrier of every recovery."""
 
 EXTENDS = 1 << 20
-"""What a rank that asks for the optional barriers adds to the notes; each proposer adds 1."""
+"""Added to the notes by a rank that requests the optional barriers; each proposer adds 1."""
 
 
 # -- commands to the store ----------------------------------------------------------------------
@@ -117,7 +117,7 @@ class ReadAll(NamedTuple):
 
 
 class Set(NamedTuple):
-    """Write a key. ``stays``: it is not deleted before the job has ended."""
+    """Write a key. ``stays``: the key is kept until the job has ended."""
 
     key: str
     value: str
@@ -125,7 +125,7 @@ class Set(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """Write a key that holds ``expected``, or that is not there if that is empty; its value."""
+    """Write a key if it holds ``expected`` (empty: if it is absent); the reply is its value."""
 
     key: str
     expected: str
@@ -133,14 +133,14 @@ class Swap(NamedTuple):
 
 
 class Await(NamedTuple):
-    """Wait until a key exists, for some time at most. ``brief``: for half a second."""
+    """Wait for a key, with a timeout. ``brief``: of half a second."""
 
     key: str
     brief: bool
 
 
 class Absent(NamedTuple):
-    """The ranks of these without a key ``stem/rank``, as a tuple."""
+    """Those of the given ranks that have no key ``stem/rank``, as a tuple."""
 
     stem: str
     ranks: tuple[int, ...]
@@ -153,11 +153,11 @@ class Delete(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Let some time pass, and say whether the timeout is not reached. No request to the store.
+    """Sleep, and reply whether time is left before the deadline. No request to the store.
 
     Attributes:
-        restart: whether the timeout starts again first.
-        sleeps: whether any time is to pass.
+        restart: whether to restart the timeout first.
+        sleeps: whether to sleep at all.
     """
 
     restart: bool
@@ -178,7 +178,7 @@ class Reply(NamedTuple):
 
 
 class Join(NamedTuple):
-    """Begin a job. ``mark`` tells this process from others; empty to leave no mark."""
+    """Begin a job. ``mark`` identifies this process; empty to leave no mark."""
 
     mark: str
 
@@ -187,10 +187,10 @@ class Arrive(NamedTuple):
     """Arrive at the next barrier.
 
     Attributes:
-        plan: what all ranks must agree on here, as JSON; empty if there is nothing.
-        share: this rank's summand of the plans: over all ranks the sum is zero if they agree.
-        proposals: what this rank proposes.
-        extends: whether this rank asks for the optional barriers.
+        plan: the plan on which all ranks must agree here, as JSON; empty if there is none.
+        share: this rank's summand of the plans; the sum over all ranks is zero if they agree.
+        proposals: this rank's proposals.
+        extends: whether this rank requests the optional barriers.
     """
 
     plan: str = ""
@@ -200,24 +200,24 @@ class Arrive(NamedTuple):
 
 
 class Poll(NamedTuple):
-    """Read the decision before this rank has arrived; ``news`` is its progress since the last."""
+    """Read the decision before arrival. ``news`` is this rank's progress since the last poll."""
 
     news: int
 
 
 class Decide(NamedTuple):
-    """Write a decision: ``timeout`` of a rank at work, ``failed`` where a process has ended."""
+    """Write a decision: ``timeout`` of a working rank, or ``failed`` for an ended process."""
 
     decision: Decision
 
 
 class Close(NamedTuple):
-    """End the operation as the decision says.
+    """End the operation after a decision other than ``ok``.
 
     Attributes:
-        doing: what this rank is at, if it has not arrived.
-        waits: whether to wait until the others have answered.
-        hosts: whether the store ends with this process: it leaves last.
+        doing: this rank's current work, if it has not arrived.
+        waits: whether to wait for the responses of the other ranks.
+        hosts: whether this process hosts the store. If so, it leaves last.
     """
 
     doing: str
@@ -226,7 +226,7 @@ class Close(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """This rank cannot go on. ``decision`` is of the kind ``failed`` or ``cancelled``."""
+    """This rank has failed. ``decision`` is of the kind ``failed`` or ``cancelled``."""
 
     decision: Decision
 
@@ -238,20 +238,20 @@ class Cancel(NamedTuple):
 
 
 class Next(NamedTuple):
-    """Go to the operation after this one, if the others have begun it."""
+    """Move to the next operation, if the other ranks have begun it."""
 
     phases: tuple[str, ...]
     optional: tuple[str, ...] = ()
 
 
 class Recover(NamedTuple):
-    """Request a recovery, or join the one that was requested.
+    """Request a recovery, or join the requested one.
 
     Attributes:
-        reason: why, for ranks that wait elsewhere.
-        report: what this rank reports to the others.
+        reason: the reason, for ranks that wait elsewhere.
+        report: this rank's report to the others.
         phases: the barriers of the recovery.
-        replaces: whether this process replaces one that may have been counted in its epoch.
+        replaces: whether this process replaces one that may have been counted in the epoch.
     """
 
     reason: str
@@ -261,7 +261,7 @@ class Recover(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """The store has not answered, or has ended."""
+    """The store did not respond, or has ended."""
 
 
 Event = Reply | Join | Arrive | Poll | Decide | Close | Fail | Cancel | Next | Recover | Lost
@@ -271,7 +271,7 @@ Event = Reply | Join | Arrive | Poll | Decide | Close | Fail | Cancel | Next | R
 
 
 class At(Enum):
-    """The command that is outstanding. The events of the caller are for ranks that are idle."""
+    """The outstanding command. Events of the caller are allowed only when idle."""
 
     IDLE = auto()
     UNKNOWN = auto()
@@ -312,42 +312,42 @@ Then = Callable[["State"], "Step"]
 
 
 class State(NamedTuple):
-    """What one rank knows.
+    """The state of one rank.
 
     Attributes:
         rank: this rank.
         members: all ranks.
         instance: number of this job among those on the store; 0 before it has joined.
         confirmed: whether all ranks have met in this instance.
-        epoch: number of the recovery that this rank took part in last.
+        epoch: number of the last recovery that this rank took part in.
         sequence: number of the operation in its epoch.
-        phases: the barriers that are still to pass.
-        optional: those of them that are left out unless a rank asks for them at the next one.
-        at: the command that is outstanding.
+        phases: the remaining barriers.
+        optional: barriers that are omitted unless a rank requests them at the next one.
+        at: the outstanding command.
         asked: its number.
         arrived: whether this rank may have been counted at the next barrier.
-        waits_long: whether it has left a mark there, since the wait is long.
-        answered: whether this rank may have been counted among those that answer there.
-        left: whether it may have been counted among those that leave.
+        waits_long: whether it has marked its wait there as long.
+        answered: whether its response there may have been counted.
+        left: whether its departure from there may have been counted.
         decision: the decision of the next barrier, if it was read and is not ``ok``.
-        passed: the decision of the barrier that was passed last.
-        ended: whether the operation has ended early, and all that is to be done then is done.
+        passed: the decision of the last barrier that was passed.
+        ended: whether the operation has ended early and is closed.
         noted: the last decision that ended an operation, as it was written.
-        arriving: how this rank has arrived.
-        closing: how it closes the operation.
-        failing: what it fails with.
-        recovering: how it recovers.
-        following: which operation it goes to.
+        arriving: the event with which it arrived.
+        closing: the event with which it closes the operation.
+        failing: the event with which it failed.
+        recovering: the event with which it recovers.
+        following: the operation that it moves to.
         wanted: the text of the decision that it writes.
         progress: the progress of all ranks that it has seen.
-        news: this rank's progress to report.
-        restart: whether a timeout is to start again.
-        mark: what tells this process from others; empty to leave no mark.
-        missing: the ranks that have not answered.
-        todo: commands that are sent before it goes on.
-        then: how it goes on.
-        spent: keys that it deletes when it has passed the next barrier.
-        owned: keys that it has made since it has passed the last one.
+        news: this rank's unreported progress.
+        restart: whether to restart the timeout.
+        mark: identifier of this process; empty to leave no mark.
+        missing: the ranks that have not responded.
+        todo: commands to send before it continues.
+        then: the continuation.
+        spent: keys to delete after the next barrier.
+        owned: keys that it has created since the last barrier.
     """
 
     rank: int
@@ -411,7 +411,7 @@ class State(NamedTuple):
         )
 
     def owning(self, key: str) -> State:
-        """Note a key that this rank makes past the protocol, to be deleted with the others."""
+        """Record a key that this rank creates outside the protocol, to be deleted like others."""
         return self._replace(owned=_merged(self.owned, (key,)))
 
     def key(self, *parts: object) -> str:
@@ -429,10 +429,10 @@ class State(NamedTuple):
 
     @property
     def supposed_end(self) -> str | None:
-        """The phase at which the operation ends for a rank that cannot ask the store.
+        """The phase at which the operation ends for a rank that has lost the store.
 
-        It does not know the decision of a barrier at which it was counted: it supposes that the
-        others have gone on.
+        The rank cannot know the decision of a barrier at which it was counted. It assumes that the
+        others have passed it.
         """
         counted = self.arrived and not self.decision.kind
         left = _left_after(self, Decision("ok")) if counted else self.phases
@@ -448,10 +448,10 @@ def base(instance: int) -> str:
 
 
 def step(state: State, event: Event) -> Step:
-    """The next state, and the command to send, if there is one. Pure."""
+    """Return the next state, and the command to send, if any. Pure."""
     if isinstance(event, Reply):
         if event.number != state.asked or state.at not in REPLIES:
-            return state, None  # it is late: the command was given up
+            return state, None  # a late reply to an abandoned command
         return REPLIES[state.at](state, event.value)
     return EVENTS[type(event)](state, event)
 
@@ -465,7 +465,7 @@ def _idle(state: State) -> Step:
 
 
 def _send(state: State, commands: tuple[Command, ...], then: Then) -> Step:
-    """Send some commands, and go on. What they write belongs to this rank."""
+    """Send commands, then continue. This rank owns the keys that they write."""
     if not commands:
         return then(state)
     made = tuple(one.key for one in commands if isinstance(one, Set) and not one.stays)
@@ -483,7 +483,7 @@ def _sent(state: State, value: Any) -> Step:
 
 
 def _own(state: State, key: str, text: str) -> State:
-    """Note a key that this rank has made, with those that come with it."""
+    """Record a key that this rank has created, and the keys that belong to it."""
     keys = [key]
     stem, _, name = key.rpartition("/")
     if name == "decision":
@@ -521,7 +521,7 @@ def _instance_read(state: State, text: str | None) -> Step:
 
 
 def _moved(state: State, instance: int) -> tuple[State, tuple[Command, ...]]:
-    """Go to the job that a rank has counted and this one has not, and leave the mark there."""
+    """Move to a job that another rank has counted, and leave this rank's mark there."""
     behind = instance - state.instance
     todo: tuple[Command, ...] = ()
     if behind:
@@ -578,7 +578,7 @@ def _decided(state: State, text: str) -> Step:
 
 
 def _known(state: State, text: str) -> Step:
-    """Act on the decision of the next barrier, as the store holds it."""
+    """Act on the stored decision of the next barrier."""
     decision = Decision.from_json(text)
     if decision.ok:
         return _pass(state, decision)
@@ -659,7 +659,7 @@ def _request_read(state: State, text: str | None) -> Step:
 
 
 def _newer_read(state: State, text: str | None) -> Step:
-    """Move to the job that other ranks have begun on this store, as long as none was met here."""
+    """Move to the job that other ranks have begun, unless this instance is confirmed."""
     instance = int(text or 0)
     if instance <= state.instance:
         return _pause(state)
@@ -696,7 +696,7 @@ def _close(state: State, event: Close) -> Step:
     if state.arrived:
         answer = (Set(state.key("arrived", state.rank), "1"), *answer)
     state = state._replace(closing=event, restart=True)
-    if decision.kind == "cancelled":  # the rank is known, and answers nothing where others wait
+    if decision.kind == "cancelled":  # the rank is known and will not respond
         return _leave(state)
     return _send(state, answer, _count_answer)
 
@@ -755,7 +755,7 @@ def _doing_read(state: State, text: str | None) -> Step:
 def _plans_read(state: State, plans: tuple[str, ...]) -> Step:
     present = [rank for rank in state.members if rank not in state.missing]
     found = {rank: Plan.from_json(text) for rank, text in zip(present, plans, strict=True) if text}
-    text = "a rank ended before it could say in what"
+    text = "a rank ended before it could report the difference"
     if not state.missing:
         text = differences(found)
     return _write_roll(state, replace(state.decision, text=text))
@@ -766,7 +766,7 @@ def _write_roll(state: State, decision: Decision) -> Step:
 
 
 def _called(state: State, text: str) -> Step:
-    """Act on what was found out after the decision, as the store holds it."""
+    """Act on the result of the roll call, as stored."""
     return _leave(state._replace(decision=Decision.from_json(text)))
 
 
@@ -781,7 +781,7 @@ def _left(state: State, count: int) -> Step:
     if decision.kind == "cancelled":
         gone.add(decision.rank)
     if count < state.size - len(gone) and closing.hosts:
-        # It is about to raise, and often ends then: the store must not end before all have read.
+        # This process often ends after raising. The store must not end before all have read it.
         restart = state.restart
         return _ask(state._replace(restart=False), At.LEAVE_PAUSE, Pause(restart))
     return _idle(state._replace(ended=True))
@@ -802,7 +802,7 @@ def _fail(state: State, event: Fail) -> Step:
         return _idle(state)
     if event.decision.kind != "cancelled":
         return _tell(state)
-    # The others may be on their way to a recovery, and not come to this barrier any more.
+    # The other ranks may have left for a recovery and never reach this barrier.
     return _send(state, (_note_cancelled(state),), _tell)
 
 
@@ -826,7 +826,7 @@ def _told(state: State, text: str) -> Step:
     if not decision.ok:
         ended = decision.kind == "recover"
         return _see_pending(state._replace(decision=decision, noted=text, ended=ended))
-    # All ranks have passed this barrier, which this one did not know.
+    # All ranks have passed this barrier; this rank did not know.
     spent, owned = state.spent, state.owned
     state = _passed(state, decision)._replace(spent=spent, owned=owned)
     return _tell(state) if state.phases else _see_pending(state)
@@ -882,16 +882,16 @@ def _recovery_read(state: State, text: str | None) -> Step:
 
 
 def _entered_read(state: State, text: str | None) -> Step:
-    if text is not None:  # that recovery has begun, or has ended, without this rank
-        # The rank that failed there may not come to another one, so this one takes part in its end.
+    if text is not None:  # that recovery has begun or ended without this rank
+        # The rank that failed there may not join another one, so this rank joins its end.
         failed = Decision.from_json(text).kind in ("failed", "cancelled")
         if not failed or state.recovering.replaces:
             return _bump(state, state.wanted)
     number, event = int(state.wanted), state.recovering
     request = Decision("recover", state.rank, event.reason, by=state.rank).to_json()
-    # At the first barrier of the operation that this rank would begin next, the others wait for it.
+    # The other ranks wait at the first barrier of the operation that this rank would begin next.
     ends = [state.key_of(state.epoch, state.sequence + 1, ENTER, "decision")]
-    if event.replaces:  # the process that it replaces was counted in a recovery that cannot end
+    if event.replaces:  # its predecessor was counted in a recovery that can no longer complete
         ends = [state.key_of(state.epoch, 0, phase, "decision") for phase in event.phases]
     todo: tuple[Command, ...] = (
         Set(state.of_recovery(number, state.rank), event.report),
@@ -914,7 +914,7 @@ def _bump(state: State, text: str | None) -> Step:
 def _cancelled_read(state: State, text: str | None) -> Step:
     if text is None or text == state.noted or Decision.from_json(text).rank == state.rank:
         return _begin_epoch(state)
-    # A rank was interrupted in the epoch that ends: it does not come.
+    # A rank was interrupted in the epoch that ends, and will not take part.
     cancel = _cancel(state._replace(wanted=text), int(state.wanted))
     return _send(state, (cancel,), _begin_epoch)
 

@@ -1,11 +1,10 @@
-"""One rank's part in the agreement: it performs the commands of :mod:`.protocol` on the store.
+"""Performs the commands of :mod:`.protocol` on the store, for one rank.
 
-:class:`Rendezvous` is the owner of all that this rank knows of the agreement: the connection, the
-state (epoch, operation, keys) and its changes. A :class:`Round` is one operation: the barriers that
-it still has to reach, in order.
+:class:`Rendezvous` owns this rank's connection and protocol state (epoch, operation, keys). A
+:class:`Round` is one operation: its remaining barriers, in order.
 
-The timeout is on waiting, not on working: whenever a rank has released or rebuilt a group it counts
-that on the store, and every rank that sees the count change starts its timeout again.
+The timeout limits waiting, not work. A rank that has released or rebuilt a group increments a
+counter on the store, and every rank that sees a change restarts its timeout.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ __all__ = ["Rendezvous", "Round"]
 T = TypeVar("T")
 
 _NEXT_S = 0.2
-"""Seconds in which a rank that was late looks whether the others have called again."""
+"""Seconds in which a late rank checks whether the others have begun the next operation."""
 
 _TELL_S = 5.0
 """Seconds in which a rank that fails tries to notify the others."""
@@ -72,30 +71,30 @@ _CALL_S = 10.0
 """Seconds in which a rank tries to request a recovery."""
 
 _COUNT_S = 5.0
-"""Seconds in which the store is to count a job that begins."""
+"""Timeout for counting a new job on the store, in seconds."""
 
 _FLAG_S = 0.5
-"""Seconds in which the store is to answer whether a recovery was requested."""
+"""Timeout for reading whether a recovery was requested, in seconds."""
 
 _SILENT_S = 2.0, 60.0
-"""Back-off for a store that does not answer that: initial and maximum, in seconds."""
+"""Back-off for an unresponsive store: initial and maximum, in seconds."""
 
 
 class Rendezvous:
-    """The place on the store where the ranks of a job, or of a group, find each other.
+    """The rendezvous of the ranks of a job, or of a group, on a store.
 
     Args:
-        root: finds the store; None for a rank that has no peers.
+        root: returns the store; None for a rank without peers.
         rank: this rank.
         size: number of ranks.
-        predecessor: the place that this process takes in a job that goes on; None otherwise.
-        marks: whether to leave marks by which a process that takes this one's place knows it.
-        watches: whether to find out which processes on this host have ended.
+        predecessor: the process that this one replaces in a running job, if any.
+        marks: whether to write the marks by which a later process can replace this one.
+        watches: whether to watch the processes on this host.
 
     Attributes:
         alone: whether this rank has no peers.
-        recovered: number of the last recovery that is complete; 0 before the first.
-        replaces: whether this process takes another one's place, and no recovery has let it in yet.
+        recovered: number of the last completed recovery; 0 before the first.
+        replaces: whether this process replaces another one and has not rejoined the job.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class Rendezvous:
         self._client = None if root is None else StoreClient(root)
         self._own = HashStore()
         self._mark = process_mark() if marks else ""
-        self._stepping = threading.Lock()  # held for one step of the protocol, never for a call
+        self._stepping = threading.Lock()  # held for one protocol step, never during I/O
         self._joined, self._joins = threading.Event(), False
         self._state = State(rank, tuple(range(size)) if root is not None else (rank,))
         if predecessor is not None:
@@ -130,23 +129,23 @@ class Rendezvous:
                 mark=self._mark,
             )
         self._peers = Peers(rank, watches=watches and root is not None)
-        self._published = self._found = -1  # the epochs in which that was done last
+        self._published = self._found = -1  # epochs of the last publication and search
         self._last = 0
         self._ask_again = 0.0
         self._silent_s = 0.0
-        # In a large job all ranks together ask the store some thousand times a second at most.
+        # Limits the requests of all ranks of a large job to some thousand per second.
         self.pause_s = max(0.1, size / 2000)
 
     @property
     def grace_s(self) -> float:
-        """Seconds in which ranks have to answer after a failure."""
+        """Seconds within which ranks must respond after a failure."""
         return GRACE_S + 2 * self.pause_s
 
     @classmethod
     def of_world(
         cls, world: ProcessGroup, *, predecessor: Predecessor | None = None, marks: bool = False
     ) -> Rendezvous:
-        """Return the rendezvous of the job that ``world`` is the default group of. Local."""
+        """Return the rendezvous of the job with the default group ``world``. Local."""
         root = c10d.root_store_of_job(world) if c10d.has_peers() else None
         rank, size = world.rank(), world.size()
         return cls(root, rank, size, predecessor=predecessor, marks=marks, watches=True)
@@ -154,11 +153,11 @@ class Rendezvous:
     # -- the job ----------------------------------------------------------------------------
 
     def count_job(self, root: Store) -> None:
-        """Count this job on its store. Blocking, bounded; idempotent.
+        """Count this job on its store. Blocking, with a timeout; idempotent.
 
-        Called by all ranks when the job begins: the first operation may be one that only some
-        call, and at a later time the port of the store may be another job's. Where it fails, the
-        first operation says it.
+        All ranks call this when the job begins: the first operation may be called by some ranks
+        only, and later another job may use the store's port. If it fails, the first operation
+        raises.
         """
         task = Task(lambda: self._join(root), "count")
         if task.wait(_COUNT_S):
@@ -168,10 +167,10 @@ class Rendezvous:
             self._give_up_joining()
 
     def connect_ahead(self) -> list[Task[None]]:
-        """Connect to the store in the background, and count this job if it is not counted. Local.
+        """Connect to the store in the background, and count this job if needed. Local.
 
         Returns:
-            The tasks that connect.
+            The running tasks.
         """
         if self._client is None:
             return []
@@ -184,14 +183,14 @@ class Rendezvous:
         return [Task(connect, "connect")]
 
     def end(self) -> None:
-        """Note that this rank has ended the job: nothing is left to replace. Local, bounded."""
+        """Write to the store that this rank has ended the job. Waits a limited time."""
         self._peers.forget()
         if self._mark and not self.alone:
             with suppress(StoreLost, StoreSilent, RuntimeError):
                 self.ask(lambda store: store.set(f"ended/{self.rank}", "1"), Wait("end", _FLAG_S))
 
     def _join(self, root: Store) -> None:
-        """Count this job unless that is done, or under way in another thread. Blocking."""
+        """Count this job, unless that is done or another thread is doing it. Blocking."""
         with self._stepping:
             mine = not self._joins and not self._state.instance
             self._joins = self._joins or mine
@@ -205,7 +204,7 @@ class Rendezvous:
             self._joined.wait()  # in a thread that can be abandoned
 
     def _count(self, root: Store) -> None:
-        # A separate state machine: an operation may begin while this runs.
+        # A separate state machine, since an operation may begin while this runs.
         state, wait = self._state._replace(asked=0), Wait("join", _COUNT_S)
         state, command = step(state, Join(self._mark))
         while command is not None:
@@ -220,17 +219,17 @@ class Rendezvous:
 
     @property
     def instance(self) -> int:
-        """Number of this job among those on its store, equal on all ranks; 0 before they met."""
+        """Number of this job on its store, equal on all ranks; 0 before the first barrier."""
         return self._state.instance
 
     @property
     def epoch(self) -> int:
-        """Number of the recovery that this rank took part in last; 0 before the first."""
+        """Number of the last recovery that this rank took part in; 0 before the first."""
         return self._state.epoch
 
     @property
     def state(self) -> State:
-        """What this rank knows of the agreement."""
+        """This rank's state of the protocol."""
         return self._state
 
     def is_host(self) -> bool:
@@ -256,8 +255,8 @@ class Rendezvous:
         Args:
             operation: its name, for messages.
             phases: its barriers, in order.
-            seconds: how long to wait for a rank that makes no progress.
-            optional: the barriers that are left out unless a rank asks for them at the first.
+            seconds: the timeout: seconds without progress.
+            optional: barriers that are omitted unless a rank requests them at the first one.
 
         Raises:
             ReloadpgError: this process has to rejoin the job first.
@@ -268,31 +267,31 @@ class Rendezvous:
         return Round(self, operation, seconds)
 
     def check_rejoined(self, operation: str) -> None:
-        """Raise if this process replaces another one, and the other ranks do not know it. Local."""
+        """Raise if this process replaces another one and has not rejoined. Local."""
         if self.replaces:
             raise ReloadpgError(
                 f"{operation}: this process replaces one of rank {self.rank} that has ended, and "
-                "the other ranks do not know it yet; nothing was changed. Call reloadpg.rejoin() "
-                "first, once its groups are created."
+                "has not rejoined the job; nothing was changed. Call reloadpg.rejoin() first, "
+                "once all groups are created."
             )
 
     def recover(self, phases: Sequence[str], reason: str, report: str, seconds: float) -> Round:
-        """Request a recovery of all ranks, or join the one that was requested. Local, bounded.
+        """Request a recovery of all ranks, or join the requested one. Local, with a timeout.
 
-        From then on :meth:`called` is true on ranks that have not joined it. Those that wait at a
-        barrier of an earlier epoch learn of it there: at once at the first one of the operation
-        that this rank would begin next, and at those of a recovery that cannot end since the
-        process that this one replaces took part in it.
+        From then on, :meth:`called` is true on ranks that have not joined it. Ranks that wait at a
+        barrier of an earlier epoch read the request there. Two kinds of barriers end immediately:
+        the first one of the operation that this rank would begin next, and those of a recovery in
+        which this process' predecessor took part.
 
         Args:
             phases: its barriers, in order.
-            reason: why, for ranks that wait elsewhere.
-            report: what this rank has to say to :meth:`gather`.
-            seconds: how long to wait for a rank that makes no progress.
+            reason: the reason, for ranks that wait elsewhere.
+            report: this rank's report for :meth:`gather`.
+            seconds: the timeout: seconds without progress.
 
         Raises:
             ReloadpgError: the store is lost.
-            RendezvousTimeoutError: it does not answer.
+            RendezvousTimeoutError: the store does not respond.
         """
         event = Recover(reason, report, tuple(phases), self.replaces)
         self.drive(event, "recover", "flag", Wait("recover, flag", min(seconds, _CALL_S)))
@@ -300,21 +299,21 @@ class Rendezvous:
         return Round(self, "recover", seconds)
 
     def cancel_recovery(self, error: BaseException) -> None:
-        """Let the ranks that wait in a recovery know that this one does not come. Bounded."""
+        """Notify the ranks in a recovery that this one will not take part. Waits a limited time."""
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         event = Cancel(Decision("cancelled", self.rank, text[:4000]))
         with suppress(ReloadpgError):
             self.drive(event, "recover", "flag", Wait("recover, cancel", _TELL_S))
 
     def complete_recovery(self) -> None:
-        """Note that the recovery that was begun last is complete, on all ranks. Local."""
+        """Mark the current recovery as complete on all ranks. Local."""
         self.recovered, self.replaces = self.epoch, False
 
     def called(self, every: float) -> bool:
-        """Whether a recovery was requested in which this rank takes no part yet. Local, bounded.
+        """Whether a recovery was requested that this rank has not joined. Local, with a timeout.
 
-        Polls at most once per ``every`` seconds, and otherwise returns the cached answer. False
-        while the store does not answer; the back-off is then 2 s, and doubles up to a minute.
+        Polls at most once per ``every`` seconds; otherwise returns the cached answer. False while
+        the store does not respond, with a back-off of 2 s that doubles up to a minute.
         """
         if self.alone or time.monotonic() < self._ask_again:
             return self._last > self.epoch
@@ -329,9 +328,9 @@ class Rendezvous:
         return self._last > self.epoch
 
     def gather(self, summary: Callable[[list[str]], str], seconds: float) -> None:
-        """Read what all ranks report to this recovery, and leave a summary. Blocking, bounded.
+        """Read all ranks' reports to this recovery and write a summary. Blocking, with a timeout.
 
-        Called on one rank, between two barriers of the recovery.
+        One rank calls this, between two barriers of the recovery.
         """
         own = f"recovery/{self.epoch}"
 
@@ -344,7 +343,7 @@ class Rendezvous:
         self.ask_or_raise(question, "recover", "agreed", Wait("recover, reports", seconds))
 
     def summary(self, seconds: float) -> str:
-        """Read the summary, once all ranks have reached the barrier after :meth:`gather`."""
+        """Read the summary. Call it after the barrier that follows :meth:`gather`."""
         return self.ask_or_raise(
             lambda store: store.get(f"recovery/{self.epoch}/summary").decode(),
             "recover",
@@ -355,13 +354,13 @@ class Rendezvous:
     # -- the store --------------------------------------------------------------------------
 
     def ask(self, question: Callable[[Store], T], wait: Wait) -> T:
-        """Ask this rendezvous' own part of the store; see :meth:`StoreClient.ask`."""
+        """Send requests to this rendezvous' part of the store; see :meth:`StoreClient.ask`."""
         return self._ask_joined(lambda root: question(PrefixStore(base(self.instance), root)), wait)
 
     def ask_root(
         self, question: Callable[[Store], T], wait: Wait, died: Callable[[], object] | None = None
     ) -> T:
-        """Ask the whole store; see :meth:`StoreClient.ask`."""
+        """Send requests to the whole store; see :meth:`StoreClient.ask`."""
         if self._client is None:
             return question(self._own)
         return self._client.ask(question, wait, died)
@@ -376,35 +375,35 @@ class Rendezvous:
         try:
             return self.ask_root(ask, wait, died)
         except BaseException:
-            if not self.instance:  # the thread that counts this job may hang: let another one do it
+            if not self.instance:  # the thread that counts this job may hang; let another try
                 self._give_up_joining()
             raise
 
     def ask_or_raise(
         self, question: Callable[[Store], T], operation: str, phase: str, wait: Wait
     ) -> T:
-        """Ask this rendezvous' own part of the store, and raise what the user is to read.
+        """Like :meth:`ask`, but raises errors for the user.
 
         Raises:
             ReloadpgError: the store is lost.
-            RendezvousTimeoutError: it does not answer.
+            RendezvousTimeoutError: the store does not respond.
         """
         return self._raising(lambda: self.ask(question, wait), operation, phase, wait)
 
     def ask_root_or_raise(
         self, question: Callable[[Store], T], operation: str, phase: str, wait: Wait
     ) -> T:
-        """Ask the whole store, and raise as :meth:`ask_or_raise`."""
+        """Like :meth:`ask_root`, but raises errors for the user."""
         return self._raising(lambda: self.ask_root(question, wait), operation, phase, wait)
 
     def drive(self, event: Event, operation: str, phase: str, wait: Wait) -> State:
-        """Let something happen to this rank, and perform what follows. Blocking, bounded.
+        """Pass an event to the protocol and perform its commands. Blocking, with a timeout.
 
         Raises:
             ReloadpgError: the store is lost.
-            RendezvousTimeoutError: it does not answer.
+            RendezvousTimeoutError: the store does not respond.
         """
-        # In closing all ranks answer at this moment, and no wait is long.
+        # While closing, all ranks respond now, so no wait is long.
         closes = isinstance(event, Close)
         pause_s = self.pause_s / 5 if closes else self.pause_s
         detail = None if closes else self._missing
@@ -428,17 +427,17 @@ class Rendezvous:
         return self._state
 
     def dead(self) -> tuple[int, ...]:
-        """List the ranks of this host whose processes have ended. Local, at once."""
+        """List the ranks on this host whose processes have ended. Local, non-blocking."""
         return self._peers.dead()
 
     def death(self) -> Decision:
-        """The decision of a rank that has found other ranks' processes ended. Local."""
+        """The decision to write after processes of other ranks have ended. Local."""
         dead = self.dead()
         text = f"its process on the host of rank {self.rank} has ended"
         return Decision("failed", dead[0], text, by=self.rank, dead=dead)
 
     def _publish(self, root: Store) -> None:
-        """Make this process known, once in an epoch, before this rank is counted in it."""
+        """Publish this process, once per epoch, before this rank is counted in it."""
         if self._peers.watches and self._published != self.epoch:
             self._published = self.epoch
             self._peers.publish(PrefixStore(base(self.instance), root))
@@ -471,19 +470,18 @@ class Rendezvous:
 
 
 class Round:
-    """One operation on this rank: the barriers that it still has to reach, in order.
+    """One operation on this rank: its remaining barriers, in order.
 
     Attributes:
         operation: its name, for messages.
         sequence: number of the operation, equal on all ranks.
         seconds: the timeout of each wait.
         waited_ms: time spent waiting for other ranks, by phase.
-        unfinished: the tasks of abandoned work that had not ended when it was abandoned, with the
-            numbers of their threads.
+        unfinished: abandoned tasks that were still running, with the numbers of their threads.
         decision: the decision that ended the operation early; None before that.
-        since: Unix time at which this rank arrived at the next barrier, or else began to work
-            towards it.
-        told: set when the others know of this rank's failure, or cannot be notified.
+        since: Unix time at which this rank arrived at the next barrier, or began its work before
+            it.
+        told: set when the other ranks were notified of this rank's failure, or cannot be.
     """
 
     def __init__(self, rendezvous: Rendezvous, operation: str, seconds: float) -> None:
@@ -506,7 +504,7 @@ class Round:
 
     @property
     def label(self) -> str:
-        """A label that no other round on the same store has, of this job or of one before it."""
+        """A label that is unique among the rounds on this store, over all jobs."""
         return f"{self._rendezvous.instance}.{self._epoch}.{self.sequence}"
 
     @property
@@ -516,7 +514,7 @@ class Round:
 
     @property
     def waiting(self) -> bool:
-        """Whether this rank has arrived at the next barrier and not all others have. Local."""
+        """Whether this rank waits at the next barrier for others. Local."""
         return not self._ended and self._state.arrived
 
     @property
@@ -526,7 +524,7 @@ class Round:
 
     @property
     def supposed_end(self) -> str | None:
-        """The phase at which the operation ends for a rank that cannot ask the store."""
+        """The phase at which the operation ends for a rank that has lost the store."""
         return self._state.supposed_end
 
     # -- barriers ---------------------------------------------------------------------------
@@ -540,20 +538,20 @@ class Round:
         *,
         extends: bool = False,
     ) -> dict[str, str]:
-        """Reach a barrier at which all ranks must have equal plans. Collective, blocking, bounded.
+        """Reach a barrier at which all plans must be equal. Collective, blocking, with a timeout.
 
         Args:
             phase: the barrier.
-            plan: what this rank is about to do.
-            proposals: what this rank proposes.
-            subjects: the subjects of which it must know what any rank has proposed.
-            extends: whether this rank asks for the optional barriers.
+            plan: this rank's plan.
+            proposals: this rank's proposals.
+            subjects: the subjects whose proposals this rank needs.
+            extends: whether this rank requests the optional barriers.
 
         Returns:
-            The proposals on these subjects, where there are any.
+            The proposals on these subjects, if any.
 
         Raises:
-            DisagreementError: on all ranks; nothing was touched.
+            DisagreementError: on all ranks; nothing was changed.
             RendezvousTimeoutError, PeerFailedError: see :meth:`barrier`.
         """
         rendezvous = self._rendezvous
@@ -579,11 +577,11 @@ class Round:
         return rendezvous.ask_or_raise(look_up, self.operation, phase, wait)
 
     def barrier(self, phase: str) -> None:
-        """Wait until all ranks are here. Collective, blocking, bounded.
+        """Wait until all ranks arrive. Collective, blocking, with a timeout.
 
         Raises:
-            RendezvousTimeoutError: not all ranks arrived, and none made progress, for the timeout.
-            PeerFailedError: a rank failed on its way here.
+            RendezvousTimeoutError: a rank is missing, and no rank made progress for the timeout.
+            PeerFailedError: a rank failed before it arrived.
         """
         self._reach(phase, Arrive())
 
@@ -594,24 +592,24 @@ class Round:
         doing: Callable[[], str],
         threads: int = 1,
     ) -> None:
-        """Do this rank's own part before a barrier, while reading what happens on other ranks.
+        """Do this rank's work before a barrier, while polling for failures of other ranks.
 
         Args:
-            phase: the barrier that comes after the work.
-            work: runs in so many threads, with the thread's number; abandoned when this raises.
-                It calls :meth:`advance` when it has made progress.
-            doing: says what the work is at now, for messages.
+            phase: the barrier after the work.
+            work: called in each thread with the thread's number; abandoned if this method raises.
+                It calls :meth:`advance` after progress.
+            doing: returns the current step of the work, for messages.
             threads: number of threads.
 
         Raises:
-            PeerFailedError: another rank failed in the meantime.
+            PeerFailedError: another rank failed during the work.
             RendezvousTimeoutError: neither the work nor any other rank made progress for the
                 timeout.
         """
         attempt = Attempt()
         tasks: list[Task[object]] = []
         done = False
-        try:  # from before the first thread runs: an interrupt can end the start of a thread
+        try:  # before the first thread starts: an interrupt can occur during its start
             for index in range(threads):
                 call = partial(work, attempt, index)
                 tasks.append(Task(call, self.operation))
@@ -629,18 +627,18 @@ class Round:
     # -- failures ---------------------------------------------------------------------------
 
     def fail(self, error: BaseException, *, cancels: bool = False) -> str | None:
-        """Notify the other ranks that this one cannot go on. Local, bounded.
+        """Notify the other ranks that this one has failed. Local; waits a limited time.
 
-        A :class:`ReloadpgError` gets the names of the ranks that did not answer.
+        The ranks that did not respond are appended to a :class:`ReloadpgError`.
 
         Args:
-            error: why.
-            cancels: whether this rank takes no part in a recovery that comes next.
+            error: the cause.
+            cancels: whether this rank will not take part in the next recovery.
 
         Returns:
-            The phase at which the operation ended, on all ranks alike. It may be a later one than
-            this rank knows of: all had arrived at the barrier just before. None: all ranks have
-            passed the last barrier, so the operation is complete in spite of the error.
+            The phase at which the operation ended on all ranks. It may be later than the phase of
+            this rank, if all ranks had just arrived at its barrier. None if all ranks have passed
+            the last barrier: the operation is then complete in spite of the error.
         """
         try:
             return self._fail(error, "cancelled" if cancels else "failed")
@@ -659,7 +657,7 @@ class Round:
             self._close("", waits=isinstance(error, ReloadpgError))
         except ReloadpgError as lost:
             logger.warning("could not notify the other ranks of a failure: %s", lost)
-            _append(error, f"\nThe other ranks could not be told: {lost}")
+            _append(error, f"\nThe other ranks could not be notified: {lost}")
             self._ended = True
             return self.supposed_end
         self._ended = True
@@ -689,7 +687,7 @@ class Round:
         return passed
 
     def _conclude(self, phase: str, doing: str = "") -> Decision:
-        """Go on to the next barrier, or raise what the decision of this one says."""
+        """Continue to the next barrier, or raise the error of the decision."""
         if self._state.decision.kind:
             self._close(doing, waits=True)
         self.since = time.time()
@@ -708,9 +706,10 @@ class Round:
             rendezvous.drive(event, self.operation, self.phase, wait)
 
     def _is_behind(self, barrier: State) -> bool:
-        """Go to the operation that the others have begun, if this rank was late for this one.
+        """Move to the operation that the others have begun, if this rank missed this one.
 
-        A rank that did not call at all must not stay one behind. Nothing was touched.
+        Otherwise a rank that never called this operation would stay one behind. Nothing was
+        changed.
         """
         decision = self.decision
         if decision is None or self._rendezvous.rank not in decision.missing:
@@ -722,10 +721,10 @@ class Round:
         return True
 
     def _attend(self, phase: str, tasks: Sequence[Task[object]], doing: Callable[[], str]) -> None:
-        """Wait until the tasks have ended, and raise what the first that failed has raised."""
+        """Wait until the tasks have ended, and raise the first exception of a task."""
         rendezvous = self._rendezvous
         wait = Wait(f"{self.operation}, phase {phase}", self.seconds)
-        # Most work ends at once, and the store is not asked.
+        # Most work ends immediately, without a request to the store.
         pause, seen, reported = min(0.2, self.seconds), self._advanced, self._advanced
         while not wait.pause(pause, partial(_all_ended, tasks)):
             pause = rendezvous.pause_s
@@ -751,7 +750,7 @@ class Round:
 
 
 def _all_ended(tasks: Sequence[Task[object]], seconds: float) -> bool:
-    """Wait up to so many seconds; whether all tasks have ended. Raises what one has raised."""
+    """Wait for at most this many seconds; return whether all have ended. Raises their errors."""
     end = time.monotonic() + seconds
     while True:
         running = [task for task in tasks if not task.ended]
@@ -767,6 +766,6 @@ def _all_ended(tasks: Sequence[Task[object]], seconds: float) -> bool:
 
 
 def _append(error: BaseException, text: str) -> None:
-    """Lengthen the message of an error of ours."""
+    """Append text to the message of an error."""
     if text and isinstance(error, ReloadpgError):
         error.args = (f"{error}{text}", *error.args[1:])

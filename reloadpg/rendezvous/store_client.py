@@ -1,8 +1,8 @@
-"""A store client of this library's own, each question to which has a timeout.
+"""A separate store client with a timeout for each request.
 
-A store client of torch is locked while one of its waits lasts, and a server that is cut off leaves
-a client waiting indefinitely. So the client that torch's own code uses is never asked; questions
-run in a thread that can be abandoned; and an abandoned client is replaced.
+A store client of torch is locked during each of its waits, and an unreachable server blocks a
+client indefinitely. So the client that torch uses is never used here; requests run in a thread that
+can be abandoned; and an abandoned client is replaced.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ __all__ = [
 T = TypeVar("T")
 
 Root = Callable[[], Store]
-"""Finds the store that clients are cloned from: nothing here keeps the store of a job alive."""
+"""Returns the store that clients are cloned from. No reference to the job's store is kept."""
 
 GRACE_S = 1.5
-"""Seconds past a timeout that a rank, or the store, may take to answer."""
+"""Seconds after a timeout within which a rank or the store may still respond."""
 
 _LOOK_S = 1.0
-"""Seconds between two looks at the processes of this host."""
+"""Seconds between two checks of the processes on this host."""
 
 _PAUSE_S = 0.1
-"""Seconds between two looks at the clock past a timeout: see :meth:`Wait.pause`."""
+"""Seconds between two checks of the clock after a timeout: see :meth:`Wait.pause`."""
 
 _BRIEF_S = 0.5
 """Seconds that a brief wait for a key lasts."""
 
 _POOLED = 16384
-"""Clients in the pools of all ranks of a job together, if it has no more ranks than that: the
-store's server has a file descriptor for each, and 65,536 is a common limit."""
+"""Maximum number of pooled clients over all ranks of a job (or one per rank, if it has more ranks).
+The store's server has a file descriptor for each, and 65,536 is a common limit."""
 
 _NOTHING = "-"
-"""What no key holds. A compare-and-set with it reads a key in one request and changes nothing:
-``check`` and ``get`` together are three."""
+"""A value that no key holds. A compare-and-set with it reads a key in one request and changes
+nothing; ``check`` and ``get`` together take three."""
 
 
 class PeerDied(RuntimeError):  # noqa: N818 - never leaves this package
@@ -65,7 +65,7 @@ class PeerDied(RuntimeError):  # noqa: N818 - never leaves this package
 
 
 class StoreSilent(TimeoutError):  # noqa: N818 - likewise
-    """The store did not answer in time."""
+    """The store did not respond in time."""
 
 
 class StoreLost(RuntimeError):  # noqa: N818 - likewise
@@ -79,7 +79,7 @@ def read(store: Store, key: str) -> str | None:
 
 
 def absent(store: Store, stem: str, ranks: Sequence[int]) -> list[int]:
-    """The ranks without a key ``stem/rank``, found with few requests when they are few."""
+    """The ranks without a key ``stem/rank``. Takes few requests if there are few such ranks."""
     if not ranks or store.check([f"{stem}/{rank}" for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -100,9 +100,9 @@ def perform(
     Args:
         store: the store.
         command: the command.
-        wait: the timeout, which a command may start again.
+        wait: the deadline, which a command may restart.
         pause_s: length of a pause.
-        detail: says what is waited for, in a wait that is long; None to say nothing.
+        detail: returns a text for the log of a long wait; None to log none.
     """
     match command:
         case Add(key, amount):
@@ -121,11 +121,11 @@ def perform(
             with suppress(NotImplementedError):
                 store.delete_key(key)
         case Await(key, brief):
-            # Torch writes two warnings to stderr for each of its waits that ends without the key,
-            # so one such wait is made, which wakes at once; a long one goes on by polling.
+            # Torch writes two warnings to stderr for each wait that times out, so there is only one
+            # such wait, which returns as soon as the key exists. A long wait continues by polling.
             first = min(_BRIEF_S if brief else wait.FIRST_LOG_S, wait.left / 2)
-            # Torch's wait can return without the key, too, when several clients give up at a time
-            # (seen on 2.13). So what it says is ignored; the next request finds a lost store.
+            # Torch's wait can also return without the key if several clients time out at once (seen
+            # on 2.13), so its result is ignored. The next request finds out if the store is lost.
             with suppress(RuntimeError):
                 wait.pause(first, lambda s: store.wait([key], timedelta(seconds=max(0.01, s))))
         case Pause(restart, sleeps):
@@ -140,10 +140,10 @@ def perform(
 
 
 class StoreClient:
-    """A connection of its own to the store that another client is connected to.
+    """A separate connection to the store of another client.
 
     Args:
-        root: finds a client of the store, which is cloned and never asked anything.
+        root: returns a client of the store, which is cloned and not used otherwise.
     """
 
     def __init__(self, root: Root) -> None:
@@ -151,10 +151,10 @@ class StoreClient:
         self._connection: _Connection | None = None
 
     def connect(self) -> _Connection:
-        """Connect in the background, if it is not done. Local, at once.
+        """Connect in the background, if not yet connected. Local, non-blocking. Idempotent.
 
-        Connecting costs the server a look-up of the client's host name: with a name service that
-        does not answer, 5 s in which it serves no client (seen on torch 2.13 and 2.15).
+        For each connection the server looks up the client's host name. If DNS does not respond,
+        the server serves no client for 5 s (seen on torch 2.13 and 2.15).
         """
         connection = self._connection
         if connection is None:
@@ -164,17 +164,17 @@ class StoreClient:
     def ask(
         self, question: Callable[[Store], T], wait: Wait, died: Callable[[], object] | None = None
     ) -> T:
-        """Ask the store something, in a thread. Blocking, bounded; signals are handled.
+        """Send requests to the store from a thread. Blocking, with a timeout; handles signals.
 
         Args:
-            question: called with the store; raises nothing but what the store raises. It may wait
-                until ``wait`` ends, and extend it.
-            wait: the timeout; the store has ``GRACE_S`` more to answer.
-            died: asked every second whether to give up.
+            question: called with the store; raises only what the store raises. It may block until
+                ``wait`` ends, and extend it.
+            wait: the deadline; the store has ``GRACE_S`` more to respond.
+            died: called every second; if it returns True, the request is abandoned.
 
         Raises:
-            StoreSilent: no answer in time.
-            PeerDied: ``died`` says so.
+            StoreSilent: no response in time.
+            PeerDied: ``died`` returned True.
             StoreLost: the store has ended.
         """
         connection = self.connect()
@@ -182,7 +182,7 @@ class StoreClient:
             task = Task(lambda: question(connection.store()), "store")
             grace: Wait | None = None
             while not task.ended:
-                if wait.left:  # possibly extended since
+                if wait.left:  # it may have been extended
                     grace = None
                     if died is None:
                         task.wait(wait.left)
@@ -195,7 +195,7 @@ class StoreClient:
                 else:
                     raise StoreSilent
         except BaseException:
-            self._connection = None  # the question may go on and hold it
+            self._connection = None  # the abandoned request may hold its lock
             raise
         try:
             return task.result()
@@ -205,13 +205,13 @@ class StoreClient:
 
 
 class StorePool:
-    """Store clients for threads that create groups: one each, shared with no other code.
+    """Store clients for threads that create groups: a separate one for each thread.
 
-    A creation that was abandoned holds its client for as long as it waits for its peers, and two
-    creations on one client would wait for each other.
+    An abandoned creation holds its client while it waits for its peers, and two creations on one
+    client would wait for each other.
 
     Args:
-        root: finds a client of the store, which is cloned and never asked anything.
+        root: returns a client of the store, which is cloned and not used otherwise.
     """
 
     def __init__(self, root: Root) -> None:
@@ -220,7 +220,7 @@ class StorePool:
 
     @staticmethod
     def clients_of_a_rank(size: int) -> int:
-        """How many clients a rank of a job of so many ranks may have; at least 1. Pure."""
+        """Maximum number of clients per rank in a job of ``size`` ranks; at least 1. Pure."""
         return max(1, _POOLED // size)
 
     def get(self, index: int) -> Store:
@@ -236,17 +236,17 @@ class StorePool:
             self.get(index)
 
     def connect_ahead(self) -> Task[Any]:
-        """Connect the first client in the background. Local, at once."""
+        """Connect the first client in the background. Local, non-blocking."""
         connection = self._connections[0] = _Connection(self._root)
         return connection.task
 
     def replaced(self) -> StorePool:
-        """Return a pool with new clients: those of this one may be held indefinitely. Local."""
+        """Return a pool with new clients, since those of this one may be blocked. Local."""
         return StorePool(self._root)
 
 
 class _Connection:
-    """One client of the store, connected in a separate thread: no caller holds a lock for it."""
+    """One client of the store, connected in a separate thread without a lock of the caller."""
 
     def __init__(self, root: Root) -> None:
         self._error: RuntimeError | None = None
@@ -255,7 +255,7 @@ class _Connection:
     def _connect(self, root: Root) -> Store | None:
         try:
             return c10d.clone_store(root())
-        except RuntimeError as error:  # raised for each caller
+        except RuntimeError as error:  # store() raises it
             self._error = error
             return None
 

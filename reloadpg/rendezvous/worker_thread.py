@@ -1,8 +1,8 @@
-"""Run a blocking call in a thread of its own, so that the caller can wait with a bound.
+"""Run a blocking call in a separate thread, so that the caller can wait with a timeout.
 
-Creating and destroying communicators, and even asking a store, can block in C++ for ever when a
-peer is gone. The caller must stay able to abandon the call, to see that another rank failed, and
-to handle signals, which Python does only while its main thread is not inside such a call.
+If a peer has ended, a call that creates or destroys a communicator, or a request to a store, can
+block in C++ indefinitely. The caller must be able to abandon the call, to notice that another rank
+failed, and to handle signals, which Python does not do inside a C++ call in the main thread.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ logger = logging.getLogger("reloadpg")
 T = TypeVar("T")
 
 _LATE_S = 0.05
-"""Seconds by which a pause may end late before that is not counted."""
+"""Delay of a pause, in seconds, from which it extends the deadline."""
 
 _SIGNAL_S = 1.0
-"""Seconds after which a wait lets Python handle a signal that another thread was given."""
+"""Seconds between wake-ups of a wait, to handle signals delivered to another thread."""
 
 _EXIT_S = 5.0
-"""Seconds that the exit of the interpreter waits for threads that are still in a call."""
+"""Seconds that the exit of the interpreter waits for running threads."""
 
 
 class _Running:
-    """The threads of tasks that have not ended: the exit of the interpreter waits for them.
+    """The threads of running tasks, which the exit of the interpreter waits for.
 
-    Before Python 3.14 a daemon thread whose C++ call returns during the exit is unwound, which
+    Before Python 3.14, a daemon thread whose C++ call returns during the exit is unwound, which
     ends the process with SIGABRT.
     """
 
@@ -65,17 +65,15 @@ _running = _Running()
 
 
 class Wait:
-    """The bound of a wait: so many seconds without progress. Logs a wait that is long.
-
-    Read and extended from several threads.
+    """A deadline: a number of seconds without progress. Logs long waits. Thread-safe.
 
     Args:
         what: operation and phase, for messages.
-        seconds: the bound.
+        seconds: the timeout.
     """
 
     FIRST_LOG_S = 10.0
-    """The first message comes after so many seconds, the next ones after 2, 4, 8 times that."""
+    """Seconds before the first message. Later messages come after 2, 4, 8 times as long."""
 
     def __init__(self, what: str, seconds: float) -> None:
         self.what = what
@@ -92,18 +90,18 @@ class Wait:
 
     @property
     def left(self) -> float:
-        """Seconds until the bound; not negative."""
+        """Seconds until the deadline; not negative."""
         return max(0.0, self._end - time.monotonic())
 
     def extend(self) -> None:
-        """Start the bound again: there was progress."""
+        """Restart the timeout after progress."""
         self._end = time.monotonic() + self.seconds
 
     def pause(self, seconds: float, sleep: Callable[[float], T]) -> T:
-        """Let at most so many seconds of the wait pass, by ``sleep``; return what it returns.
+        """Call ``sleep`` with at most this many seconds of the wait, and return its result.
 
-        A process that was stopped, or that a loaded machine did not let run, has not waited: the
-        bound moves by what the pause ends late.
+        The time in which the process was stopped or not scheduled does not count: the deadline is
+        extended by the delay of the pause.
         """
         seconds = min(seconds, self.left)
         begun = time.monotonic()
@@ -115,7 +113,7 @@ class Wait:
                 self._end += late
 
     def log(self, detail: Callable[[], str]) -> None:
-        """Log what is being waited for, if a message is due."""
+        """Log the reason of the wait, if a message is due."""
         if self.waited >= self._next_log:
             self._next_log *= 2
             self.detail = detail()
@@ -123,16 +121,16 @@ class Wait:
             logger.warning("%s: waiting for %.0f s%s", self.what, self.waited, more)
 
     def log_end(self) -> None:
-        """Log the length of a wait that was logged."""
+        """Log the length of the wait, if the wait was logged."""
         if self.waited >= self.FIRST_LOG_S:
             logger.info("%s: waited %.1f s", self.what, self.waited)
 
 
 class Attempt:
-    """Whether the result of some work is still wanted.
+    """A cancellation token: whether the result of some work is still wanted.
 
-    Work that was abandoned may return much later; it commits its result within ``with attempt as
-    wanted``, during which nobody can abandon it, and drops it if ``wanted`` is False.
+    Abandoned work may return much later. It commits its result within ``with attempt as wanted``,
+    during which it cannot be abandoned, and drops the result if ``wanted`` is False.
     """
 
     def __init__(self) -> None:
@@ -144,7 +142,7 @@ class Attempt:
         return self._abandoned
 
     def abandon(self) -> None:
-        """Stop wanting the result. Blocking while a commit is in progress."""
+        """Abandon the work. Blocks while a commit is in progress."""
         with self._lock:
             self._abandoned = True
 
@@ -162,16 +160,15 @@ class Attempt:
 
 
 class Task(Generic[T]):
-    """A call in a thread, started at once.
+    """A call in a new thread, started immediately.
 
-    The thread works on the caller's current accelerator device, which is a per-thread setting,
-    and with the caller's context variables. A task that nobody waits for any more goes on until
-    its call returns.
+    The thread uses the caller's current accelerator device, which is a per-thread setting, and the
+    caller's context variables. An abandoned task runs until its call returns.
 
     Args:
-        function: what to call.
-        name: of the thread.
-        daemon: False lets the exit of the interpreter wait until the call has returned.
+        function: the function to call.
+        name: name of the thread.
+        daemon: if False, the exit of the interpreter waits until the call has returned.
     """
 
     def __init__(self, function: Callable[[], T], name: str, *, daemon: bool = True) -> None:
@@ -189,10 +186,10 @@ class Task(Generic[T]):
         try:
             devices.use_index(self._device)
             self._result = cast("Callable[[], T]", function)()
-        except BaseException as error:  # raised for the caller by result()
+        except BaseException as error:  # raised by result()
             self._error = error
         finally:
-            del function  # the caller may rely on it: a task that has ended holds nothing
+            del function  # an ended task holds no references
             self._ended.set()
             _running.discard(self._thread)
 
@@ -206,10 +203,10 @@ class Task(Generic[T]):
         return self._thread is threading.current_thread()
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to so many seconds; whether the call has ended.
+        """Wait for at most this many seconds; return whether the call has ended.
 
-        Signals are handled meanwhile, within a second also where the system gave one to another
-        thread, as it does when the process was stopped: that does not wake the main thread.
+        Signals are handled during the wait. A signal that the system delivers to another thread,
+        for example after the process was stopped, is handled within a second.
         """
         end = time.monotonic() + seconds
         while not self._ended.wait(min(_SIGNAL_S, max(0.0, end - time.monotonic()))):
@@ -218,7 +215,7 @@ class Task(Generic[T]):
         return True
 
     def result(self) -> T:
-        """Return the result of a call that has ended, or raise what it raised."""
+        """Return the result of a call that has ended, or raise its exception."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error

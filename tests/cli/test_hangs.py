@@ -158,7 +158,7 @@ def test_a_missing_rank_in_the_first_offload(moments: dict[str, Moment]) -> None
     assert "1 live" in moment.page.splitlines()[0]
     assert "2 in offload" in moment.page.splitlines()[0]
     assert lines[2].startswith("offload in progress on ranks 0, 2, since ")
-    assert lines[2].endswith("before its barrier 'enter'")
+    assert lines[2].endswith("before barrier 'enter'")
     assert lines[3].startswith("waiting ranks 0, 2, since ")
     assert lines[4] == "waits for rank 1: it has not called offload()"
     assert lines[5].startswith('-> rank 1 is at File "')

@@ -615,7 +615,7 @@ def test_a_group_that_hangs_while_it_connects_is_named_within_the_bound() -> Non
     outcomes = run_ranks(connect_badly, 4, args=(fault, {"init_timeout": 5}), timeout=150)
     for kind, message, left in outcomes:
         assert kind == "RendezvousTimeoutError"
-        assert "Rank 2-3 did not finish its own part" in message
+        assert "Rank 2-3 did not finish its own work" in message
         assert "connecting 'mesh_tp' of rank 2-3 (sim) over lo" in message
         assert not left
 

@@ -502,7 +502,7 @@ def test_weights_come_back_beside_the_reload(ranks: list[dict[str, Any]]) -> Non
         assert found["reload had begun"]
         kind, text = found["sum"]
         assert kind == "GroupOffloadedError"
-        assert "a reload is under way" in text
+        assert "a reload is running" in text
         order = ["callback", "pause", "wake_up", "sleep 1", "resume", "copy", "rebuilt"]
         assert found["log"] == order
         assert [step for step, _ in found["steps"]] == [

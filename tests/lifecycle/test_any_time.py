@@ -98,7 +98,7 @@ def test_a_running_operation_says_where_it_is(world, tmp_path):
     ((waiting, line),) = first[2]
     assert (waiting.operation, waiting.phase, waiting.doing) == ("offload", "enter", "")
     assert waiting.since >= waiting.started_at
-    assert line.startswith("offload is running, before its barrier 'enter': waits for other ranks")
+    assert line.startswith("offload is running, before barrier 'enter': waiting for other ranks")
 
 
 def _interrupted_at_each_call(rank, world_size):

@@ -104,7 +104,7 @@ def test_a_release_that_hangs_is_named_aborted_and_shown():
     for rank, (held, text, seconds, after, unfinished, still, total) in enumerate(results):
         assert held
         assert "RendezvousTimeoutError" in text
-        assert "Rank 1 did not finish its own part; rank 1 was at" in text
+        assert "Rank 1 did not finish its own work; rank 1 was in" in text
         assert "(g1)" in text
         assert "raise install(timeout=...)" in text
         assert seconds < BOUND_S + 60
@@ -126,7 +126,7 @@ def test_a_machine_that_stands_still_at_the_bound_is_not_a_silent_store():
     """Time in which a process did not run is not counted as silence."""
     stopped = (_all_are_stopped_at_the_bound,)
     for _, text, *_ in run_ranks(_one_hangs, 2, args=stopped, timeout=90):
-        assert "Rank 1 did not finish its own part; rank 1 was at" in text
+        assert "Rank 1 did not finish its own work; rank 1 was in" in text
 
 
 def _abort_hangs_too(rank, world_size):

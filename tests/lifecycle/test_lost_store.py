@@ -92,7 +92,7 @@ def test_all_ranks_get_a_clear_error(point: str, number: int) -> None:
         for seen in (result["seen"], result["again"]):
             assert seen.kind in {"ReloadpgError", "RendezvousTimeoutError", "RebuildError"}, seen
             assert "store" in seen.text
-            assert "restart the job" in seen.text, seen
+            assert "Restart the job" in seen.text, seen
             assert seen.seconds < BOUND + ALLOWANCE, seen
         if point == "offload.enter":
             # Whether this rank was counted is unknown: if it was, others may release their groups.

@@ -98,7 +98,7 @@ def test_the_caller_goes_on_at_once(cycle: list[dict[str, Any]], operation: str)
         seen = facts[operation]
         assert (seen["done"], seen["shown"]) == (False, f"<Pending {operation}, running>")
         assert seen["queries"] == [rank, 2]
-        assert seen["early"].startswith(f"PendingError: {operation}(wait=False) has not ended")
+        assert seen["early"].startswith(f"PendingError: {operation}(wait=False) is still running")
 
 
 @pytest.mark.matrix
@@ -110,7 +110,7 @@ def test_groups_refuse_until_it_has_ended(cycle: list[dict[str, Any]], operation
         assert False in facts[operation]["live"]
         for text in facts[operation]["refused"]:
             assert text.startswith("GroupOffloadedError: allreduce on ")
-            assert f"{operation} is under way" in text
+            assert f"{operation} is running" in text
             assert "Call result()" in text
     for facts in cycle:
         assert "reloadpg.reload()" in facts["offload"]["after"]
@@ -287,8 +287,8 @@ def test_the_cpu_side_of_mixed_groups_goes_on_working() -> None:
     """The other side refuses, also where it is live."""
     for sums, offloading, reloading in run_ranks(_mixed, 2):
         assert sums == [3.0] * 4
-        assert "an offload is under way" in offloading
-        assert "a reload is under way" in reloading
+        assert "an offload is running" in offloading
+        assert "a reload is running" in reloading
 
 
 def _dropped(rank: int, world_size: int) -> tuple[list[str], float]:
@@ -315,7 +315,7 @@ def test_a_handle_that_is_dropped_is_reported() -> None:
     """With what became of the operation; not once ``result()`` has said it."""
     (((under_way, completed, failed), total),) = run_ranks(_dropped, 1)
     assert "offload(wait=False) was deleted" in under_way
-    assert "the operation continues" in under_way
+    assert "the operation is still running" in under_way
     assert "reload(wait=False) was deleted" in completed
     assert "it completed" in completed
     assert "it raised ReleaseError" in failed

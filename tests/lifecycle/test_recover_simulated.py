@@ -248,4 +248,4 @@ def test_an_abort_that_does_not_end_is_named_and_its_memory_comes_back_with_it(
         assert after["account"]["held"] == before["held"]
         assert after["unfinished"] == ()
         if rank == FAULTY:
-            assert any("what it holds is not free" in text for text in found["warnings"])
+            assert any("its memory is not free" in text for text in found["warnings"])

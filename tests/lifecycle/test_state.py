@@ -37,7 +37,7 @@ def wrong(message: str) -> Any:
 
 def test_what_has_no_state_is_refused_at_the_call() -> None:
     """Before the loop begins, by its name."""
-    with wrong(r"object is neither a module nor an optimizer.*nothing was begun"):
+    with wrong(r"object is neither a module nor an optimizer.*nothing was started"):
         reloadpg.retrying("ab", state=(torch.nn.Linear(1, 1), object()))
 
 
@@ -82,7 +82,7 @@ def test_a_value_that_cannot_be_restored_in_place_is_refused() -> None:
 def test_the_state_of_a_loop_in_a_step_is_that_of_the_step() -> None:
     """A fault repeats the outer step, whose state has to hold all of it."""
     for step in reloadpg.retrying("a"):
-        with step, wrong("Pass it to the other loop"):
+        with step, wrong("Pass `state` to the outer loop"):
             next(reloadpg.retrying("b", state=torch.ones(1)))
 
 
@@ -277,5 +277,5 @@ def test_a_shard_that_no_other_rank_holds_is_lost() -> None:
     found = run_replaced(replaced, "fsdp", True)
     for rank in (0, 1, 3, RANKS):
         assert found[rank].kind in ("ReloadpgError", "PeerFailedError"), found[rank]
-        assert "no other rank holds the same" in found[rank].text
+        assert "no other rank is known to hold the same" in found[rank].text
         assert "checkpoint" in found[rank].text

@@ -370,7 +370,7 @@ def test_a_failure_that_another_one_came_before_names_it() -> None:
     ((error, _),) = job.run(body)[1:]
     assert str(error).splitlines() == [
         "connection closed by peer",
-        "Rank 0 had failed before: KeyboardInterrupt: by the user",
+        "Rank 0 failed first: KeyboardInterrupt: by the user",
     ]
 
 
@@ -458,7 +458,7 @@ def test_work_that_does_not_end_is_told_from_ranks_that_are_gone() -> None:
     for error, seconds in results[:2]:
         assert isinstance(error, RendezvousTimeoutError)
         assert error.missing == (2,)
-        assert "Rank 0-1 did not finish its own part" in str(error)
+        assert "Rank 0-1 did not finish its own work" in str(error)
         assert "the group of tests" in str(error)
         assert seconds < SOON
 
@@ -474,7 +474,7 @@ def test_abandoned_work_is_told_that_it_is_not_wanted() -> None:
         ended.set()
 
     rdv = Rendezvous(None, 0, 1)
-    with pytest.raises(RendezvousTimeoutError, match="did not finish its own part"):
+    with pytest.raises(RendezvousTimeoutError, match="did not finish its own work"):
         rdv.open("reload", ("rebuilt",), 0.3).run("rebuilt", work, lambda: "a group")
     release.set()
     assert ended.wait(SOON)
@@ -548,7 +548,7 @@ def test_a_store_that_is_gone_is_an_error_within_the_bound() -> None:
         ):
             assert isinstance(error, ReloadpgError)
             assert "rendezvous store" in str(error)
-            assert "restart the job" in str(error)
+            assert "Restart the job" in str(error)
             assert seconds < SOON
 
 
@@ -673,7 +673,7 @@ def test_a_silent_store_is_told_at_the_bound() -> None:
     for rank, (error, seconds) in enumerate(results):
         assert isinstance(error, RendezvousTimeoutError), error
         assert error.unknown == tuple(other for other in range(3) if other != rank)
-        assert "does not answer" in str(error)
+        assert "does not respond" in str(error)
         assert seconds < SOON
 
 
@@ -744,7 +744,7 @@ def test_a_silent_store_is_an_error_of_the_library_in_a_recovery_too() -> None:
     rdv = job.ranks[0]
     rdv.recover(("enter",), "a fault", "{}", FAR)
     stores[0].silent.set()
-    with pytest.raises(RendezvousTimeoutError, match="does not answer"):
+    with pytest.raises(RendezvousTimeoutError, match="does not respond"):
         rdv.summary(0.1)
     stores[0].ended.set()
 

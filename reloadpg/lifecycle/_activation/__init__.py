@@ -1,8 +1,8 @@
-"""Entry point that ``import torch`` calls; harmless where reloadpg itself cannot be imported.
+"""Entry point that ``import torch`` calls; harmless if reloadpg cannot be imported.
 
 Installed as the top-level package ``_reloadpg_activation``, so that importing it imports nothing
-of reloadpg: a half-installed package, or some other ``reloadpg.py`` that comes first on the path,
-would otherwise make ``import torch`` fail.
+of reloadpg. Otherwise a partly installed package, or another ``reloadpg.py`` that comes first on
+the path, would make ``import torch`` fail.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ _STANDINS = "RELOADPG_STANDIN_JOB"
 
 
 def activate() -> None:
-    """Install reloadpg if ``RELOADPG_AUTOINSTALL`` asks for it; see ``lifecycle.autoinstall``.
+    """Install reloadpg if ``RELOADPG_AUTOINSTALL`` requests it; see ``lifecycle.autoinstall``.
 
-    Processes that use ``testing.standins`` activate these first.
-
-    A name that is nearly that one is looked at there, too. Local; idempotent; raises nothing but
-    ``KeyboardInterrupt``.
+    Processes that use ``testing.standins`` activate these first. ``autoinstall`` also handles
+    misspelt names of the variable. Local; idempotent; raises only ``KeyboardInterrupt``.
     """
     if _STANDINS in os.environ:
         with _reported("the stand-ins for CUDA and NCCL are not activated", _STANDINS):
@@ -49,7 +47,7 @@ def _reported(what: str, name: str) -> Iterator[None]:
         raise
     except BaseException as error:  # some libraries end the process when they are imported
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        with suppress(Exception):  # there may be no stderr
+        with suppress(Exception):  # stderr may be closed
             sys.stderr.write(
                 f"reloadpg: {what} ({name}={value!r}): {text} Torch is not "
                 f"affected. Correct the cause and start again, or unset {name}.\n"
