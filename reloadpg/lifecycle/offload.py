@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import gc
 import warnings
 from functools import partial
@@ -41,8 +40,8 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
     answer, collectives raise ``GroupOffloadedError`` until :func:`reload`. Gloo groups that
     bypass, and the CPU side of mixed groups, go on working.
 
-    A ``torch.distributed.checkpoint.async_save`` that a thread is still writing over a group that
-    would be released is waited for first, within the same bound.
+    It does not wait for ``torch.distributed.checkpoint.async_save``: call ``result()`` of its
+    future first, if the save uses a group that is released.
 
     Before ``init_process_group`` and after ``destroy_process_group`` it does nothing. Where no
     group is reloadable it releases nothing, and warns of that once a process, with the reason.
@@ -100,7 +99,7 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     # callbacks that is the first one.
     calls = bool(op.due(registry.callbacks.offload)) or op.may_suspend
     if not calls:
-        _quiesce(op, job, "enter", live)
+        _quiesce(op, job, "enter")
     proposals, subjects = op.strategy.propose(live)
     proposed = op.agree(proposals, subjects, extends=calls)
     op.record.warnings += op.strategy.decide(live, proposed)
@@ -108,7 +107,7 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
         op.call(registry.callbacks.offload)
         live = [group for group in live if group.is_live]  # a callback may destroy its own
     if calls:
-        _quiesce(op, job, "quiesced", live)
+        _quiesce(op, job, "quiesced")
     op.barrier("quiesced")
     # From here on groups are touched: the operation completes, or leaves them all failed.
     recreated = [group for group in live if group.history.strategy == "recreate"]
@@ -131,28 +130,12 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     op.complete("" if live else "no live reloadable group")
 
 
-def _quiesce(op: Operation, job: Job, phase: str, live: list[ReloadableProcessGroup]) -> None:
+def _quiesce(op: Operation, job: Job, phase: str) -> None:
     """Wait for what uses the groups on this rank, and prepare the reload. Bounded."""
     stores = job.creation_stores
-    _await_saves(op, phase, live)
     with op.record.timed("device"):
         op.do(phase, devices.synchronize, "synchronizing the accelerator")
         c10d.raise_for_aborted()  # which the release of their communicators would hide
         if stores is not None:  # so that the reload need not connect
             connect = partial(stores.connect, min(op.creators, len(op.groups)))
             op.do(phase, connect, "connecting to the store")
-
-
-def _await_saves(op: Operation, phase: str, live: list[ReloadableProcessGroup]) -> None:
-    """Wait for asynchronous checkpoints of this rank that use these groups. Bounded.
-
-    They coordinate on the CPU's backend: a group that keeps it does not disturb them.
-    """
-    released = {id(group) for group in live if "cpu" in group.construction.selected}
-    saves = [save for save in c10d.saves_in_flight() if id(save.group()) in released]
-    if saves:
-        names = ", ".join(save.checkpoint for save in saves)
-        doing = f"waiting for an asynchronous checkpoint that is still being saved: {names}"
-        futures = [save.future for save in saves]
-        with op.record.timed("checkpoint"):
-            op.do(phase, partial(concurrent.futures.wait, futures), doing)
