@@ -9,7 +9,6 @@ from typing import Literal, overload
 
 from .. import c10d
 from ..c10d import devices, release_cautions
-from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Job, registry
 from ..groups.sets import ALL, Chosen
 from .failure import await_unfinished, perform
