@@ -193,7 +193,7 @@ def add(subcommands: Any) -> None:
     )
     parser.add_argument("--strict", action="store_true", help="exit code 1 on a warning too")
     parser.add_argument("--json", action="store_true", help="all findings as JSON")
-    parser.set_defaults(run=_run, reports_variables=True)
+    parser.set_defaults(run=_run, needs={"rich": "cli"}, reports_variables=True)
 
 
 def _run(options: argparse.Namespace) -> int:

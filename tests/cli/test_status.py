@@ -486,21 +486,6 @@ def test_watch_is_plain_text_where_there_is_no_terminal(job, capsys):
     assert [len(json.loads(line)["ranks"]) for line in lines] == [2, 2, 2]
 
 
-class TerminalStream(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_terminal_without_rich_gets_plain_text(job, monkeypatch):
-    """The extra is not needed."""
-    stream = TerminalStream()
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert main(["status", str(job)]) == 0
-    assert "2 of 2 ranks: 2 live" in stream.getvalue()
-    assert "\x1b" not in stream.getvalue()
-
-
 def test_watch_draws_in_place_on_a_terminal(job):
     """It follows the job, and Ctrl-C is the usual way to end it: exit code 0."""
     with on_terminal("status", job, "--watch", "--interval", "0.1") as terminal:
@@ -512,6 +497,24 @@ def test_watch_draws_in_place_on_a_terminal(job):
     assert "Traceback" not in terminal.text
     widest = max(len(line) for line in terminal.text.splitlines())
     assert widest <= 160
+
+
+@pytest.mark.parametrize("columns", [50, 80, 160])
+def test_a_watched_terminal_names_the_missing_ranks_in_full(tmp_path, columns):
+    """However narrow it is: the line is wrapped, and the table shrinks instead."""
+    waits = running(waiting=True, phase="released", since=time.time() - 100)
+    late = {rank: running(phase="released", doing=f"group {rank}") for rank in range(0, 40, 2)}
+    for rank in range(40):
+        said = {"host": "a-host", "time": time.time() + 600}
+        write_rank(tmp_path, rank, 40, running=late.get(rank, waits), **said)
+    options = ["--watch", "--frames", "1"]
+    with on_terminal("status", tmp_path, *options, columns=columns, lines=70) as terminal:
+        terminal.read_until(lambda _: False)
+    text = " ".join(terminal.text.split())
+    for rank in late:
+        assert f"rank {rank}: on its way: group {rank}" in text
+    drawn = terminal.text.replace("reloadpg: ", "\nreloadpg: ")  # rich draws again at the end
+    assert max(map(len, drawn.splitlines())) <= columns
 
 
 def test_a_watched_terminal_keeps_still_while_nothing_changes(job):
