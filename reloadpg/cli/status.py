@@ -174,7 +174,7 @@ def page(
     if width is not None:
         errors = [f"rank {one.rank}: {one.error}" for one in job.ranks if one.error]
         heads = [f"{'error'.ljust(indent)}  {error}" for error in errors[:_SHOWN_FAILURES]]
-        below += [Line(head[: 2 * width], "bad", indent + 2) for head in heads]
+        below += [Line(head[: width * (1 + remedies)], "bad", indent + 2) for head in heads]
     below += failures[: height and _SHOWN_FAILURES]
     room = None
     if width is not None and height is not None:
