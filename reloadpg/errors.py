@@ -30,7 +30,6 @@ __all__ = [
     "STATUS_DIR",
     "VARIABLES",
     "as_timedelta",
-    "columns",
     "counted",
     "described",
     "did_you_mean",
@@ -189,38 +188,29 @@ def mebibytes(size: float) -> str:
     return f"{round(size / (1 << 20), 1) + 0.0:.1f} MiB"
 
 
-def columns(
-    header: Sequence[object], rows: Sequence[Sequence[object]]
-) -> list[tuple[list[str], bool]]:
-    """The columns of a table: their texts, the header first, and whether they are numbers. Pure."""
-
-    def cell(value: object) -> str:
-        if value is None:
-            return "-"
-        return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-    return [
-        (
-            [cell(row[index]) for row in (header, *rows)],
-            all(isinstance(row[index], (int, float, type(None))) for row in rows),
-        )
-        for index in range(len(header))
-    ]
-
-
 def table(header: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
     """Lay out columns of text, numbers to the right, as wide as they need. Local, pure."""
-    found = columns(header, rows)
-    widths = [max(map(len, texts)) for texts, _ in found]
+    texts = [[_cell(value) for value in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    numeric = [
+        all(isinstance(row[index], (int, float, type(None))) for row in rows)
+        for index in range(len(header))
+    ]
     lines = [
         "  ".join(
-            texts[row].rjust(width) if numeric else texts[row].ljust(width)
-            for (texts, numeric), width in zip(found, widths, strict=True)
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(row, widths, numeric, strict=True)
         ).rstrip()
-        for row in range(len(rows) + 1)
+        for row in texts
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 STATUS_DIR = "RELOADPG_STATUS_DIR"

@@ -66,7 +66,6 @@ NOT_ON_NCCL = {
         "torch has it for gloo alone"
     ),
     "consumers/test_simulated.py": "simulated",
-    "lifecycle/test_async_checkpoints.py": "saves on groups of the CPU that are released",
     "lifecycle/test_bypassed.py": "what is said of gloo groups, which bypass by default",
     "lifecycle/test_faults.py": "faults of the simulated accelerator and of gloo",
     "lifecycle/test_faults_of_recovery.py": "faults of gloo",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch  # noqa: F401 - first: RELOADPG_AUTOINSTALL installs at its end
 
 from .backends import *
-from .checkpoints import *
 from .creation import *
 from .inspection import *
 from .stores import *

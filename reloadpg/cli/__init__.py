@@ -1,9 +1,8 @@
 """The command line: ``reloadpg`` and ``python -m reloadpg``. One module a subcommand.
 
 Parsing needs the standard library alone, and a subcommand loads torch only when it runs, so that
-``doctor`` can say what is wrong with an installation in which torch cannot be imported. With
-``rich`` (extra ``cli``) a terminal gets live tables and progress bars; without it, and when the
-output is no terminal, everything is plain text.
+``doctor`` can say what is wrong with an installation in which torch cannot be imported. Pages are
+drawn by ``rich`` (extra ``cli``); JSON needs none.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     try:
-        missing = _missing(getattr(options, "needs", {}))
+        missing = _missing(options)
         if missing:
             say(f"{top.prog}: {missing}", sys.stderr)
             return 2
@@ -125,15 +124,19 @@ def _parsed(
     return options
 
 
-def _missing(needs: Mapping[str, str]) -> str:
+def _missing(options: argparse.Namespace) -> str:
     """Import the modules that a command needs; a line about the first that is missing, or empty."""
-    for name, extra in needs.items():
+    drawn = not getattr(options, "json", None) and not getattr(options, "report", False)
+    for name, extra in getattr(options, "needs", {}).items():
+        if name == "rich" and not drawn:
+            continue
         try:
             import_module(name)
         except Exception as error:  # a broken installation of torch fails in many ways
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            instead = "; --json needs none of it" if name == "rich" else ""
             return (
-                f"{name} cannot be imported ({why}); nothing was started. It comes with: "
+                f"{name} cannot be imported ({why}); nothing was started{instead}. It comes with: "
                 f"pip install 'reloadpg[{extra}]'"
             )
     return ""

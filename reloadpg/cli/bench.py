@@ -23,13 +23,13 @@ from .console import (
     CommandError,
     Line,
     Page,
-    Table,
     follow_lines,
     positive,
     progress,
     say,
     seconds,
     show,
+    tabled,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def add(subcommands: Any) -> None:
         "--timeout", type=seconds, default=600.0, metavar="S", help="bound (default: 600)"
     )
     parser.add_argument("--json", action="store_true", help="all figures as JSON")
-    parser.set_defaults(run=_run, needs={"torch": "cli"})
+    parser.set_defaults(run=_run, needs={"torch": "cli", "rich": "cli"})
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -287,10 +287,10 @@ def _page(result: Mapping[str, Any]) -> Page:
         row: list[object] = [operation, *(medians[figure] for figure in _FIGURES[:-1])]
         rows.append([*row, None if size is None else round(size / (1 << 20))])
     header = ["", "total ms", "a group ms", "waiting ms", "own ms", "MiB a rank"]
-    lines: list[Line | Table] = [
+    lines = [
         Line(head, "head"),
         Line(""),
-        Table(header, rows),
+        *tabled(header, rows),
         Line(""),
         Line("Medians over the cycles, each of the slowest rank. own: the library's share."),
     ]

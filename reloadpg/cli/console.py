@@ -1,8 +1,8 @@
 """Input and output that the commands share: types of options, pages of text, progress.
 
-A command describes its output once, as lines, tables and findings; it is written as plain text, or
-on a terminal with ``rich`` in colours and in place. Results go to stdout, progress and errors to
-stderr, so that a pipe gets the result alone.
+A command describes its output as lines, tables and findings, which ``rich`` draws: in colours on a
+terminal, as plain text elsewhere. Results go to stdout, progress and errors to stderr, so that a
+pipe gets the result alone.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ import sys
 import tempfile
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
-from ..errors import columns, table
+from ..errors import table
 
 __all__ = [
     "CommandError",
     "Finding",
     "Line",
     "Page",
-    "Table",
     "existing_file",
     "follow",
     "follow_lines",
@@ -37,6 +36,7 @@ __all__ = [
     "say",
     "seconds",
     "show",
+    "tabled",
     "terminal_size",
 ]
 
@@ -52,8 +52,8 @@ STYLES = {
 LEVELS = {"": "", "ok": "good", "note": "note", "warning": "warning", "problem": "bad"}
 """Tone of a finding by its level."""
 
-PLAIN_REPORTS_S = 10.0
-"""Seconds between two lines of progress where it cannot be drawn."""
+_UNWRAPPED = 10_000
+"""Columns outside of a terminal: more than any line has."""
 
 
 # -- types of options; what they raise becomes argparse's error -----------------------------------
@@ -116,25 +116,41 @@ class Line:
     Attributes:
         text: what it says.
         tone: a key of :data:`STYLES`, or empty.
-        indent: where it goes on if it is longer than a terminal is wide.
+        indent: where it continues if it is longer than a terminal is wide.
     """
 
     text: str
     tone: str = ""
     indent: int = 0
 
+    def wrapped(self, width: int) -> str:
+        """The text in lines of this width. Pure."""
+        if len(self.text) <= width:
+            return self.text
+        room = max(width, self.indent + 20)
+        indent = " " * self.indent
+        return textwrap.fill(self.text, room, subsequent_indent=indent, break_on_hyphens=False)
 
-@dataclass(frozen=True)
-class Table:
-    """Columns of values, numbers to the right; ``tones`` has one tone a row, or nothing."""
 
-    header: Sequence[str]
-    rows: Sequence[Sequence[object]]
-    tones: Sequence[str] = ()
+Page = Sequence[Line]
+"""Lines, one below the other."""
 
 
-Page = Sequence[Line | Table]
-"""Lines and tables, one below the other."""
+def tabled(
+    header: Sequence[str], rows: Sequence[Sequence[object]], tones: Sequence[str] = ()
+) -> list[Line]:
+    """Columns of values as lines, numbers to the right; the last column continues below itself.
+
+    Args:
+        header: names of the columns.
+        rows: the values.
+        tones: one a row, or nothing.
+    """
+    head, rule, *body = table(header, rows).split("\n")
+    indent = len(rule.rstrip("-"))
+    tones = tones or [""] * len(body)
+    shown = (Line(text, tone, indent) for text, tone in zip(body, tones, strict=True))
+    return [Line(head, "head"), Line(rule, "note"), *shown]
 
 
 @dataclass(frozen=True)
@@ -177,11 +193,8 @@ def say(text: str = "", stream: TextIO | None = None) -> None:
 
 def show(page: Page) -> None:
     """Write a page to stdout. Local."""
-    console = _terminal(sys.stdout)
-    if console is None:
-        say(_plain(page))
-    else:
-        console.print(_drawn(page, console.size.width))
+    console = _console()
+    console.print(_drawn(page, console.width))
 
 
 def follow(pages: Iterator[Page]) -> None:
@@ -191,44 +204,46 @@ def follow(pages: Iterator[Page]) -> None:
 
     Blocking until the pages end; the iterator decides how fast they come.
     """
-    console = _terminal(sys.stdout)
-    if console is None:
-        for number, page in enumerate(pages):
-            say(f"{'' if number == 0 else chr(10)}{_plain(page)}")
-        return
     from rich.live import Live
 
+    console = _console()
+    if not console.is_terminal or console.is_dumb_terminal:
+        for number, page in enumerate(pages):
+            console.print(*[""] * (number > 0), _drawn(page, console.width), sep="\n")
+        return
     with Live(console=console, auto_refresh=False, redirect_stdout=False) as live:
         drawn: object = None
         for page in pages:
             if drawn != (page, console.size):
                 drawn = (page, console.size)
-                live.update(_drawn(page), refresh=True)
+                live.update(_drawn(page, console.width), refresh=True)
 
 
 def terminal_size() -> tuple[int, int] | None:
     """Columns and lines of the terminal that stdout is; None where pages are not drawn in place."""
-    console = _terminal(sys.stdout)
-    return None if console is None else (int(console.size.width), int(console.size.height))
+    console = _console()
+    if not console.is_terminal or console.is_dumb_terminal:
+        return None
+    return int(console.width), int(console.height)
 
 
 @contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Show how far a long task is; yields a function that is told how much is done.
+    """Show how far a long task is; yields a function that takes how much is done.
 
-    A bar on a terminal (or a spinner, where the total is unknown); otherwise a line at the start,
-    and one each ten seconds. Written to stderr. The function may be called from any one thread.
+    On stderr, if that is a terminal and rich is installed: a bar, or a spinner where the total is
+    unknown. The function may be called from any one thread.
     """
-    console = _terminal(sys.stderr)
-    if console is None:
-        yield _plain_progress(what, total)
+    if not sys.stderr.isatty() or find_spec("rich") is None:
+        yield lambda done: None
         return
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
     from rich.progress import TimeElapsedColumn as Elapsed
 
     bars = [BarColumn(), MofNCompleteColumn()] if total is not None else []
     columns = (SpinnerColumn(), TextColumn("{task.description}"), *bars, Elapsed())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done)
 
@@ -259,81 +274,26 @@ def follow_lines(tell: Callable[[str], object]) -> Iterator[Path]:
             watcher.join()
 
 
-def _plain_progress(what: str, total: int | None) -> Callable[[int], None]:
-    say(f"{what} ...", sys.stderr)
-    said = time.monotonic()
-
-    def update(done: int) -> None:
-        nonlocal said
-        if time.monotonic() - said >= PLAIN_REPORTS_S:
-            said = time.monotonic()
-            say(f"{what}: {done}{'' if total is None else f' of {total}'}", sys.stderr)
-
-    return update
+# -- drawn by rich ------------------------------------------------------------------------------
 
 
-# -- on a terminal, or plain ------------------------------------------------------------------
+def _console() -> Any:
+    """A rich console on stdout; outside of a terminal no line is wrapped."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else _UNWRAPPED
+    console = Console(file=sys.stdout, width=width, highlight=False, emoji=False, markup=False)
+    console.on_broken_pipe = _raise_again
+    return console
 
 
-def _terminal(stream: TextIO) -> Any:
-    """A rich console on the stream, if it is a terminal and rich is installed; otherwise None."""
-    if not stream.isatty():
-        return None
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    console = Console(file=stream, highlight=False, emoji=False, markup=False)
-    return None if console.is_dumb_terminal else console
+def _raise_again() -> NoReturn:
+    """In place of rich's own exit with code 1, where the reader of stdout has gone."""
+    raise
 
 
-def _plain(page: Page) -> str:
-    return "\n".join(
-        table(part.header, part.rows) if isinstance(part, Table) else part.text for part in page
-    )
-
-
-def _drawn(page: Page, wrap_at: int | None = None) -> Any:
-    """The page for rich; without a width to wrap at, each line and row is one, cut at the edge."""
+def _drawn(page: Page, width: int) -> Any:
     from rich.console import Group
     from rich.text import Text
 
-    drawn: list[Any] = []
-    for part in page:
-        if isinstance(part, Table):
-            drawn.append(_drawn_table(part, wrap=wrap_at is not None))
-            continue
-        style = STYLES.get(part.tone, "")
-        if wrap_at is None:
-            drawn.append(Text(part.text, style=style, no_wrap=True, overflow="ellipsis"))
-        else:
-            drawn.append(Text(_wrapped(part, wrap_at), style=style))
-    return Group(*drawn)
-
-
-def _wrapped(line: Line, width: int) -> str:
-    room = max(width, line.indent + 20)
-    return textwrap.fill(line.text, room, subsequent_indent=" " * line.indent)
-
-
-def _drawn_table(part: Table, *, wrap: bool) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    drawn = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style=STYLES["head"])
-    found = columns(part.header, part.rows)
-    for index, (texts, numeric) in enumerate(found):
-        last = index == len(found) - 1
-        drawn.add_column(
-            texts[0],
-            justify="right" if numeric else "left",
-            # A narrow terminal costs the last column, never a number.
-            min_width=None if last else max(map(len, texts)),
-            no_wrap=not (last and wrap),
-            overflow="fold" if last and wrap else "ellipsis",
-        )
-    tones = part.tones or [""] * len(part.rows)
-    for row, tone in enumerate(tones, start=1):
-        drawn.add_row(*(Text(texts[row]) for texts, _ in found), style=STYLES.get(tone, ""))
-    return drawn
+    return Group(*(Text(one.wrapped(width), style=STYLES.get(one.tone, "")) for one in page))

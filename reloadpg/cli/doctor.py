@@ -32,12 +32,10 @@ from ..errors import STATUS_DIR, VARIABLES, counted, unknown_variables
 from ..lifecycle.autoinstall import NO, SWITCH
 from .console import Finding, Line, Page, existing_file, progress, say, show
 from .doctor_patches import (
-    ScriptInstall,
     check_early_aliases,
     check_foreign_wrappers,
     import_modules,
     import_of_script,
-    install_of_script,
 )
 from .job import JobView
 from .records import read_directory
@@ -101,24 +99,20 @@ def diagnose(
         modules: modules that are imported first.
         status_dir: the status directory of a running job, whose ranks are compared.
         environ: the variables to look at; ``os.environ`` if None.
-        strategy: the strategy that the job uses; None for what the script, the environment or an
-            installation in this process says. What it does not use is not judged.
+        strategy: the strategy that the job uses; None for what the environment or an installation
+            in this process says. What it does not use is not checked.
     """
     variables = os.environ if environ is None else environ
     path = None if script is None else Path(script)
-    call = ScriptInstall() if path is None else install_of_script(path)
-    chosen, said_by = _chosen_strategy(strategy, call, variables)
-    said = Finding("strategy", "ok", f"{chosen or 'unknown'}, {said_by}")
+    chosen, said_by = _chosen_strategy(strategy, variables)
+    said = Finding("strategy", "ok", f"{chosen}, {said_by}")
     suspends = chosen != "recreate"
     of_job: list[Check] = []
     of_script: list[Check] = []
     if status_dir is not None:
         of_job = [("job", partial(check_job, Path(status_dir)))]
     if path is not None:
-        of_script = [
-            ("script", partial(check_script, path, call, variables)),
-            ("script", partial(import_of_script, path)),
-        ]
+        of_script = [("script", partial(import_of_script, path))]
     checks: list[Check] = [
         *of_job,
         ("torch", check_torch),
@@ -184,7 +178,7 @@ def add(subcommands: Any) -> None:
     parser.add_argument(
         "--strategy",
         choices=STRATEGIES,
-        help="the strategy of the job (default: what the script or the environment says)",
+        help="the strategy of the job (default: what the environment says, or recreate)",
     )
     parser.add_argument(
         "--report",
@@ -193,7 +187,7 @@ def add(subcommands: Any) -> None:
     )
     parser.add_argument("--strict", action="store_true", help="exit code 1 on a warning too")
     parser.add_argument("--json", action="store_true", help="all findings as JSON")
-    parser.set_defaults(run=_run, reports_variables=True)
+    parser.set_defaults(run=_run, needs={"rich": "cli"}, reports_variables=True)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -439,14 +433,10 @@ def _shown(version: Version) -> str:
 # -- this process and the job -----------------------------------------------------------------
 
 
-def _chosen_strategy(
-    given: str | None, call: ScriptInstall, environ: Mapping[str, str]
-) -> tuple[str, str]:
-    """The strategy of the job, empty if that cannot be read, and who says it."""
+def _chosen_strategy(given: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
+    """The strategy of the job, and who says it."""
     if given is not None:
         return given, "as --strategy says"
-    if call.line and call.strategy != "":
-        return call.strategy or "", f"by the script, line {call.line}"
     by_environment = environ.get("RELOADPG_STRATEGY", "").strip()
     if by_environment:
         return by_environment, "by RELOADPG_STRATEGY"
@@ -456,20 +446,7 @@ def _chosen_strategy(
         options = status().options
         if options:
             return str(options["strategy"]).partition(" ")[0], "as installed in this process"
-    return "recreate", "the default"
-
-
-def check_script(script: Path, call: ScriptInstall, environ: Mapping[str, str]) -> Findings:
-    """Say where a script installs reloadpg."""
-    if call.line:
-        yield Finding("script", "ok", f"{script.name} calls install() in line {call.line}")
-    elif not _autoinstalls(environ):
-        yield Finding(
-            "script",
-            "note",
-            f"{script.name} does not call reloadpg.install() itself",
-            f"see that what it imports does, before groups are created, or set {SWITCH}=1",
-        )
+    return "recreate", "the default; --strategy names another"
 
 
 def check_variables(environ: Mapping[str, str]) -> Findings:

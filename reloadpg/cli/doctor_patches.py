@@ -3,7 +3,7 @@
 Looks at module dictionaries only, as the patching itself does: a module with a hostile
 ``__getattr__`` is not asked anything. A function is recognised by the file of its code, which
 ``functools.wraps`` does not copy. A script is never run, since it would join its job: what it
-imports at its top level is imported, and the names that it takes itself are read from its text.
+imports at its top level is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import functools
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -22,12 +21,10 @@ from .console import Finding
 
 __all__ = [
     "CREATORS",
-    "ScriptInstall",
     "check_early_aliases",
     "check_foreign_wrappers",
     "import_modules",
     "import_of_script",
-    "install_of_script",
 ]
 
 CREATORS = ("init_process_group", "new_group", "split_group")
@@ -210,51 +207,8 @@ def import_modules(names: Sequence[str]) -> Iterator[Finding]:
             )
 
 
-@dataclass(frozen=True)
-class ScriptInstall:
-    """The call of ``reloadpg.install`` that a script makes itself.
-
-    Attributes:
-        line: where; 0 if there is none.
-        strategy: the strategy that it names; empty if it names none, None if that is computed.
-    """
-
-    line: int = 0
-    strategy: str | None = ""
-
-
-def install_of_script(script: Path) -> ScriptInstall:
-    """Find the first call of ``install`` in the text of a script, or of slime's name for it."""
-    try:
-        tree = ast.parse(script.read_bytes(), str(script))
-    except (OSError, SyntaxError, ValueError):
-        return ScriptInstall()
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _installs(node.func)]
-    first = min(calls, key=lambda node: node.lineno, default=None)
-    if first is None:
-        return ScriptInstall()
-    given = {keyword.arg: keyword.value for keyword in first.keywords}
-    strategy = given.get("strategy")
-    if strategy is None:
-        return ScriptInstall(first.lineno, None if None in given else "")
-    if isinstance(strategy, ast.Call) and strategy.args:  # StrategyPolicy("suspend", ...)
-        strategy = strategy.args[0]
-    value = strategy.value if isinstance(strategy, ast.Constant) else None
-    return ScriptInstall(first.lineno, value if isinstance(value, str) else None)
-
-
-def _installs(function: ast.expr) -> bool:
-    if isinstance(function, ast.Attribute):
-        owner = function.value
-        return function.attr == "install" and isinstance(owner, ast.Name) and owner.id == "reloadpg"
-    return isinstance(function, ast.Name) and function.id in ("install", "monkey_patch_torch_dist")
-
-
 def import_of_script(script: Path) -> Iterator[Finding]:
-    """Import what a script imports at its top level; also its own early names of torch's.
-
-    Modules that lie where the script itself leads ``sys.path`` are not to blame: that is not run.
-    """
+    """Import what a script imports at its top level; a finding for each that cannot be."""
     try:
         tree = ast.parse(script.read_bytes(), str(script))
     except (OSError, SyntaxError, ValueError) as error:
@@ -263,30 +217,7 @@ def import_of_script(script: Path) -> Iterator[Finding]:
     directory = str(script.absolute().parent)
     if directory not in sys.path:
         sys.path.insert(0, directory)  # as the interpreter does for a script
-    leads = min(
-        (getattr(node, "lineno", 0) for node in ast.walk(tree) if _changes_path(node)), default=0
-    )
-    for finding in import_modules(list(dict.fromkeys(_imported(tree.body)))):
-        if leads and "ModuleNotFoundError" in finding.message:
-            finding = Finding(
-                "import",
-                "note",
-                f"{finding.message}; line {leads} of the script changes sys.path, and was not run",
-                "to look at that module too, run doctor with its folder in PYTHONPATH",
-            )
-        yield finding
-    yield from _own_aliases(script, tree)
-
-
-def _changes_path(node: ast.AST) -> bool:
-    """Whether this changes ``sys.path``: its methods, an assignment to it, or ``addsitedir``."""
-    if isinstance(node, ast.Call):
-        text = ast.unparse(node.func)
-        return text.startswith("sys.path.") or text.endswith("addsitedir")
-    if isinstance(node, (ast.Assign, ast.AugAssign)):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        return any(ast.unparse(target).startswith("sys.path") for target in targets)
-    return False
+    yield from import_modules(list(dict.fromkeys(_imported(tree.body))))
 
 
 def _imported(statements: Sequence[ast.stmt]) -> Iterator[str]:
@@ -300,20 +231,3 @@ def _imported(statements: Sequence[ast.stmt]) -> Iterator[str]:
             for block in ("body", "handlers", "orelse", "finalbody"):
                 for inner in getattr(statement, block, ()):
                     yield from _imported(getattr(inner, "body", [inner]))
-
-
-def _own_aliases(script: Path, tree: ast.Module) -> Iterator[Finding]:
-    for statement in ast.walk(tree):
-        if not isinstance(statement, ast.ImportFrom):
-            continue
-        if (statement.module or "").partition(".")[0] != "torch":
-            continue
-        for alias in statement.names:
-            if alias.name in CREATORS:
-                yield Finding(
-                    "early alias",
-                    "warning",
-                    f"{script.name}, line {statement.lineno}: {alias.asname or alias.name} is "
-                    f"torch's own {alias.name}",
-                    "reloadpg.install() patches this name too if it runs after the import",
-                )

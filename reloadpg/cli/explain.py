@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidOptionError, counted, format_ranks
-from .console import CommandError, Line, Page, Table, natural, positive, say, seconds, show
+from .console import CommandError, Line, Page, natural, positive, say, seconds, show, tabled
 
 if TYPE_CHECKING:
     from ..groups.selection import Selection
@@ -93,7 +93,7 @@ def add(subcommands: Any) -> None:
         run=_run,
         script_arguments=[],
         required=("world_size",),
-        needs={"torch": "cli", "wrapt": "cli"},
+        needs={"torch": "cli", "wrapt": "cli", "rich": "cli"},
     )
 
 
@@ -234,9 +234,9 @@ def _page(options: argparse.Namespace, result: Record) -> Page:
     from .pretended_cuda import can_pretend
 
     head = f"reloadpg explain: {options.script}, rank {result['rank']} of {result['world_size']}"
-    parts: list[Line | Table] = [Line(head, "head")]
+    parts = [Line(head, "head")]
     if result["groups"]:
-        parts += [Line(""), _table(result["groups"]), Line(""), *_summary(result, options.device)]
+        parts += [Line(""), *_table(result["groups"]), Line(""), *_summary(result, options.device)]
     else:
         parts.append(Line("The script created no process group.", "warning"))
         parts.append(Line("Groups of other processes that the script starts are not seen."))
@@ -263,7 +263,7 @@ def _page(options: argparse.Namespace, result: Record) -> Page:
     return parts
 
 
-def _table(groups: Sequence[Record]) -> Table:
+def _table(groups: Sequence[Record]) -> list[Line]:
     rows: list[list[object]] = []
     several = len({one["set"] for one in groups}) > 1
     for one in groups:
@@ -276,7 +276,7 @@ def _table(groups: Sequence[Record]) -> Table:
         rows.append([*row, *([one["set"] or ""] if several else []), outcome, reason])
     tones = ["good" if one["reloadable"] else "note" for one in groups]
     header = ["group", "desc", "size", "ranks", "backend", "made by", *(["set"] if several else [])]
-    return Table([*header, "reloadpg", "why"], rows, tones)
+    return tabled([*header, "reloadpg", "why"], rows, tones)
 
 
 def _summary(result: Record, device: str) -> list[Line]:

@@ -19,12 +19,12 @@ from .console import (
     Finding,
     Line,
     Page,
-    Table,
     follow,
     positive,
     say,
     seconds,
     show,
+    tabled,
     terminal_size,
 )
 from .job import JobView, age, clock
@@ -33,8 +33,8 @@ from .records import LATE_S, RankRecord, Reading, read_directory, read_endpoints
 __all__ = ["add", "job_directory", "page"]
 
 _SHOWN_FAILURES = 3
-_WIDE, _WIDEST = 100, 150
-"""Columns of a terminal that has room for all numbers of the table, and for the errors too."""
+_WIDE = 100
+"""Columns of a terminal that has room for all numbers of the table."""
 _REMEDIES_HEIGHT = 30
 """Lines of a terminal that is high enough to say also what to do."""
 _WORST_FIRST = ("bad", "warning", "", "note")
@@ -76,7 +76,7 @@ def add(subcommands: Any) -> None:
     parser.add_argument(
         "--json", action="store_true", help="all that is known, as JSON; one line a look"
     )
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, needs={"rich": "cli"})
 
 
 def job_directory(given: Path | None) -> Path | None:
@@ -168,14 +168,20 @@ def page(
             for line in one.lines(f"{one.check.ljust(indent)}  ", remedies=remedies)
         ]
 
+    if height is not None:  # what does not fit is cut off at the end
+        lasting.sort(key=lambda one: one.level != "problem")
     above, below = lines(running), lines(lasting)
-    if width is not None and width < _WIDEST:
+    if width is not None:
         errors = [f"rank {one.rank}: {one.error}" for one in job.ranks if one.error]
-        below += [Line(f"{'error'.ljust(indent)}  {error}", "bad") for error in errors[:3]]
+        heads = [f"{'error'.ljust(indent)}  {error}" for error in errors[:_SHOWN_FAILURES]]
+        below += [Line(head[: width * (1 + remedies)], "bad", indent + 2) for head in heads]
     below += failures[: height and _SHOWN_FAILURES]
-    # Heading, table header and rule, the line that counts the rest, three empty ones, and the
-    # cursor's own line.
-    room = None if height is None else max(1, height - len(above) - len(below) - 9)
+    room = None
+    if width is not None and height is not None:
+        taken = sum(len(one.wrapped(width).splitlines()) for one in (*above, *below))
+        # Heading, table header and rule, the line that counts the rest, three empty ones, and the
+        # cursor's own line.
+        room = max(1, height - taken - 9)
     if above:
         above.append(Line(""))
     table = _table(job, width, room, still=still)
@@ -190,9 +196,7 @@ def _head(job: JobView, *, still: bool) -> Line:
     return Line(f"reloadpg{at}: {len(job.ranks)} of {known} ranks: {states}", "head")
 
 
-def _table(
-    job: JobView, width: int | None, room: int | None, *, still: bool
-) -> Iterator[Line | Table]:
+def _table(job: JobView, width: int | None, room: int | None, *, still: bool) -> Iterator[Line]:
     shown = list(job.ranks)
     if room is not None and len(shown) > room:
         shown.sort(key=lambda one: (_WORST_FIRST.index(_tone(one)), one.rank))
@@ -219,10 +223,10 @@ def _table(
         del columns["barrier"]
     if width is not None and width < _WIDE:
         del columns["in use MiB"], columns["groups"]
-    if (width is not None and width < _WIDEST) or not any(one.error for one in shown):
+    if width is not None or not any(one.error for one in shown):
         del columns["last error"]
     rows = [[column(one) for column in columns.values()] for one in shown]
-    yield Table(list(columns), rows, [_tone(one) for one in shown])
+    yield from tabled(list(columns), rows, [_tone(one) for one in shown])
     if len(shown) < len(job.ranks):
         yield Line(f"and {len(job.ranks) - len(shown)} more ranks", "note")
 

@@ -1,20 +1,22 @@
-"""The picture of a job's offloads and reloads, as SVG: one lane a rank, time from left to right.
+"""The picture of a job's offloads and reloads: one lane a rank, time from left to right.
 
-An operation takes milliseconds, and minutes lie between two of them: each has a time scale of its
-own, and what lies between is cut out and said in words.
+An operation takes milliseconds, and minutes lie between two of them: each has a separate axis, and
+the time between two axes is cut out and named. Drawn by matplotlib (extra ``trace``).
 """
 
 from __future__ import annotations
 
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 from ..errors import counted
 
-__all__ = ["Part", "Run", "drawn"]
+__all__ = ["Part", "Run", "draw"]
 
 
 @dataclass(frozen=True)
@@ -56,22 +58,20 @@ class Run:
     running: bool = False
 
 
-# -- layout; all lengths in pixels ----------------------------------------------------------------
+# -- layout; all lengths in inches ----------------------------------------------------------------
 
-_GUTTER, _MARGIN = 92, 24
-_TOP = 84
-_BAR, _STRIP, _LANE, _LANE_ALONE = 18, 24, 56, 28
-"""Heights: of an operation, of the memory below it, and of a lane with both or without memory."""
-_GAP = 84
-"""Width of what is cut out."""
-_NARROWEST, _ALL_SCALES = 130, 960
-"""Width of the shortest operation, and of all together where none is that short."""
+_GUTTER, _MARGIN, _GAP = 0.95, 0.25, 0.84
+_TOP, _BOTTOM = 1.0, 1.15
+_BAR, _STRIP, _WORDS, _PAD = 0.2, 0.24, 0.16, 0.1
+"""Heights in a lane: of an operation, of the memory below it, of a line of text, and between."""
+_ALL, _NARROWEST, _WITH_WORDS = 9.6, 1.3, 3.2
+"""Widths: of all axes together, and at least of one, without and with a line of text."""
+_LETTER = 0.058
+"""Width of a letter of the smallest text, a wide guess."""
 _CLOSE_S, _CLOSE_PART = 0.005, 0.2
-"""Operations that are closer, in seconds or in parts of their length, share a scale."""
+"""Operations that are closer, in seconds or in parts of their length, share an axis."""
 
-_FONT = "DejaVu Sans, Verdana, sans-serif"
-_INK, _FAINT, _ERROR, _MEMORY = "#222", "#6b7280", "#c0392b", "#6a3d9a"
-_WORK = "#d5d9e0"
+_INK, _FAINT, _ERROR, _MEMORY, _WORK = "#222222", "#6b7280", "#c0392b", "#6a3d9a", "#d5d9e0"
 _PHASES = {
     "groups": ("#0072b2", "groups: communicators"),
     "device": ("#e69f00", "device: its queued work"),
@@ -80,26 +80,79 @@ _PHASES = {
     "store": ("#56b4e9", "store"),
 }
 _OTHER_PHASE = ("#8c6d31", "other phase")
+_WAIT: dict[str, Any] = {"facecolor": "white", "edgecolor": _FAINT, "hatch": "//////", "lw": 0}
+_FAILED: dict[str, Any] = {"facecolor": "none", "edgecolor": _ERROR, "lw": 1.2}
+_ABSENT: dict[str, Any] = {**_FAILED, "linestyle": ":"}
 
 
-@dataclass(frozen=True)
-class _Scale:
-    """A stretch of time that is drawn, and where."""
+def draw(runs: Sequence[Run], ranks: Collection[int], path: Path, *, note: str = "") -> None:
+    """Draw operations into a file, whose ending is its format.
 
-    runs: Sequence[Run]
-    start: float
-    end: float
-    left: float
-    width: float
+    Args:
+        runs: at least one; of any ranks, in any order.
+        ranks: the ranks that have a lane; one that has not called an operation that failed, or has
+            not ended, is marked.
+        path: the file.
+        note: a sentence about what is left out.
+    """
+    from matplotlib import rc_context
 
-    @property
-    def right(self) -> float:
-        return self.left + self.width
+    settings = {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "reloadpg"}
+    with rc_context({**settings, "hatch.linewidth": 0.8, "hatch.color": _FAINT}):
+        # Without the date, equal runs give equal files.
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure = _figure(runs, sorted(ranks), note)
+        figure.savefig(path, format=path.suffix[1:], metadata=metadata, dpi=120)
 
-    def x(self, at: float) -> float:
-        length = self.end - self.start
-        share = (at - self.start) / length if length > 0 else 0.0
-        return self.left + self.width * min(1.0, max(0.0, share))
+
+def _figure(runs: Sequence[Run], ranks: Sequence[int], note: str) -> Any:
+    from matplotlib.figure import Figure
+
+    clusters = _clusters(runs)
+    spans = [(cluster[0].start, max(run.end for run in cluster)) for cluster in clusters]
+    # Longer ones are wider, but not by as much: the shortest must be legible next to them.
+    weights = [max(end - start, 1e-6) ** 0.5 for start, end in spans]
+    widths = [
+        max(_WITH_WORDS if _troubled(cluster) else _NARROWEST, _ALL * weight / sum(weights))
+        for cluster, weight in zip(clusters, weights, strict=True)
+    ]
+    levels = [size for run in runs for _, size in run.memory]
+    words = any(map(_troubled, clusters))
+    lane = _BAR + _PAD + _STRIP * bool(levels) + _WORDS * words
+    width = max(_GUTTER + sum(widths) + _GAP * (len(widths) - 1) + _MARGIN, 7.6)
+    height = _TOP + lane * len(ranks) + _BOTTOM
+    figure = Figure(figsize=(width, height), facecolor="white")
+    begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(spans[0][0]))
+    title = f"Offloads and reloads of {counted(len(ranks), 'rank')}"
+    left, top = _MARGIN / width, 1 - 0.2 / height
+    figure.text(left, top, title, size=12, weight="bold", va="top", color=_INK)
+    subtitle = ". ".join(filter(None, (f"From {begun}", note)))
+    figure.text(left, 1 - 0.42 / height, subtitle, va="top", color=_FAINT)
+    at = _GUTTER
+    for index, (cluster, (start, end)) in enumerate(zip(clusters, spans, strict=True)):
+        box = (at / width, _BOTTOM / height, widths[index] / width, lane * len(ranks) / height)
+        axes = figure.add_axes(box, facecolor="#f6f7f9")
+        axes.set(xlim=(start, max(end, start + 1e-6)), ylim=(lane * len(ranks), 0))
+        axes.spines[["top", "left", "right"]].set_visible(False)
+        axes.tick_params(colors=_FAINT, length=3)
+        ticks = 5 if widths[index] >= 2.6 else 3
+        places = [start + (end - start) * number / (ticks - 1) for number in range(ticks)]
+        axes.set_xticks(places, ["0", *(_duration(place - start) for place in places[1:])])
+        axes.set_yticks([])
+        _draw_names(axes, cluster, widths[index])
+        for number, rank in enumerate(ranks):
+            _draw_lane(axes, cluster, rank, number * lane, _axis(levels), widths[index] + _GAP / 2)
+        if index == 0:
+            _draw_ranks(axes, ranks, lane, _axis(levels) if levels else None)
+        if index + 1 < len(clusters):
+            _draw_gap(axes, cluster, spans[index + 1][0] - end)
+        at += widths[index] + _GAP
+    _draw_legend(figure, runs, _MARGIN / width, height)
+    return figure
+
+
+def _troubled(cluster: Sequence[Run]) -> bool:
+    return any(run.error or run.running for run in cluster)
 
 
 def _clusters(runs: Sequence[Run]) -> list[list[Run]]:
@@ -117,240 +170,118 @@ def _clusters(runs: Sequence[Run]) -> list[list[Run]]:
     return clusters
 
 
-def _scales(runs: Sequence[Run]) -> list[_Scale]:
-    clusters = _clusters(runs)
-    spans = [(cluster[0].start, max(run.end for run in cluster)) for cluster in clusters]
-    # Longer ones are wider, but not by as much: the shortest must be legible beside them.
-    weights = [max(end - start, 1e-6) ** 0.5 for start, end in spans]
-    left, scales = float(_GUTTER), []
-    for cluster, (start, end), weight in zip(clusters, spans, weights, strict=True):
-        width = max(_NARROWEST, _ALL_SCALES * weight / sum(weights))
-        scales.append(_Scale(cluster, start, end, left, width))
-        left += width + _GAP
-    return scales
-
-
-class _Svg:
-    """The elements of a picture, in the order in which they are painted."""
-
-    def __init__(self) -> None:
-        self.elements: list[str] = []
-
-    def rect(
-        self,
-        box: tuple[float, float, float, float],
-        fill: str,
-        *,
-        stroke: str = "none",
-        title: str = "",
-    ) -> None:
-        x, y, width, height = box
-        shape = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.6):.1f}" height="{height:.1f}"'
-        inner = f"<title>{escape(title)}</title>" if title else ""
-        self.elements.append(f'<rect {shape} fill="{fill}" stroke="{stroke}">{inner}</rect>')
-
-    def line(
-        self,
-        points: Sequence[tuple[float, float]],
-        stroke: str,
-        *,
-        width: float = 1.0,
-        dash: str = "",
-    ) -> None:
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        dashes = f' stroke-dasharray="{dash}"' if dash else ""
-        style = f'fill="none" stroke="{stroke}" stroke-width="{width:g}"{dashes}'
-        self.elements.append(f'<polyline points="{path}" {style}/>')
-
-    def text(
-        self,
-        x: float,
-        y: float,
-        words: str,
-        *,
-        size: float = 11,
-        anchor: str = "start",
-        fill: str = _INK,
-        bold: bool = False,
-    ) -> None:
-        weight = ' font-weight="bold"' if bold else ""
-        style = f'font-size="{size:g}" text-anchor="{anchor}" fill="{fill}"{weight}'
-        self.elements.append(f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>')
-
-    def document(self, width: float, height: float, title: str) -> str:
-        size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
-        hatch = (
-            '<pattern id="wait" width="6" height="6" patternUnits="userSpaceOnUse" '
-            'patternTransform="rotate(45)"><rect width="6" height="6" fill="#fff"/>'
-            '<line x1="0" y1="0" x2="0" y2="6" stroke="#6b7280" stroke-width="2.4"/></pattern>'
-        )
-        return "\n".join(
-            [
-                f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{_FONT}" role="img">',
-                f"<title>{escape(title)}</title>",
-                f"<defs>{hatch}</defs>",
-                f'<rect width="{width:.0f}" height="{height:.0f}" fill="#fff"/>',
-                *self.elements,
-                "</svg>\n",
-            ]
-        )
-
-
-def drawn(runs: Sequence[Run], *, note: str = "") -> str:
-    """Draw operations as an SVG document. Pure.
-
-    Args:
-        runs: at least one; of any ranks, in any order.
-        note: a sentence about what is left out.
-    """
-    scales = _scales(runs)
-    ranks = sorted({run.rank for run in runs})
-    levels = [size for run in runs for _, size in run.memory]
-    pitch = _LANE if levels else _LANE_ALONE
-    bottom = _TOP + pitch * len(ranks)
-    svg = _Svg()
-    title = f"Offloads and reloads of {counted(len(ranks), 'rank')}"
-    svg.text(_MARGIN, 26, title, size=15, bold=True)
-    begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(scales[0].start))
-    svg.text(_MARGIN, 44, ". ".join(filter(None, (f"From {begun}", note))), fill=_FAINT)
-    for index, scale in enumerate(scales):
-        _draw_axis(svg, scale, bottom)
-        if index:
-            _draw_gap(svg, scales[index - 1], scale, bottom)
-    axis = _axis(levels)
-    for lane, rank in enumerate(ranks):
-        top = _TOP + pitch * lane
-        svg.text(_GUTTER - 12, top + 13, f"rank {rank}", anchor="end", bold=True)
-        for scale in scales:
-            for run in scale.runs:
-                if run.rank == rank:
-                    _draw_run(svg, scale, run, top)
-        if levels:
-            _draw_memory(svg, scales, rank, top + _BAR + 4, axis)
-    source = next((run.source for run in runs if run.source), "")
-    right = max(scales[-1].right + _MARGIN, 760)
-    end = _draw_legend(svg, runs, bottom + 44, right, source if levels else "")
-    return svg.document(right, end, title)
-
-
-def _draw_axis(svg: _Svg, scale: _Scale, bottom: float) -> None:
-    """The operations' names above the lanes, and the time below."""
-    svg.rect((scale.left, _TOP - 6, scale.width, bottom - _TOP + 4), "#f6f7f9")
-    free = scale.left
-    for name, several in groupby(scale.runs, key=lambda run: run.operation):
+def _draw_names(axes: Any, cluster: Sequence[Run], width: float) -> None:
+    """The operations' names above the lanes, where there is room, with their longest time."""
+    (start, end), free = axes.get_xlim(), axes.get_xlim()[0]
+    for name, several in groupby(cluster, key=lambda run: run.operation):
         together = list(several)
         failed = any(run.error for run in together)
-        words = f"{name} failed" if failed else name
-        width = 7.2 * len(words)
-        # The last one may end where the scale ends; one that has no room is named by its title.
-        left = min(scale.x(min(run.start for run in together)), scale.right - width)
+        longest = _duration(max(run.end - run.start for run in together))
+        text = f"{name} {'failed' if failed else longest}"
+        room = 1.3 * _LETTER * len(text) * (end - start) / width
+        left = max(start, min(min(run.start for run in together), end - room))
         if left >= free:
-            svg.text(left, _TOP - 13, words, fill=_ERROR if failed else _INK, bold=True)
-            free = left + width + 8
-    length = scale.end - scale.start
-    svg.line([(scale.left, bottom + 2), (scale.right, bottom + 2)], _FAINT)
-    parts = 4 if scale.width >= 260 else 2
-    for number in range(parts + 1):
-        x = scale.left + scale.width * number / parts
-        svg.line([(x, bottom + 2), (x, bottom + 6)], _FAINT)
-        anchor = "start" if number == 0 else "end" if number == parts else "middle"
-        words = _duration(length * number / parts) if number else "0"
-        svg.text(x, bottom + 18, words, size=9.5, anchor=anchor, fill=_FAINT)
+            color = _ERROR if failed else _INK
+            axes.text(left, -0.08, text, weight="bold", color=color, va="bottom")
+            free = left + room
 
 
-def _draw_gap(svg: _Svg, before: _Scale, after: _Scale, bottom: float) -> None:
-    middle = (before.right + after.left) / 2
-    last = max(before.runs, key=lambda run: run.end)
-    state = "offloaded" if last.operation == "offload" else "live"
-    if last.error:
-        state = "failed"
-    svg.text(middle, _TOP - 25, state, size=10, anchor="middle", fill=_FAINT)
-    length = _duration(max(0.0, after.start - before.end))
-    svg.text(middle, _TOP - 13, length, size=10, anchor="middle", fill=_FAINT)
-    svg.line([(middle, _TOP - 6), (middle, bottom)], "#b8bec8", dash="2 4")
-
-
-def _draw_run(svg: _Svg, scale: _Scale, run: Run, top: float) -> None:
-    left, right = scale.x(run.start), scale.x(run.end)
-    about = f"rank {run.rank}, {run.operation}"
-    whole = f"{about}: {_duration(run.end - run.start)}"
-    if run.running:
-        whole += ", not ended"
-    if run.error:
-        whole += f"; failed: {run.error}"
-    svg.rect((left, top, right - left, _BAR), _WORK, title=whole)
-    for part in run.parts:
-        x, end = scale.x(max(part.start, run.start)), scale.x(min(part.end, run.end))
-        words = f"{about}, {part.name}: {_duration(part.end - part.start)}"
-        svg.rect((x, top, end - x, _BAR), _colour(part), title=words)
-    if run.error:
-        svg.rect((left, top, right - left, _BAR), "none", stroke=_ERROR)
-    if run.running:
-        tip = right + 7
-        svg.line([(right, top), (tip, top + _BAR / 2), (right, top + _BAR)], _ERROR, width=1.5)
-
-
-def _draw_memory(
-    svg: _Svg, scales: Sequence[_Scale], rank: int, top: float, axis: tuple[float, float]
+def _draw_ranks(
+    axes: Any, ranks: Sequence[int], lane: float, levels: tuple[float, float] | None
 ) -> None:
-    """A line over all operations; dashed where it was not measured."""
-    low, high = axis
-    last: tuple[float, float] | None = None
-    bottom = top + _STRIP
-    for scale in scales:
-        for run in scale.runs:
-            points = [
-                (scale.x(at), bottom - _STRIP * (size - low) / (high - low))
-                for at, size in sorted(run.memory)
-                if run.rank == rank
-            ]
-            if not points:
-                continue
-            if last is not None:
-                svg.line([last, points[0]], _MEMORY, dash="2 3")
-            if len(points) > 1:
-                svg.line(points, _MEMORY, width=1.6)
-            last = points[-1]
-    for y, level in ((top + 7, high), (bottom, low)):
-        svg.text(_GUTTER - 12, y, _size(level), size=8.5, anchor="end", fill=_MEMORY)
+    x = axes.get_xlim()[0]
+    left: dict[str, Any] = {"xytext": (-6, 0), "textcoords": "offset points", "ha": "right"}
+    for number, rank in enumerate(ranks):
+        middle = number * lane + _PAD / 2 + _BAR / 2
+        axes.annotate(f"rank {rank}", (x, middle), va="center", weight="bold", color=_INK, **left)
+        strip = number * lane + _PAD / 2 + _BAR + 0.04
+        for y, level in zip((strip + _STRIP - 0.08, strip), levels or (), strict=False):
+            axes.annotate(_size(level), (x, y), va="center", size=6, color=_MEMORY, **left)
 
 
-def _draw_legend(svg: _Svg, runs: Sequence[Run], top: float, right: float, source: str) -> float:
-    """What the colours mean, in as many rows as it takes; where the picture ends."""
+def _draw_lane(
+    axes: Any,
+    cluster: Sequence[Run],
+    rank: int,
+    top: float,
+    levels: tuple[float, float],
+    room: float,
+) -> None:
+    """What one rank did, and where it failed."""
+    mine = [run for run in cluster if run.rank == rank]
+    top += _PAD / 2
+    bar, below = (top, _BAR), top + _BAR + 0.04
+    if not mine and _troubled(cluster):
+        start, end = axes.get_xlim()
+        text = f"did not call {max(cluster, key=lambda run: run.start).operation}"
+        axes.broken_barh([(start, end - start)], bar, clip_on=False, **_ABSENT)
+        left: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points"}
+        axes.annotate(text, (start, top + _BAR / 2), va="center", size=7, color=_ERROR, **left)
+    for run in mine:
+        axes.broken_barh([(run.start, run.end - run.start)], bar, facecolor=_WORK)
+        for part in run.parts:
+            start, end = max(part.start, run.start), min(part.end, run.end)
+            if end > start:
+                axes.broken_barh([(start, end - start)], bar, **_style(part))
+        if run.memory:
+            low, high = levels
+            times, sizes = zip(*sorted(run.memory), strict=True)
+            heights = [below + (_STRIP - 0.08) * (high - size) / (high - low) for size in sizes]
+            axes.plot(times, heights, color=_MEMORY, lw=1.2, marker=".", ms=3, clip_on=False)
+        if run.running:
+            axes.plot([run.end], [top + _BAR / 2], ">", color=_ERROR, ms=6, clip_on=False)
+        if run.error:
+            axes.broken_barh([(run.start, run.end - run.start)], bar, clip_on=False, **_FAILED)
+            first = run.error.strip().splitlines()[0]
+            text = textwrap.shorten(first, max(20, int(room / _LETTER)), placeholder=" ...")
+            y = below + (_STRIP if run.memory else 0)
+            axes.text(axes.get_xlim()[0], y, text, size=7, va="top", color=_ERROR)
+
+
+def _style(part: Part) -> dict[str, Any]:
+    if part.is_wait:
+        return _WAIT
+    return {"facecolor": _PHASES.get(part.name, _OTHER_PHASE)[0]}
+
+
+def _draw_gap(axes: Any, before: Sequence[Run], length: float) -> None:
+    last = max(before, key=lambda run: run.end)
+    state = "failed" if last.error else "offloaded" if last.operation == "offload" else "live"
+    axes.annotate(
+        f"{state}\n{_duration(max(0.0, length))}",
+        (1, 0.5),
+        xycoords="axes fraction",
+        xytext=(_GAP * 36, 0),
+        textcoords="offset points",
+        ha="center",
+        va="center",
+        color=_FAINT,
+    )
+
+
+def _draw_legend(figure: Any, runs: Sequence[Run], left: float, height: float) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
     found = {part.name for run in runs for part in run.parts}
     entries = [entry for name, entry in _PHASES.items() if name in found]
     if any(name not in _PHASES and not name.startswith("wait.") for name in found):
         entries.append(_OTHER_PHASE)
     entries.append((_WORK, "the library"))
+    handles: list[Any] = [Patch(facecolor=color, label=label) for color, label in entries]
     if any(part.is_wait for run in runs for part in run.parts):
-        entries.append(("url(#wait)", "waits for other ranks"))
+        handles.append(Patch(label="waits for other ranks", **_WAIT))
     if any(run.error for run in runs):
-        entries.append(("error", "failed"))
+        handles.append(Patch(label="failed", **_FAILED))
     if any(run.running for run in runs):
-        entries.append(("running", "not ended"))
+        handles.append(Line2D([], [], color=_ERROR, marker=">", lw=0, label="not ended"))
+    source = next((run.source for run in runs if run.memory), "")
     if source:
-        entries.append(("memory", f"memory in use ({source})"))
-    x, y = float(_MARGIN), top
-    for fill, words in entries:
-        width = 30 + 7.0 * len(words)
-        if x + width > right - _MARGIN:
-            x, y = float(_MARGIN), y + 22
-        if fill == "memory":
-            svg.line([(x, y - 4), (x + 16, y - 4)], _MEMORY, width=1.6)
-        elif fill == "running":
-            svg.line([(x + 5, y - 10), (x + 12, y - 4), (x + 5, y + 2)], _ERROR, width=1.5)
-        elif fill == "error":
-            svg.rect((x, y - 10, 16, 12), "none", stroke=_ERROR)
-        else:
-            svg.rect((x, y - 10, 16, 12), fill, stroke="#9aa1ad")
-        svg.text(x + 22, y, words, fill=_INK)
-        x += width + 10
-    svg.text(_MARGIN, y + 24, "Each stretch of time has a scale of its own.", size=10, fill=_FAINT)
-    return y + 40
-
-
-def _colour(part: Part) -> str:
-    return "url(#wait)" if part.is_wait else _PHASES.get(part.name, _OTHER_PHASE)[0]
+        handles.append(Line2D([], [], color=_MEMORY, label=f"memory in use ({source})"))
+    place = (left, 0.22 / height)
+    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=4, frameon=False)
+    text = "Each axis has a separate time scale."
+    figure.text(left, 0.1 / height, text, size=7, color=_FAINT)
 
 
 def _axis(levels: Sequence[int]) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from ..errors import STATUS_DIR, counted
 from .console import CommandError, new_file, positive, say
 from .records import UNREADABLE, RankRecord, decoded, read_directory, typed
 from .status import job_directory
-from .timeline import Part, Run, drawn
+from .timeline import Part, Run, draw
 
 __all__ = ["add", "read_runs"]
 
@@ -22,7 +22,7 @@ _SLACK_S = 1e-6
 """Times are Unix times in microseconds, as floats."""
 
 
-def read_runs(path: Path) -> tuple[list[Run], list[str]]:
+def read_runs(path: Path) -> tuple[list[Run], set[int], list[str]]:
     """The operations that the files of a job say something about. Local, reads only.
 
     Args:
@@ -30,14 +30,17 @@ def read_runs(path: Path) -> tuple[list[Run], list[str]]:
             status file has the last operation of its rank, and the one that is in progress.
 
     Returns:
-        The operations; and what could not be read, in words.
+        The operations; the ranks of the job, as far as the files name them; and what could not be
+        read.
     """
     found: dict[tuple[int, str, int], Run] = {}
+    ranks: set[int] = set()
     failures: list[str] = []
     files = [path]
     if path.is_dir():
         reading = read_directory(path)
         failures += reading.failures
+        ranks |= {record.rank for record in reading.ranks} | {*reading.missing}
         for record in reading.ranks:
             for run in _of_record(record):
                 found[_key(run)] = run
@@ -54,7 +57,7 @@ def read_runs(path: Path) -> tuple[list[Run], list[str]]:
             found.update((_key(run), run) for run in _of_events(events))
         elif not path.is_dir():
             failures.append(f"{file.name}: not a trace file of reloadpg")
-    return list(found.values()), failures
+    return list(found.values()), ranks | {rank for rank, _, _ in found}, failures
 
 
 def _key(run: Run) -> tuple[int, str, int]:
@@ -148,9 +151,9 @@ def add(subcommands: Any) -> None:
         "trace",
         help="draw a job's offloads and reloads",
         description=(
-            "Draw the offloads and reloads of a job as an SVG or HTML picture: one lane a rank, "
-            "phases in colours, waits for other ranks hatched, memory in use as a line. Exit code "
-            "1 if there is no operation to draw."
+            "Draw the offloads and reloads of a job: one lane a rank, phases in colours, waits "
+            "for other ranks hatched, memory in use as a line. Exit code 1 if there is no "
+            "operation to draw."
         ),
     )
     parser.add_argument(
@@ -169,7 +172,7 @@ def add(subcommands: Any) -> None:
         type=_picture,
         default=Path("timeline.svg"),
         metavar="FILE",
-        help="an .svg or .html file to write (default: timeline.svg)",
+        help="an .svg, .png or .pdf file to write (default: timeline.svg)",
     )
     parser.add_argument(
         "--last",
@@ -185,13 +188,13 @@ def add(subcommands: Any) -> None:
         metavar="N",
         help="at most so many ranks, the lowest ones (default: 32)",
     )
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, needs={"matplotlib": "trace"})
 
 
 def _picture(name: str) -> Path:
     path = new_file(name)
-    if path.suffix not in (".svg", ".html"):
-        raise argparse.ArgumentTypeError(f"{name!r} ends in neither .svg nor .html")
+    if path.suffix not in (".svg", ".png", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{name!r} does not end in .svg, .png or .pdf")
     return path
 
 
@@ -199,7 +202,7 @@ def _run(options: argparse.Namespace) -> int:
     where = job_directory(options.path)
     if where is None:
         raise CommandError(f"no job to draw. Name its directory, or set {STATUS_DIR} to it.")
-    runs, failures = read_runs(where)
+    runs, ranks, failures = read_runs(where)
     for failure in failures:
         say(f"reloadpg trace: unreadable: {failure}", sys.stderr)
     if not runs:
@@ -208,33 +211,21 @@ def _run(options: argparse.Namespace) -> int:
             f"{STATUS_DIR} set to it, or with reloadpg.observability.TraceWriter.",
             1,
         )
-    shown, note = _selected(runs, options.last, options.ranks)
-    picture = drawn(shown, note=note)
-    if options.output.suffix == ".html":
-        picture = _page(picture)
-    options.output.write_text(picture, encoding="utf-8")
+    lanes = sorted(ranks)[: options.ranks]
+    shown, note = _selected(runs, options.last, lanes)
+    if len(lanes) < len(ranks):
+        note = ". ".join(filter(None, (note, f"The first {len(lanes)} of {len(ranks)} ranks")))
+    draw(shown, lanes, options.output, note=note)
     say(f"{options.output}: {counted(len(shown), 'operation')}{f'. {note}' if note else ''}")
     return 0
 
 
-def _selected(runs: Sequence[Run], last: int, ranks: int) -> tuple[list[Run], str]:
-    """The latest operations of the lowest ranks, and what is left out, in words."""
-    by_rank: dict[int, list[Run]] = {}
+def _selected(runs: Sequence[Run], last: int, ranks: Sequence[int]) -> tuple[list[Run], str]:
+    """The latest operations of these ranks, and what is left out."""
+    by_rank: dict[int, list[Run]] = {rank: [] for rank in ranks}
     for run in sorted(runs, key=lambda one: one.start):
-        by_rank.setdefault(run.rank, []).append(run)
-    shown = sorted(by_rank)[:ranks]
-    longest = max(len(by_rank[rank]) for rank in shown)
-    notes = []
-    if longest > last:
-        notes.append(f"The last {last} of {longest} operations")
-    if len(shown) < len(by_rank):
-        notes.append(f"The first {len(shown)} of {len(by_rank)} ranks")
-    return [run for rank in shown for run in by_rank[rank][-last:]], ". ".join(notes)
-
-
-def _page(picture: str) -> str:
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>reloadpg</title>\n'
-        f"<style>body {{ margin: 0; overflow-x: auto }}</style></head><body>\n{picture}"
-        "</body></html>\n"
-    )
+        if run.rank in by_rank:
+            by_rank[run.rank].append(run)
+    longest = max(map(len, by_rank.values()))
+    note = f"The last {last} of {longest} operations" if longest > last else ""
+    return [run for mine in by_rank.values() for run in mine[-last:]], note

@@ -89,7 +89,6 @@ class Patches:
         except Exception:
             applied.undo()
             raise
-        c10d.note_saves()
         return applied
 
     def foreign(self) -> list[str]:
@@ -106,7 +105,6 @@ class Patches:
 
     def undo(self) -> None:
         """Restore the originals at the changed names, and where a wrapper was imported since."""
-        c10d.stop_noting_saves()
         replaced = {id(patch.replacement): patch.original for patch in self.patches}
         for owner, attribute, key in list(_bindings(replaced)):
             setattr(owner, attribute, replaced[key])

@@ -260,7 +260,6 @@ class Registry:
         """
         options, patches, callbacks = self.options, self.patches, self.callbacks
         by_environment, variables = self.by_environment, self.variables
-        c10d.forget_saves()
         if c10d.known_groups():
             c10d.drop_inherited_connections()
         self._clear()

@@ -21,7 +21,8 @@ import gc
 import inspect
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -32,7 +33,7 @@ from ..groups.registry import registry
 from ..groups.sets import Chosen, check_name
 from ..lifecycle.block import Block
 from ..lifecycle.connect import Connect, validate
-from ..lifecycle.offload import offload
+from ..lifecycle.offload import offload, release
 from ..lifecycle.operation import Operation
 from ..lifecycle.pending import Pending
 from ..lifecycle.reload import reload, restore
@@ -198,6 +199,36 @@ class Colocation:
             self._awake = True  # one that fails on the way has to be put to sleep too
             return self._engine.wake_up(chosen)
         return None
+
+    @contextmanager
+    def groups_live(self) -> Iterator[Report]:
+        """Within this block the trainer's groups work: a weight update during a rollout.
+
+        Collective over all ranks, within the colocated block. The trainer's memory stays paused,
+        and a memory saver does not see what the communicators allocate, if they connect in their
+        first collective: do not bind them to a device.
+
+        Yields:
+            The report of the reload.
+
+        Raises:
+            ReloadpgError: called outside the colocated block; nothing was changed.
+            MemorySaverError: memory is paused and the saver has no ``disable()``; nothing was
+                changed.
+        """
+        if not self._inside:
+            raise ReloadpgError(
+                "groups_live: the trainer's groups are not offloaded; nothing was changed. Call it "
+                "within the colocated() block."
+            )
+        offloaded = self._groups_offloaded()  # not in a block within another
+        with nullcontext() if self._saver is None else self._saver.outside_account():
+            report = restore(Operation("reload", self._trainer_sets))
+            try:
+                yield report
+            finally:
+                if offloaded:
+                    release(Operation("offload", self._trainer_sets))
 
     def restore(self) -> None:
         """Do what is left of the way back, after it failed. Idempotent.

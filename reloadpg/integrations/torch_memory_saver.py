@@ -6,29 +6,24 @@ while they are paused frees memory that is not there; building groups while othe
 live allocations among paused ones. Its next ``pause`` or ``resume`` then ends the process
 ("invalid argument", "Cannot resume allocation that is not paused"; slime#1690, #1786, #1895).
 
-:class:`MemorySaver` does both sides in the right order and refuses the wrong ones.
+:class:`MemorySaver` refuses a wrong order; :func:`~reloadpg.integrations.colocated` keeps the
+right one.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 from weakref import finalize, ref
 
-from ..c10d import devices
 from ..errors import InvalidOptionError, ReloadpgError, counted
 from ..groups.registry import Callback, registry
 from ..groups.sets import Chosen
 from ..lifecycle import memory
 from ..lifecycle.callbacks import register
-from ..lifecycle.connect import Connect, validate
-from ..lifecycle.offload import release
-from ..lifecycle.operation import Operation
-from ..lifecycle.reload import restore
-from ..lifecycle.report import Report
 
 __all__ = ["MemorySaver", "MemorySaverError"]
 
@@ -135,8 +130,8 @@ class MemorySaver:
             raise MemorySaverError(
                 f"pause(tag={tag!r}): {counted(len(live), 'group')} "
                 f"{'is' if len(live) == 1 else 'are'} live, first {live[0]!r}; their "
-                "memory would be taken from under them. Nothing was changed. Call sleep(), which "
-                "releases the groups first, or reloadpg.offload() on all ranks."
+                "memory would be taken from under them. Nothing was changed. Call "
+                "reloadpg.offload() on all ranks first."
             )
         self._switch(tag, self._saver.pause, "pause")
 
@@ -178,103 +173,7 @@ class MemorySaver:
         else:
             self._apart ^= {tag}
 
-    # -- both, in order -----------------------------------------------------------------------
-
-    def sleep(self) -> Report:
-        """Release the groups, then pause the trainer's memory.
-
-        Collective over all ranks, as :func:`reloadpg.offload`; idempotent, also after a failure.
-        The allocator's cache is emptied in between.
-
-        Returns:
-            The report of the offload.
-
-        Raises:
-            MemorySaverError: the saver failed. The groups are released; :meth:`sleep` goes on
-                where it stopped, and :meth:`wake_up` goes back.
-            ReloadpgError: as :func:`reloadpg.offload`; nothing was paused.
-        """
-        report = release(Operation("offload", self.sets))
-        devices.empty_cache()
-        self.pause_all()
-        return report
-
-    def wake_up(self, *, connect: Connect = "none") -> Report:
-        """Resume the trainer's memory, then reload the groups.
-
-        Collective over all ranks, as :func:`reloadpg.reload`; idempotent, also after a failure.
-        If the saver fails on a rank, the reload fails on all of them, so that none waits for it.
-
-        Args:
-            connect: as for :func:`reloadpg.reload`.
-
-        Returns:
-            The report of the reload.
-
-        Raises:
-            MemorySaverError: the saver failed on this rank; the groups are released. Call
-                :meth:`wake_up` again, on all ranks.
-            ReloadpgError: as :func:`reloadpg.reload`; the memory is resumed.
-        """
-        try:
-            self.resume_all()
-        except MemorySaverError as error:
-            # Refused below, by our own watch, on all ranks alike: so none waits for this one.
-            with suppress(ReloadpgError):
-                restore(Operation("reload", self.sets), validate(connect))
-            raise error
-        devices.empty_cache()
-        return restore(Operation("reload", self.sets), validate(connect))
-
-    @contextmanager
-    def asleep(self) -> Iterator[Report]:
-        """Within this block groups are released and memory is paused; afterwards all is back.
-
-        Collective, like :meth:`sleep` and :meth:`wake_up`. If the body raises, the way back is
-        gone all the same (its own error is then logged) and the body's exception goes on.
-
-        Yields:
-            The report of the offload.
-        """
-        try:
-            report = self.sleep()
-        except MemorySaverError:  # groups are released, and some memory may be paused
-            self._wake_up_logged()
-            raise
-        try:
-            yield report
-        except BaseException:
-            self._wake_up_logged()
-            raise
-        self.wake_up()
-
-    @contextmanager
-    def groups_live(self) -> Iterator[Report]:
-        """Within this block the groups work although memory is paused: a weight update asleep.
-
-        Collective, like :func:`reloadpg.reload` and :func:`reloadpg.offload`. Groups that were
-        live already stay so afterwards. All of it runs under the saver's ``disable()``, so that
-        what communicators allocate stays out of its account. That switch is the calling thread's:
-        let the communicators connect in their first collective here, not in the reload (a group
-        that is bound to a device connects there).
-
-        Yields:
-            The report of the reload.
-
-        Raises:
-            MemorySaverError: the saver has no ``disable()``; nothing was changed.
-        """
-        job = registry.job("groups_live")
-        was_asleep = job is not None and bool(
-            job.sets.where(self.sets, lambda state: state.offloaded)
-        )
-        with self._outside_the_account():
-            report = restore(Operation("reload", self.sets))
-            try:
-                yield report
-            finally:
-                if was_asleep:
-                    release(Operation("offload", self.sets))
+    # -- the trainer's tags ---------------------------------------------------------------------
 
     def pause_all(self) -> None:
         """Pause each of the trainer's tags that is not paused yet. Local; idempotent.
@@ -292,12 +191,6 @@ class MemorySaver:
         """
         self._each(tuple(reversed(self._tags)), self.resume, "resume")
 
-    def _wake_up_logged(self) -> None:
-        try:
-            self.wake_up()
-        except ReloadpgError as error:
-            logger.error("wake_up after an exception failed: %s", error)
-
     def _each(self, tags: tuple[str | None, ...], action: Any, name: str) -> None:
         for tag in tags:
             try:
@@ -308,11 +201,20 @@ class MemorySaver:
                 raise MemorySaverError(
                     f"{name}(tag={tag!r}): the memory saver failed: {type(cause).__name__}: "
                     f"{cause}. Paused now: {', '.join(self.paused) or 'nothing'}. Once it can, "
-                    "call wake_up() on all ranks; it resumes what is paused and reloads the groups."
+                    "call pause_all() or resume_all() again; each goes on where it stopped."
                 ) from cause
 
     @contextmanager
-    def _outside_the_account(self) -> Iterator[None]:
+    def outside_account(self) -> Iterator[None]:
+        """Within this block groups may be reloaded although memory is paused.
+
+        It runs under the saver's ``disable()``, so that what communicators allocate stays out of
+        its account. That switch is the calling thread's.
+
+        Raises:
+            MemorySaverError: memory is paused and the saver has no ``disable()``; nothing was
+                changed.
+        """
         before, self._untracked = self._untracked, True
         try:
             with ExitStack() as stack:
@@ -326,9 +228,9 @@ class MemorySaver:
         disable = getattr(self._saver, "disable", None)
         if disable is None:
             raise MemorySaverError(
-                f"groups were to be reloaded while {', '.join(self.paused)} is paused, and the "
-                "memory saver has no disable() to keep them out of its account. Nothing was "
-                "changed. Call wake_up() instead."
+                f"cannot reload groups while {', '.join(self.paused)} is paused: the memory saver "
+                "has no disable() to keep them out of its account. Nothing was changed. Call "
+                "resume_all() first."
             )
         try:
             stack.enter_context(disable())
@@ -342,8 +244,8 @@ class MemorySaver:
             raise MemorySaverError(
                 f"{operation} while {', '.join(self.paused)} is paused would leave the memory "
                 "saver with a wrong account and end the process at its next pause or resume. Call "
-                "wake_up() on all ranks (resume, then reload), or groups_live() for a weight "
-                "update while asleep."
+                "resume_all() first; for a weight update in a rollout, the groups_live() of "
+                "colocated()."
             )
 
 

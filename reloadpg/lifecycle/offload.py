@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import gc
 import warnings
 from functools import partial
@@ -10,7 +9,6 @@ from typing import Literal, overload
 
 from .. import c10d
 from ..c10d import devices, release_cautions
-from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Job, registry
 from ..groups.sets import ALL, Chosen
 from .failure import await_unfinished, perform
@@ -41,8 +39,8 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
     collectives raise ``GroupOffloadedError`` until :func:`reload`. Gloo groups that bypass, and the
     CPU backend of mixed groups, keep working.
 
-    If a thread is still writing a ``torch.distributed.checkpoint.async_save`` over a group to be
-    released, the offload first waits for it, within the same timeout.
+    It does not wait for ``torch.distributed.checkpoint.async_save``: call ``result()`` of its
+    future first, if the save uses a group that is released.
 
     Before ``init_process_group`` and after ``destroy_process_group`` it does nothing. If no group
     is reloadable, it releases nothing and warns once per process, with the reason.
@@ -100,7 +98,7 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     # it is the first one.
     calls = bool(op.due(registry.callbacks.offload)) or op.may_suspend
     if not calls:
-        _quiesce(op, job, "enter", live)
+        _quiesce(op, job, "enter")
     proposals, subjects = op.strategy.propose(live)
     proposed = op.agree(proposals, subjects, extends=calls)
     op.record.warnings += op.strategy.decide(live, proposed)
@@ -108,7 +106,7 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
         op.call(registry.callbacks.offload)
         live = [group for group in live if group.is_live]  # a callback may destroy groups
     if calls:
-        _quiesce(op, job, "quiesced", live)
+        _quiesce(op, job, "quiesced")
     op.barrier("quiesced")
     # From here on, groups change: the operation completes, or sets them all to failed.
     recreated = [group for group in live if group.history.strategy == "recreate"]
@@ -131,28 +129,12 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     op.complete("" if live else "no live reloadable group")
 
 
-def _quiesce(op: Operation, job: Job, phase: str, live: list[ReloadableProcessGroup]) -> None:
+def _quiesce(op: Operation, job: Job, phase: str) -> None:
     """Wait for work that uses the groups on this rank, and prepare the reload; with a timeout."""
     stores = job.creation_stores
-    _await_saves(op, phase, live)
     with op.record.timed("device"):
         op.do(phase, devices.synchronize, "synchronizing the accelerator")
         c10d.raise_for_aborted()  # the release of the communicators would hide it
         if stores is not None:  # saves the reload the time to connect
             connect = partial(stores.connect, min(op.creators, len(op.groups)))
             op.do(phase, connect, "connecting to the store")
-
-
-def _await_saves(op: Operation, phase: str, live: list[ReloadableProcessGroup]) -> None:
-    """Wait for asynchronous checkpoints of this rank that use these groups; with a timeout.
-
-    They use the CPU backend, so a group that keeps its CPU backend does not affect them.
-    """
-    released = {id(group) for group in live if "cpu" in group.construction.selected}
-    saves = [save for save in c10d.saves_in_flight() if id(save.group()) in released]
-    if saves:
-        names = ", ".join(save.checkpoint for save in saves)
-        doing = f"waiting for an asynchronous checkpoint that is still being saved: {names}"
-        futures = [save.future for save in saves]
-        with op.record.timed("checkpoint"):
-            op.do(phase, partial(concurrent.futures.wait, futures), doing)

@@ -20,7 +20,7 @@ def test_both_operations_are_measured(monkeypatch, capsys):
     medians = result["medians"]
     assert medians["offload"]["ms"] > medians["offload"]["own_ms"] > 0
     assert medians["reload"]["ms"] > 0
-    assert "2 cycles of 3 sim groups on 2 ranks" in written.err
+    assert written.err == ""
     if result["memory_source"] == "simulated":
         assert medians["offload"]["bytes"] == 3 * 32 << 20
 

@@ -1,5 +1,6 @@
 """The command line as a whole."""
 
+import json
 import subprocess
 import sys
 
@@ -53,6 +54,10 @@ def test_help_lists_all_commands_and_imports_no_torch(capsys):
         ("torch", ["demo"], "pip install 'reloadpg[demo]'"),
         ("numpy", ["demo"], "pip install 'reloadpg[demo]'"),
         ("torch", ["bench"], "pip install 'reloadpg[cli]'"),
+        ("rich", ["bench"], "pip install 'reloadpg[cli]'"),
+        ("rich", ["doctor"], "--json needs none of it. It comes with: pip install 'reloadpg[cli]'"),
+        ("rich", ["status", "."], "pip install 'reloadpg[cli]'"),
+        ("matplotlib", ["trace", "."], "pip install 'reloadpg[trace]'"),
         ("torch", ["explain", __file__, "--world-size", "2"], "pip install 'reloadpg[cli]'"),
     ],
 )
@@ -77,12 +82,16 @@ def test_an_unknown_variable_is_refused_by_every_command(monkeypatch, capsys, co
 
 
 def test_doctor_and_status_need_no_module(tmp_path):
-    """They work in a bare container: doctor says what is missing, with its remedy."""
+    """They work in a bare container: doctor says what is missing. Without rich they have JSON."""
     write_rank(tmp_path, 0, 1)
-    process = without("torch", "wrapt", "rich", arguments=["status", str(tmp_path)])
+    bare = ("torch", "wrapt", "rich")
+    process = without(*bare, arguments=["status", str(tmp_path), "--json"])
     assert process.returncode == 0, process.stderr
-    assert "1 of 1 ranks: 1 live" in process.stdout
-    process = without("torch", "wrapt", "rich", arguments=["doctor"])
+    assert json.loads(process.stdout)["ranks"][0]["state"] == "live"
+    process = without(*bare, arguments=["doctor", "--report"])
+    assert process.returncode == 1, process.stderr
+    assert "[problem] torch: cannot be imported" in process.stdout
+    process = without(*bare[:2], arguments=["doctor"])
     assert process.returncode == 1, process.stderr
     assert "-> install torch 2.8 to 2.15 in this environment" in process.stdout
 

@@ -247,12 +247,14 @@ def test_the_table_has_what_on_call_people_ask_for():
 
 @pytest.mark.parametrize("lines", [20, 60])
 def test_a_page_fits_the_terminal_and_shows_troubled_ranks_first(lines):
-    """1,000 ranks, of which one has failed. Errors go below a table without room for them."""
+    """1,000 ranks, of which three have failed. Errors go below a table without room for them."""
     ranks = [record(rank, 1000) for rank in range(1000)]
-    failed = status(700, 1000, state="failed", last_error="RebuildError: " + "x" * 40)
-    ranks[700] = record(700, 1000, status=failed)
-    text = plain(view(*ranks), width=80, height=lines).splitlines()
-    assert len(text) < lines
+    for rank in (700, 800, 900):
+        failed = status(rank, 1000, state="failed", last_error="RebuildError: " + "x" * 300)
+        ranks[rank] = record(rank, 1000, status=failed)
+    drawn = page(view(*ranks), width=80, height=lines)
+    assert sum(len(one.wrapped(80).splitlines() or [""]) for one in drawn) < lines
+    text = [one.text for one in drawn]
     assert any(line.split()[:2] == ["700", "failed"] for line in text)
     assert sum(line.strip().startswith("and ") for line in text) == 1
     assert not any("last error" in line for line in text)
@@ -486,21 +488,6 @@ def test_watch_is_plain_text_where_there_is_no_terminal(job, capsys):
     assert [len(json.loads(line)["ranks"]) for line in lines] == [2, 2, 2]
 
 
-class TerminalStream(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_terminal_without_rich_gets_plain_text(job, monkeypatch):
-    """The extra is not needed."""
-    stream = TerminalStream()
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert main(["status", str(job)]) == 0
-    assert "2 of 2 ranks: 2 live" in stream.getvalue()
-    assert "\x1b" not in stream.getvalue()
-
-
 def test_watch_draws_in_place_on_a_terminal(job):
     """It follows the job, and Ctrl-C is the usual way to end it: exit code 0."""
     with on_terminal("status", job, "--watch", "--interval", "0.1") as terminal:
@@ -512,6 +499,23 @@ def test_watch_draws_in_place_on_a_terminal(job):
     assert "Traceback" not in terminal.text
     widest = max(len(line) for line in terminal.text.splitlines())
     assert widest <= 160
+
+
+@pytest.mark.parametrize("columns", [50, 80, 160])
+def test_a_watched_terminal_names_the_missing_ranks_in_full(tmp_path, columns):
+    """However narrow it is: the line is wrapped, and the table shrinks instead."""
+    waits = running(waiting=True, phase="released", since=time.time() - 100)
+    for rank in range(40):
+        write_rank(tmp_path, rank, 40, running=waits if rank % 2 else None, time=time.time() + 600)
+    options = ["--watch", "--frames", "1"]
+    with on_terminal("status", tmp_path, *options, columns=columns, lines=30) as terminal:
+        terminal.read_until(lambda _: False)
+    missing = (
+        "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, ... (20 in all): it has not called offload()"
+    )
+    assert missing in " ".join(terminal.text.split())
+    drawn = terminal.text.replace("reloadpg: ", "\nreloadpg: ")  # rich draws again at the end
+    assert max(map(len, drawn.splitlines())) <= columns
 
 
 def test_a_watched_terminal_keeps_still_while_nothing_changes(job):

@@ -22,7 +22,7 @@ from worlds import sums_right
 
 import reloadpg
 from reloadpg.groups.registry import registry
-from reloadpg.integrations import MemorySaver
+from reloadpg.integrations import MemorySaver, colocated
 from reloadpg.testing import run_ranks, simulated
 
 pytestmark = pytest.mark.matrix
@@ -78,51 +78,29 @@ def naive_sleep_twice(group: Any) -> tuple[str, str]:
 
 
 def ordered(group: Any, tags: list[str] | None) -> dict[str, Any]:
-    """Sleep, update weights asleep, wake; each of the three twice; three times."""
+    """Three rollouts with weight updates, each update twice and once within another."""
     bare = fresh(group)
-    seen: dict[str, Any] = {"asleep": [], "update": [], "awake": [], "changed": []}
+    seen: dict[str, Any] = {"asleep": [], "update": [], "awake": []}
     with bare.preloaded():
         connected(group)
         saver = MemorySaver(bare, tags=tags)
+        rollout = colocated(saver=saver)
+        seen["too early"] = attempt(rollout.groups_live().__enter__)
         for _ in range(CYCLES):
-            seen["changed"] += [saver.sleep().changed, saver.sleep().changed]
-            held = simulated.stats().held_bytes
-            seen["asleep"].append((held, bare.active_bytes, saver.paused))
-            for _ in range(2):
-                with saver.groups_live():
-                    seen["update"].append(sums_right(None, group))
-                    bare.malloc("a block that the caching allocator keeps", BYTES)
-                seen["update"].append(simulated.stats().held_bytes == 0)
-            seen["changed"] += [saver.wake_up().changed, saver.wake_up().changed]
+            with rollout:
+                held = simulated.stats().held_bytes
+                seen["asleep"].append((held, bare.active_bytes, saver.paused))
+                for _ in range(2):
+                    with rollout.groups_live():
+                        with rollout.groups_live():
+                            pass
+                        seen["update"].append(sums_right(None, group))
+                        bare.malloc("a block that the caching allocator keeps", BYTES)
+                    seen["update"].append(simulated.stats().held_bytes == 0)
             seen["awake"].append((sums_right(None, group), bare.active_bytes, saver.paused))
         saver.close()
     seen["calls"] = bare.calls
     return seen
-
-
-def block(group: Any) -> dict[str, Any]:
-    """``asleep()``: with a body that ends, one that raises, and a pause that fails."""
-    bare = fresh(group)
-    states = []
-
-    def raising() -> None:
-        with saver.asleep():
-            raise KeyError("body")
-
-    def failing() -> None:
-        bare.fail.append("pause")
-        with saver.asleep():
-            states.append("never")
-
-    with bare.preloaded():
-        connected(group)
-        saver = MemorySaver(bare)
-        with saver.asleep():
-            states += [reloadpg.status().state, saver.paused]
-        seen = {"raised": attempt(raising), "failed": attempt(failing)}
-        seen["after"] = (saver.paused, sums_right(None, group), bare.calls)
-        saver.close()
-    return {**seen, "states": states}
 
 
 def refused(group: Any) -> dict[str, Any]:
@@ -134,20 +112,16 @@ def refused(group: Any) -> dict[str, Any]:
         saver = MemorySaver(bare)
         seen["pause"] = attempt(saver.pause)
         seen["untouched"] = bare.calls == [] and sums_right(None, group)
-        saver.sleep()
+        reloadpg.offload()
+        bare.fail.append("pause")
+        seen["failed"] = attempt(saver.pause_all), saver.paused
+        saver.pause_all()
         seen["reload"] = attempt(reloadpg.reload)
         seen["state"] = reloadpg.status().state
-        saver.wake_up()
-        seen["after"] = sums_right(None, group)
-
-        # The saver of one rank fails to resume.
-        saver.sleep()
-        if dist.get_rank() == 1:
-            bare.fail.append("resume")
-        seen["wake_up"] = attempt(saver.wake_up)
-        seen["then"] = reloadpg.status().state, saver.paused
-        saver.wake_up()
+        saver.resume_all()
+        reloadpg.reload()
         seen["end"] = sums_right(None, group), saver.paused, bare.active_bytes
+        seen["calls"] = bare.calls
         saver.close()
     return seen
 
@@ -191,7 +165,6 @@ def saver_job(rank: int, size: int) -> dict[str, Any]:
         "ordered": lambda group: ordered(group, None),
         "tags": lambda group: ordered(group, ["gradients", "default"]),
         "one tag": lambda group: ordered(group, ["default"]),
-        "block": block,
         "refused": refused,
         "forgotten": forgotten,
     }.items():
@@ -237,8 +210,8 @@ class TestFailure28RightOrder:
 
     @pytest.mark.parametrize("case", ["ordered", "tags", "one tag"])
     def test_three_cycles(self, ranks: list[dict[str, Any]], case: str) -> None:
-        """Sleep, a weight update asleep, wake-up, each called twice, three times over: sums are
-        right by value, and asleep neither communicators nor paused tags hold memory."""
+        """Three rollouts with weight updates: sums are right by value, and between the updates
+        neither communicators nor paused tags hold memory."""
         left = 8 * BYTES if case == "one tag" else 0
         paused = {"ordered": ("*",), "tags": ("gradients", "default"), "one tag": ("default",)}
         for seen in ranks:
@@ -247,10 +220,11 @@ class TestFailure28RightOrder:
             assert found["update"] == [True] * (4 * CYCLES)
             assert found["awake"] == [(True, 18 * BYTES, ())] * CYCLES
 
-    def test_a_second_call_does_nothing(self, ranks: list[dict[str, Any]]) -> None:
-        """Sleeping twice and waking twice is sleeping and waking once, for groups and saver."""
+    def test_groups_are_live_only_within_a_rollout(self, ranks: list[dict[str, Any]]) -> None:
+        """Outside it they are live anyway, and nothing may offload them: refused."""
         for seen in ranks:
-            assert seen["ordered"]["changed"] == [True, False] * (2 * CYCLES)
+            assert seen["ordered"]["too early"][0] == "ReloadpgError"
+            assert "within the colocated() block" in seen["ordered"]["too early"][1]
             assert seen["ordered"]["calls"] == ["pause", "resume"] * CYCLES
 
     def test_tags_are_resumed_in_reverse(self, ranks: list[dict[str, Any]]) -> None:
@@ -264,17 +238,6 @@ class TestFailure28RightOrder:
             ] * (CYCLES)
             assert seen["one tag"]["calls"] == ["pause default", "resume default"] * CYCLES
 
-    def test_a_block_always_comes_back(self, ranks: list[dict[str, Any]]) -> None:
-        """``asleep()`` comes back after its body, after an exception in it, which goes on, and
-        after a pause that failed, which is named."""
-        for seen in ranks:
-            found = seen["block"]
-            assert found["states"] == ["offloaded", ("*",)]
-            assert found["raised"] == ("KeyError", "'body'")
-            assert found["failed"][0] == "MemorySaverError"
-            assert "pause(tag=None): the memory saver failed: RuntimeError" in found["failed"][1]
-            assert found["after"] == ((), True, ["pause", "resume"] * 2)
-
 
 class TestFailure28Refused:
     """A wrong order through MemorySaver is an error that says what to call, on all ranks."""
@@ -285,32 +248,26 @@ class TestFailure28Refused:
             kind, text = seen["refused"]["pause"]
             assert kind == "MemorySaverError"
             assert "2 groups are live" in text
-            assert "Call sleep()" in text
+            assert "Call reloadpg.offload() on all ranks first" in text
             assert seen["refused"]["untouched"]
 
     def test_reload_while_paused(self, ranks: list[dict[str, Any]]) -> None:
-        """reloadpg.reload() itself fails while memory is paused; wake_up() then brings all back."""
+        """reloadpg.reload() itself fails while memory is paused, and works once it is resumed."""
         for seen in ranks:
             kind, text = seen["refused"]["reload"]
             assert kind in ("ReloadpgError", "PeerFailedError")
             assert "reload while * is paused" in text
-            assert "Call wake_up() on all ranks" in text
+            assert "Call resume_all() first" in text
             assert seen["refused"]["state"] == "offloaded"
-            assert seen["refused"]["after"]
+            assert seen["refused"]["end"] == (True, (), 18 * BYTES)
 
-    def test_a_saver_that_fails_keeps_no_rank_waiting(self, ranks: list[dict[str, Any]]) -> None:
-        """A resume that fails on rank 1 is raised there, and at once on rank 0 too, with the
-        reason; wake_up() on both then ends well."""
-        (kind, text), (own, said) = [seen["refused"]["wake_up"] for seen in ranks]
-        assert (kind, own) == ("PeerFailedError", "MemorySaverError")
-        assert "rank 1 failed" in text
-        assert "reload while * is paused" in text
-        assert "resume(tag=None): the memory saver failed" in said
-        assert [seen["refused"]["then"] for seen in ranks] == [
-            ("offloaded", ()),
-            ("offloaded", ("*",)),
-        ]
-        assert [seen["refused"]["end"] for seen in ranks] == [(True, (), 18 * BYTES)] * 2
+    def test_a_saver_that_fails_is_named(self, ranks: list[dict[str, Any]]) -> None:
+        """A pause that fails says what is paused, and a second one goes on where it stopped."""
+        for seen in ranks:
+            (kind, text), paused = seen["refused"]["failed"]
+            assert (kind, paused) == ("MemorySaverError", ())
+            assert "pause(tag=None): the memory saver failed: RuntimeError" in text
+            assert seen["refused"]["calls"] == ["pause", "resume"]
 
     def test_offload_while_one_rank_is_paused(self, ranks: list[dict[str, Any]]) -> None:
         """reloadpg.offload() fails on all ranks before a group is touched."""
