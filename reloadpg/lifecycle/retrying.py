@@ -401,6 +401,8 @@ class _Progress:
                 snapshot.hand_over(replaced)
             if new:
                 snapshot.take()
+            if replaced:  # a state that is lost ends the loop before any rank repeats the step
+                self._barrier()
         except Exception as error:
             self.fail(error)
             return False
@@ -411,13 +413,20 @@ class _Progress:
         await_device(fault_pending)  # a collective that fails on the device fails in this step
         job = registry.job("retrying")
         if job is not None:
-            round_ = job.rendezvous.open("step", ["enter"], _seconds())
-            try:
-                round_.barrier("enter")
-            finally:  # a rank that was interrupted takes no part in a recovery
-                self._ended = round_.decision is not None and round_.decision.kind == "cancelled"
+            self._barrier()
             job.replaced = ()
         self._complete()
+
+    def _barrier(self) -> None:
+        """Wait for the other ranks on the store. Collective, blocking, bounded."""
+        job = registry.job("retrying")
+        if job is None:
+            return
+        round_ = job.rendezvous.open("step", ["enter"], _seconds())
+        try:
+            round_.barrier("enter")
+        finally:  # a rank that was interrupted takes no part in a recovery
+            self._ended = round_.decision is not None and round_.decision.kind == "cancelled"
 
     def tell(self, error: BaseException) -> None:
         """Notify the ranks that wait for this one of its interrupt. Local, bounded."""

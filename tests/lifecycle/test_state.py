@@ -240,10 +240,12 @@ def replaced(rank: int, size: int, kind: str, dies: bool) -> Any:
     reloadpg.rejoin()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    begun = []
 
     def run() -> None:
         for step in reloadpg.retrying(range(4), state=(model, optimizer, schedule)):
             with step as number:
+                begun.append(number)
                 if dies and (rank, number, incarnation()) == (VICTIM, 2, 0):
                     layers[0].register_full_backward_hook(lambda *_: die())
                 generator = torch.Generator().manual_seed(100 * rank + number)
@@ -255,7 +257,7 @@ def replaced(rank: int, size: int, kind: str, dies: bool) -> Any:
 
     seen = attempt(run)
     if seen.kind:
-        return seen
+        return seen, begun
     whole = (getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters())
     found = [tensor.detach().tolist() for tensor in whole]
     buffers = [buffer.tolist() for buffer in model.buffers()] if kind == "ddp" else []
@@ -273,9 +275,12 @@ def test_a_replaced_process_gets_the_state(kind: str) -> None:
 
 
 def test_a_shard_that_no_other_rank_holds_is_lost() -> None:
-    """All ranks say so, and what would have kept it."""
+    """All ranks say so before the step begins again, and what would have kept it."""
     found = run_replaced(replaced, "fsdp", True)
     for rank in (0, 1, 3, RANKS):
-        assert found[rank].kind in ("ReloadpgError", "PeerFailedError"), found[rank]
-        assert "no other rank holds the same" in found[rank].text
-        assert "checkpoint" in found[rank].text
+        seen, begun = found[rank]
+        assert seen.kind == ("ReloadpgError" if rank == RANKS else "PeerFailedError"), seen
+        assert "this process replaces rank 2, whose state is lost" in seen.text
+        assert "no other rank holds the same" in seen.text
+        assert "checkpoint" in seen.text
+        assert begun == ([] if rank == RANKS else [0, 1, 2])
