@@ -14,6 +14,7 @@ from recovery_job import attempt
 from replacing import RANKS, VICTIM, die, incarnation, run_replaced
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import reloadpg
@@ -168,6 +169,56 @@ def test_a_repeated_step_begins_as_the_first_attempt_did() -> None:
         for first, second in zip(seen[::2], seen[1::2], strict=True):
             assert first == second
         assert seen[0] != seen[2]
+
+
+def pipelined(rank: int, size: int, fails: bool) -> Any:
+    """A stage of a pipeline on each rank, one of which fails in a forward pass."""
+    job = FaultJob(rank, size)
+    torch.manual_seed(rank)
+    layer = torch.nn.Linear(WIDTH, WIDTH)
+    stage = PipelineStage(layer, rank, size, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, torch.nn.MSELoss())
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    calls: list[int] = []
+
+    def fault(*_: object) -> None:
+        calls.append(1)
+        if fails and rank == FAULTY and len(calls) == 6:  # in the last step
+            raise Injected
+
+    layer.register_forward_hook(fault)
+    left, losses = [], []
+    for step in reloadpg.retrying(
+        range(3), on=(Injected, RuntimeError), state=(layer, optimizer, schedule)
+    ):
+        with step as number:
+            left.append(len(stage.fwd_cache))
+            inputs = torch.full((4, WIDTH), float(number))
+            found: list[torch.Tensor] = []
+            if rank == 0:
+                schedule.step(inputs)
+            elif rank == size - 1:
+                schedule.step(target=inputs, losses=found)
+            else:
+                schedule.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            stage.clear_runtime_states()
+        if step.complete:
+            losses.append([loss.item() for loss in found])
+    assert job.sums()
+    return left, len(calls), losses, layer.weight.tolist()
+
+
+def test_a_pipeline_schedule_drops_the_microbatches_of_an_unfinished_step() -> None:
+    """It repeats the step and ends as without a fault."""
+    expected, found = (
+        run_ranks(pipelined, 4, args=(fails,), timeout=280) for fails in (False, True)
+    )
+    for rank in range(4):
+        assert found[rank][2:] == expected[rank][2:]
+        assert set(found[rank][0]) == {0}
+    assert found[FAULTY][1] > expected[FAULTY][1]
 
 
 # -- without state= -------------------------------------------------------------------------------
