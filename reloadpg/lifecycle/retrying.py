@@ -549,7 +549,7 @@ class _Progress:
         return False
 
     def _peer_failed(self, faults: Sequence[Fault]) -> PeerFailedError:
-        causes = "; ".join(map(str, faults)) or "no rank said why"
+        causes = "; ".join(map(str, faults)).rstrip(".") or "no rank said why"
         return PeerFailedError(
             f"step {self._number} failed in attempt {self.failed} of {self._attempts}: {causes}. "
             "All groups are live again; nothing of the step is to be relied on.",

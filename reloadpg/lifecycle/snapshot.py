@@ -124,12 +124,12 @@ def _lost(rank: int, same: set[int]) -> str:
     why = (
         f"the ranks that held the same ({format_ranks(others)}) were replaced too"
         if others
-        else "no other rank holds the same: neither DDP nor a mesh with a dimension of replicas "
-        "says so, nor does retrying(replicas=)"
+        else "no other rank holds the same (neither DDP, nor a mesh with a dimension of replicas, "
+        "nor retrying(replicas=) names one)"
     )
     return (
-        f"this process replaces rank {rank}, whose state is lost: {why}. All groups are live; go "
-        "back to a checkpoint, on all ranks."
+        f"the state of rank {rank} was lost with its process: {why}. Go back to a checkpoint, on "
+        "all ranks."
     )
 
 
