@@ -259,12 +259,17 @@ def trained(
 
 @pytest.mark.parametrize(
     "case",
-    sampled(
-        [(kind, n) for kind in ("fsdp", "ddp", "accumulate", "amp") for n in (4, 50)]
-        + [("megatron", 20)],
-        ("fsdp", 4),
-        ("amp", 4),
-    ),
+    [
+        # What FSDP2 keeps of a step differs between versions of torch.
+        pytest.param(("fsdp", 4), marks=pytest.mark.matrix),
+        pytest.param(("accumulate", 4), marks=[pytest.mark.matrix, pytest.mark.slow]),
+        *sampled(
+            [(kind, 4) for kind in ("ddp", "amp")]
+            + [(kind, 50) for kind in ("fsdp", "ddp", "accumulate", "amp")]
+            + [("megatron", 20)],
+            ("amp", 4),
+        ),
+    ],
     ids=str,
 )
 def test_training_ends_as_without_a_fault(case: tuple[str, int]) -> None:
