@@ -51,19 +51,23 @@ def registered(names: Iterable[str]) -> frozenset[str]:
 def unfinished_collectives(most: int) -> list[str]:
     """The last collectives that the flight recorder has as begun and not completed. Local.
 
-    From any thread, without waiting for the device. Backends other than NCCL record none. Seen on
-    2.8, where ``TORCH_NCCL_TRACE_BUFFER_SIZE`` must be set, and on 2.13 and 2.15, where the
-    recorder is on by default. ``ProcessGroupNCCL2`` (2.15) records none.
+    From any thread, without waiting for the device; NCCL's only. Seen on 2.8, where
+    ``TORCH_NCCL_TRACE_BUFFER_SIZE`` must be set, and on 2.13 and 2.15, where the recorder is on by
+    default. ``ProcessGroupNCCL2`` (2.15) has a separate one.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
     if dump is None:  # built without NCCL
         return []
     arguments = {"includeCollectives": True, "includeStackTraces": False, "onlyActive": True}
+    entries = pickle.loads(dump(**arguments)).get("entries", [])
+    if hasattr(torch._C._distributed_c10d, "FlightRecorderHook"):
+        other = cast(Any, torch._C._distributed_c10d)._dump_fr_trace(**arguments, backend="nccl2")
+        entries += pickle.loads(other).get("entries", [])
     found = []
-    for one in pickle.loads(dump(**arguments)).get("entries", [])[-most:]:
+    for one in entries[-most:]:
         group = one["process_group"][0].partition("@")[0]
         counts = "p2p_seq_id" if one["is_p2p"] else "collective_seq_id"
-        name = one["profiling_name"].removeprefix("nccl:")
+        name = one["profiling_name"].partition(":")[2]
         shapes = ", ".join(map(str, one["input_sizes"][:2]))
         found.append(f"{name} {shapes}, number {one[counts]} of group {group!r}, {one['state']}")
     return found

@@ -1,6 +1,7 @@
 """The state of an unfinished training step in modules, optimizers and scalers, and its reset.
 
-Seen on torch 2.8 and 2.13: FSDP2's states and parameter groups, DDP's reducer, GradScaler's stages.
+Seen on torch 2.8, 2.13 and 2.15: FSDP2's states and parameter groups, DDP's reducer, GradScaler's
+stages.
 """
 
 from __future__ import annotations
@@ -34,6 +35,14 @@ __all__ = [
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
+_FLAGS = (
+    "reduce_grads",
+    "all_reduce_grads",
+    "reshard_after_backward",
+    "_post_backward_pending",  # from 2.15 on, as the next
+    "_partial_reduce_output_layout",
+)
+"""What FSDP2's groups of parameters keep from one backward pass to the next."""
 
 
 def leaves_of(tensor: Tensor) -> Iterator[Tensor]:
@@ -114,9 +123,15 @@ def _reset_fsdp(state: Any) -> None:
     context, communication = state._state_ctx, state._comm_ctx
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
-    for name in ("all_gather_state", "reduce_scatter_state"):
-        if hasattr(communication, name):
-            setattr(communication, name, None)
+    for owner, name, value in (
+        (communication, "all_gather_state", None),
+        (communication, "reduce_scatter_state", None),
+        (communication, "active_gradient_reduction", None),  # from 2.15 on, as the two below
+        (context, "manual_backward_finalization_active", None),
+        (context, "gradient_reduction_pending", False),
+    ):
+        if hasattr(owner, name):
+            setattr(owner, name, value)
     for name in ("post_forward_order", "reduce_scatter_states", "_last_post_reduce_events"):
         if hasattr(communication, name):
             getattr(communication, name).clear()
@@ -138,11 +153,21 @@ def _reset_fsdp(state: Any) -> None:
             with torch.no_grad():
                 one.to_sharded()
             one.grad_offload_event = None
-            one.unsharded_accumulated_grad = None
+            if _accumulates_apart(one):
+                one.unsharded_accumulated_grad = None
             whole = getattr(one, "_unsharded_param", None)
             if whole is not None:
                 whole.grad = None
+        if hasattr(group, "_set_unsharded_grad_dtypes"):  # from 2.15 on
+            group._set_unsharded_grad_dtypes(defer_upcast=False)
+            group._post_backward_pending = False
+            group._partial_reduce_output_layout = {}
         group._sharded_state = type(group._sharded_state).SHARDED
+
+
+def _accumulates_apart(parameter: Any) -> bool:
+    """Whether FSDP2 keeps accumulated gradients in an attribute; from 2.15 on autograd has them."""
+    return "unsharded_accumulated_grad" in vars(parameter)
 
 
 def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -174,7 +199,8 @@ def held_gradients(module: torch.nn.Module) -> list[tuple[Any, str]]:
         for group in _groups(state):
             found.append((group, "_partial_reduce_output"))
             for one in group.fsdp_params:
-                found.append((one, "unsharded_accumulated_grad"))
+                if _accumulates_apart(one):
+                    found.append((one, "unsharded_accumulated_grad"))
                 if hasattr(one, "_unsharded_param"):
                     found.append((one._unsharded_param, "grad"))
     return [(owner, name) for owner, name in found if getattr(owner, name, None) is not None]
@@ -186,8 +212,7 @@ def step_flags(module: torch.nn.Module) -> list[tuple[Any, str]]:
     for state in _states(module):
         found.append((state._state_ctx, "is_last_backward"))
         for group in _groups(state):
-            names = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
-            found += [(group, name) for name in names]
+            found += [(group, name) for name in _FLAGS if hasattr(group, name)]
     return found
 
 

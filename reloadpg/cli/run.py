@@ -27,7 +27,7 @@ _CONNECT = timedelta(minutes=10)
 """How long node 0 may take to start."""
 _KEYS = "reloadpg/run"
 _DEFAULT_GROUP = "default_pg"
-"""What ``init_process_group`` puts before the keys of its store (seen on torch 2.13)."""
+"""What ``init_process_group`` puts before the keys of its store (seen on torch 2.8 to 2.15)."""
 
 
 def add(subcommands: Any) -> None:

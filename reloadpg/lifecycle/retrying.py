@@ -404,6 +404,8 @@ class _Progress:
                 snapshot.hand_over(replaced)
             if new:
                 snapshot.take()
+            if replaced:  # a state that is lost ends the loop before any rank repeats the step
+                self._barrier()
         except Exception as error:
             self.fail(error)
             return False
@@ -414,13 +416,20 @@ class _Progress:
         await_device(fault_pending)  # a collective that fails on the device belongs to this step
         job = registry.job("retrying")
         if job is not None:
-            round_ = job.rendezvous.open("step", ["enter"], _seconds())
-            try:
-                round_.barrier("enter")
-            finally:  # an interrupted rank takes no part in a recovery
-                self._ended = round_.decision is not None and round_.decision.kind == "cancelled"
+            self._barrier()
             job.replaced = ()
         self._complete()
+
+    def _barrier(self) -> None:
+        """Wait for the other ranks on the store. Collective, blocking, with a timeout."""
+        job = registry.job("retrying")
+        if job is None:
+            return
+        round_ = job.rendezvous.open("step", ["enter"], _seconds())
+        try:
+            round_.barrier("enter")
+        finally:  # a rank that was interrupted takes no part in a recovery
+            self._ended = round_.decision is not None and round_.decision.kind == "cancelled"
 
     def tell(self, error: BaseException) -> None:
         """Notify the waiting ranks of this rank's interrupt. Local; waits a limited time."""
@@ -544,7 +553,7 @@ class _Progress:
         return False
 
     def _peer_failed(self, faults: Sequence[Fault]) -> PeerFailedError:
-        causes = "; ".join(map(str, faults)) or "no rank reported a reason"
+        causes = "; ".join(map(str, faults)).rstrip(".") or "no rank reported a reason"
         return PeerFailedError(
             f"step {self._number} failed in attempt {self.failed} of {self._attempts}: {causes}. "
             "All groups are live again, but the step's results are unreliable.",

@@ -128,8 +128,8 @@ def _lost(rank: int, same: set[int]) -> str:
         "dimension of replicas, and no retrying(replicas=)"
     )
     return (
-        f"this process replaces rank {rank}, whose state is lost: {why}. All groups are live; "
-        "restore a checkpoint on all ranks."
+        f"the state of rank {rank} was lost with its process: {why}. Restore a checkpoint on all "
+        "ranks."
     )
 
 

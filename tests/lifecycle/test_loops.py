@@ -307,6 +307,30 @@ def test_a_process_is_not_replaced_in_a_loop_within_a_loop() -> None:
         assert "another loop" in found[rank].text
 
 
+def fewer_items(rank: int, size: int) -> Any:
+    """Rank 2 dies in its third step; the process that replaces it has one item."""
+    reloadpg.install(backends={"gloo"}, recoverable=True, timeout=120)
+    dist.init_process_group("gloo")
+    reloadpg.rejoin()
+
+    def run() -> None:
+        for step in reloadpg.retrying(range(1 if incarnation() else 4)):
+            with step as number:
+                if (rank, number) == (VICTIM, 2):
+                    die()
+                all_reduce(dist.group.WORLD)
+
+    return attempt(run)
+
+
+def test_a_replaced_process_without_the_items_of_the_others_says_so() -> None:
+    """On all ranks, and not by a bare StopIteration."""
+    found = run_replaced(fewer_items)
+    for rank in (0, 1, 3, RANKS):
+        assert found[rank].kind == ("ReloadpgError" if rank == RANKS else "PeerFailedError")
+        assert "its items end at 1: the other ranks are at step 2" in found[rank].text
+
+
 # -- whose error it is -----------------------------------------------------------------------------
 
 

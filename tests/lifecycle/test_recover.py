@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -260,6 +262,30 @@ CHECKS = {
     "offload_failed": _check_failed,
     "stopped": _check_stopped,
 }
+
+
+def heard(rank: int, size: int) -> Facts:
+    """What a recovery says without being asked, and the callbacks that it calls."""
+    job = FaultJob(rank, size)
+    warnings: list[str] = []
+    called: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("reloadpg").addHandler(handler)
+    reloadpg.on_offload(lambda: called.append("offload"))
+    reloadpg.on_reload(lambda: called.append("reload"))
+    reloadpg.recover("a link is down" if rank == FAULTY else None)
+    return {"warnings": warnings, "called": called, "sums": job.sums()}
+
+
+def test_rank_0_warns_of_a_recovery_and_only_reload_callbacks_are_called() -> None:
+    """The warning says which rank was in trouble, why, and how long the recovery took."""
+    for rank, found in enumerate(run_ranks(heard, 4, timeout=280)):
+        assert found["called"] == ["reload"]
+        assert found["sums"]
+        assert len(found["warnings"]) == (rank == 0), found["warnings"]
+        for text in found["warnings"]:
+            assert re.search(r"^recover: 4 groups in [\d.]+ ms, generation 1; rank 1: a link", text)
 
 
 # -- faults of the recovery itself --------------------------------------------------------------

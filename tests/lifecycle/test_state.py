@@ -14,6 +14,7 @@ from recovery_job import attempt
 from replacing import RANKS, VICTIM, die, incarnation, run_replaced
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import reloadpg
@@ -170,6 +171,56 @@ def test_a_repeated_step_begins_as_the_first_attempt_did() -> None:
         assert seen[0] != seen[2]
 
 
+def pipelined(rank: int, size: int, fails: bool) -> Any:
+    """A stage of a pipeline on each rank, one of which fails in a forward pass."""
+    job = FaultJob(rank, size)
+    torch.manual_seed(rank)
+    layer = torch.nn.Linear(WIDTH, WIDTH)
+    stage = PipelineStage(layer, rank, size, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, torch.nn.MSELoss())
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    calls: list[int] = []
+
+    def fault(*_: object) -> None:
+        calls.append(1)
+        if fails and rank == FAULTY and len(calls) == 6:  # in the last step
+            raise Injected
+
+    layer.register_forward_hook(fault)
+    left, losses = [], []
+    for step in reloadpg.retrying(
+        range(3), on=(Injected, RuntimeError), state=(layer, optimizer, schedule)
+    ):
+        with step as number:
+            left.append(len(stage.fwd_cache))
+            inputs = torch.full((4, WIDTH), float(number))
+            found: list[torch.Tensor] = []
+            if rank == 0:
+                schedule.step(inputs)
+            elif rank == size - 1:
+                schedule.step(target=inputs, losses=found)
+            else:
+                schedule.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            stage.clear_runtime_states()
+        if step.complete:
+            losses.append([loss.item() for loss in found])
+    assert job.sums()
+    return left, len(calls), losses, layer.weight.tolist()
+
+
+def test_a_pipeline_schedule_drops_the_microbatches_of_an_unfinished_step() -> None:
+    """It repeats the step and ends as without a fault."""
+    expected, found = (
+        run_ranks(pipelined, 4, args=(fails,), timeout=280) for fails in (False, True)
+    )
+    for rank in range(4):
+        assert found[rank][2:] == expected[rank][2:]
+        assert set(found[rank][0]) == {0}
+    assert found[FAULTY][1] > expected[FAULTY][1]
+
+
 # -- without state= -------------------------------------------------------------------------------
 
 
@@ -240,10 +291,12 @@ def replaced(rank: int, size: int, kind: str, dies: bool) -> Any:
     reloadpg.rejoin()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    begun = []
 
     def run() -> None:
         for step in reloadpg.retrying(range(4), state=(model, optimizer, schedule)):
             with step as number:
+                begun.append(number)
                 if dies and (rank, number, incarnation()) == (VICTIM, 2, 0):
                     layers[0].register_full_backward_hook(lambda *_: die())
                 generator = torch.Generator().manual_seed(100 * rank + number)
@@ -255,7 +308,7 @@ def replaced(rank: int, size: int, kind: str, dies: bool) -> Any:
 
     seen = attempt(run)
     if seen.kind:
-        return seen
+        return seen, begun
     whole = (getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters())
     found = [tensor.detach().tolist() for tensor in whole]
     buffers = [buffer.tolist() for buffer in model.buffers()] if kind == "ddp" else []
@@ -273,9 +326,12 @@ def test_a_replaced_process_gets_the_state(kind: str) -> None:
 
 
 def test_a_shard_that_no_other_rank_holds_is_lost() -> None:
-    """All ranks say so, and what would have kept it."""
+    """All ranks say so before the step begins again, and what would have kept it."""
     found = run_replaced(replaced, "fsdp", True)
     for rank in (0, 1, 3, RANKS):
-        assert found[rank].kind in ("ReloadpgError", "PeerFailedError"), found[rank]
-        assert "no other rank is known to hold the same" in found[rank].text
-        assert "checkpoint" in found[rank].text
+        seen, begun = found[rank]
+        assert seen.kind == ("ReloadpgError" if rank == RANKS else "PeerFailedError"), seen
+        assert "the state of rank 2 was lost with its process: no other rank is known" in seen.text
+        assert "Restore a checkpoint on all ranks." in seen.text
+        assert ".." not in seen.text
+        assert begun == ([] if rank == RANKS else [0, 1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -258,12 +259,17 @@ def trained(
 
 @pytest.mark.parametrize(
     "case",
-    sampled(
-        [(kind, n) for kind in ("fsdp", "ddp", "accumulate", "amp") for n in (4, 50)]
-        + [("megatron", 20)],
-        ("fsdp", 4),
-        ("amp", 4),
-    ),
+    [
+        # What FSDP2 keeps of a step differs between versions of torch.
+        pytest.param(("fsdp", 4), marks=pytest.mark.matrix),
+        pytest.param(("accumulate", 4), marks=[pytest.mark.matrix, pytest.mark.slow]),
+        *sampled(
+            [(kind, 4) for kind in ("ddp", "amp")]
+            + [(kind, 50) for kind in ("fsdp", "ddp", "accumulate", "amp")]
+            + [("megatron", 20)],
+            ("amp", 4),
+        ),
+    ],
     ids=str,
 )
 def test_training_ends_as_without_a_fault(case: tuple[str, int]) -> None:
@@ -276,8 +282,12 @@ def test_training_ends_as_without_a_fault(case: tuple[str, int]) -> None:
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
 @pytest.mark.parametrize("kind", ["ddp", "amp", "fsdp", "accumulate"])
 def test_training_on_nccl_ends_as_without_a_fault(kind: str) -> None:
-    """Torch's ProcessGroupNCCL over the stand-ins; no rank waits for a collective's timeout."""
-    _compare(kind, _drawn(kind, len(KINDS)), "cuda")
+    """Torch's ProcessGroupNCCL over the stand-ins; no rank waits for a collective's timeout.
+
+    ``TRAINING_FAULTS`` is the number of faults; by default there is one of each kind.
+    """
+    count = int(os.environ.get("TRAINING_FAULTS", len(KINDS)))
+    _compare(kind, _drawn(kind, count), "cuda")
 
 
 def _drawn(kind: str, count: int) -> dict[int, tuple[int, str]]:

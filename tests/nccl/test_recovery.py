@@ -43,10 +43,11 @@ def hangs(rank: int, world_size: int, directory: str) -> str:
     return remedy
 
 
-def test_a_hang_shows_what_the_flight_recorder_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nccl2", ["0", "1"])  # 2.15 has two implementations, and two recorders
+def test_a_hang_shows_what_the_flight_recorder_has(tmp_path: Path, nccl2: str) -> None:
     """The collective that the other rank has begun, and its state on the device."""
-    # Torch 2.8 records nothing by default, and ProcessGroupNCCL2 of 2.15 nothing at all.
-    env = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "200", "TORCH_DIST_USE_NCCL2": "0"}
+    # Torch 2.8 records nothing by default.
+    env = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "200", "TORCH_DIST_USE_NCCL2": nccl2}
     remedies = run_ranks(hangs, 2, args=(str(tmp_path),), timeout=240, standins=True, env=env)
     waiting = remedies[1].partition("rank 0 is at ")[2]
     assert "in synchronize" in waiting
