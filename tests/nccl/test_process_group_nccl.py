@@ -87,9 +87,8 @@ def _flat(rank: int, world_size: int, bound: bool, how: str) -> tuple[str, Held]
     for cycle in range(1, CYCLES + 1):
         if how == "recover":
             reloadpg.recover("a test")
-        else:
-            reloadpg.offload()
-            reloadpg.reload()
+        reloadpg.offload()  # each thread that creates groups then has its store client
+        reloadpg.reload()
         assert [summed(group, rank) for group in groups] == [3.0] * 3
         meetings.meet()
         if cycle == 5:
