@@ -69,6 +69,7 @@ NOT_ON_NCCL = {
     "lifecycle/test_bypassed.py": "what is said of gloo groups, which bypass by default",
     "lifecycle/test_faults.py": "faults of the simulated accelerator and of gloo",
     "lifecycle/test_faults_of_recovery.py": "faults of gloo",
+    "lifecycle/test_properties.py": "programs over gloo; nccl/test_fault_programs.py has NCCL's",
     "lifecycle/test_recover.py": "faults of gloo",
     "lifecycle/test_recover_simulated.py": "simulated",
     "lifecycle/test_rejoin.py": "faults of gloo",

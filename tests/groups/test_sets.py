@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch.distributed as dist
-from worlds import TIMEOUT, init
+from worlds import BACKEND, TIMEOUT, init
 
 import reloadpg
 from reloadpg import InvalidOptionError
@@ -36,7 +36,7 @@ def packages():
 
 def _sets_by_rule(rank, world_size, sets):
     engine = packages()
-    reloadpg.install(backends={"gloo"}, timeout=TIMEOUT, sets=sets)
+    reloadpg.install(backends={BACKEND}, timeout=TIMEOUT, sets=sets)
     init()
     ranks = list(range(world_size))
     made = {
@@ -101,7 +101,7 @@ def test_a_group_belongs_to_the_set_of_the_nearest_caller_that_a_rule_matches(se
 
 def _sets_by_region(rank, world_size, sets):
     engine = packages()
-    reloadpg.install(backends={"gloo"}, timeout=TIMEOUT, sets=sets)
+    reloadpg.install(backends={BACKEND}, timeout=TIMEOUT, sets=sets)
     ranks = list(range(world_size))
     with reloadpg.region("engine"):
         init()

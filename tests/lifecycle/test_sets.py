@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from worlds import TIMEOUT, init, summed
+from worlds import BACKEND, TIMEOUT, init, summed
 
 import reloadpg
 from reloadpg import DisagreementError, GroupOffloadedError, InvalidOptionError, PeerFailedError
@@ -13,7 +13,7 @@ from reloadpg.testing import run_ranks
 
 def groups_of_two_sets(**options):
     """The default group and one more in the trainer's set, and one in the engine's."""
-    reloadpg.install(backends={"gloo"}, timeout=TIMEOUT, **options)
+    reloadpg.install(backends={BACKEND}, timeout=TIMEOUT, **options)
     init()
     with reloadpg.region("engine"):
         engine = dist.new_group()
@@ -127,7 +127,7 @@ def test_blocks_of_sets_nest():
 
 
 def _partial(rank, world_size):
-    reloadpg.install(backends={"gloo"}, timeout=TIMEOUT)
+    reloadpg.install(backends={BACKEND}, timeout=TIMEOUT)
     init()
     with reloadpg.region("engine"):
         engine = dist.new_group([0, 1])

@@ -87,9 +87,8 @@ def _flat(rank: int, world_size: int, bound: bool, how: str) -> tuple[str, Held]
     for cycle in range(1, CYCLES + 1):
         if how == "recover":
             reloadpg.recover("a test")
-        else:
-            reloadpg.offload()
-            reloadpg.reload()
+        reloadpg.offload()  # each thread that creates groups then has its store client
+        reloadpg.reload()
         assert [summed(group, rank) for group in groups] == [3.0] * 3
         meetings.meet()
         if cycle == 5:
@@ -362,7 +361,11 @@ def test_a_suspend_or_resume_that_goes_wrong_on_one_rank_is_bounded(
 ) -> None:
     """The operation fails on all ranks, or reaches the timeout; the next cycles are right."""
     fault = Fault(action, call, rank=0, times=1 if action == "fail" else None)
-    for seen in ranks(_overlapping, 3, fault):
+    results = ranks(_overlapping, 3, fault)
+    for seen in results:
         assert seen["right"] == [True] * 4
         assert len(seen["errors"]) == 1
         assert len(set(seen["live"])) == 1
+    if action == "fail":
+        error = "ReleaseError" if call == "suspend" else "RebuildError"
+        assert [seen["errors"] for seen in results] == [[error], *[["PeerFailedError"]] * 2]
