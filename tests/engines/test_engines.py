@@ -33,10 +33,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+def results(script: str, *arguments: str, ranks: int) -> list[dict[str, Any]]:
+    lines = run(HERE / script, *arguments, ranks=ranks).splitlines()
+    printed = [one.removeprefix("RESULT ") for one in lines if one.startswith("RESULT ")]
+    return [json.loads(one) for one in printed]
+
+
 def result(model: str, case: str, order: str, ranks: int) -> dict[str, Any]:
-    lines = run(HERE / "hybrid_job.py", model, case, order, ranks=ranks).splitlines()
-    [line] = [one for one in lines if one.startswith("RESULT ")]
-    found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    [found] = results("hybrid_job.py", model, case, order, ranks=ranks)
     return found
 
 
@@ -57,6 +61,33 @@ def test_tokens_and_weights_equal_those_without_the_library(
         for states in found["states"]:
             assert states["trainer"] == "offloaded"
             assert states.get("engine", "live") == "live"
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_trl_trains_to_the_losses_and_weights_of_a_run_without_the_library(
+    model: str, parallel: int
+) -> None:
+    """``GRPOTrainer`` with its own vLLM; with the sleep mode the memory's order holds too."""
+
+    def ranks(case: str) -> list[dict[str, Any]]:
+        found = results("trl_job.py", model, case, str(parallel), ranks=2)
+        return sorted(found, key=lambda one: int(one["rank"]))
+
+    plain = ranks("plain")
+    for case in ("hook", "sleep"):
+        found = ranks(case)
+        for one, expected in zip(found, plain, strict=True):
+            assert one["losses"] == expected["losses"], case
+            assert one["weights"] == expected["weights"], case
+            assert one["cycles"] == 3
+            engine = [["engine", 3]] if parallel > 1 else []
+            assert one["groups"] == [*engine, ["trainer", 3]]
+            for name, tags, states in one["calls"]:
+                rolls_out = name != "wake_up" or "kv_cache" in tags
+                assert states["trainer"] == ("offloaded" if rolls_out else "live"), name
+                assert states["engine"] == "live" or not rolls_out, name
+    names = [name for name, _, _ in found[0]["calls"]]
+    assert names == ["wake_up", "wake_up", "generate", "sleep"] * 3
 
 
 def test_the_example_runs(model: str) -> None:

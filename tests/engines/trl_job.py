@@ -23,7 +23,6 @@ os.environ.update(
     TRL_EXPERIMENTAL_SILENCE="1",
 )
 
-import torch
 import torch.distributed as dist
 import trl
 import vllm
