@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]  # several runs of up to LIMIT_S each
 
 HERE = Path(__file__).parent
 LIMIT_S = 540
