@@ -6,7 +6,8 @@
     llm = vllm.LLM(model, tensor_parallel_size=2, enable_sleep_mode=True)
     rollout = colocated(WorkerGroups(llm))
 
-The workers (vLLM's ``mp`` executor) are ranks of a job of their own: one call of
+Set ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``, too: vLLM (0.32) asks for it before it passes functions
+to workers. The workers (vLLM's ``mp`` executor) are ranks of a job of their own: one call of
 ``LLM.collective_rpc`` offloads the groups of all of them, and one reloads them. vLLM itself is not
 imported. An engine in the trainer's processes needs no such calls: see ``install(sets=...)``.
 """

@@ -90,6 +90,20 @@ def test_trl_trains_to_the_losses_and_weights_of_a_run_without_the_library(
     assert names == ["wake_up", "wake_up", "generate", "sleep"] * 3
 
 
+def test_groups_of_an_engine_in_processes_of_its_own_go_while_it_sleeps(model: str) -> None:
+    """vLLM's ``mp`` executor under ``RELOADPG_AUTOINSTALL``: one call each way."""
+    found = {}
+    for case in ("plain", "groups"):
+        command = [sys.executable, str(HERE / "worker_job.py"), model, case]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        assert ended.returncode == 0, ended.stderr[-4000:]
+        [line] = [one for one in ended.stdout.splitlines() if one.startswith("RESULT ")]
+        found[case] = json.loads(line.removeprefix("RESULT "))
+    assert found["groups"]["tokens"] == found["plain"]["tokens"]
+    assert all(one > 0 for report in found["groups"]["reports"] for one in report)
+    assert found["groups"]["states"] == [["offloaded"] * 2, ["live"] * 2] * 3
+
+
 def test_the_example_runs(model: str) -> None:
     """In each rollout the trainer's groups are offloaded, and the loss falls."""
     example = HERE.parent.parent / "examples" / "hybrid_engine.py"
