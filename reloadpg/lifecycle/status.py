@@ -9,6 +9,7 @@ from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Job, registry
 from ..groups.sets import TRAINER
 from . import memory
+from .engines import communicators
 from .report import BypassedGroup, GroupStatus, OperationStatus, SetStatus, Status
 
 __all__ = ["running", "status"]
@@ -65,6 +66,7 @@ def status() -> Status:
         ),
         running=running(),
         sets=_sets(job, groups),
+        kept=communicators(),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]  # several runs of up to LIMIT_S each
 
 HERE = Path(__file__).parent
 LIMIT_S = 540
@@ -33,10 +33,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+def results(script: str, *arguments: str, ranks: int) -> list[dict[str, Any]]:
+    lines = run(HERE / script, *arguments, ranks=ranks).splitlines()
+    printed = [one.removeprefix("RESULT ") for one in lines if one.startswith("RESULT ")]
+    return [json.loads(one) for one in printed]
+
+
 def result(model: str, case: str, order: str, ranks: int) -> dict[str, Any]:
-    lines = run(HERE / "hybrid_job.py", model, case, order, ranks=ranks).splitlines()
-    [line] = [one for one in lines if one.startswith("RESULT ")]
-    found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    [found] = results("hybrid_job.py", model, case, order, ranks=ranks)
     return found
 
 
@@ -57,6 +61,47 @@ def test_tokens_and_weights_equal_those_without_the_library(
         for states in found["states"]:
             assert states["trainer"] == "offloaded"
             assert states.get("engine", "live") == "live"
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_trl_trains_to_the_losses_and_weights_of_a_run_without_the_library(
+    model: str, parallel: int
+) -> None:
+    """``GRPOTrainer`` with its own vLLM; with the sleep mode the memory's order holds too."""
+
+    def ranks(case: str) -> list[dict[str, Any]]:
+        found = results("trl_job.py", model, case, str(parallel), ranks=2)
+        return sorted(found, key=lambda one: int(one["rank"]))
+
+    plain = ranks("plain")
+    for case in ("hook", "sleep"):
+        found = ranks(case)
+        for one, expected in zip(found, plain, strict=True):
+            assert one["losses"] == expected["losses"], case
+            assert one["weights"] == expected["weights"], case
+            assert one["cycles"] == 3
+            engine = [["engine", 3]] if parallel > 1 else []
+            assert one["groups"] == [*engine, ["trainer", 3]]
+            for name, tags, states in one["calls"]:
+                rolls_out = name != "wake_up" or "kv_cache" in tags
+                assert states["trainer"] == ("offloaded" if rolls_out else "live"), name
+                assert states["engine"] == "live" or not rolls_out, name
+    names = [name for name, _, _ in found[0]["calls"]]
+    assert names == ["wake_up", "wake_up", "generate", "sleep"] * 3
+
+
+def test_groups_of_an_engine_in_processes_of_its_own_go_while_it_sleeps(model: str) -> None:
+    """vLLM's ``mp`` executor under ``RELOADPG_AUTOINSTALL``: one call each way."""
+    found = {}
+    for case in ("plain", "groups"):
+        command = [sys.executable, str(HERE / "worker_job.py"), model, case]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        assert ended.returncode == 0, ended.stderr[-4000:]
+        [line] = [one for one in ended.stdout.splitlines() if one.startswith("RESULT ")]
+        found[case] = json.loads(line.removeprefix("RESULT "))
+    assert found["groups"]["tokens"] == found["plain"]["tokens"]
+    assert all(one > 0 for report in found["groups"]["reports"] for one in report)
+    assert found["groups"]["states"] == [["offloaded"] * 2, ["live"] * 2] * 3
 
 
 def test_the_example_runs(model: str) -> None:

@@ -77,12 +77,12 @@ def _named(rank, world_size):
     status = reloadpg.status()
     total = summed(before, rank)  # it works meanwhile: it holds memory
     reloadpg.reload()
-    return report.warnings, dict(status.unmanaged), str(status), total
+    return report.warnings, dict(status.unmanaged), str(status), total, status.bypassed
 
 
 def test_a_group_made_before_install_is_named_with_what_to_do():
     """In the report's warnings, in ``status()``, and in what it prints."""
-    for warnings, unmanaged, text, total in run_ranks(_named, 2):
+    for rank, (warnings, unmanaged, text, total, bypassed) in enumerate(run_ranks(_named, 2)):
         (warning,) = [one for one in warnings if "not reloadable" in one]
         assert "(before)" in warning
         assert "single" not in warning
@@ -90,6 +90,7 @@ def test_a_group_made_before_install_is_named_with_what_to_do():
         assert "reloadpg.manage()" in warning
         assert len(unmanaged) == 1
         assert "not reloadable: group" in text
+        assert bypassed == (1 if rank == 0 else 0)  # the group of one rank
         assert total == 3.0
 
 

@@ -547,9 +547,19 @@ class Asynchronous:
     async def wake_up(self, tags: list[str] | None = None) -> bool: ...
 
 
+class WithoutTags:
+    """An engine as SGLang's HttpServerEngineAdapter is."""
+
+    def release_memory_occupation(self) -> None: ...
+
+    def resume_memory_occupation(self) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        ({"engine": "http://localhost:8000"}, "neither vLLM's sleep.*Wrap it in an object"),
+        ({"engine": WithoutTags(), "wake_tags": ["kv_cache"]}, "takes no tags; nothing was chang"),
         ({"engine": object()}, "neither vLLM's sleep"),
         ({"connect": "always"}, "reload\\(connect='always'\\)"),
         ({"saver_tags": ["default"]}, "no bare saver"),

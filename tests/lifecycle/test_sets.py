@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch.distributed as dist
 from worlds import BACKEND, TIMEOUT, init, summed
@@ -236,3 +240,49 @@ def test_a_name_that_is_nearly_that_of_a_set_is_warned_of():
         assert not changed
         assert any("engine" in one for one in warnings)
         assert used
+
+
+class _Named(SimpleNamespace):
+    """An object of an engine; its class names it."""
+
+
+class PyNcclCommunicator(_Named):
+    pass
+
+
+class CustomAllreduce(_Named):
+    pass
+
+
+class Coordinator(_Named):
+    """As vLLM's and SGLang's ``GroupCoordinator``, which their modules refer to weakly."""
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize(
+    ("package", "freed"),
+    [("vllm", "enable_nccl_comm_suspend"), ("sglang.srt", "disable_custom_all_reduce")],
+)
+def test_what_an_engine_keeps_that_is_no_process_group_is_named(monkeypatch, package, freed):
+    """With what frees it; not what is switched off, suspended, or gone."""
+    nccl = PyNcclCommunicator(disabled=False, _suspended=False)
+    reduce = CustomAllreduce(disabled=False)
+    off = {"qr_comm": CustomAllreduce(disabled=True), "symm_mem_comm": None}
+    if package == "vllm":
+        owner = SimpleNamespace(pynccl_comm=nccl, ca_comm=reduce, **off)
+        group = Coordinator(device_communicator=owner)
+    else:
+        group = Coordinator(pynccl_comm=nccl, ca_comm=reduce, **off)
+    state = ModuleType("parallel_state")
+    state._groups = {"tp:0": weakref.ref(group)}
+    monkeypatch.setitem(sys.modules, f"{package}.distributed.parallel_state", state)
+    status = reloadpg.status()
+    assert set(status.kept) == {"tp:0.pynccl_comm", "tp:0.ca_comm"}
+    assert any("PyNcclCommunicator" in text for text in status.kept.values())
+    assert freed in str(status)
+    assert status.details()["kept"] == status.kept
+    nccl._suspended = True
+    assert set(reloadpg.status().kept) == {"tp:0.ca_comm"}
+    del group
+    assert reloadpg.status().kept == {}

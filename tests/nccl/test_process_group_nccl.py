@@ -369,3 +369,30 @@ def test_a_suspend_or_resume_that_goes_wrong_on_one_rank_is_bounded(
     if action == "fail":
         error = "ReleaseError" if call == "suspend" else "RebuildError"
         assert [seen["errors"] for seen in results] == [[error], *[["PeerFailedError"]] * 2]
+
+
+def _shrunk(rank: int, world_size: int, whole: bool) -> Any:
+    start(rank, bound=True)  # else torch gives the shrunk group to the CPU
+    group = None if whole else dist.new_group([0, 1, 2])
+    summed(group, rank)
+    torch.cuda.synchronize()  # torch refuses to shrink while work is pending
+    if rank == 2:
+        return None
+    shrunk = dist.distributed_c10d.shrink_group([2], group=group)
+    named = dict(reloadpg.status().unmanaged)
+    return shrunk.group_name, named, summed(shrunk, rank), len(reloadpg.status().groups)
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.distributed_c10d, "shrink_group"), reason="this torch cannot shrink groups"
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_shrunk_group_is_named(ranks: Callable[..., list[Any]], whole: bool) -> None:
+    """``shrink_group`` is not patched: its group works, and ``status().unmanaged`` has it."""
+    *survivors, excluded = ranks(_shrunk, 3, whole)
+    assert excluded is None
+    for name, named, total, managed in survivors:
+        assert list(named) == [name]
+        assert "does not patch" in named[name]
+        assert total == 3.0
+        assert managed == (0 if whole else 1)

@@ -1,0 +1,82 @@
+"""vLLM with workers in processes of their own: their groups are offloaded while the engine sleeps.
+
+::
+
+    os.environ["RELOADPG_AUTOINSTALL"] = "1"  # before the engine starts its workers
+    llm = vllm.LLM(model, tensor_parallel_size=2, enable_sleep_mode=True)
+    rollout = colocated(WorkerGroups(llm))
+
+Set ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``, too: vLLM (0.32) asks for it before it passes functions
+to workers. The workers (vLLM's ``mp`` executor) are ranks of a job of their own: one call of
+``LLM.collective_rpc`` offloads the groups of all of them, and one reloads them. vLLM itself is not
+imported. An engine in the trainer's processes needs no such calls: see ``install(sets=...)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import InvalidOptionError
+from ..lifecycle.install import is_installed
+from ..lifecycle.offload import offload
+from ..lifecycle.reload import reload
+
+__all__ = ["WorkerGroups"]
+
+
+class WorkerGroups:
+    """A ``vllm.LLM`` whose ``sleep`` also offloads its workers' groups; for ``colocated``.
+
+    Blocking; both calls are idempotent.
+
+    Args:
+        llm: the engine, with workers in processes of their own, awake or asleep.
+
+    Raises:
+        InvalidOptionError: the object has no ``collective_rpc``, or the workers were started
+            without an installation; nothing was changed.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        if not callable(getattr(llm, "collective_rpc", None)):
+            raise InvalidOptionError(
+                f"WorkerGroups({llm!r}): it has no collective_rpc(); nothing was changed. Pass a "
+                "vllm.LLM."
+            )
+        self._llm = llm
+        if not all(llm.collective_rpc(_is_installed)):
+            raise InvalidOptionError(
+                "WorkerGroups: reloadpg is not installed in the engine's workers; nothing was "
+                "changed. Set RELOADPG_AUTOINSTALL=1 before the engine is created."
+            )
+
+    def sleep(self, level: int = 1) -> list[dict[str, float | int | str | bool]]:
+        """Put the engine to sleep, and offload its workers' groups. Blocking.
+
+        Returns:
+            The numbers of each worker's report.
+        """
+        self._llm.sleep(level=level)
+        return list(self._llm.collective_rpc(_offload))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> Any:
+        """Reload the workers' groups, and wake the engine. Blocking.
+
+        Returns:
+            What the engine's own ``wake_up`` returns: whether all of it is awake.
+        """
+        self._llm.collective_rpc(_reload)
+        return self._llm.wake_up(tags=None if tags is None else list(tags))
+
+
+def _is_installed(worker: Any) -> bool:
+    return is_installed()
+
+
+def _offload(worker: Any) -> dict[str, float | int | str | bool]:
+    return offload().to_dict()
+
+
+def _reload(worker: Any) -> dict[str, float | int | str | bool]:
+    return reload().to_dict()

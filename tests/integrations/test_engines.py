@@ -1,0 +1,174 @@
+"""Hooks around engines that stand-ins stand for: TRL's own vLLM, vLLM's workers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import worlds
+
+import reloadpg
+from reloadpg.integrations import colocated
+from reloadpg.integrations.trl import offloaded_generation
+from reloadpg.integrations.vllm import WorkerGroups
+from reloadpg.testing import run_ranks
+
+
+class Llm:
+    """A ``vllm.LLM`` with tensor parallelism; it notes its calls and what is live in them."""
+
+    def __init__(self, tp_group: Any) -> None:
+        self.calls: list[tuple[str, str, str]] = []
+        self.fail = ""
+        self.tp_group = tp_group
+
+    def _called(self, name: str) -> None:
+        sets = reloadpg.status().sets
+        self.calls.append((name, sets["trainer"].state, sets["engine"].state))
+        if name == self.fail:
+            raise KeyError(name)
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        self._called(f"wake_up {','.join(tags or [])}")
+        return True
+
+    def sleep(self, level: int = 1) -> None:
+        self._called("sleep")
+
+    def generate(self, prompts: Any) -> float:
+        self._called("generate")
+        return worlds.summed(self.tp_group, dist.get_rank())
+
+
+class Generation:
+    """The calls of TRL's ``VLLMGeneration`` (1.16), in their order."""
+
+    def __init__(self, llm: Any, *, sleeps: bool, peft: bool) -> None:
+        self.llm, self.enable_sleep_mode, self.tensor_parallel_size = llm, sleeps, 2
+        self.model = SimpleNamespace(peft_config={}) if peft else SimpleNamespace()
+        self.tp_group = dist.new_group([0, 1])
+
+    def generate(self) -> tuple[Any, int]:
+        if self.enable_sleep_mode:
+            self.llm.wake_up(tags=["weights"])
+        worlds.summed(self.tp_group, dist.get_rank())
+        if self.enable_sleep_mode:
+            self.llm.wake_up(tags=["kv_cache"])
+        if hasattr(self.model, "peft_config"):
+            worlds.summed(None, dist.get_rank())
+        outputs = self.llm.generate("prompts")
+        place = dist.get_rank(self.tp_group)
+        if self.enable_sleep_mode:
+            self.llm.sleep(level=2)
+        return outputs, place
+
+
+def _generations(rank: int, world_size: int) -> dict[str, Any]:
+    reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
+    worlds.init()
+    with reloadpg.region("engine"):
+        engine_group = dist.new_group([0, 1])
+    seen: dict[str, Any] = {}
+    for case in ("sleeps", "awake", "peft", "generate", "sleep", "wake_up kv_cache"):
+        llm = Llm(engine_group)
+        generation = Generation(llm, sleeps=case != "awake", peft=case == "peft")
+        trainer = SimpleNamespace(vllm_generation=generation)
+        block = reloadpg.swapped(out="trainer", into="engine")
+        handle = offloaded_generation(trainer, block=block)
+        llm.fail = case
+        try:
+            outcome: Any = [generation.generate() for _ in range(2)]
+        except KeyError as error:
+            outcome = str(error)
+        right = worlds.summed(generation.tp_group, rank) == worlds.summed(None, rank) == 3.0
+        seen[case] = (outcome, llm.calls, handle.cycles, right)
+        try:
+            offloaded_generation(trainer)
+        except reloadpg.InvalidOptionError as error:
+            seen["twice"] = str(error)
+        handle.remove()
+        handle.remove()
+        assert generation.llm is llm
+    return seen
+
+
+def test_trls_engine_generates_with_the_trainers_groups_offloaded() -> None:
+    """Before the KV cache is allocated, until the engine sleeps; also if the engine raises."""
+    for rank, seen in enumerate(run_ranks(_generations, 2)):
+        results = [(3.0, rank)] * 2
+        outcome, calls, cycles, right = seen["sleeps"]
+        assert (outcome, cycles, right) == (results, 2, True)
+        rollout = [(f, "offloaded", "live") for f in ("wake_up kv_cache", "generate", "sleep")]
+        first, later = (("wake_up weights", "live", state) for state in ("live", "offloaded"))
+        assert calls == [first, *rollout, later, *rollout]
+        outcome, calls, cycles, right = seen["awake"]
+        assert (outcome, cycles, right) == (results, 2, True)
+        assert calls == [("generate", "offloaded", "live")] * 2
+        outcome, calls, cycles, right = seen["peft"]  # TRL uses the default group in between
+        assert (outcome, cycles, right) == (results, 2, True)
+        assert [state for name, state, _ in calls] == ["live", "live", "offloaded", "offloaded"] * 2
+        for case in ("generate", "sleep", "wake_up kv_cache"):
+            outcome, calls, cycles, right = seen[case]
+            assert (outcome, cycles, right) == (repr(case), 1, True)
+            assert calls[-1] == (case, "offloaded", "live")
+        assert "was given before" in seen["twice"]
+
+
+def test_a_trainer_without_an_engine_is_refused() -> None:
+    with pytest.raises(reloadpg.InvalidOptionError, match="no engine in this process"):
+        offloaded_generation(SimpleNamespace())
+
+
+class Workers:
+    """A ``vllm.LLM`` whose only worker is this process."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+
+    def collective_rpc(self, method: Any) -> list[Any]:
+        return [method(self)]
+
+    def sleep(self, level: int = 1) -> None:
+        self.calls.append((f"sleep {level}", reloadpg.status().state))
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        self.calls.append((f"wake_up {tags}", reloadpg.status().state))
+        return tags is None
+
+
+def _workers(rank: int, world_size: int) -> Any:
+    reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
+    worlds.init()
+    workers = Workers()
+    engine = WorkerGroups(workers)
+    colocated(engine)  # accepted
+    reports = [engine.sleep(), engine.sleep()]
+    awake = engine.wake_up(["weights"]), engine.wake_up()
+    states = [reloadpg.status().state]
+    engine.sleep(level=2)
+    states.append(reloadpg.status().state)
+    return [report[0]["offload/groups"] for report in reports], awake, states, workers.calls
+
+
+def test_workers_groups_are_offloaded_while_the_engine_sleeps() -> None:
+    """They are offloaded after the engine's ``sleep``, and reloaded before its ``wake_up``."""
+    for groups, awake, states, calls in run_ranks(_workers, 2):
+        assert groups == [1, 0]
+        assert awake == (False, True)
+        assert states == ["live", "offloaded"]
+        assert calls == [
+            ("sleep 1", "live"),
+            ("sleep 1", "offloaded"),
+            ("wake_up ['weights']", "live"),
+            ("wake_up None", "live"),
+            ("sleep 2", "live"),
+        ]
+
+
+def test_workers_without_an_installation_are_refused() -> None:
+    with pytest.raises(reloadpg.InvalidOptionError, match="RELOADPG_AUTOINSTALL=1"):
+        WorkerGroups(Workers())
+    with pytest.raises(reloadpg.InvalidOptionError, match="no collective_rpc"):
+        WorkerGroups(object())
