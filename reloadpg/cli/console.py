@@ -200,8 +200,6 @@ def show(page: Page) -> None:
 def follow(pages: Iterator[Page]) -> None:
     """Show one page after the other: in place on a terminal, otherwise one below the other.
 
-    A terminal is drawn on only when the page, or its own size, has changed.
-
     Blocking until the pages end; the iterator decides how fast they come.
     """
     from rich.live import Live
@@ -212,11 +210,8 @@ def follow(pages: Iterator[Page]) -> None:
             console.print(*[""] * (number > 0), _drawn(page, console.width), sep="\n")
         return
     with Live(console=console, auto_refresh=False, redirect_stdout=False) as live:
-        drawn: object = None
         for page in pages:
-            if drawn != (page, console.size):
-                drawn = (page, console.size)
-                live.update(_drawn(page, console.width), refresh=True)
+            live.update(_drawn(page, console.width), refresh=True)
 
 
 def terminal_size() -> tuple[int, int] | None:

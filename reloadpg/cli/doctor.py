@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,9 +49,6 @@ SUSPENDS = (2, 29, 7)
 STRATEGIES = ("recreate", "suspend")
 REPORTED = ("RELOADPG_", "NCCL_", "TORCH_", "GLOO_", "CUDA_", "HIP_", "PYTORCH_", "OMP_NUM_")
 """Beginnings of the names of variables that a report for others shows; no other is shown."""
-
-IMPORT_LIMIT_S = 120.0
-"""For a process that imports torch, which can take long from a network file system."""
 
 Version = tuple[int, ...]
 Findings = Iterator[Finding]
@@ -465,10 +461,7 @@ def _autoinstalls(environ: Mapping[str, str]) -> bool:
 
 
 def check_autoinstall(environ: Mapping[str, str]) -> Findings:
-    """Check that reloadpg is installed in this process, where the environment asks for it.
-
-    Blocking for some seconds if it is not: only another process can say why.
-    """
+    """Check that reloadpg is installed in this process, where the environment asks for it."""
     if not _autoinstalls(environ):
         return
     from .. import status
@@ -490,35 +483,14 @@ def check_autoinstall(environ: Mapping[str, str]) -> Findings:
                 "correct the name, or see that its plugin is imported before groups are created",
             )
         return
-    why = _said_by_import(environ)
-    remedy = f"correct the cause and start again, or unset {SWITCH}"
-    if not why:
-        why = f"not installed in this process ({SWITCH}={environ[SWITCH]!r})"
-        remedy = (
-            "unset TORCH_DEVICE_BACKEND_AUTOLOAD, see that pip has installed reloadpg in this "
-            "environment, and that the program does not call reloadpg.uninstall()"
-        )
-    yield Finding("autoinstall", "problem", why, remedy)
-
-
-def _said_by_import(environ: Mapping[str, str]) -> str:
-    """The complaint of autoinstall in a fresh process that imports torch; empty if it has none."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", "import torch"],
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=IMPORT_LIMIT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    lines = done.stderr.splitlines()
-    said = next((line for line in lines if line.startswith("reloadpg: not installed")), "")
-    return said.removeprefix("reloadpg: ").partition(" Torch is not affected.")[0]
+    yield Finding(
+        "autoinstall",
+        "problem",
+        f"not installed in this process ({SWITCH}={environ[SWITCH]!r})",
+        "'import torch' says why on stderr, if it tried; otherwise unset "
+        "TORCH_DEVICE_BACKEND_AUTOLOAD, see that pip has installed reloadpg in this environment, "
+        "and that the program does not call reloadpg.uninstall()",
+    )
 
 
 def check_launcher(environ: Mapping[str, str]) -> Findings:

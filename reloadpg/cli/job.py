@@ -108,16 +108,16 @@ class InProgress:
             sum(running.groups for _, running in inside),
         )
 
-    def findings(self, records: Sequence[RankRecord], *, still: bool) -> Iterator[Finding]:
+    def findings(self, records: Sequence[RankRecord]) -> Iterator[Finding]:
         """Statements about it; what is stuck is a problem."""
-        begun = f"since {_when(self.started_at, still)}"
+        begun = f"since {_when(self.started_at)}"
         at = f", before its barrier {self.phase!r}" if self.phase else ""
         yield Finding(self.operation, "", f"in progress on {_ranks(self.ranks)}, {begun}{at}")
         if self.groups:
             yield Finding("groups", "", _bar(self.groups_done, self.groups))
         if self.since is None:
             return
-        waiting = f"{_ranks(self.waiting)}, since {_when(self.since, still)}"
+        waiting = f"{_ranks(self.waiting)}, since {_when(self.since)}"
         if self.timeout_s is not None:
             waiting += f"; the wait ends after {self.timeout_s:g} s without progress on any rank"
         yield Finding("waiting", "", waiting)
@@ -251,25 +251,21 @@ class JobView:
         where = {"operation": record.report.operation, "ms": group.ms, "rank": record.rank}
         return {"name": group.name, "desc": group.desc, **where}
 
-    def findings(self, *, still: bool = False) -> list[Finding]:
-        """Statements about the job as a whole with their levels, what is going on first.
+    def findings(self) -> list[Finding]:
+        """Statements about the job as a whole with their levels, what is going on first."""
+        return [*self.running_findings(), *self.lasting_findings()]
 
-        Args:
-            still: say when things began and not how long ago, so that nothing changes with time.
-        """
-        return [*self.running_findings(still=still), *self.lasting_findings(still=still)]
-
-    def running_findings(self, *, still: bool = False) -> list[Finding]:
+    def running_findings(self) -> list[Finding]:
         """Statements about the operation that is in progress."""
         running = self.in_progress
-        return [] if running is None else [*running.findings(self.ranks, still=still)]
+        return [] if running is None else [*running.findings(self.ranks)]
 
-    def lasting_findings(self, *, still: bool = False) -> list[Finding]:
+    def lasting_findings(self) -> list[Finding]:
         """Statements about the ranks, and about the last operation."""
         if not self.ranks:
             return []
-        ranks = (*self._of_generations(), *self._of_ranks(), *self._of_absent(still))
-        ranks = (*ranks, *self._of_collectives(still))
+        ranks = (*self._of_generations(), *self._of_ranks(), *self._of_absent())
+        ranks = (*ranks, *self._of_collectives())
         return [*ranks, *self._of_last_operation()]
 
     def _of_generations(self) -> Iterator[Finding]:
@@ -305,7 +301,7 @@ class JobView:
             remedy = "fix the cause, then call reload() on all ranks"
             yield Finding("failed", "problem", _ranks(failed), remedy)
 
-    def _of_collectives(self, still: bool) -> Iterator[Finding]:
+    def _of_collectives(self) -> Iterator[Finding]:
         """Collectives that some members of a group have begun, and others have not for a while."""
         members: dict[str, dict[int, int]] = {}
         present = {one.rank: one for one in self.ranks if not one.absent and not one.running}
@@ -321,33 +317,32 @@ class JobView:
                 continue
             waiting = sorted({*counts} - {*late})
             name = key.split("/")[0]
-            how_long = "" if still else f", for {seconds:.0f} s"
             behind = ", ".join(f"rank {rank} {counts[rank]}" for rank in late[:_NAMED])
             yield Finding(
                 "collective",
                 "problem",
                 f"{_ranks(waiting)} in number {most} of group {name!r}, where others have begun "
-                f"fewer: {behind}{how_long}",
+                f"fewer: {behind}, for {seconds:.0f} s",
                 "; ".join(
                     filter(None, (_stack(present[r]) for r in (*late[:_NAMED], *waiting[:1])))
                 ),
             )
 
-    def _of_absent(self, still: bool) -> Iterator[Finding]:
+    def _of_absent(self) -> Iterator[Finding]:
         """Statements about ranks that have ended, or that give no sign of life."""
         exited, gone = self.absent("exited"), self.absent("gone")
         stopped, silent = self.absent("stopped"), self.absent("silent")
         if exited:
             every = len(exited) == len(self.ranks)
             what = "the job has ended" if every else "other ranks still run"
-            last = f"the last at {_last_seen(exited, still)}"
+            last = f"the last at {_last_seen(exited)}"
             yield Finding("exited", "warning", f"{_ids(exited)}, {last}; {what}")
         if gone:
             yield Finding(
                 "gone",
                 "problem",
                 f"{_ids(gone)}: the process is not there any more, and its exit was not an "
-                f"orderly one; last sign of life at {_last_seen(gone, still)}",
+                f"orderly one; last sign of life at {_last_seen(gone)}",
                 "its log, or the kernel's, says what killed it; start the job again",
             )
         if stopped:
@@ -359,13 +354,10 @@ class JobView:
             )
         if silent:
             longest = max(silent, key=lambda one: one.age_s or 0.0)
-            ago = f"for up to {age(longest.age_s)}"
-            if still and longest.time is not None:
-                ago = f"since {clock(longest.time)}"
             yield Finding(
                 "silent",
                 "problem",
-                f"{_ranks(map(_rank, silent))}: no sign of life {ago}",
+                f"{_ranks(map(_rank, silent))}: no sign of life for up to {age(longest.age_s)}",
                 "it may hang in a call that holds Python's lock, have ended, or be on a host whose "
                 f"clock is behind: {_py_spy(longest)}",
             )
@@ -473,14 +465,13 @@ def _bar(done: int, total: int, width: int = 30) -> str:
     return f"[{'#' * filled}{'-' * (width - filled)}] {done} of {counted(total, 'group')} done"
 
 
-def _last_seen(records: Iterable[RankRecord], still: bool) -> str:
-    return _when(max(one.time or 0.0 for one in records), still)
+def _last_seen(records: Iterable[RankRecord]) -> str:
+    return _when(max(one.time or 0.0 for one in records))
 
 
-def _when(at: float, still: bool) -> str:
+def _when(at: float) -> str:
     """A time of day, and how long ago it is by this host's clock."""
-    ago = "" if still else f" ({age(max(0.0, time.time() - at))} ago)"
-    return f"{clock(at)}{ago}"
+    return f"{clock(at)} ({age(max(0.0, time.time() - at))} ago)"
 
 
 def clock(at: float) -> str:

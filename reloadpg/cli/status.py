@@ -28,7 +28,7 @@ from .console import (
     terminal_size,
 )
 from .job import JobView, age, clock
-from .records import LATE_S, RankRecord, Reading, read_directory, read_endpoints
+from .records import RankRecord, Reading, read_directory, read_endpoints
 
 __all__ = ["add", "job_directory", "page"]
 
@@ -131,17 +131,14 @@ def _ticks(interval_s: float, last: int | None) -> Iterator[int]:
 
 
 def _fitting(job: JobView) -> Page:
-    """A page for the terminal as large as it is now, that keeps still; else the whole page."""
-    size = terminal_size()
-    return page(job) if size is None else page(job, *size, still=True)
+    """A page for the terminal as large as it is now; else the whole page."""
+    return page(job, *(terminal_size() or ()))
 
 
 # -- the page ---------------------------------------------------------------------------------
 
 
-def page(
-    job: JobView, width: int | None = None, height: int | None = None, *, still: bool = False
-) -> Page:
+def page(job: JobView, width: int | None = None, height: int | None = None) -> Page:
     """Show a job as a page. Pure.
 
     Args:
@@ -150,14 +147,13 @@ def page(
             fit. None shows all.
         height: lines that there are; ranks that do not fit are counted only, and those in trouble
             are shown first. None shows all.
-        still: leave out what changes with every look.
     """
     reading = job.reading
     failures = [Line(f"unreadable: {failure}", "warning") for failure in reading.failures]
     if not job.ranks:
         remedy = Line(_sentence(reading.remedy))
         return [Line(_sentence(reading.absence), "warning"), remedy, *failures]
-    running, lasting = job.running_findings(still=still), job.lasting_findings(still=still)
+    running, lasting = job.running_findings(), job.lasting_findings()
     indent = max(len(one.check) for one in (*running, *lasting))
     remedies = height is None or height >= _REMEDIES_HEIGHT
 
@@ -184,19 +180,19 @@ def page(
         room = max(1, height - taken - 9)
     if above:
         above.append(Line(""))
-    table = _table(job, width, room, still=still)
-    return [_head(job, still=still), Line(""), *above, *table, Line(""), *below]
+    table = _table(job, width, room)
+    return [_head(job), Line(""), *above, *table, Line(""), *below]
 
 
-def _head(job: JobView, *, still: bool) -> Line:
+def _head(job: JobView) -> Line:
     states = ", ".join(f"{len(ranks)} {state}" for state, ranks in job.states.items())
     size = job.reading.world_size
     known = "?" if size is None else size
-    at = "" if still else f" {clock(job.reading.time)}"
-    return Line(f"reloadpg{at}: {len(job.ranks)} of {known} ranks: {states}", "head")
+    at = clock(job.reading.time)
+    return Line(f"reloadpg {at}: {len(job.ranks)} of {known} ranks: {states}", "head")
 
 
-def _table(job: JobView, width: int | None, room: int | None, *, still: bool) -> Iterator[Line]:
+def _table(job: JobView, width: int | None, room: int | None) -> Iterator[Line]:
     shown = list(job.ranks)
     if room is not None and len(shown) > room:
         shown.sort(key=lambda one: (_WORST_FIRST.index(_tone(one)), one.rank))
@@ -214,7 +210,7 @@ def _table(job: JobView, width: int | None, room: int | None, *, still: bool) ->
         "in use MiB": lambda one: _rounded(next(iter(one.status.memory.values()), None), 1 << 20),
         "offload ms": lambda one: _rounded(one.last_ms("offload")),
         "reload ms": lambda one: _rounded(one.last_ms("reload")),
-        "seen": partial(_seen, still=still),
+        "seen": lambda one: age(one.age_s),
         "last error": lambda one: one.error,
     }
     if len({one.host for one in job.ranks}) < 2:
@@ -248,12 +244,6 @@ def _barrier(record: RankRecord) -> str | None:
         return f"{running.phase}: waits"
     done = f": {running.groups_done}/{running.groups}" if running.groups else ""
     return f"{running.phase}{done}"
-
-
-def _seen(record: RankRecord, *, still: bool) -> str:
-    if not still or record.age_s is None or record.time is None:
-        return age(record.age_s)
-    return "now" if record.age_s <= LATE_S else clock(record.time)
 
 
 def _rounded(value: float | None, unit: float = 1) -> int | None:

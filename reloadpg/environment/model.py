@@ -12,7 +12,7 @@ import re
 import socket
 import zlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import TracebackType
 
 from ..errors import ReloadpgError
@@ -232,10 +232,6 @@ class DistributedEnvironment:
             export()
             raise
         return export
-
-    def as_dict(self) -> dict[str, str | int | None]:
-        """All fields by name. Local, pure."""
-        return asdict(self)
 
 
 def _free_port() -> int:

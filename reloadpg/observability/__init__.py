@@ -6,7 +6,6 @@ error of the job. Names are loaded when they are used.
 
 ================================  =================================================================
 ``TraceWriter(path)``             Chrome/Perfetto trace of each offload and reload
-``merge_traces(paths, path)``     the ranks' traces as one, on one clock
 ``ReloadpgCollector``             Prometheus metrics (extra ``prometheus``)
 ``export_spans()``                OpenTelemetry spans, if its API can be imported
 ``RELOADPG_STATUS_DIR``           one status file a rank in that directory, for ``reloadpg status``
@@ -32,14 +31,13 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .publish import publish_status as publish_status
     from .publish import serve_status as serve_status
     from .trace import TraceWriter as TraceWriter
-    from .trace import merge_traces as merge_traces
     from .trace import write_trace as write_trace
 
 _HOMES = {
     "exporters": "ReloadpgCollector export_spans",
     "logs": "RankHandler name_rank_in_records",
     "publish": "Publisher publish_status serve_status",
-    "trace": "TraceWriter merge_traces write_trace",
+    "trace": "TraceWriter write_trace",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

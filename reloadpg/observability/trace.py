@@ -2,8 +2,8 @@
 
 An operation is a complete event; its phases, its waits for other ranks and its groups lie within
 it; memory in use is a counter. Times are Unix time in microseconds, so the files of several ranks
-need no alignment but that of their hosts' clocks; :func:`merge_traces` puts them together. Open the
-file in ui.perfetto.dev or chrome://tracing, or draw it with ``reloadpg trace``.
+need no alignment but that of their hosts' clocks. Open a file in ui.perfetto.dev or
+chrome://tracing, or draw the folder with ``reloadpg trace``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import socket
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +21,7 @@ from reloadpg.lifecycle.report import Report
 
 from .exporters import subscribe
 
-__all__ = ["TraceWriter", "merge_traces", "replace_file", "write_trace"]
+__all__ = ["TraceWriter", "replace_file", "write_trace"]
 
 KEPT = 1000
 """Operations that a writer keeps; each new one replaces the oldest, so that a file stays small."""
@@ -83,28 +83,6 @@ def write_trace(reports: Iterable[Report], path: str | os.PathLike[str]) -> None
     events = [event for report in tracks.values() for event in _track(report)]
     events += [event for report in reports for event in _events(report)]
     replace_file(Path(path), _document(",\n".join(map(_encoded, events))))
-
-
-def merge_traces(paths: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) -> None:
-    """Put the traces of several ranks into one file. Local, atomic.
-
-    Raises:
-        OSError: a file cannot be read, or the new one not written; nothing was written.
-        ValueError: a file is no trace; the message names it. Nothing was written.
-    """
-    events: list[str] = []
-    for one in paths:
-        try:
-            found = json.loads(Path(one).read_bytes())["traceEvents"]
-            if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-                raise TypeError("its traceEvents are not a list of events")
-            events += map(_encoded, found)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{os.fspath(one)} is not a trace file ({type(error).__name__}: {error}); nothing "
-                "was written. Give the files that TraceWriter made."
-            ) from error
-    replace_file(Path(path), _document(",\n".join(events)))
 
 
 def rank_path(path: str, report: Report) -> Path:

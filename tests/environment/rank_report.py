@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def main() -> None:
             meeting.set(f"{name}{context.environment.rank}", "up")
             meeting.wait([f"{other}{context.environment.rank}"], timedelta(seconds=60))
         report = {
-            **context.environment.as_dict(),
+            **asdict(context.environment),
             "early": early,
             "torch_free": torch_free,
             "sum": value.item(),

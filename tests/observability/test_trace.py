@@ -12,7 +12,7 @@ import pytest
 from reports import group, report
 
 from reloadpg.lifecycle.report import Span
-from reloadpg.observability import TraceWriter, merge_traces, write_trace
+from reloadpg.observability import TraceWriter, write_trace
 
 SECOND_US = 1e6
 
@@ -87,10 +87,9 @@ def test_events_of_a_track_nest(tmp_path: Path) -> None:
 
 
 def test_one_track_a_rank(tmp_path: Path) -> None:
-    """The merged file has a process for each rank, named and in order."""
-    for rank in (1, 0):
-        write_trace([report(rank=rank), report("reload", rank=rank)], tmp_path / f"{rank}.json")
-    merge_traces([tmp_path / "1.json", tmp_path / "0.json"], tmp_path / "all.json")
+    """The file has a process for each rank, named and in order."""
+    reports = [report(name, rank=rank) for rank in (1, 0) for name in ("offload", "reload")]
+    write_trace(reports, tmp_path / "all.json")
     found = events(tmp_path / "all.json")
     assert sorted((one["pid"], one["name"]) for one in found if "operation" in one["cat"]) == [
         *((0, "offload"), (0, "reload"), (1, "offload"), (1, "reload")),
@@ -100,21 +99,6 @@ def test_one_track_a_rank(tmp_path: Path) -> None:
     assert names == {0: {"name": "rank 0"}, 1: {"name": "rank 1"}}
     order = {one["pid"]: one["args"] for one in metadata if one["name"] == "process_sort_index"}
     assert order == {0: {"sort_index": 0}, 1: {"sort_index": 1}}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "[]", "{}", "7", '{"traceEvents": {"a": 1}}', '{"traceEvents": null}'),
-        *('{"traceEvents": "events"}', '{"traceEvents": [{"ph": "X"}, 1]}'),
-    ],
-)
-def test_what_is_no_trace_is_named(tmp_path: Path, text: str) -> None:
-    """And nothing is written."""
-    (tmp_path / "0.json").write_text(text)
-    with pytest.raises(ValueError, match=r"0\.json is not a trace file"):
-        merge_traces([tmp_path / "0.json"], tmp_path / "all.json")
-    assert not (tmp_path / "all.json").exists()
 
 
 @pytest.mark.parametrize(
