@@ -26,6 +26,7 @@ __all__ = [
     "refuse_unfinished",
     "remake_step",
     "replicas_of",
+    "reset_pipeline",
     "reset_step",
     "scaler_stages",
     "set_scaler_stages",
@@ -35,6 +36,7 @@ __all__ = [
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
+_CONTEXT_FLAGS = ("is_last_backward", "manual_backward_finalization")  # the latter from 2.15 on
 _FLAGS = (
     "reduce_grads",
     "all_reduce_grads",
@@ -210,7 +212,8 @@ def step_flags(module: torch.nn.Module) -> list[tuple[Any, str]]:
     """The settings of a module that programs change within a step: objects and attributes."""
     found: list[tuple[Any, str]] = [(one, "training") for one in module.modules()]
     for state in _states(module):
-        found.append((state._state_ctx, "is_last_backward"))
+        context = state._state_ctx
+        found += [(context, name) for name in _CONTEXT_FLAGS if hasattr(context, name)]
         for group in _groups(state):
             found += [(group, name) for name in _FLAGS if hasattr(group, name)]
     return found
@@ -268,6 +271,18 @@ def reset_step(module: torch.nn.Module) -> None:
         if isinstance(one, DistributedDataParallel):
             one._has_rebuilt_buckets = False
             one.reducer._reset_state()
+
+
+def reset_pipeline(schedule: Any, stages: Sequence[Any]) -> None:
+    """Drop the microbatches of an unfinished step of a pipeline. Local, idempotent."""
+    getattr(schedule, "_internal_losses", []).clear()
+    for stage in stages:
+        if hasattr(stage, "_gradient_reduction_handle"):  # from 2.15 on; a wait for it would raise
+            stage._gradient_reduction_handle = None
+            for received in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+                for one in received:  # a buffer each step, which is refused while one is there
+                    one.buffer = None
+        stage.clear_runtime_states()
 
 
 def remake_step(module: torch.nn.Module) -> None:

@@ -534,15 +534,15 @@ _METHODS = (
 )
 
 
-class _Stage(_Part):
-    """A pipeline stage, which holds microbatches during a step and no state between steps."""
+class _Pipeline(_Part):
+    """A pipeline, which holds microbatches during a step and no state between steps."""
 
-    def __init__(self, stages: Sequence[Any]) -> None:
+    def __init__(self, schedule: Any, stages: Sequence[Any]) -> None:
+        self._schedule = schedule
         self._stages = stages
 
     def reset(self) -> None:
-        for stage in self._stages:
-            stage.clear_runtime_states()
+        c10d.reset_pipeline(self._schedule, self._stages)
 
 
 def _part(value: Any, buffers: _Buffers) -> _Part:
@@ -554,7 +554,7 @@ def _part(value: Any, buffers: _Buffers) -> _Part:
         return _Values(value, buffers)
     stages = getattr(value, "_stages", None) or [getattr(value, "_stage", value)]
     if all(hasattr(stage, "clear_runtime_states") for stage in stages):
-        return _Stage(stages)
+        return _Pipeline(value, stages)
     for give, take in _METHODS:
         if callable(getattr(value, give, None)) and callable(getattr(value, take, None)):
             return _Stateful(value, give, take)

@@ -357,7 +357,10 @@ def test_an_error_that_follows_a_recovery_is_repeated() -> None:
 
 def test_without_install_an_error_goes_on_at_once() -> None:
     """Nothing can be recovered, so nothing is repeated."""
+    begun = []
     with pytest.raises(Injected):
         for step in reloadpg.retrying("ab", on=Injected):
-            with step:
+            with step as letter:
+                begun.append(letter)
                 raise Injected
+    assert begun == ["a"]
