@@ -38,7 +38,7 @@ pytestmark = [
 HANG_S = 120.0
 SHORT = timedelta(seconds=5)
 """A timeout that is meant to be reached."""
-BOUND = timedelta(seconds=20)
+BOUND = timedelta(seconds=10)
 """The timeout of an operation that is meant to reach it."""
 CYCLES = int(os.environ.get("NCCL_CYCLES", "10"))
 
