@@ -111,7 +111,7 @@ class InProgress:
     def findings(self, records: Sequence[RankRecord], *, still: bool) -> Iterator[Finding]:
         """Statements about it; what is stuck is a problem."""
         begun = f"since {_when(self.started_at, still)}"
-        at = f", before its barrier {self.phase!r}" if self.phase else ""
+        at = f", before barrier {self.phase!r}" if self.phase else ""
         yield Finding(self.operation, "", f"in progress on {_ranks(self.ranks)}, {begun}{at}")
         if self.groups:
             yield Finding("groups", "", _bar(self.groups_done, self.groups))

@@ -1,12 +1,12 @@
-"""The order between a memory saver and the groups: groups first, then pause; resume, then reload.
+"""Order of a memory saver and the groups: offload before pause, resume before reload.
 
-A memory saver such as ``torch_memory_saver`` takes device memory away from under allocations and
-keeps an account of them. Preloaded, it sees the communicators' allocations too. Releasing groups
-while they are paused frees memory that is not there; building groups while others are paused puts
-live allocations among paused ones. Its next ``pause`` or ``resume`` then ends the process
-("invalid argument", "Cannot resume allocation that is not paused"; slime#1690, #1786, #1895).
+A memory saver such as ``torch_memory_saver`` unmaps the device memory of allocations and keeps a
+list of them. If it is preloaded, the list includes the communicators' allocations. Releasing groups
+while their memory is paused frees unmapped memory; building groups while memory is paused mixes
+live and paused allocations. The next ``pause`` or ``resume`` then ends the process ("invalid
+argument", "Cannot resume allocation that is not paused"; slime#1690, #1786, #1895).
 
-:class:`MemorySaver` does both sides in the right order and refuses the wrong ones.
+:class:`MemorySaver` keeps the right order and raises on a wrong one.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ logger = logging.getLogger("reloadpg")
 
 
 class MemorySaverError(ReloadpgError):
-    """Groups and memory saver were asked for in the wrong order, or the saver failed."""
+    """Groups and memory saver were used in the wrong order, or the saver failed."""
 
 
 class MemorySaver:
-    """A memory saver that knows about the groups, for use in place of the saver's own object.
+    """A wrapper around a memory saver that knows the state of the groups.
 
-    ``pause`` and ``resume`` have its signatures and keep account of what is paused; everything
-    else (``region``, ``disable``, settings) is the saver's own. While something of the trainer is
-    paused, :func:`reloadpg.offload` and :func:`reloadpg.reload` fail on all ranks. What is paused
-    directly on the saver's own object is not seen: use this one everywhere.
+    ``pause`` and ``resume`` have the saver's signatures and record what is paused; all other
+    attributes (``region``, ``disable``, settings) are the saver's. While memory of the trainer is
+    paused, :func:`reloadpg.offload` and :func:`reloadpg.reload` fail on all ranks. Calls on the
+    saver itself are not recorded, so use this object everywhere.
 
-    Not thread-safe: one thread drives the lifecycle.
+    Not thread-safe.
 
     Args:
         saver: an object with ``pause(tag)`` and ``resume(tag)``; None for the process's
             ``torch_memory_saver``.
-        tags: the tags that the trainer's memory is under, in the order in which to pause them;
-            None for all memory at once. Other tags (a rollout engine's in the same process) may
-            be paused and resumed at any time.
-        sets: the sets of groups whose memory it watches; None for all. Where a rollout engine has
-            groups in the same processes, ``"trainer"``.
+        tags: the tags of the trainer's memory, in the order in which to pause them; None for all
+            memory at once. Other tags (of a rollout engine in the same process) may be paused and
+            resumed at any time.
+        sets: the sets of groups to check; None for all. Use ``"trainer"`` if a rollout engine has
+            groups in the same processes.
 
     Attributes:
         sets: see the argument.
@@ -80,15 +80,14 @@ class MemorySaver:
             )
         if isinstance(saver, MemorySaver):
             raise InvalidOptionError(
-                "MemorySaver(saver): that is a MemorySaver already; nothing was changed. Use it "
-                "as it is."
+                "MemorySaver(saver): already a MemorySaver; nothing was changed. Use it directly."
             )
         self._saver = _torch_memory_saver() if saver is None else saver
         for method in ("pause", "resume"):
             if not callable(getattr(self._saver, method, None)):
                 raise InvalidOptionError(
                     f"MemorySaver({self._saver!r}): it has no {method}(); nothing was changed. "
-                    "Pass torch_memory_saver's object or one with its methods."
+                    "Pass torch_memory_saver's object, or one with its methods."
                 )
         self._tags: tuple[str | None, ...] = (None,) if tags is None else tuple(tags)
         chosen = sets
@@ -97,7 +96,7 @@ class MemorySaver:
             chosen = Chosen.of(named, "MemorySaver")
         object.__setattr__(self, "sets", chosen)
         self._everything = False
-        self._apart: set[str] = set()  # tags in the other state than the rest
+        self._apart: set[str] = set()  # tags whose state differs from the rest
         self._untracked = False
         self._watch = finalize(self, _end_watch, _watch(ref(self), chosen))
         self._watch.atexit = False
@@ -116,17 +115,17 @@ class MemorySaver:
             setattr(self._saver, name, value)
 
     def close(self) -> None:
-        """Watch the lifecycle no more. Local, idempotent; the saver stays as it is."""
+        """Stop checking the lifecycle. Local, idempotent; the saver is unchanged."""
         self._watch()
 
-    # -- the saver's own two calls ------------------------------------------------------------
+    # -- the saver's methods ------------------------------------------------------------------
 
     def pause(self, tag: str | None = None) -> None:
-        """Take the memory under a tag away, or all of it. Local; idempotent.
+        """Pause the memory of a tag, or all memory. Local; idempotent.
 
         Raises:
-            MemorySaverError: groups are live and the tag is the trainer's, or all memory is asked
-                for and some of it is paused already; nothing was changed.
+            MemorySaverError: groups are live and the tag is the trainer's, or all memory was
+                requested and some of it is already paused; nothing was changed.
         """
         if self.is_paused(tag):
             return
@@ -135,30 +134,30 @@ class MemorySaver:
             raise MemorySaverError(
                 f"pause(tag={tag!r}): {counted(len(live), 'group')} "
                 f"{'is' if len(live) == 1 else 'are'} live, first {live[0]!r}; their "
-                "memory would be taken from under them. Nothing was changed. Call sleep(), which "
-                "releases the groups first, or reloadpg.offload() on all ranks."
+                "memory is in use. Nothing was changed. Call sleep(), which releases the groups "
+                "first, or reloadpg.offload() on all ranks."
             )
         self._switch(tag, self._saver.pause, "pause")
 
     def resume(self, tag: str | None = None) -> None:
-        """Give the memory under a tag back, or all of it. Local; idempotent.
+        """Resume the memory of a tag, or all memory. Local; idempotent.
 
         Raises:
-            MemorySaverError: all memory is asked for and only some of it is paused; nothing was
+            MemorySaverError: all memory was requested and only some of it is paused; nothing was
                 changed.
         """
         if self._everything or self._apart if tag is None else self.is_paused(tag):
             self._switch(tag, self._saver.resume, "resume")
 
     def is_paused(self, tag: str | None = None) -> bool:
-        """Whether the memory under a tag is paused; for None, whether all of it is. Local."""
+        """Whether the memory of a tag is paused; for None, whether all memory is. Local."""
         if tag is None:
             return self._everything and not self._apart
         return self._everything != (tag in self._apart)
 
     @property
     def paused(self) -> tuple[str, ...]:
-        """The trainer's tags that are paused, ``("*",)`` for all memory. Local."""
+        """The trainer's paused tags; ``("*",)`` for all memory. Local."""
         if self._tags == (None,):
             if self._everything:
                 return ("*",)
@@ -169,7 +168,7 @@ class MemorySaver:
         if tag is None and self._apart:
             raise MemorySaverError(
                 f"{name}(): the tags {sorted(self._apart)} are "
-                f"{'active' if self._everything else 'paused'} and the rest is not; the saver "
+                f"{'active' if self._everything else 'paused'} but the rest is not; the saver "
                 f"would end the process. Nothing was changed. Call {name}(tag) for each tag."
             )
         action(tag)
@@ -183,16 +182,16 @@ class MemorySaver:
     def sleep(self) -> Report:
         """Release the groups, then pause the trainer's memory.
 
-        Collective over all ranks, as :func:`reloadpg.offload`; idempotent, also after a failure.
+        Collective over all ranks, like :func:`reloadpg.offload`; idempotent, also after a failure.
         The allocator's cache is emptied in between.
 
         Returns:
             The report of the offload.
 
         Raises:
-            MemorySaverError: the saver failed. The groups are released; :meth:`sleep` goes on
-                where it stopped, and :meth:`wake_up` goes back.
-            ReloadpgError: as :func:`reloadpg.offload`; nothing was paused.
+            MemorySaverError: the saver failed. The groups are released; call :meth:`sleep` to
+                continue or :meth:`wake_up` to go back.
+            ReloadpgError: see :func:`reloadpg.offload`; nothing was paused.
         """
         report = release(Operation("offload", self.sets))
         devices.empty_cache()
@@ -202,8 +201,8 @@ class MemorySaver:
     def wake_up(self, *, connect: Connect = "none") -> Report:
         """Resume the trainer's memory, then reload the groups.
 
-        Collective over all ranks, as :func:`reloadpg.reload`; idempotent, also after a failure.
-        If the saver fails on a rank, the reload fails on all of them, so that none waits for it.
+        Collective over all ranks, like :func:`reloadpg.reload`; idempotent, also after a failure.
+        If the saver fails on a rank, the reload fails on all ranks, so that none waits for it.
 
         Args:
             connect: as for :func:`reloadpg.reload`.
@@ -214,12 +213,12 @@ class MemorySaver:
         Raises:
             MemorySaverError: the saver failed on this rank; the groups are released. Call
                 :meth:`wake_up` again, on all ranks.
-            ReloadpgError: as :func:`reloadpg.reload`; the memory is resumed.
+            ReloadpgError: see :func:`reloadpg.reload`; the memory is resumed.
         """
         try:
             self.resume_all()
         except MemorySaverError as error:
-            # Refused below, by our own watch, on all ranks alike: so none waits for this one.
+            # The check below then fails on all ranks, so no rank waits for this one.
             with suppress(ReloadpgError):
                 restore(Operation("reload", self.sets), validate(connect))
             raise error
@@ -228,10 +227,10 @@ class MemorySaver:
 
     @contextmanager
     def asleep(self) -> Iterator[Report]:
-        """Within this block groups are released and memory is paused; afterwards all is back.
+        """Call :meth:`sleep` at entry and :meth:`wake_up` at exit.
 
-        Collective, like :meth:`sleep` and :meth:`wake_up`. If the body raises, the way back is
-        gone all the same (its own error is then logged) and the body's exception goes on.
+        Collective, like these two. If the body raises, :meth:`wake_up` is still called (its error
+        is then logged), and the body's exception propagates.
 
         Yields:
             The report of the offload.
@@ -250,13 +249,13 @@ class MemorySaver:
 
     @contextmanager
     def groups_live(self) -> Iterator[Report]:
-        """Within this block the groups work although memory is paused: a weight update asleep.
+        """Reload the groups for this block while memory is paused, for a weight update.
 
         Collective, like :func:`reloadpg.reload` and :func:`reloadpg.offload`. Groups that were
-        live already stay so afterwards. All of it runs under the saver's ``disable()``, so that
-        what communicators allocate stays out of its account. That switch is the calling thread's:
-        let the communicators connect in their first collective here, not in the reload (a group
-        that is bound to a device connects there).
+        already live stay live afterwards. The block runs within the saver's ``disable()``, so that
+        the saver does not record allocations of communicators. That applies to the calling thread
+        only: let the communicators connect in their first collective here, not in the reload (a
+        group that is bound to a device connects there).
 
         Yields:
             The report of the reload.
@@ -280,7 +279,7 @@ class MemorySaver:
         """Pause each of the trainer's tags that is not paused yet. Local; idempotent.
 
         Raises:
-            MemorySaverError: as :meth:`pause`, or the saver failed; the cause is chained.
+            MemorySaverError: see :meth:`pause`, or the saver failed; the cause is chained.
         """
         self._each(self._tags, self.pause, "pause")
 
@@ -288,7 +287,7 @@ class MemorySaver:
         """Resume each of the trainer's tags that is paused, last one first. Local; idempotent.
 
         Raises:
-            MemorySaverError: as :meth:`resume`, or the saver failed; the cause is chained.
+            MemorySaverError: see :meth:`resume`, or the saver failed; the cause is chained.
         """
         self._each(tuple(reversed(self._tags)), self.resume, "resume")
 
@@ -307,8 +306,8 @@ class MemorySaver:
             except Exception as cause:
                 raise MemorySaverError(
                     f"{name}(tag={tag!r}): the memory saver failed: {type(cause).__name__}: "
-                    f"{cause}. Paused now: {', '.join(self.paused) or 'nothing'}. Once it can, "
-                    "call wake_up() on all ranks; it resumes what is paused and reloads the groups."
+                    f"{cause}. Paused now: {', '.join(self.paused) or 'nothing'}. Once the cause "
+                    "is fixed, call wake_up() on all ranks."
                 ) from cause
 
     @contextmanager
@@ -326,31 +325,28 @@ class MemorySaver:
         disable = getattr(self._saver, "disable", None)
         if disable is None:
             raise MemorySaverError(
-                f"groups were to be reloaded while {', '.join(self.paused)} is paused, and the "
-                "memory saver has no disable() to keep them out of its account. Nothing was "
-                "changed. Call wake_up() instead."
+                f"cannot reload groups while {', '.join(self.paused)} is paused: the memory saver "
+                "has no disable(). Nothing was changed. Call wake_up() instead."
             )
         try:
             stack.enter_context(disable())
         except (AssertionError, NotImplementedError) as error:
-            # It watches allocations in its regions only (hook mode "torch", XPU), so that there
-            # is nothing to keep out.
+            # The saver records only allocations in its regions (hook mode "torch", XPU).
             logger.debug("memory saver: disable() is not for this mode: %s", error)
 
     def _refuse(self, operation: str) -> None:
         if self.paused and not self._untracked:
             raise MemorySaverError(
-                f"{operation} while {', '.join(self.paused)} is paused would leave the memory "
-                "saver with a wrong account and end the process at its next pause or resume. Call "
-                "wake_up() on all ranks (resume, then reload), or groups_live() for a weight "
-                "update while asleep."
+                f"{operation} while {', '.join(self.paused)} is paused would make the memory saver "
+                "end the process at its next pause or resume. Call wake_up() on all ranks, or "
+                "groups_live() for a weight update while asleep."
             )
 
 
 def _watch(saver: ref[MemorySaver], sets: Chosen) -> list[Callable[[], None]]:
-    """Let offload and reload ask a saver that is still there; the functions that end it.
+    """Make offload and reload check a saver, if it still exists; return functions to undo this.
 
-    Asked before the reload: an account that is wrong cannot be corrected afterwards.
+    The check comes before the reload, since the saver's list cannot be corrected afterwards.
     """
 
     def asking(operation: str) -> Callable[[], None]:

@@ -102,7 +102,7 @@ def test_a_missing_rank_is_named_with_reason_and_seconds_on_all_ranks_also_the_l
         assert "'before the checkpoint'" in message
         assert f" {bounds[rank]:g} s" in message
         assert "missing: rank 2." in message
-        assert ("This rank came too late" in message) == (rank == 2)
+        assert ("This rank arrived too late" in message) == (rank == 2)
 
 
 def bad_calls(rank: int, world_size: int) -> list[str]:

@@ -155,7 +155,7 @@ def test_a_rank_one_call_behind() -> None:
         assert seen.missing == (1,)
         assert result["untouched"]
         assert result["goes_on"]
-    assert "This rank came too late" in results[1]["late"].text
+    assert "This rank arrived too late" in results[1]["late"].text
 
 
 def one_call_skipped(rank: int, size: int) -> list[Any]:
