@@ -1,8 +1,8 @@
 """Input and output that the commands share: types of options, pages of text, progress.
 
-A command describes its output once, as lines, tables and findings; it is written as plain text, or
-on a terminal with ``rich`` in colours and in place. Results go to stdout, progress and errors to
-stderr, so that a pipe gets the result alone.
+A command describes its output once, as lines, tables and findings. It is written as plain text, or
+on a terminal with ``rich`` in colours and in place. Results go to stdout; progress and errors go to
+stderr.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ STYLES = {
     "bad": "bold red",
     "head": "bold",
 }
-"""Styles of the tones of a text on a terminal."""
+"""Terminal style by tone."""
 
 LEVELS = {"": "", "ok": "good", "note": "note", "warning": "warning", "problem": "bad"}
 """Tone of a finding by its level."""
 
 PLAIN_REPORTS_S = 10.0
-"""Seconds between two lines of progress where it cannot be drawn."""
+"""Seconds between two lines of plain progress."""
 
 
 # -- types of options; what they raise becomes argparse's error -----------------------------------
@@ -80,7 +80,7 @@ def _whole(text: str, least: int) -> int:
 
 
 def seconds(text: str) -> float:
-    """A positive number of seconds, a day at most."""
+    """A positive number of seconds, at most a day."""
     try:
         value = float(text)
     except ValueError:
@@ -94,7 +94,7 @@ def new_file(text: str) -> Path:
     """A file name in a directory that exists."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no file name in an existing directory")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file name in an existing directory")
     return path
 
 
@@ -114,9 +114,9 @@ class Line:
     """A line of text.
 
     Attributes:
-        text: what it says.
+        text: the text.
         tone: a key of :data:`STYLES`, or empty.
-        indent: where it goes on if it is longer than a terminal is wide.
+        indent: indentation of continuation lines.
     """
 
     text: str
@@ -126,7 +126,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of values, numbers to the right; ``tones`` has one tone a row, or nothing."""
+    """Columns of values, numbers right-aligned; ``tones`` has one tone per row, or is empty."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
@@ -134,18 +134,18 @@ class Table:
 
 
 Page = Sequence[Line | Table]
-"""Lines and tables, one below the other."""
+"""Lines and tables, from top to bottom."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of looking at one thing.
+    """The result of one check.
 
     Attributes:
-        check: what was looked at.
+        check: name of the check.
         level: ``ok``, ``note``, ``warning`` or ``problem``; empty for a plain statement.
-        message: what was found.
-        remedy: what to do; empty where nothing is to be done.
+        message: the result.
+        remedy: the action to take; empty if none is needed.
     """
 
     check: str
@@ -154,14 +154,14 @@ class Finding:
     remedy: str = ""
 
     def lines(self, head: str, *, remedies: bool = True) -> Iterator[Line]:
-        """The message behind a head, and the remedy below it."""
+        """Yield the message after a head, and the remedy below it."""
         yield Line(f"{head}{self.message}", LEVELS[self.level], len(head))
         if self.remedy and remedies:
             yield Line(f"{' ' * len(head)}-> {self.remedy}", "", len(head) + 3)
 
 
 class CommandError(Exception):
-    """A command cannot do what is asked for; the message is all that the user needs to see."""
+    """A command failed; the message is shown without a traceback."""
 
     def __init__(self, message: str, code: int = 2) -> None:
         super().__init__(message)
@@ -169,7 +169,7 @@ class CommandError(Exception):
 
 
 def say(text: str = "", stream: TextIO | None = None) -> None:
-    """Write a line, now. Local."""
+    """Write a line and flush. Local."""
     stream = sys.stdout if stream is None else stream
     stream.write(f"{text}\n")
     stream.flush()
@@ -185,11 +185,10 @@ def show(page: Page) -> None:
 
 
 def follow(pages: Iterator[Page]) -> None:
-    """Show one page after the other: in place on a terminal, otherwise one below the other.
+    """Show pages one after the other: in place on a terminal, otherwise from top to bottom.
 
-    A terminal is drawn on only when the page, or its own size, has changed.
-
-    Blocking until the pages end; the iterator decides how fast they come.
+    A terminal is redrawn only if the page, or its size, has changed. Blocks until the iterator
+    ends, which also controls the speed.
     """
     console = _terminal(sys.stdout)
     if console is None:
@@ -207,17 +206,17 @@ def follow(pages: Iterator[Page]) -> None:
 
 
 def terminal_size() -> tuple[int, int] | None:
-    """Columns and lines of the terminal that stdout is; None where pages are not drawn in place."""
+    """Columns and lines of stdout's terminal; None if pages are not drawn in place."""
     console = _terminal(sys.stdout)
     return None if console is None else (int(console.size.width), int(console.size.height))
 
 
 @contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Show how far a long task is; yields a function that is told how much is done.
+    """Show the progress of a long task; yields a function that takes the amount done.
 
-    A bar on a terminal (or a spinner, where the total is unknown); otherwise a line at the start,
-    and one each ten seconds. Written to stderr. The function may be called from any one thread.
+    A bar on a terminal (or a spinner if the total is unknown); otherwise a line at the start, and
+    one each ten seconds. Written to stderr. Call the function from one thread only.
     """
     console = _terminal(sys.stderr)
     if console is None:
@@ -235,14 +234,14 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], No
 
 @contextmanager
 def follow_lines(tell: Callable[[str], object]) -> Iterator[Path]:
-    """Yield a file; each line that any process appends to it is told, soon, until the end."""
+    """Yield a file; ``tell`` is called with each line that a process appends to it."""
     with tempfile.TemporaryDirectory(prefix="reloadpg-lines-") as directory:
         path = Path(directory, "lines")
         path.touch()
         over = threading.Event()
 
         def watch() -> None:
-            # Where nobody reads any more, the command's own next line ends it.
+            # If stdout was closed, the command's next line raises the error.
             with path.open() as file, suppress(BrokenPipeError):
                 ending = False
                 while not ending:
@@ -294,7 +293,7 @@ def _plain(page: Page) -> str:
 
 
 def _drawn(page: Page, wrap_at: int | None = None) -> Any:
-    """The page for rich; without a width to wrap at, each line and row is one, cut at the edge."""
+    """The page for rich; without ``wrap_at``, lines and rows are truncated at the edge."""
     from rich.console import Group
     from rich.text import Text
 
@@ -328,7 +327,7 @@ def _drawn_table(part: Table, *, wrap: bool) -> Any:
         drawn.add_column(
             texts[0],
             justify="right" if numeric else "left",
-            # A narrow terminal costs the last column, never a number.
+            # A narrow terminal truncates the last column, never a number.
             min_width=None if last else max(map(len, texts)),
             no_wrap=not (last and wrap),
             overflow="fold" if last and wrap else "ellipsis",

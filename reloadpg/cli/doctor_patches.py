@@ -1,9 +1,9 @@
-"""Check who else has changed the functions that create groups, and who holds them early.
+"""Find other patches of the functions that create groups, and modules that imported them early.
 
-Looks at module dictionaries only, as the patching itself does: a module with a hostile
-``__getattr__`` is not asked anything. A function is recognised by the file of its code, which
-``functools.wraps`` does not copy. A script is never run, since it would join its job: what it
-imports at its top level is imported, and the names that it takes itself are read from its text.
+Reads module dictionaries only, like the patches: no ``__getattr__`` of a module is called. A
+function is identified by the file of its code, which ``functools.wraps`` does not copy. A script
+never runs, since it would join its job: its top-level imports are imported, and the names that it
+imports are read from its text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LARGEST_CONTAINER = 1000
 
 
 def check_foreign_wrappers() -> Iterator[Finding]:
-    """Find wrappers that are neither torch's nor ours over the creating functions."""
+    """Find wrappers of other libraries around the creating functions."""
     from .. import status
     from ..c10d import creator_modules
 
@@ -46,7 +46,7 @@ def check_foreign_wrappers() -> Iterator[Finding]:
     for module in creator_modules():
         for name in CREATORS:
             for layer in _layers(vars(module).get(name)):
-                behind = getattr(layer, "_self_wrapper", layer)  # wrapt's own class says nothing
+                behind = getattr(layer, "_self_wrapper", layer)  # not wrapt's class
                 if _is_of("torch", behind) or _is_of("reloadpg", behind):
                     continue
                 if any(layer is one for one in seen):
@@ -56,8 +56,8 @@ def check_foreign_wrappers() -> Iterator[Finding]:
                     "foreign wrapper",
                     "problem",
                     f"{module.__name__}.{name} is wrapped by {_described(behind)}",
-                    "remove it if it replaces or records groups itself, as reloadpg does; if it "
-                    "must stay, put it in place before reloadpg.install(), which leaves it below",
+                    "remove it if it replaces or records groups, like reloadpg; otherwise install "
+                    "it before reloadpg.install(), whose wrapper then calls it",
                 )
     for changed in status().foreign:
         yield Finding(
@@ -65,14 +65,14 @@ def check_foreign_wrappers() -> Iterator[Finding]:
             "problem",
             f"{changed}; reloadpg had patched that name",
             "remove that wrapper: groups created through it may not be reloadable, and "
-            "reloadpg.uninstall() refuses while it is there",
+            "reloadpg.uninstall() fails while it exists",
         )
     if not seen:
         yield Finding("foreign wrapper", "ok", f"none over {', '.join(CREATORS)}")
 
 
 def check_early_aliases() -> Iterator[Finding]:
-    """Find modules that hold torch's own creating functions, by name or inside a value."""
+    """Find modules that hold torch's creating functions, by name or inside a value."""
     from .. import is_installed
 
     installed, found = is_installed(), 0
@@ -101,7 +101,7 @@ def _alias(where: str, function: Any, installed: bool) -> Finding:
         return Finding(
             "early alias",
             "problem",
-            f"{message}, though reloadpg is installed: groups made through it are not reloadable",
+            f"{message}, but reloadpg is installed: groups created through it are not reloadable",
             "use the function of torch.distributed there, or load that module before "
             "reloadpg.install()",
         )
@@ -117,15 +117,15 @@ def _hidden(where: str, function: Any) -> Finding:
     return Finding(
         "early alias",
         "problem",
-        f"{where} holds torch's own {function.__name__} where no patch reaches it: groups made "
-        "through it are not reloadable",
+        f"{where} holds torch's own {function.__name__}, which cannot be patched there: groups "
+        "created through it are not reloadable",
         "look the function up in torch.distributed when it is called, or call "
         "reloadpg.install() before that module is imported",
     )
 
 
 def _layers(value: Any) -> list[Any]:
-    """A function and what it wraps, outermost first."""
+    """A function and the functions that it wraps, outermost first."""
     found: list[Any] = []
     while value is not None and all(value is not other for other in found):
         found.append(value)
@@ -134,7 +134,7 @@ def _layers(value: Any) -> list[Any]:
 
 
 def _is_of(package: str, function: Any) -> bool:
-    """Return whether a function's code is a package's; wrappers copy every other sign of it."""
+    """Whether a function's code belongs to a package; wrappers copy all other attributes."""
     if type(function) is not FunctionType or package not in sys.modules:
         return False
     home = Path(sys.modules[package].__file__ or "").parent
@@ -156,7 +156,7 @@ def _inside(module: str, value: Any) -> Iterator[tuple[str, Any]]:
     Class attributes, partial functions, argument defaults, closures, and small containers of the
     module's own; deeper nesting is not searched.
     """
-    # A foreign wrapper closes over what it wraps; that is a finding of its own.
+    # The closure of a foreign wrapper holds the wrapped function; that is a separate finding.
     if type(value) is FunctionType and value.__name__ not in CREATORS:
         if value.__module__ == module:
             defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
@@ -175,7 +175,7 @@ def _inside(module: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not bound yet
+    except ValueError:  # an empty cell
         return None
 
 
@@ -183,7 +183,7 @@ def _described(wrapper: Any) -> str:
     """Name and origin of a wrapper."""
     code = getattr(wrapper, "__code__", None)
     if code is not None:
-        # wraps() gives a wrapper the name of what it wraps; its code keeps its own.
+        # wraps() copies the name of the wrapped function; the code keeps its own name.
         name = getattr(code, "co_qualname", code.co_name)
         return f"{name} ({code.co_filename}, line {code.co_firstlineno})"
     name = getattr(wrapper, "__qualname__", None) or type(wrapper).__name__
@@ -194,7 +194,7 @@ def _described(wrapper: Any) -> str:
 
 
 def import_modules(names: Sequence[str]) -> Iterator[Finding]:
-    """Import modules; a finding for each that cannot be."""
+    """Import modules; yield a finding for each failure."""
     for name in names:
         try:
             importlib.import_module(name)
@@ -206,17 +206,17 @@ def import_modules(names: Sequence[str]) -> Iterator[Finding]:
                 "import",
                 "warning",
                 f"{name} cannot be imported: {type(error).__name__}: {why}",
-                "what it does to torch was not looked at; run doctor where the job runs",
+                "its changes to torch were not checked; run doctor where the job runs",
             )
 
 
 @dataclass(frozen=True)
 class ScriptInstall:
-    """The call of ``reloadpg.install`` that a script makes itself.
+    """The call of ``reloadpg.install`` in a script.
 
     Attributes:
-        line: where; 0 if there is none.
-        strategy: the strategy that it names; empty if it names none, None if that is computed.
+        line: its line; 0 if there is none.
+        strategy: the strategy that it names; empty if it names none, None if it is computed.
     """
 
     line: int = 0
@@ -251,9 +251,9 @@ def _installs(function: ast.expr) -> bool:
 
 
 def import_of_script(script: Path) -> Iterator[Finding]:
-    """Import what a script imports at its top level; also its own early names of torch's.
+    """Import a script's top-level imports, and find its early imports of torch's functions.
 
-    Modules that lie where the script itself leads ``sys.path`` are not to blame: that is not run.
+    A missing module is only a note if the script changes ``sys.path``, since that does not run.
     """
     try:
         tree = ast.parse(script.read_bytes(), str(script))
@@ -271,8 +271,8 @@ def import_of_script(script: Path) -> Iterator[Finding]:
             finding = Finding(
                 "import",
                 "note",
-                f"{finding.message}; line {leads} of the script changes sys.path, and was not run",
-                "to look at that module too, run doctor with its folder in PYTHONPATH",
+                f"{finding.message}; line {leads} of the script changes sys.path, but did not run",
+                "to check that module too, run doctor with its folder in PYTHONPATH",
             )
         yield finding
     yield from _own_aliases(script, tree)
@@ -290,7 +290,7 @@ def _changes_path(node: ast.AST) -> bool:
 
 
 def _imported(statements: Sequence[ast.stmt]) -> Iterator[str]:
-    """Modules that are imported when the statements run, branches included, functions not."""
+    """Modules that the statements import, including branches but not function bodies."""
     for statement in statements:
         if isinstance(statement, ast.Import):
             yield from (alias.name for alias in statement.names)

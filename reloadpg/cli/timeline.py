@@ -1,7 +1,7 @@
-"""The picture of a job's offloads and reloads, as SVG: one lane a rank, time from left to right.
+"""A timeline of a job's offloads and reloads as SVG: one lane per rank, time from left to right.
 
-An operation takes milliseconds, and minutes lie between two of them: each has a time scale of its
-own, and what lies between is cut out and said in words.
+An operation takes milliseconds, but there may be minutes between two operations. So each has a
+separate time scale, and the time in between is cut out and shown as text.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Run:
         start, end: Unix times in seconds.
         parts: its phases and waits.
         memory: bytes in use at some moments: Unix time and bytes.
-        source: who measured the memory.
+        source: source of the memory values.
         error: why it failed; empty if it did not.
-        running: whether it has not ended; ``end`` is then the last sign of life.
+        running: whether it has not ended; ``end`` is then the last update.
     """
 
     rank: int
@@ -61,13 +61,13 @@ class Run:
 _GUTTER, _MARGIN = 92, 24
 _TOP = 84
 _BAR, _STRIP, _LANE, _LANE_ALONE = 18, 24, 56, 28
-"""Heights: of an operation, of the memory below it, and of a lane with both or without memory."""
+"""Heights of an operation, of the memory below it, and of a lane with and without memory."""
 _GAP = 84
-"""Width of what is cut out."""
+"""Width of a gap."""
 _NARROWEST, _ALL_SCALES = 130, 960
-"""Width of the shortest operation, and of all together where none is that short."""
+"""Width of the shortest operation, and total width if none is that short."""
 _CLOSE_S, _CLOSE_PART = 0.005, 0.2
-"""Operations that are closer, in seconds or in parts of their length, share a scale."""
+"""Distance, in seconds and relative to their length, below which operations share a scale."""
 
 _FONT = "DejaVu Sans, Verdana, sans-serif"
 _INK, _FAINT, _ERROR, _MEMORY = "#222", "#6b7280", "#c0392b", "#6a3d9a"
@@ -84,7 +84,7 @@ _OTHER_PHASE = ("#8c6d31", "other phase")
 
 @dataclass(frozen=True)
 class _Scale:
-    """A stretch of time that is drawn, and where."""
+    """An interval of time and its position in the picture."""
 
     runs: Sequence[Run]
     start: float
@@ -103,7 +103,7 @@ class _Scale:
 
 
 def _clusters(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs that belong together: ranks that wait for each other, and what follows at once."""
+    """Group runs that are close in time, such as those of ranks that wait for each other."""
     clusters: list[list[Run]] = []
     end = 0.0
     for run in sorted(runs, key=lambda one: one.start):
@@ -120,7 +120,7 @@ def _clusters(runs: Sequence[Run]) -> list[list[Run]]:
 def _scales(runs: Sequence[Run]) -> list[_Scale]:
     clusters = _clusters(runs)
     spans = [(cluster[0].start, max(run.end for run in cluster)) for cluster in clusters]
-    # Longer ones are wider, but not by as much: the shortest must be legible beside them.
+    # Widths grow less than durations, so that the shortest operation stays legible.
     weights = [max(end - start, 1e-6) ** 0.5 for start, end in spans]
     left, scales = float(_GUTTER), []
     for cluster, (start, end), weight in zip(clusters, spans, weights, strict=True):
@@ -131,7 +131,7 @@ def _scales(runs: Sequence[Run]) -> list[_Scale]:
 
 
 class _Svg:
-    """The elements of a picture, in the order in which they are painted."""
+    """The elements of a picture, in drawing order."""
 
     def __init__(self) -> None:
         self.elements: list[str] = []
@@ -201,7 +201,7 @@ def drawn(runs: Sequence[Run], *, note: str = "") -> str:
 
     Args:
         runs: at least one; of any ranks, in any order.
-        note: a sentence about what is left out.
+        note: a sentence about omitted operations.
     """
     scales = _scales(runs)
     ranks = sorted({run.rank for run in runs})
@@ -242,7 +242,7 @@ def _draw_axis(svg: _Svg, scale: _Scale, bottom: float) -> None:
         failed = any(run.error for run in together)
         words = f"{name} failed" if failed else name
         width = 7.2 * len(words)
-        # The last one may end where the scale ends; one that has no room is named by its title.
+        # The last label may end at the end of the scale; one without space is only a tooltip.
         left = min(scale.x(min(run.start for run in together)), scale.right - width)
         if left >= free:
             svg.text(left, _TOP - 13, words, fill=_ERROR if failed else _INK, bold=True)
@@ -293,7 +293,7 @@ def _draw_run(svg: _Svg, scale: _Scale, run: Run, top: float) -> None:
 def _draw_memory(
     svg: _Svg, scales: Sequence[_Scale], rank: int, top: float, axis: tuple[float, float]
 ) -> None:
-    """A line over all operations; dashed where it was not measured."""
+    """A line over all operations; dashed between measurements of different operations."""
     low, high = axis
     last: tuple[float, float] | None = None
     bottom = top + _STRIP
@@ -316,7 +316,7 @@ def _draw_memory(
 
 
 def _draw_legend(svg: _Svg, runs: Sequence[Run], top: float, right: float, source: str) -> float:
-    """What the colours mean, in as many rows as it takes; where the picture ends."""
+    """Draw the legend in as many rows as needed; return the bottom of the picture."""
     found = {part.name for run in runs for part in run.parts}
     entries = [entry for name, entry in _PHASES.items() if name in found]
     if any(name not in _PHASES and not name.startswith("wait.") for name in found):
@@ -345,7 +345,7 @@ def _draw_legend(svg: _Svg, runs: Sequence[Run], top: float, right: float, sourc
             svg.rect((x, y - 10, 16, 12), fill, stroke="#9aa1ad")
         svg.text(x + 22, y, words, fill=_INK)
         x += width + 10
-    svg.text(_MARGIN, y + 24, "Each stretch of time has a scale of its own.", size=10, fill=_FAINT)
+    svg.text(_MARGIN, y + 24, "Each operation has a separate time scale.", size=10, fill=_FAINT)
     return y + 40
 
 
@@ -354,7 +354,7 @@ def _colour(part: Part) -> str:
 
 
 def _axis(levels: Sequence[int]) -> tuple[float, float]:
-    """The least and the most bytes that a strip shows; from 0 where that wastes little of it."""
+    """The smallest and largest value of a memory axis; starts at 0 if that wastes little space."""
     if not levels:
         return 0.0, 1.0
     low, high = float(min(levels)), float(max(levels))

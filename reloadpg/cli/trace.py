@@ -1,4 +1,4 @@
-"""``reloadpg trace``: a picture of a job's offloads and reloads, from the files that it leaves."""
+"""``reloadpg trace``: draw a job's offloads and reloads from its trace or status files."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _SLACK_S = 1e-6
 
 
 def read_runs(path: Path) -> tuple[list[Run], list[str]]:
-    """The operations that the files of a job say something about. Local, reads only.
+    """Read the operations in the files of a job. Local, read-only.
 
     Args:
         path: a trace file, or a directory with the trace files or the status files of ranks. A
-            status file has the last operation of its rank, and the one that is in progress.
+            status file has the last operation of its rank, and the running one.
 
     Returns:
-        The operations; and what could not be read, in words.
+        The operations, and the files that could not be read, as text.
     """
     found: dict[tuple[int, str, int], Run] = {}
     failures: list[str] = []
@@ -58,12 +58,12 @@ def read_runs(path: Path) -> tuple[list[Run], list[str]]:
 
 
 def _key(run: Run) -> tuple[int, str, int]:
-    """Equal for one operation of a rank in all files that have it."""
+    """Key of an operation of a rank, equal in all files."""
     return run.rank, run.operation, round(run.start * 1e3)
 
 
 def _of_record(record: RankRecord) -> Iterator[Run]:
-    """The last operation of a rank, and the one that it is in."""
+    """The last and the running operation of a rank."""
     report, running = record.report, record.running
     if report.started_at:
         start, source = report.started_at, report.memory_source
@@ -112,7 +112,7 @@ class _Event:
 
 
 def _of_events(events: Iterable[_Event]) -> Iterator[Run]:
-    """The operations in trace events, each with what lies within it."""
+    """The operations in trace events, each with its phases, groups and memory."""
     by_rank: dict[int, list[_Event]] = {}
     for event in events:
         if event.pid is not None and event.ts is not None:
@@ -148,7 +148,7 @@ def add(subcommands: Any) -> None:
         "trace",
         help="draw a job's offloads and reloads",
         description=(
-            "Draw the offloads and reloads of a job as an SVG or HTML picture: one lane a rank, "
+            "Draw the offloads and reloads of a job as an SVG or HTML picture: one lane per rank, "
             "phases in colours, waits for other ranks hatched, memory in use as a line. Exit code "
             "1 if there is no operation to draw."
         ),
@@ -183,7 +183,7 @@ def add(subcommands: Any) -> None:
         type=positive,
         default=32,
         metavar="N",
-        help="at most so many ranks, the lowest ones (default: 32)",
+        help="maximum number of ranks, the lowest ones (default: 32)",
     )
     parser.set_defaults(run=_run)
 
@@ -191,14 +191,14 @@ def add(subcommands: Any) -> None:
 def _picture(name: str) -> Path:
     path = new_file(name)
     if path.suffix not in (".svg", ".html"):
-        raise argparse.ArgumentTypeError(f"{name!r} ends in neither .svg nor .html")
+        raise argparse.ArgumentTypeError(f"{name!r} does not end in .svg or .html")
     return path
 
 
 def _run(options: argparse.Namespace) -> int:
     where = job_directory(options.path)
     if where is None:
-        raise CommandError(f"no job to draw. Name its directory, or set {STATUS_DIR} to it.")
+        raise CommandError(f"no job was named. Pass its directory, or set {STATUS_DIR} to it.")
     runs, failures = read_runs(where)
     for failure in failures:
         say(f"reloadpg trace: unreadable: {failure}", sys.stderr)
@@ -218,7 +218,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _selected(runs: Sequence[Run], last: int, ranks: int) -> tuple[list[Run], str]:
-    """The latest operations of the lowest ranks, and what is left out, in words."""
+    """The latest operations of the lowest ranks, and a text about omitted ones."""
     by_rank: dict[int, list[Run]] = {}
     for run in sorted(runs, key=lambda one: one.start):
         by_rank.setdefault(run.rank, []).append(run)

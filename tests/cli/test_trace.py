@@ -255,7 +255,7 @@ def test_what_is_asked_for_must_be_possible(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as wrong:
         main(["trace", ".", "-o", "picture.png"])
     assert wrong.value.code == 2
-    assert "ends in neither .svg nor .html" in capsys.readouterr().err
+    assert "does not end in .svg or .html" in capsys.readouterr().err
 
 
 def test_of_a_large_job_the_first_ranks_are_drawn(tmp_path, capsys):
