@@ -224,7 +224,7 @@ def _decision(group: Record, selection: Selection, script_installs: bool) -> tup
         return [], bypass.reason
     selected = list(selection.selected(devices, size))
     kept = [f"{device}:{devices[device]}" for device in devices if device not in selected]
-    return selected, f"{', '.join(kept)} stays alive" if kept else ""
+    return selected, f"{', '.join(kept)} stays" if kept else ""
 
 
 # -- the page ---------------------------------------------------------------------------------
