@@ -1,7 +1,7 @@
 """Colocated reinforcement learning: the same ranks train a policy and generate with it.
 
-Each iteration trains, releases the process groups, generates in the memory that this frees, and
-brings the groups back::
+Each iteration trains, releases the process groups, generates in the released memory, and rebuilds
+the groups::
 
     torchrun --nproc-per-node 4 examples/colocated_rl.py
     torchrun --nproc-per-node 4 examples/colocated_rl.py --no-offload  # the same losses, bit by bit

@@ -1,4 +1,4 @@
-"""A trainer and vLLM in the same processes, in turns, each with its own groups::
+"""A trainer and vLLM that alternate in the same processes, each with its own groups::
 
     torchrun --nproc-per-node 2 examples/hybrid_engine.py MODEL
 

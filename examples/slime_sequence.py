@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/slime_sequence.py
 
-The four names are those of slime's ``utils/reloadable_process_group.py``; one changed import moves
-slime over (miles leaves ``register_default_process_group`` out). What follows the import is the
-order in which slime's Megatron actor calls them.
+The four names are those of slime's ``utils/reloadable_process_group.py``, so only the import
+changes (miles does not use ``register_default_process_group``). The rest shows the order in which
+slime's Megatron actor calls them.
 
 On GPUs: ``backend="nccl"``, no options for ``monkey_patch_torch_dist``, and torch_memory_saver's
 ``pause`` and ``resume`` in the marked places: groups first, then pause; resume, then reload. Here,

@@ -1,8 +1,8 @@
 """Release NCCL communicators while they are not needed, and keep every process group object.
 
-``reloadpg.install()`` makes the groups that ``torch.distributed`` creates reloadable;
-``reloadpg.offload()`` gives their memory back; ``reloadpg.reload()`` makes the same objects work
-again. Importing this package imports neither torch nor anything else of weight.
+``reloadpg.install()`` makes the groups that ``torch.distributed`` creates reloadable.
+``reloadpg.offload()`` releases their memory. ``reloadpg.reload()`` rebuilds them behind the same
+objects. Importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
 __version__ = "0.1.0"
 
 _TESTED_TORCH = ((2, 8), (2, 15))
-"""The oldest and the newest torch that this version was tested with."""
+"""The oldest and the newest tested version of torch."""
 
 _HOMES = {
     "environment": """
@@ -130,9 +130,9 @@ def __getattr__(name: str) -> Any:
         import_module("torch")
     value = globals()[name] = getattr(import_module(f".{home}", __name__), target)
     if name == "install":
-        # The core knows nothing of what shows a job: it is told here to start with installations.
+        # The core does not import monitoring, so it is connected to installations here.
         import_module(".observability.publish", __name__).start_with_installations()
-        for other in _HOME_OF:  # a signal handler that asks for the status must not import it
+        for other in _HOME_OF:  # a signal handler that calls status() must not import it
             if _HOME_OF[other] != "environment" and other not in globals():
                 with suppress(AttributeError):  # its module is being imported, and imports torch
                     __getattr__(other)

@@ -1,4 +1,4 @@
-"""The command line: ``reloadpg`` and ``python -m reloadpg``. One module a subcommand.
+"""The command line: ``reloadpg`` and ``python -m reloadpg``. One module per subcommand.
 
 Parsing needs the standard library alone, and a subcommand loads torch only when it runs, so that
 ``doctor`` can say what is wrong with an installation in which torch cannot be imported. Pages are
@@ -32,16 +32,16 @@ SUBCOMMANDS = (
     *(add_demo, add_doctor, add_status, add_trace, add_explain, add_bench),
     *(add_run, add_standins),
 )
-"""Each adds one subcommand's parser and sets in the options that this parses ``run``, which takes
-them and returns the exit code; where modules are needed ``needs``, which has the extra for each;
-where a script is run ``script_arguments``, and ``required``, options that are asked for after those
-of the script were told from them; ``reports_variables`` where the command itself reports
-variables of the environment that reloadpg does not know, which the others refuse.
+"""Each adds one subcommand's parser. The parser sets defaults in the parsed options: ``run``, which
+takes the options and returns the exit code; ``needs``, the extra of each required module;
+``script_arguments`` if a script is run, and ``required``, options that are required after those of
+the script were separated; ``reports_variables`` if the command itself reports unknown variables of
+the environment, which are an error for other commands.
 """
 
 
 def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """The whole command line, and its subcommands. Local, cheap: imports neither torch nor rich."""
+    """Return the parser, and those of the subcommands. Local; imports neither torch nor rich."""
     named = Path(sys.argv[0]).name == "reloadpg"
     top = argparse.ArgumentParser(
         prog="reloadpg" if named else "python -m reloadpg",
@@ -63,11 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; None for this process's own.
 
     Returns:
-        The exit code; 2 if a module is missing, 130 after Ctrl-C, 141 if nobody reads stdout any
-        more.
+        The exit code; 2 if a module is missing, 130 after Ctrl-C, 141 if stdout was closed.
 
     Raises:
-        SystemExit: the arguments cannot be used (code 2), or help was asked for.
+        SystemExit: the arguments are invalid (code 2), or help was requested.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     top, subcommands = parser()
@@ -94,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"\n{top.prog}: interrupted", sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read stdout has gone, as head does. The interpreter flushes it again at the end.
+        # The reader of stdout (for example head) has ended. The interpreter flushes it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return code
@@ -105,10 +104,10 @@ def _parsed(
     subcommands: Mapping[str, argparse.ArgumentParser],
     given: Sequence[str],
 ) -> argparse.Namespace:
-    # What follows "--" belongs to the script that a subcommand runs, whatever it looks like.
+    # Arguments after "--" belong to the script that a subcommand runs.
     at = given.index("--") if "--" in given else len(given)
     options, unknown = top.parse_known_args(given[:at])
-    refuse = subcommands[options.command].error  # with the usage of the subcommand
+    refuse = subcommands[options.command].error  # prints the usage of the subcommand
     runs_script = hasattr(options, "script_arguments")
     if at < len(given) and not runs_script:
         unknown += given[at:]

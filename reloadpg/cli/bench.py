@@ -1,6 +1,6 @@
-"""``reloadpg bench``: the time that an offload and a reload take on this machine.
+"""``reloadpg bench``: measure offload and reload on this machine.
 
-:func:`measure` is the harness, in a job that exists; ``benchmarks/reload.py`` uses it too.
+:func:`measure` runs in an existing job; ``benchmarks/reload.py`` also uses it.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def add(subcommands: Any) -> None:
     """Add the subcommand to the parser."""
     parser = subcommands.add_parser(
         "bench",
-        help="how long an offload and a reload take on this machine",
+        help="measure offload and reload on this machine",
         description=(
             "Run real ranks on this machine, offload and reload their groups, and show the "
-            "medians over the cycles; of each cycle the slowest rank counts. Exit code 1 if a "
+            "medians over the cycles. For each cycle, the slowest rank counts. Exit code 1 if a "
             "rank failed."
         ),
     )
     parser.add_argument(
-        "--ranks", type=positive, metavar="N", help="processes (default: 2; on GPUs one a GPU)"
+        "--ranks", type=positive, metavar="N", help="processes (default: 2; on GPUs one per GPU)"
     )
     parser.add_argument(
         "--groups", type=positive, default=10, metavar="N", help="groups of all ranks (default: 10)"
@@ -69,7 +69,7 @@ def add(subcommands: Any) -> None:
         help="auto: nccl if there is a GPU, otherwise gloo; sim: the simulated accelerator",
     )
     parser.add_argument(
-        "--timeout", type=seconds, default=600.0, metavar="S", help="bound (default: 600)"
+        "--timeout", type=seconds, default=600.0, metavar="S", help="in seconds (default: 600)"
     )
     parser.add_argument("--json", action="store_true", help="all figures as JSON")
     parser.set_defaults(run=_run, needs={"torch": "cli", "rich": "cli"})
@@ -90,8 +90,8 @@ def _run(options: argparse.Namespace) -> int:
     ranks = options.ranks or (devices if backend == "nccl" else _RANKS)
     if backend == "nccl" and ranks > devices:
         raise CommandError(
-            f"--ranks {ranks}, but there are {devices} GPUs; nothing was started. NCCL needs one a "
-            "rank."
+            f"--ranks {ranks}, but there are {devices} GPUs; nothing was started. NCCL needs one "
+            "per rank."
         )
     cycles, groups = counted(options.cycles, "cycle"), counted(options.groups, f"{backend} group")
     what = f"{cycles} of {groups} on {counted(ranks, 'rank')}"
@@ -124,7 +124,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def cuda_devices() -> int:
-    """Number of GPUs that NCCL can use here. Starts no CUDA context."""
+    """Number of GPUs that NCCL can use here. Creates no CUDA context."""
     import torch
     import torch.distributed as dist
 
@@ -133,11 +133,11 @@ def cuda_devices() -> int:
 
 
 def _failure(error: RanksFailedError, timeout: float) -> str:
-    """The error without its advice for those who call ``run_ranks`` themselves."""
+    """The error without the advice for direct callers of ``run_ranks``."""
     head, _, details = str(error).partition("\n")
     advice = ""
     if any(outcome.timed_out for outcome in error.outcomes):
-        advice = f" --timeout gives them longer than {timeout:g} s."
+        advice = f" To wait longer than {timeout:g} s, use --timeout."
     return f"{head.partition('. ')[0]}.{advice}\n{details}"
 
 
@@ -161,7 +161,7 @@ def _rank(
         from ..testing import simulated
 
         simulated.register()
-    reloadpg.uninstall()  # with RELOADPG_AUTOINSTALL=1 it came with torch, with other options
+    reloadpg.uninstall()  # RELOADPG_AUTOINSTALL=1 may have installed it with other options
 
     def cycled() -> None:
         if rank == 0:
@@ -183,20 +183,20 @@ def measure(
     device: str | None = None,
     cycled: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Offload and reload so many groups of all ranks, WORLD among them. Collective, blocking.
+    """Offload and reload groups of all ranks, including WORLD. Collective, blocking.
 
-    The default group exists, and reloadpg is installed. The first cycle, in which connections are
-    opened and caches filled, is left out.
+    Requires a default group and an installation of reloadpg. The first cycle, which opens
+    connections and fills caches, does not count.
 
     Args:
         groups: number of groups.
         cycles: number of cycles that count.
-        device: use every group with a tensor there before each offload, so that its communicator
-            exists, and check the sum; None uses no group.
+        device: run an all-reduce of a tensor on this device over every group before each offload,
+            so that its communicator exists, and check the sum; None uses no group.
         cycled: called after each cycle.
 
     Returns:
-        One dictionary a cycle: milliseconds and bytes from this rank's reports, and
+        One dictionary per cycle: milliseconds and bytes from this rank's reports, and
         ``reload_cpu_ms``.
     """
     import torch.distributed as dist
@@ -251,7 +251,7 @@ def _figures(report: Report) -> dict[str, Any]:
 def medians_of(
     operation: str, seen: Sequence[Sequence[Mapping[str, Any]]]
 ) -> dict[str, float | None]:
-    """Over the cycles, of the slowest rank (for memory: of the rank that moved least)."""
+    """Medians over the cycles, of the slowest rank (for memory: of the smallest value)."""
     medians: dict[str, float | None] = {}
     for figure in _FIGURES:
         name = f"{operation}_{figure}"
@@ -292,9 +292,9 @@ def _page(result: Mapping[str, Any]) -> Page:
         Line(""),
         *tabled(header, rows),
         Line(""),
-        Line("Medians over the cycles, each of the slowest rank. own: the library's share."),
+        Line("Medians over the cycles, for the slowest rank. own: the library's share."),
     ]
     if result["memory_source"]:
-        source = f"MiB: released and restored by the call, as {result['memory_source']} counts it"
-        lines.append(Line(f"{source}; communicators that connect lazily take theirs later."))
+        source = f"MiB: released and restored by the call, measured by {result['memory_source']}"
+        lines.append(Line(f"{source}; communicators that connect lazily allocate later."))
     return lines

@@ -47,7 +47,7 @@ STYLES = {
     "bad": "bold red",
     "head": "bold",
 }
-"""Styles of the tones of a text on a terminal."""
+"""Terminal style by tone."""
 
 LEVELS = {"": "", "ok": "good", "note": "note", "warning": "warning", "problem": "bad"}
 """Tone of a finding by its level."""
@@ -80,7 +80,7 @@ def _whole(text: str, least: int) -> int:
 
 
 def seconds(text: str) -> float:
-    """A positive number of seconds, a day at most."""
+    """A positive number of seconds, at most a day."""
     try:
         value = float(text)
     except ValueError:
@@ -94,7 +94,7 @@ def new_file(text: str) -> Path:
     """A file name in a directory that exists."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no file name in an existing directory")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file name in an existing directory")
     return path
 
 
@@ -114,7 +114,7 @@ class Line:
     """A line of text.
 
     Attributes:
-        text: what it says.
+        text: the text.
         tone: a key of :data:`STYLES`, or empty.
         indent: where it continues if it is longer than a terminal is wide.
     """
@@ -155,13 +155,13 @@ def tabled(
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of looking at one thing.
+    """The result of one check.
 
     Attributes:
-        check: what was looked at.
+        check: name of the check.
         level: ``ok``, ``note``, ``warning`` or ``problem``; empty for a plain statement.
-        message: what was found.
-        remedy: what to do; empty where nothing is to be done.
+        message: the result.
+        remedy: the action to take; empty if none is needed.
     """
 
     check: str
@@ -170,14 +170,14 @@ class Finding:
     remedy: str = ""
 
     def lines(self, head: str, *, remedies: bool = True) -> Iterator[Line]:
-        """The message behind a head, and the remedy below it."""
+        """Yield the message after a head, and the remedy below it."""
         yield Line(f"{head}{self.message}", LEVELS[self.level], len(head))
         if self.remedy and remedies:
             yield Line(f"{' ' * len(head)}-> {self.remedy}", "", len(head) + 3)
 
 
 class CommandError(Exception):
-    """A command cannot do what is asked for; the message is all that the user needs to see."""
+    """A command failed; the message is shown without a traceback."""
 
     def __init__(self, message: str, code: int = 2) -> None:
         super().__init__(message)
@@ -185,7 +185,7 @@ class CommandError(Exception):
 
 
 def say(text: str = "", stream: TextIO | None = None) -> None:
-    """Write a line, now. Local."""
+    """Write a line and flush. Local."""
     stream = sys.stdout if stream is None else stream
     stream.write(f"{text}\n")
     stream.flush()
@@ -198,7 +198,7 @@ def show(page: Page) -> None:
 
 
 def follow(pages: Iterator[Page]) -> None:
-    """Show one page after the other: in place on a terminal, otherwise one below the other.
+    """Show pages one after the other: in place on a terminal, otherwise from top to bottom.
 
     Blocking until the pages end; the iterator decides how fast they come.
     """
@@ -245,14 +245,14 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], No
 
 @contextmanager
 def follow_lines(tell: Callable[[str], object]) -> Iterator[Path]:
-    """Yield a file; each line that any process appends to it is told, soon, until the end."""
+    """Yield a file; ``tell`` is called with each line that a process appends to it."""
     with tempfile.TemporaryDirectory(prefix="reloadpg-lines-") as directory:
         path = Path(directory, "lines")
         path.touch()
         over = threading.Event()
 
         def watch() -> None:
-            # Where nobody reads any more, the command's own next line ends it.
+            # If stdout was closed, the command's next line raises the error.
             with path.open() as file, suppress(BrokenPipeError):
                 ending = False
                 while not ending:

@@ -1,8 +1,8 @@
 """``reloadpg demo``: run ``examples/colocated_rl.py`` with and without reloadpg, and compare.
 
-The ranks run the example's own job. A subclass of it records the bits of every loss, the memory
-that each offload gives back, and a collective on every group while it is offloaded and after its
-reload. The records of the two runs are then compared.
+The ranks run the example's job. A subclass records the bits of every loss, the memory that each
+offload releases, and a collective on every group while it is offloaded and after its reload. The
+records of the two runs are then compared.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from .console import CommandError, follow_lines, new_file, positive, say
 __all__ = ["add", "judge"]
 
 EXAMPLES = tuple(parent / "examples" / "colocated_rl.py" for parent in Path(__file__).parents[1:3])
-"""Places of the example: in an installed package, and in the source tree."""
+"""Paths of the example: in an installed package, and in the source tree."""
 
 ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS is not deterministic without it
-    # Torch asks DNS for the name of 127.0.0.1 at each connection to its store. A query that was
-    # lost, one in a hundred on one machine, then held all ranks up for 5 s.
+    # Torch looks up 127.0.0.1 in DNS at each connection to its store. A lost query (one in a
+    # hundred on one machine) then delays all ranks by 5 s.
     "RES_OPTIONS": "timeout:1",
 }
 COUNTERS = {
-    "accelerator": "as the accelerator counts",
+    "accelerator": "measured by the accelerator",
     "resident": "of the processes' resident memory",
-    "device": "as the GPU driver counts",
+    "device": "measured by the GPU driver",
 }
 COMMUNICATOR_BYTES = 8 << 20
-"""Memory that one communicator of the simulated accelerator holds on each rank."""
+"""Bytes that one communicator of the simulated accelerator holds on each rank."""
 
 RESIDENT_SHARE = 0.9
-"""Share of the released memory by which the process must be seen to shrink from outside."""
+"""Minimum share of the released memory by which the process's resident memory must shrink."""
 
 Records = Sequence[Mapping[str, Any]]
 """The record of each rank, in rank order."""
@@ -58,18 +58,18 @@ def add(subcommands: Any) -> None:
         help="a reinforcement-learning loop that offloads its groups in each iteration",
         description=(
             "Run a colocated reinforcement-learning loop on this machine: train, offload the "
-            "process groups, generate in the memory that was freed, reload. Run it again without "
+            "process groups, generate in the released memory, reload. Run it again without "
             "reloadpg and compare the losses bit by bit. Exit code 1 if anything differs."
         ),
     )
-    ranks = "processes (default: 4; on GPUs one a GPU, 4 at most)"
+    ranks = "processes (default: 4; on GPUs one per GPU, at most 4)"
     parser.add_argument("--ranks", type=positive, help=ranks)
     iterations = "iterations (default: %(default)s)"
     parser.add_argument("--cycles", type=positive, default=6, help=iterations)
-    accelerators = "what to run on (default: the GPUs of this machine, or else the simulated one)"
+    accelerators = "accelerator (default: the GPUs of this machine, or else the simulated one)"
     choices = ("auto", "cuda", "simulated")
     parser.add_argument("--accelerator", choices=choices, default="auto", help=accelerators)
-    results = "also write all that each rank saw"
+    results = "also write the records of all ranks"
     parser.add_argument("--json", type=new_file, metavar="PATH", help=results)
     parser.set_defaults(run=_run, needs={"numpy": "demo", "torch": "demo"})
 
@@ -101,8 +101,8 @@ def _compare(options: argparse.Namespace) -> int:
     devices = cuda_devices() if options.accelerator != "simulated" else 0
     if options.accelerator == "cuda" and not devices:
         raise CommandError(
-            "--accelerator cuda: torch finds no GPU that NCCL can use; nothing was started. Leave "
-            "the option out to run on the simulated accelerator."
+            "--accelerator cuda: torch finds no GPU that NCCL can use; nothing was started. Omit "
+            "the option to run on the simulated accelerator."
         )
     ranks = min(options.ranks or 4, devices or sys.maxsize)
     example = next(path for path in EXAMPLES if path.is_file())
@@ -150,10 +150,10 @@ def _heading(example: Path, ranks: int, wanted: int, cycles: int, devices: int) 
     except PackageNotFoundError:
         maker = "a DeviceMesh (megatron-core is not installed)"
     place = "simulated accelerator on the CPU; each communicator holds "
-    place += f"{mebibytes(COMMUNICATOR_BYTES)} a rank"
+    place += f"{mebibytes(COMMUNICATOR_BYTES)} per rank"
     if devices:
-        place = f"NCCL, one rank a GPU, {counted(devices, 'GPU')} here"
-        place += f" (so not the {wanted} ranks asked for)" if wanted > ranks else ""
+        place = f"NCCL, one rank per GPU, {counted(devices, 'GPU')} here"
+        place += f" (fewer than the {wanted} requested ranks)" if wanted > ranks else ""
     return f"""\
 reloadpg demo: {counted(ranks, "rank")}, {counted(cycles, "cycle")}
   a cycle: train, offload the process groups, generate in the memory that this frees,
@@ -165,7 +165,7 @@ reloadpg demo: {counted(ranks, "rank")}, {counted(cycles, "cycle")}
 
 
 def _row(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sum up a cycle over all ranks: groups and memory together, times of the slowest."""
+    """Aggregate a cycle over all ranks: sums of groups and memory, times of the slowest rank."""
     first = everyone[0]
     row = {"cycle": first["cycle"], "loss": first["mean_loss"], "reward": first["reward"]}
     if "groups_offloaded" in first:
@@ -191,7 +191,7 @@ def _line(row: Mapping[str, Any], cycles: int) -> str:
 def _launch(
     example: Path, ranks: int, cycles: int, devices: int, *, offload: bool
 ) -> list[dict[str, Any]]:
-    """Run the job on fresh ranks and return what each recorded. Blocking."""
+    """Run the job on new ranks and return their records. Blocking."""
     from ..testing import run_ranks
 
     variables: dict[str, str | None] = {n: os.environ.get(n, v) for n, v in ENVIRONMENT.items()}
@@ -211,7 +211,7 @@ def _rank(
     import reloadpg
 
     warnings.simplefilter("ignore")
-    reloadpg.uninstall()  # with RELOADPG_AUTOINSTALL=1 it came with torch
+    reloadpg.uninstall()  # RELOADPG_AUTOINSTALL=1 may have installed it
     spec: Any = importlib.util.spec_from_file_location("colocated_rl", path)
     example: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
@@ -223,7 +223,7 @@ def _rank(
 
 
 def _recording(example: Any) -> Any:
-    """Extend the example's job by records of what is compared."""
+    """Extend the example's job to record the values to compare."""
     import torch
     import torch.distributed as dist
 
@@ -234,7 +234,7 @@ def _recording(example: Any) -> Any:
         def __init__(self, device: Any, offload: bool, cycles: int, lines: Path) -> None:
             super().__init__(device, offload=offload)
             self.planned, self.lines = cycles, lines
-            # A gloo group bypasses: it goes on working while the others are offloaded.
+            # A gloo group bypasses: it keeps working while the others are offloaded.
             self.control = dist.new_group(backend="gloo", group_desc="control")
             # A mesh over all ranks has WORLD for a group.
             others = {n: g for n, g in self.groups.items() if g is not dist.group.WORLD}
@@ -254,7 +254,7 @@ def _recording(example: Any) -> Any:
                 "groups": {n: dist.get_process_group_ranks(g) for n, g in self.checked.items()},
                 "first_reward": self.first_reward,
                 "cycles": self.cycles,
-                # What the last reload built is used like what each one before it built.
+                # Use the groups of the last reload as those of earlier reloads were used.
                 "wrong_sums": self.wrong_sums(),
                 "final_evaluation": self.evaluate(weights).hex(),
                 "parameters": _digest(weights.values()),
@@ -311,10 +311,10 @@ def _recording(example: Any) -> Any:
                     file.write(f"{line}\n")
 
         def in_use(self) -> dict[str, int]:
-            """Bytes in use now, by who counts them; the table shows the first. Local."""
+            """Bytes in use, by source; the table shows the first. Local."""
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-                torch.cuda.empty_cache()  # what the allocator keeps is the trainer's, not NCCL's
+                torch.cuda.empty_cache()  # the allocator's cache is not NCCL's memory
                 free, total = torch.cuda.mem_get_info(self.device)
                 return {"device": total - free}
             pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -329,7 +329,7 @@ def _recording(example: Any) -> Any:
             return True
 
         def wrong_sums(self) -> list[str]:
-            """Groups over which the ranks' numbers sum up to something else than the members'."""
+            """Groups whose all-reduce returns a wrong sum of the members' ranks."""
             wrong = []
             for name, group in self.checked.items():
                 due = sum(rank + 1 for rank in dist.get_process_group_ranks(group))
@@ -363,13 +363,13 @@ class Check(NamedTuple):
 
     @classmethod
     def of(cls, name: str, faults: Sequence[str], detail: str) -> Check:
-        """Passed with ``detail``, unless there are faults."""
+        """Return a check that passed with ``detail``, unless there are faults."""
         first = f"{counted(len(faults), 'fault')}; first, {faults[0]}" if faults else detail
         return cls(name, not faults, first)
 
 
 def _values(run: Records, *names: str) -> list[tuple[str, Any]]:
-    """Recorded values of all ranks and cycles, item by item, with where they come from."""
+    """Recorded values of all ranks and cycles, with their origin."""
     return [
         (f"rank {record['rank']}, cycle {cycle['cycle']}, {name}[{index}]", item)
         for record in run
@@ -433,14 +433,14 @@ def judge(run: Records, reference: Records) -> list[Check]:
         Check.of(
             "generation",
             [f"differs between ranks or runs in cycle {cycle}" for cycle in unlike],
-            f"in {buffer} a rank, and alike on all ranks, in both runs",
+            f"in {buffer} per rank, equal on all ranks and in both runs",
         ),
         Check.of("memory", kept, f"freed in each cycle at least {_shown(least)}"),
         Check.of("while offloaded", usable, f"{tried} collectives tried, all refused"),
         Check.of(
             "after reload",
             wrong,
-            f"{reloaded} groups back as the same objects, each with the right all-reduce sum",
+            f"{reloaded} groups are the same objects, each with the right all-reduce sum",
         ),
         Check.of("reward", [] if last > first else [rise], rise),
     ]

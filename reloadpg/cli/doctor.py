@@ -1,6 +1,6 @@
-"""``reloadpg doctor``: find what keeps offload and reload from working, here or in a job.
+"""``reloadpg doctor``: find causes that prevent offload and reload, here or in a job.
 
-Also for use inside a program, where it sees that program's own state::
+It can also run inside a program, with that program's state::
 
     from reloadpg.cli.doctor import diagnose
 
@@ -44,11 +44,11 @@ __all__ = ["Diagnosis", "Finding", "add", "diagnose"]
 OLDEST, NEWEST = _TESTED_TORCH
 
 SUSPENDS = (2, 29, 7)
-"""The first NCCL that can suspend a communicator."""
+"""The first NCCL version that can suspend a communicator."""
 
 STRATEGIES = ("recreate", "suspend")
 REPORTED = ("RELOADPG_", "NCCL_", "TORCH_", "GLOO_", "CUDA_", "HIP_", "PYTORCH_", "OMP_NUM_")
-"""Beginnings of the names of variables that a report for others shows; no other is shown."""
+"""Prefixes of the variables in a bug report; others are omitted."""
 
 Version = tuple[int, ...]
 Findings = Iterator[Finding]
@@ -85,13 +85,13 @@ def diagnose(
     environ: Mapping[str, str] | None = None,
     strategy: str | None = None,
 ) -> Diagnosis:
-    """Look for what keeps offload and reload from working, in this process and around it.
+    """Find causes that prevent offload and reload, in this process and its environment.
 
-    Local; changes nothing but what importing the named modules changes. Raises nothing because
-    of what it finds.
+    Local; changes nothing except by importing the named modules. Never raises because of a
+    finding.
 
     Args:
-        script: a script whose imports are imported first; it is not run itself.
+        script: a script whose imports are imported first; the script does not run.
         modules: modules that are imported first.
         status_dir: the status directory of a running job, whose ranks are compared.
         environ: the variables to look at; ``os.environ`` if None.
@@ -132,7 +132,7 @@ def diagnose(
             findings += list(check())
         except Exception as error:  # a torch that is too old or broken fails in many ways
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
-            findings.append(Finding(name, "note", f"could not be looked at: {why}"))
+            findings.append(Finding(name, "note", f"could not be checked: {why}"))
     return Diagnosis(findings)
 
 
@@ -143,11 +143,11 @@ def add(subcommands: Any) -> None:
     """Add the subcommand to the parser."""
     parser = subcommands.add_parser(
         "doctor",
-        help="what keeps offload and reload from working here",
+        help="find causes that prevent offload and reload",
         description=(
-            "Look at torch, NCCL and its settings, at who else patches the functions that create "
-            "groups, at modules that hold them early, at the launcher, and at the ranks of a "
-            "running job. Exit code 1 if there is a problem."
+            "Check torch, NCCL and its settings, other patches of the functions that create "
+            "groups, modules that imported these functions early, the launcher, and the ranks of "
+            "a running job. Exit code 1 if there is a problem."
         ),
     )
     parser.add_argument(
@@ -155,7 +155,7 @@ def add(subcommands: Any) -> None:
         nargs="?",
         type=existing_file,
         metavar="SCRIPT",
-        help="import what this script imports first; the script is not run",
+        help="first import the imports of this script; the script does not run",
     )
     parser.add_argument(
         "--import",
@@ -163,7 +163,7 @@ def add(subcommands: Any) -> None:
         action="append",
         default=[],
         metavar="MODULE",
-        help="import this module first; may be given several times",
+        help="first import this module; may be repeated",
     )
     parser.add_argument(
         "--status-dir",
@@ -188,8 +188,8 @@ def add(subcommands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     if "" not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as for python -m: --import finds the user's modules
-    with progress("importing torch and what the job imports"):
+        sys.path.insert(0, os.getcwd())  # as python -m does, for the modules of --import
+    with progress("importing torch and the modules of the job"):
         diagnosis = diagnose(
             options.script,
             modules=options.modules,
@@ -219,14 +219,14 @@ def _page(diagnosis: Diagnosis, script: Path | None = None) -> Page:
     found = counted(problems, "problem") if problems else "No problem was found"
     where = f" for {script.name}" if script is not None else ""
     last = f"{found}{where}; {counted(warnings, 'warning')}."
-    paste = Line("For a bug report, paste what doctor --report prints.", "note")
+    paste = Line("For a bug report, paste the output of doctor --report.", "note")
     return [*lines, Line(""), Line(last, "head"), paste]
 
 
 def bug_report(diagnosis: Diagnosis, environ: Mapping[str, str]) -> str:
     """The diagnosis as a block to paste: versions, machine, settings and findings. Local.
 
-    Of the environment only variables whose names begin as :data:`REPORTED` says.
+    Includes only environment variables with a prefix in :data:`REPORTED`.
     """
     from .. import __version__
 
@@ -245,7 +245,7 @@ def bug_report(diagnosis: Diagnosis, environ: Mapping[str, str]) -> str:
 
 
 def check_torch() -> Findings:
-    """Check that torch can be imported, and is of a version that this library knows."""
+    """Check that torch can be imported and has a supported version."""
     supported = f"{_shown(OLDEST)} to {_shown(NEWEST)}"
     try:
         import torch
@@ -257,14 +257,14 @@ def check_torch() -> Findings:
     found = re.match(r"(\d+)\.(\d+)", text)
     version = (int(found[1]), int(found[2])) if found else None
     if version is None:
-        why = f"version {text!r} cannot be read, so it is unknown whether it can be used"
+        why = f"version {text!r} cannot be parsed, so it is unknown whether it is supported"
         yield Finding("torch", "problem", why, f"use a torch of version {supported}")
     elif version < OLDEST:
         why = f"version {text} is too old: {supported} are supported"
         yield Finding("torch", "problem", why, f"install torch {_shown(OLDEST)} or later")
     elif version > NEWEST:
         why = f"version {text} is newer than {_shown(NEWEST)}, the newest that was tested"
-        remedy = "run your own offload and reload test with it, or look for a newer reloadpg"
+        remedy = "test an offload and a reload of your job, or use a newer reloadpg"
         yield Finding("torch", "warning", why, remedy)
     else:
         yield Finding("torch", "ok", f"version {text}")
@@ -281,8 +281,8 @@ def check_device() -> Findings:
     yield Finding(
         "device",
         "note",
-        "no accelerator here: what only a GPU shows was not looked at",
-        "run doctor on a machine of the job too",
+        "no accelerator here: checks that need a GPU were skipped",
+        "also run doctor on a machine of the job",
     )
 
 
@@ -291,7 +291,7 @@ def nccl_version() -> Version | None:
     try:
         from .. import c10d
 
-        return c10d.nccl_version()  # asks the library, needs no GPU
+        return c10d.nccl_version()  # needs no GPU
     except Exception:
         return None
 
@@ -316,13 +316,13 @@ def torch_can_suspend() -> bool:
         import torch.distributed as dist
     except Exception:
         return False
-    # Both classes inherit it from the C++ class of all backends; a build may lack one of them.
+    # Both classes inherit it from the C++ base class; a build may lack one of them.
     names = ("ProcessGroupNCCL", "ProcessGroupGloo")
     return any(hasattr(getattr(dist, name, None), "suspend") for name in names)
 
 
 def check_suspend(environ: Mapping[str, str]) -> Findings:
-    """Check whether communicators can be suspended; recreating them needs none of it."""
+    """Check whether communicators can be suspended. Recreating them needs none of this."""
     version, cumem = nccl_version(), _without_cumem(_nccl_settings(environ))
     if not torch_can_suspend():
         why = "this torch cannot suspend communicators (2.12 and later can)"
@@ -331,7 +331,7 @@ def check_suspend(environ: Mapping[str, str]) -> Findings:
     elif version < SUSPENDS:
         why = f"NCCL {_shown(version)} cannot suspend ({_shown(SUSPENDS)} and later can)"
     elif cumem:
-        why = f"{cumem} makes a suspend give nothing back"
+        why = f"with {cumem} a suspend releases no memory"
     else:
         yield Finding("suspend", "ok", f"torch and NCCL {_shown(version)} can suspend")
         return
@@ -340,7 +340,7 @@ def check_suspend(environ: Mapping[str, str]) -> Findings:
 
 
 def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) -> Findings:
-    """Check the settings of NCCL, and of torch's use of it, that matter to offload and reload.
+    """Check the settings of NCCL, and of torch for NCCL, that affect offload and reload.
 
     Args:
         environ: the variables.
@@ -354,7 +354,7 @@ def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) ->
         yield Finding(
             "nccl settings",
             "problem",
-            f"{cumem}: NCCL then says that a suspend worked and gives no memory back",
+            f"{cumem}: NCCL then reports a successful suspend but releases no memory",
             'unset it to use strategy="suspend"; strategy="recreate" is not affected',
         )
     for caution in release_cautions(environ):
@@ -364,7 +364,7 @@ def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) ->
         yield Finding(
             "nccl settings",
             "note",
-            "NCCL_RUNTIME_CONNECT=1: a communicator takes its memory at its first use",
+            "NCCL_RUNTIME_CONNECT=1: a communicator allocates its memory at its first use",
             "measure memory after a collective on each group",
         )
     shown = ", ".join(f"{name}={value}" for name, (value, _) in sorted(settings.items()))
@@ -372,10 +372,10 @@ def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) ->
 
 
 def _nccl_settings(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Settings of NCCL, each with its place; a variable of the environment wins over a file.
+    """Settings of NCCL with their origin; environment variables take precedence over files.
 
-    NCCL reads the file that ``NCCL_CONF_FILE`` names, or else ``~/.nccl.conf``, and then
-    ``/etc/nccl.conf``; the first one to set a name wins.
+    NCCL reads the file named by ``NCCL_CONF_FILE``, or else ``~/.nccl.conf``, and then
+    ``/etc/nccl.conf``; the first value of a name counts.
     """
     prefixes = ("NCCL_", "TORCH_NCCL_")
     found = {n: (v, "the environment") for n, v in environ.items() if n.startswith(prefixes)}
@@ -391,15 +391,15 @@ def _nccl_settings(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 
 def _without_cumem(settings: Mapping[str, tuple[str, str]]) -> str:
-    """The setting that switches NCCL's cuMem allocator off, and its place; empty if none does."""
+    """The setting that disables NCCL's cuMem allocator, with its origin; empty if none does."""
     value, where = settings.get("NCCL_CUMEM_ENABLE", ("", ""))
     return f"NCCL_CUMEM_ENABLE=0 in {where}" if value.strip() == "0" else ""
 
 
 def check_recovery(environ: Mapping[str, str]) -> Findings:
-    """Check whether a fault of an NCCL communicator reaches the program, for ``recover``.
+    """Check whether NCCL errors raise in the program, for ``recover``.
 
-    Silent if nothing is said about it: only some jobs call ``recover``.
+    No finding if no setting is relevant, since only some jobs call ``recover``.
     """
     from .. import status
     from ..c10d import nccl_is_concerned, recovery_settings
@@ -410,14 +410,14 @@ def check_recovery(environ: Mapping[str, str]) -> Findings:
     if asked:
         backends = options["backends"]
         if not nccl_is_concerned(None if backends == "accelerators" else backends):
-            obstacles = []  # as install() sees it
+            obstacles = []  # as for install()
     for obstacle in obstacles:
         why, _, remedy = obstacle.rpartition("; ")
         yield Finding("recovery", "problem" if asked else "note", why, f"for recover(), {remedy}")
     if not obstacles and (asked or not missing):
         shown = ", ".join(f"{name}={value}" for name, value in sorted(missing.items()))
-        found = f"missing: {shown}" if missing else "a fault of a communicator reaches the program"
-        remedy = "install(recoverable=True) sets them; somebody has unset them since"
+        found = f"missing: {shown}" if missing else "NCCL errors raise in the program"
+        remedy = "install(recoverable=True) sets them, but other code has unset them since"
         level, remedy = ("problem", remedy) if missing else ("ok", "")
         yield Finding("recovery", level, found, remedy)
 
@@ -435,7 +435,7 @@ def _chosen_strategy(given: str | None, environ: Mapping[str, str]) -> tuple[str
         return given, "as --strategy says"
     by_environment = environ.get("RELOADPG_STRATEGY", "").strip()
     if by_environment:
-        return by_environment, "by RELOADPG_STRATEGY"
+        return by_environment, "from RELOADPG_STRATEGY"
     with suppress(Exception):  # a torch that is too old or broken fails in many ways
         from .. import status
 
@@ -446,13 +446,13 @@ def _chosen_strategy(given: str | None, environ: Mapping[str, str]) -> tuple[str
 
 
 def check_variables(environ: Mapping[str, str]) -> Findings:
-    """Find variables that reloadpg does not know, and would refuse."""
+    """Find variables that reloadpg does not know, which are an error at installation."""
     for name in unknown_variables(environ):
         yield Finding(
             "variables",
             "problem",
-            f"reloadpg knows no {name}, and refuses to be installed while it is set",
-            f"correct the name or unset it; there are {', '.join(sorted(VARIABLES))}",
+            f"{name} is unknown to reloadpg, which cannot be installed while it is set",
+            f"correct the name or unset it; known are {', '.join(sorted(VARIABLES))}",
         )
 
 
@@ -480,7 +480,7 @@ def check_autoinstall(environ: Mapping[str, str]) -> Findings:
                 "autoinstall",
                 "warning",
                 f"RELOADPG_BACKENDS names {', '.join(unknown)}, which torch does not know here",
-                "correct the name, or see that its plugin is imported before groups are created",
+                "correct the name, or import its plugin before groups are created",
             )
         return
     yield Finding(

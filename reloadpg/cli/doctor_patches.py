@@ -1,4 +1,4 @@
-"""Check who else has changed the functions that create groups, and who holds them early.
+"""Find other patches of the functions that create groups, and modules that imported them early.
 
 Looks at module dictionaries only, as the patching itself does: a module with a hostile
 ``__getattr__`` is not asked anything. A function is recognised by the file of its code, which
@@ -35,7 +35,7 @@ _LARGEST_CONTAINER = 1000
 
 
 def check_foreign_wrappers() -> Iterator[Finding]:
-    """Find wrappers that are neither torch's nor ours over the creating functions."""
+    """Find wrappers of other libraries around the creating functions."""
     from .. import status
     from ..c10d import creator_modules
 
@@ -43,7 +43,7 @@ def check_foreign_wrappers() -> Iterator[Finding]:
     for module in creator_modules():
         for name in CREATORS:
             for layer in _layers(vars(module).get(name)):
-                behind = getattr(layer, "_self_wrapper", layer)  # wrapt's own class says nothing
+                behind = getattr(layer, "_self_wrapper", layer)  # not wrapt's class
                 if _is_of("torch", behind) or _is_of("reloadpg", behind):
                     continue
                 if any(layer is one for one in seen):
@@ -53,8 +53,8 @@ def check_foreign_wrappers() -> Iterator[Finding]:
                     "foreign wrapper",
                     "problem",
                     f"{module.__name__}.{name} is wrapped by {_described(behind)}",
-                    "remove it if it replaces or records groups itself, as reloadpg does; if it "
-                    "must stay, put it in place before reloadpg.install(), which leaves it below",
+                    "remove it if it replaces or records groups, like reloadpg; otherwise install "
+                    "it before reloadpg.install(), whose wrapper then calls it",
                 )
     for changed in status().foreign:
         yield Finding(
@@ -62,14 +62,14 @@ def check_foreign_wrappers() -> Iterator[Finding]:
             "problem",
             f"{changed}; reloadpg had patched that name",
             "remove that wrapper: groups created through it may not be reloadable, and "
-            "reloadpg.uninstall() refuses while it is there",
+            "reloadpg.uninstall() fails while it exists",
         )
     if not seen:
         yield Finding("foreign wrapper", "ok", f"none over {', '.join(CREATORS)}")
 
 
 def check_early_aliases() -> Iterator[Finding]:
-    """Find modules that hold torch's own creating functions, by name or inside a value."""
+    """Find modules that hold torch's creating functions, by name or inside a value."""
     from .. import is_installed
 
     installed, found = is_installed(), 0
@@ -98,7 +98,7 @@ def _alias(where: str, function: Any, installed: bool) -> Finding:
         return Finding(
             "early alias",
             "problem",
-            f"{message}, though reloadpg is installed: groups made through it are not reloadable",
+            f"{message}, but reloadpg is installed: groups created through it are not reloadable",
             "use the function of torch.distributed there, or load that module before "
             "reloadpg.install()",
         )
@@ -114,15 +114,15 @@ def _hidden(where: str, function: Any) -> Finding:
     return Finding(
         "early alias",
         "problem",
-        f"{where} holds torch's own {function.__name__} where no patch reaches it: groups made "
-        "through it are not reloadable",
+        f"{where} holds torch's own {function.__name__}, which cannot be patched there: groups "
+        "created through it are not reloadable",
         "look the function up in torch.distributed when it is called, or call "
         "reloadpg.install() before that module is imported",
     )
 
 
 def _layers(value: Any) -> list[Any]:
-    """A function and what it wraps, outermost first."""
+    """A function and the functions that it wraps, outermost first."""
     found: list[Any] = []
     while value is not None and all(value is not other for other in found):
         found.append(value)
@@ -131,7 +131,7 @@ def _layers(value: Any) -> list[Any]:
 
 
 def _is_of(package: str, function: Any) -> bool:
-    """Return whether a function's code is a package's; wrappers copy every other sign of it."""
+    """Whether a function's code belongs to a package; wrappers copy all other attributes."""
     if type(function) is not FunctionType or package not in sys.modules:
         return False
     home = Path(sys.modules[package].__file__ or "").parent
@@ -153,7 +153,7 @@ def _inside(module: str, value: Any) -> Iterator[tuple[str, Any]]:
     Class attributes, partial functions, argument defaults, closures, and small containers of the
     module's own; deeper nesting is not searched.
     """
-    # A foreign wrapper closes over what it wraps; that is a finding of its own.
+    # The closure of a foreign wrapper holds the wrapped function; that is a separate finding.
     if type(value) is FunctionType and value.__name__ not in CREATORS:
         if value.__module__ == module:
             defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
@@ -172,7 +172,7 @@ def _inside(module: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not bound yet
+    except ValueError:  # an empty cell
         return None
 
 
@@ -180,7 +180,7 @@ def _described(wrapper: Any) -> str:
     """Name and origin of a wrapper."""
     code = getattr(wrapper, "__code__", None)
     if code is not None:
-        # wraps() gives a wrapper the name of what it wraps; its code keeps its own.
+        # wraps() copies the name of the wrapped function; the code keeps its own name.
         name = getattr(code, "co_qualname", code.co_name)
         return f"{name} ({code.co_filename}, line {code.co_firstlineno})"
     name = getattr(wrapper, "__qualname__", None) or type(wrapper).__name__
@@ -191,7 +191,7 @@ def _described(wrapper: Any) -> str:
 
 
 def import_modules(names: Sequence[str]) -> Iterator[Finding]:
-    """Import modules; a finding for each that cannot be."""
+    """Import modules; yield a finding for each failure."""
     for name in names:
         try:
             importlib.import_module(name)
@@ -203,7 +203,7 @@ def import_modules(names: Sequence[str]) -> Iterator[Finding]:
                 "import",
                 "warning",
                 f"{name} cannot be imported: {type(error).__name__}: {why}",
-                "what it does to torch was not looked at; run doctor where the job runs",
+                "its changes to torch were not checked; run doctor where the job runs",
             )
 
 
@@ -221,7 +221,7 @@ def import_of_script(script: Path) -> Iterator[Finding]:
 
 
 def _imported(statements: Sequence[ast.stmt]) -> Iterator[str]:
-    """Modules that are imported when the statements run, branches included, functions not."""
+    """Modules that the statements import, including branches but not function bodies."""
     for statement in statements:
         if isinstance(statement, ast.Import):
             yield from (alias.name for alias in statement.names)

@@ -1,7 +1,7 @@
-"""``reloadpg explain``: which groups of a script would be reloadable, in a job of any size.
+"""``reloadpg explain``: show which groups of a script would be reloadable, in a job of any size.
 
-:mod:`reloadpg.cli.explain_rank` runs the script as one rank, without the other ranks and without
-GPUs, and records each group; this module tells what ``install`` would do with them.
+:mod:`reloadpg.cli.explain_rank` runs the script as one rank, without other ranks and without GPUs,
+and records each group. This module shows how ``install`` would treat them.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 __all__ = ["add", "explain"]
 
 COMMUNICATOR_BYTES = (500_000_000, 1_600_000_000)
-"""Least and most that one NCCL communicator was measured to take of a GPU."""
+"""Smallest and largest measured memory of one NCCL communicator on a GPU."""
 
 SOURCE = (
-    "0.5 to 1.6 GB a communicator and GPU, as others measured it: 544 MB with 2 ranks and 688 MB "
-    "with more on A100, 576 MiB on GB200, about 256 MiB more with NVLS on 8 Hopper GPUs, up to "
-    "512 MiB more for network buffers"
+    "0.5 to 1.6 GB per communicator and GPU, from published measurements: 544 MB with 2 ranks and "
+    "688 MB with more on A100, 576 MiB on GB200, about 256 MiB more with NVLS on 8 Hopper GPUs, "
+    "up to 512 MiB more for network buffers"
 )
 
 _TRACEBACK, _OUTPUT = 30, 8
-"""Lines of the traceback, or else of what the script wrote, that are shown."""
+"""Maximum number of lines of the traceback, or of the script's output, to show."""
 
 ALONE = "Only this rank ran. Tensors that it would have received are unchanged."
 
 PRETENDED = (
-    "There is no GPU here: the script ran on a pretended one, whose tensors have no values. What "
-    "it read of them was 1, except for small values that it had put there itself."
+    "There is no GPU here: the script ran on a pretended one, whose tensors have no values. Values "
+    "that it read were 1, except for small tensors that it had written itself."
 )
 
 Record = Mapping[str, Any]
@@ -50,11 +50,11 @@ def add(subcommands: Any) -> None:
         "explain",
         usage="%(prog)s SCRIPT --world-size N [options] [-- ARGUMENT ...]",
         allow_abbrev=False,  # --mod may be meant for the script
-        help="which groups of a script would be reloadable, in a job of any size",
+        help="show which groups of a script would be reloadable, in a job of any size",
         description=(
             "Run a script as one rank of a job of N ranks, with fake groups whose collectives do "
-            "nothing, and say which of its groups would be reloadable, which would not and why, "
-            "and how much memory an offload would give back. Exit code 1 if the script raised or "
+            "nothing. Show which of its groups would be reloadable, which would not and why, and "
+            "how much memory an offload would release. Exit code 1 if the script raised or "
             "created no group."
         ),
     )
@@ -70,23 +70,23 @@ def add(subcommands: Any) -> None:
     )
     parser.add_argument(
         "--device",
-        type=lambda text: re.sub(r":\d+$", "", text),  # which one of its kind does not matter
+        type=lambda text: re.sub(r":\d+$", "", text),  # the index does not matter
         default="cuda",
         metavar="TYPE",
-        help="accelerator that the job runs on, for groups that name no backend (default: cuda)",
+        help="accelerator of the job, for groups that name no backend (default: cuda)",
     )
     parser.add_argument(
         "--backends",
         metavar="NAME[,NAME]",
-        help="as for install (default: what the script gives it, or every accelerator's)",
+        help="as for install (default: the script's, or every accelerator backend)",
     )
-    parser.add_argument("--min-size", type=positive, help="as for install (default: likewise)")
+    parser.add_argument("--min-size", type=positive, help="as for install (default: the script's)")
     parser.add_argument(
         "--timeout",
         type=seconds,
         default=60.0,
         metavar="S",
-        help="end the script after so many seconds (default: 60)",
+        help="end the script after this many seconds (default: 60)",
     )
     parser.add_argument("--json", action="store_true", help="everything as JSON")
     parser.set_defaults(
@@ -121,7 +121,7 @@ def _check(options: argparse.Namespace) -> None:
 
     if options.rank >= options.world_size:
         ranks = f"{options.world_size} ranks"
-        raise CommandError(f"--rank {options.rank} is not in a job of {ranks}")
+        raise CommandError(f"--rank {options.rank} is out of range in a job of {ranks}")
     if not options.module and not Path(options.script).is_file():
         raise CommandError(
             f"there is no file {options.script!r}; nothing was run. For a module use -m."
@@ -135,30 +135,30 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _is_here(device: str) -> bool:
-    """Tell whether this machine has a device of that type, as scripts ask for it."""
+    """Whether this machine has a device of that type, as scripts check it."""
     import torch
 
     try:
         return bool(torch.get_device_module(device).is_available())
-    except (RuntimeError, AttributeError):  # torch is built without it
+    except (RuntimeError, AttributeError):  # torch was built without it
         return False
 
 
-# -- what install would do --------------------------------------------------------------------
+# -- the selection ----------------------------------------------------------------------------
 
 
 def explain(
     records: Sequence[Record], *, backends: str | None = None, min_size: int | None = None
 ) -> dict[str, Any]:
-    """Tell what ``install`` would do with each recorded group, and an offload's memory. Pure.
+    """Return how ``install`` would treat each recorded group, and an offload's memory. Pure.
 
     Args:
-        records: what :mod:`~reloadpg.cli.explain_rank` wrote.
-        backends: names with commas between, in place of what the script gave ``install``.
-        min_size: likewise.
+        records: the records of :mod:`~reloadpg.cli.explain_rank`.
+        backends: names separated by commas, in place of the script's argument of ``install``.
+        min_size: in place of the script's argument of ``install``.
 
     Raises:
-        InvalidOptionError: the options are none that ``install`` takes.
+        InvalidOptionError: the options are not valid for ``install``.
     """
     from ..groups.selection import Selection
 
@@ -170,7 +170,7 @@ def explain(
     min_size = min_size or options["min_size"]
     exclude = tuple(options.get("exclude", ()))
     if named is not None and set(named) <= {n for one in created for n in one["devices"].values()}:
-        # The script may have registered a backend of its own, which this process does not know.
+        # The script may have registered a backend that this process does not know.
         selection = Selection(frozenset(named), min_size, options["world"], exclude)
     else:
         selection = Selection.of(named, min_size, options["world"], exclude)
@@ -227,7 +227,7 @@ def _decision(group: Record, selection: Selection, script_installs: bool) -> tup
     return selected, f"{', '.join(kept)} stays" if kept else ""
 
 
-# -- shown ------------------------------------------------------------------------------------
+# -- the page ---------------------------------------------------------------------------------
 
 
 def _page(options: argparse.Namespace, result: Record) -> Page:
@@ -239,26 +239,26 @@ def _page(options: argparse.Namespace, result: Record) -> Page:
         parts += [Line(""), *_table(result["groups"]), Line(""), *_summary(result, options.device)]
     else:
         parts.append(Line("The script created no process group.", "warning"))
-        parts.append(Line("Groups of other processes that the script starts are not seen."))
+        parts.append(Line("Groups in other processes that the script starts are not recorded."))
     if options.device == "cuda" and not result["device_is_here"] and can_pretend():
         parts.append(Line(PRETENDED, "note"))
     if result["timed_out"]:
         parts.append(
             Line(
-                f"The script was still running after {options.timeout:g} s and was ended; groups "
-                "that it creates later are not shown. --timeout gives it longer.",
+                f"The script was ended after {options.timeout:g} s; later groups are not shown. "
+                "To wait longer, use --timeout.",
                 "warning",
             )
         )
     if result["error"]:
-        parts += [Line(""), Line(f"The script did not end well: {result['error']}", "bad")]
+        parts += [Line(""), Line(f"The script failed: {result['error']}", "bad")]
         # The last line of a traceback is the error, which is printed above.
         lines = result["traceback"].strip().splitlines()[:-1]
         lines = lines[-_TRACEBACK:] or result["output"].strip().splitlines()[-_OUTPUT:]
         parts += [Line(f"  {line}", "note") for line in lines]
-        parts.append(Line("Groups that it would have created after that are not shown."))
+        parts.append(Line("Groups that it would have created later are not shown."))
         if result["traceback"] and result["groups"]:
-            further = " Rank 0 receives less, and may get further." if result["rank"] else ""
+            further = " Rank 0 receives less and may get further." if result["rank"] else ""
             parts.append(Line(ALONE + further, "note"))
     return parts
 
@@ -288,8 +288,8 @@ def _summary(result: Record, device: str) -> list[Line]:
     if none and not result["device_is_here"] and all("gloo" in one["backend"] for one in groups):
         lines.append(
             Line(
-                f"No {device} device is here: a script that looks for one asks for gloo. Run this "
-                "where there is one, or with --backends gloo to see these groups as its.",
+                f"There is no {device} device here, so the script may have selected gloo. Run this "
+                "on a machine with one, or use --backends gloo to treat these groups as its.",
                 "warning",
             )
         )
@@ -302,8 +302,8 @@ def _summary(result: Record, device: str) -> list[Line]:
         communicators = counted(memory["communicators"], "NCCL communicator")
         lines.append(
             Line(
-                f"An offload would give back about {least:.1f} to {most:.1f} GB of this rank's "
-                f"GPU ({communicators}, each used before).",
+                f"An offload would release about {least:.1f} to {most:.1f} GB of this rank's GPU "
+                f"({communicators}, each used before).",
                 "head",
             )
         )

@@ -1,9 +1,9 @@
 """Run a script as one rank of a job that does not exist, on torch's fake backend.
 
-Torch itself creates the groups, with ``fake`` in place of the backend that was asked for; their
-collectives return at once. Only what would wait for another rank, or needs a device, is replaced.
-The script runs in a forked process, which writes a record of each creation as it happens: it is
-known also if the script raises, exits, hangs or is killed.
+Torch creates the groups, with ``fake`` in place of the requested backend; their collectives return
+immediately. Only functions that wait for another rank or need a device are replaced. The script
+runs in a forked process, which writes a record of each creation when it happens, so the records
+exist even if the script raises, exits, hangs or is killed.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ from .pretended_cuda import can_pretend, pretend
 __all__ = ["run_script"]
 
 RECEIVING = ("broadcast_object_list", "recv_object_list", "scatter_object_list", "gather_object")
-"""Functions that make objects of what other ranks send."""
+"""Functions that receive objects from other ranks."""
 
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "LSB_", "JSM_", "TORCHELASTIC_")
 NODE = 8
-"""Ranks a node, as most machines with GPUs have them."""
+"""Ranks per node, as on most machines with GPUs."""
 
 _ABOVE_SCRIPT = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
 
 
 def run_script(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the script to its end or its time limit. Blocking; no process of it is left.
+    """Run the script to its end or its timeout. Blocking; leaves no process.
 
     Args:
         options: ``script``, ``script_arguments``, ``module``, ``rank``, ``world_size``, ``device``
-            and ``timeout``, as the command has them.
+            and ``timeout`` of the command.
 
     Returns:
-        ``records``: one for each creation (``group``; ``other`` where the rank is no member), for
-        each group ``destroyed``, and for the ``end``; ``error`` and ``traceback`` of a script that
-        ended early, or empty; the end of its ``output``; whether it was ``timed_out``.
+        ``records``: one for each creation (``group``, or ``other`` if the rank is not a member),
+        for each group ``destroyed``, and for the ``end``; ``error`` and ``traceback`` of a script
+        that ended early, or empty; the end of its ``output``; whether it ``timed_out``.
     """
     with tempfile.TemporaryFile("a+") as written, tempfile.TemporaryFile() as output:
-        pid = os.fork()  # before the progress has a thread
+        pid = os.fork()  # before the progress starts a thread
         if pid == 0:
             _play(options, written, output.fileno())
         code, deadline = None, time.monotonic() + options.timeout
@@ -92,7 +92,7 @@ def run_script(options: argparse.Namespace) -> dict[str, Any]:
             file.seek(0)
         records = []
         for line in written:
-            with suppress(ValueError):  # the last line of a process that was killed
+            with suppress(ValueError):  # an incomplete last line of a killed process
                 records.append(json.loads(line))
         text = output.read()[-4000:].decode(errors="replace")
     last = records[-1] if records else {}
@@ -103,7 +103,7 @@ def run_script(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _play(options: argparse.Namespace, records: TextIO, output: int) -> NoReturn:
-    """Be the rank, in the process that was forked for it."""
+    """Run as the rank, in the forked process."""
     try:
         os.setsid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the parent
@@ -111,7 +111,7 @@ def _play(options: argparse.Namespace, records: TextIO, output: int) -> NoReturn
         for stream in (1, 2):
             os.dup2(output, stream)
         rank, size, local = options.rank, options.world_size, min(options.world_size, NODE)
-        for name in list(os.environ):  # there are no other ranks, and this is no launcher's process
+        for name in list(os.environ):  # no launcher started this process
             if name.startswith(LAUNCHERS) or name == "TORCH_DIST_INIT_BARRIER":
                 del os.environ[name]
         numbers = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local}
@@ -126,18 +126,18 @@ def _play(options: argparse.Namespace, records: TextIO, output: int) -> NoReturn
         fake.run()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # no exit handler of the script may hang without its peers
+        os._exit(0)  # an exit handler of the script could hang without its peers
     except BaseException:
         traceback.print_exc()
         os._exit(1)
 
 
 class FakeRank:
-    """The rank that this process is.
+    """The rank of this process.
 
     Attributes:
-        options: what the command was given.
-        backends: the backend that was asked for, by name of the group.
+        options: the options of the command.
+        backends: the requested backend, by name of the group.
     """
 
     def __init__(self, options: argparse.Namespace, records: TextIO) -> None:
@@ -152,7 +152,7 @@ class FakeRank:
             self._records.flush()
 
     def patch(self) -> None:
-        """Replace what creates groups, and what needs other ranks or devices."""
+        """Replace the functions that create groups or need other ranks or devices."""
         torchs = c10d.creator_modules()
         _replace(torchs, "init_process_group", self._init_process_group)
         _replace(torchs, "new_group", self._new_group)
@@ -183,7 +183,7 @@ class FakeRank:
 
     def _new_group(self, wrapped: Any, given: dict[str, Any]) -> Any:
         backend = given.get("backend") or dist.get_backend()
-        # Options and devices are those of a backend that is not here.
+        # Options and devices belong to the requested backend.
         kept = {name: given[name] for name in given if name not in ("pg_options", "device_id")}
         group = wrapped(**{**kept, "backend": "fake"})
         if c10d.is_non_member(group):
@@ -193,7 +193,7 @@ class FakeRank:
         return group
 
     def _split_group(self, wrapped: Any, given: dict[str, Any]) -> Any:
-        # Torch splits communicators of an accelerator only: the parts are made as new groups.
+        # Torch splits communicators of an accelerator only, so the parts are created as new groups.
         parent: Any = given.get("parent_pg") or dist.group.WORLD
         mine = [part for part in given.get("split_ranks") or () if parent.rank() in part]
         if not mine:
@@ -216,7 +216,7 @@ class FakeRank:
         wrapped(**given)
 
     def _get_backend(self, wrapped: Any, given: dict[str, Any]) -> str:
-        """The backend that was asked for: the script and torch hand it on to ``new_group``."""
+        """The requested backend, which the script and torch pass to ``new_group``."""
         made: str = wrapped(**given)
         group: Any = given.get("group") or dist.group.WORLD
         return self.backends.get(c10d.name_of(group), made)
@@ -244,7 +244,7 @@ class FakeRank:
     def _note_group(self, group: Any, backend: object) -> None:
         name, asked = c10d.name_of(group), str(backend).lower()
         self.backends[name] = asked
-        if asked == "undefined":  # torch takes what the job's accelerators have
+        if asked == "undefined":  # torch uses the backend of the job's accelerator
             kind = self.options.device
             asked = f"{kind}:{Backend.default_device_backend_map[kind]}"
         devices = BackendConfig(Backend(asked)).get_device_backend_map()
@@ -261,7 +261,7 @@ class FakeRank:
         )
 
     def run(self) -> None:
-        """Run the script to its end, and note how it ended."""
+        """Run the script to its end, and record the result."""
         script, error, trace = self.options.script, "", ""
         sys.argv = [script, *self.options.script_arguments]
         try:
@@ -283,7 +283,7 @@ class FakeRank:
 
 
 def _replace(owners: Iterable[Any], name: str, call: Callable[[Any, dict[str, Any]], Any]) -> None:
-    """Let ``call(original, arguments by name)`` answer for a function in these modules."""
+    """Replace a function in these modules by ``call(original, arguments by name)``."""
 
     def wrapper(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
         return call(wrapped, inspect.signature(wrapped).bind(*args, **kwargs).arguments)
@@ -295,25 +295,25 @@ def _replace(owners: Iterable[Any], name: str, call: Callable[[Any, dict[str, An
 
 
 def _receive_nothing(wrapped: Any, given: dict[str, Any]) -> Any:
-    """Leave objects as they are, except for what this rank sends to itself."""
+    """Leave objects unchanged, except for those that this rank sends to itself."""
     mine = dist.get_rank(given.get("group"))
     if given.get("scatter_object_input_list"):
         given["scatter_object_output_list"][0] = given["scatter_object_input_list"][mine]
     if given.get("object_gather_list"):
         given["object_gather_list"][mine] = given["obj"]
-    if "object_list" in given and "obj" in given:  # of all ranks: none may be missing
+    if "object_list" in given and "obj" in given:  # one object per rank is expected
         given["object_list"][:] = [given["obj"]] * len(given["object_list"])
     return given.get("src")
 
 
 def _set_now() -> str | None:
-    """The set of a group that the script creates now, by what it gave ``install``."""
+    """The set of a group that the script creates now, by its options of ``install``."""
     options = registry.options
     return (Selection() if options is None else options.selection).set_now()
 
 
 def _if_possible(wrapped: Any, given: dict[str, Any]) -> Any:
-    # A device that is not here; a torch without CUDA lacks even the function.
+    # The device does not exist here; a torch without CUDA lacks even the function.
     with suppress(RuntimeError, AssertionError, ValueError, AttributeError):
         return wrapped(**given)
 

@@ -1,6 +1,6 @@
-"""What follows from the records of a job's ranks: its state, and what does not fit together.
+"""Findings from the records of a job's ranks: its state, and inconsistencies.
 
-An operation in progress comes first: who waits at which barrier, since when, and for whom.
+A running operation comes first: which ranks wait at which barrier, since when, and for which ranks.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from .records import RankRecord, Reading, typed
 __all__ = ["WAITING_S", "WORKING_S", "InProgress", "JobView", "age", "clock"]
 
 WAITING_S = 3.0
-"""A rank that waits for longer, for ranks that have not come, is in trouble. Each rank says once a
-second where it is, so by then the others would have said that they are on their way."""
+"""Seconds after which a wait for ranks that have not arrived is a problem. Each rank reports its
+position once per second, so the missing ranks would have reported the operation by then."""
 
 WORKING_S = 30.0
-"""The same where all that have not come are in the operation, and work."""
+"""The same if all missing ranks are working in the operation."""
 
 _SHOWN_RANKS = 10
 _HANG_S = 5.0
-"""Seconds for which the members of a group may differ in the collectives that they have begun."""
+"""Seconds for which the members of a group may differ in their number of collectives."""
 _NAMED = 3
-"""Ranks of which it is said where they are."""
+"""Maximum number of ranks whose position is shown."""
 _ON_ITS_WAY = "on its way"
 _ABSENT = {
     "gone": "its process is gone",
     "stopped": "its process is stopped",
-    "silent": "it gives no sign of life",
+    "silent": "it does not update its record",
     "exited": "it has exited",
     "not seen": "it keeps no record here",
 }
-"""Why a rank will not come, in words."""
+"""Text for why a rank will not arrive."""
 
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class InProgress:
-    """The operation that ranks of a job are in.
+    """The running operation of a job.
 
     Attributes:
         operation: ``offload`` or ``reload``.
         sequence: its number in the job.
-        phase: the barrier at which ranks wait, or to which they are on their way.
-        ranks: those that are in it.
-        waiting: those that wait at the barrier.
-        missing: those that they wait for, by why they are not there.
-        stuck: whether ranks wait for ranks that are not on their way, or have been so for long.
+        phase: the next barrier.
+        ranks: the ranks in the operation.
+        waiting: the ranks that wait at the barrier.
+        missing: the ranks that they wait for, by reason.
+        stuck: whether the missing ranks are not in the operation, or have been missing for long.
         started_at: Unix time at which the first rank called it.
         since: Unix time at which the first rank arrived at the barrier; None if none waits.
-        waited_s: how long that rank had waited when it last said so.
-        timeout_s: the wait ends after so many seconds without progress; None if unknown.
-        groups_done, groups: groups of the present step that are done, and all, on all ranks.
+        waited_s: how long that rank had waited at its last update.
+        timeout_s: timeout of the wait: seconds without progress; None if unknown.
+        groups_done, groups: completed and all groups of the current step, over all ranks.
     """
 
     operation: str
@@ -76,14 +76,14 @@ class InProgress:
 
     @classmethod
     def of(cls, records: Sequence[RankRecord], expected: Iterable[int]) -> InProgress | None:
-        """From the records of a job that has these ranks; None if none is in an operation."""
+        """Build it from the records of a job with these ranks; None if no operation runs."""
         inside = [(one, one.running) for one in records if one.running and not one.absent]
         if not inside:
             return None
         sequence = max(running.sequence for _, running in inside)
         inside = [(one, running) for one, running in inside if running.sequence == sequence]
         waits = [(one, running) for one, running in inside if running.waiting]
-        # A record that is a second old may still be of the barrier before.
+        # A record that is a second old may be from the previous barrier.
         latest, last = max(waits or inside, key=lambda pair: pair[1].since)
         waits = [(one, running) for one, running in waits if running.phase == last.phase]
         here = {one.rank for one, _ in waits}
@@ -131,10 +131,10 @@ class InProgress:
 
 
 def _stack(record: RankRecord) -> str:
-    """Where a rank is, by its own account, or how to find out; empty if neither is known."""
+    """The position of a rank from its record, or how to find it; empty if unknown."""
     found = record.collectives
     if not found.stack:
-        return f"see what rank {record.rank} does: {_py_spy(record)}" if record.pid else ""
+        return f"get the stack of rank {record.rank}: {_py_spy(record)}" if record.pid else ""
     unfinished = "".join(f"; unfinished there: {one}" for one in found.unfinished[-_NAMED:])
     return f"rank {record.rank} is at {', called by '.join(found.stack[:4])}{unfinished}"
 
@@ -151,7 +151,7 @@ def _is_stuck(missing: Mapping[str, Sequence[int]], waited_s: float) -> bool:
 
 
 def _why_missing(record: RankRecord | None, operation: str, sequence: int) -> str:
-    """Why a rank is not at a barrier: a key of ``_ABSENT``, or words."""
+    """Why a rank is not at a barrier: a key of ``_ABSENT``, or a text."""
     if record is None:
         return "not seen"
     if record.absent:
@@ -169,7 +169,7 @@ def _why_missing(record: RankRecord | None, operation: str, sequence: int) -> st
 
 @dataclass(frozen=True)
 class JobView:
-    """A reading, and what follows from it."""
+    """A reading and its findings."""
 
     reading: Reading
 
@@ -179,7 +179,7 @@ class JobView:
 
     @property
     def generations(self) -> dict[int, list[int]]:
-        """The ranks at each generation; installed ranks only."""
+        """The ranks at each generation, of ranks where reloadpg is installed."""
         known = {one.rank: one.status.generation for one in self.ranks if one.installed}
         return dict(sorted(_by(known, known.__getitem__).items()))
 
@@ -191,17 +191,17 @@ class JobView:
 
     @property
     def ok(self) -> bool:
-        """Whether the job runs, and no rank is in trouble."""
+        """Whether the job runs without a problem."""
         runs = any(one.absent != "exited" for one in self.ranks)
         return runs and all(one.level != "problem" for one in self.findings())
 
     @property
     def in_progress(self) -> InProgress | None:
-        """The operation that ranks are in; None if there is none."""
+        """The running operation; None if there is none."""
         return InProgress.of(self.ranks, sorted({*self.reading.missing, *map(_rank, self.ranks)}))
 
     def absent(self, why: str) -> list[RankRecord]:
-        """Ranks that take no part any more: ``exited``, ``gone``, ``stopped`` or ``silent``."""
+        """Ranks that no longer take part: ``exited``, ``gone``, ``stopped`` or ``silent``."""
         return [one for one in self.ranks if one.absent == why]
 
     @property
@@ -210,9 +210,9 @@ class JobView:
 
     @property
     def last_operation(self) -> list[RankRecord]:
-        """The ranks whose last report is of the operation that was begun last.
+        """The ranks whose last report is of the latest operation.
 
-        While ranks are on their way, some have reported the next one already.
+        Other ranks may not have reported it yet.
         """
         reported = [one for one in self.ranks if one.report.started_at]
         if not reported:
@@ -222,7 +222,7 @@ class JobView:
 
     @property
     def skew(self) -> dict[str, Any] | None:
-        """Distance of the ranks in the last operation; None before two have reported one.
+        """Skew of the ranks in the last operation; None before two ranks have reported one.
 
         ``entered_ms`` compares the clocks of the hosts, ``total_ms`` does not.
         """
@@ -272,12 +272,12 @@ class JobView:
         generations = self.generations
         each = [f"{generation} on {_ranks(ranks)}" for generation, ranks in generations.items()]
         if len(each) > 1:
-            # For a moment in each reload this is as it should be.
+            # Normal for a moment in each reload.
             yield Finding("generation", "warning", f"differs: {'; '.join(each)}")
         elif each:
             yield Finding("generation", "ok", each[0])
         else:
-            yield Finding("generation", "note", "no rank says one")
+            yield Finding("generation", "note", "unknown")
 
     def _of_ranks(self) -> Iterator[Finding]:
         missing = self.reading.missing
@@ -285,8 +285,8 @@ class JobView:
             yield Finding(
                 "missing",
                 "problem",
-                f"{_ranks(missing)} of a job of {self.reading.world_size} said nothing",
-                "see that it runs, and that reloadpg is installed in it with the same status "
+                f"{_ranks(missing)} of a job of {self.reading.world_size}: no record",
+                "check that it runs, and that reloadpg is installed in it with the same status "
                 "directory",
             )
         if self.not_installed:
@@ -350,7 +350,7 @@ class JobView:
                 "stopped",
                 "problem",
                 f"{_ids(stopped)}: the process is stopped, by SIGSTOP or by a debugger",
-                f"let it go on: kill -CONT {' '.join(str(one.pid) for one in stopped[:8])}",
+                f"continue it: kill -CONT {' '.join(str(one.pid) for one in stopped[:8])}",
             )
         if silent:
             longest = max(silent, key=lambda one: one.age_s or 0.0)
@@ -365,7 +365,7 @@ class JobView:
     def _of_last_operation(self) -> Iterator[Finding]:
         left_over, skew, slowest = self.reading.left_over, self.skew, self.slowest_group
         if left_over:
-            words = "of an earlier, larger job: their files are not looked at"
+            words = "of an earlier, larger job: their files are ignored"
             yield Finding("left over", "note", f"{_ranks(left_over)} {words}")
         if skew is not None:
             yield Finding(
@@ -385,7 +385,7 @@ class JobView:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, with plain types only."""
+        """All values, with plain types only."""
         running = self.in_progress
         return {
             "source": self.reading.source,
@@ -430,7 +430,7 @@ def _rank(record: RankRecord) -> int:
 
 
 def _call(record: RankRecord) -> tuple[str, int]:
-    """Equal for one operation on all ranks."""
+    """Key of an operation, equal on all ranks."""
     return record.report.operation, record.report.generation
 
 
@@ -441,11 +441,11 @@ def _by(ranks: Iterable[int], key: Callable[[int], _Key]) -> dict[_Key, list[int
     return found
 
 
-# -- in words -------------------------------------------------------------------------------------
+# -- text -----------------------------------------------------------------------------------------
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """Ranks in words, no more than fit a line."""
+    """Ranks as text that fits a line."""
     ranks = list(ranks)
     several = "ranks" if len(ranks) > 1 else "rank"
     runs = format_ranks(ranks).split(", ")
@@ -455,7 +455,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def _ids(records: Sequence[RankRecord]) -> str:
-    """Ranks in words, with the process of one that is alone."""
+    """Ranks as text, with the process id if there is only one."""
     ranks = _ranks(map(_rank, records))
     return f"{ranks} (pid {records[0].pid})" if len(records) == 1 and records[0].pid else ranks
 
@@ -478,12 +478,12 @@ def clock(at: float) -> str:
     """The time of day. Local."""
     try:
         return time.strftime("%H:%M:%S", time.localtime(at))
-    except (OverflowError, ValueError, OSError):  # a record may say anything
+    except (OverflowError, ValueError, OSError):  # a record may contain any number
         return "?"
 
 
 def age(seconds: float | None) -> str:
-    """A length of time in its largest unit; ``?`` if it is unknown. Local, pure."""
+    """A duration in its largest unit; ``?`` if unknown. Local, pure."""
     if seconds is None:
         return "?"
     if seconds < 60:

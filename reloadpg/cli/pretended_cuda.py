@@ -1,12 +1,12 @@
 """A pretended CUDA device, so that a script for GPUs runs to its end on a machine without one.
 
-Tensors of the device are torch's fake tensors: they have a shape, a type and a device, and no
-values and no memory. What the host reads of them is ones (``False`` for booleans); tensors of the
-CPU stay real. Collectives and kernels of torch return at once. Kernels that are not torch's own
-(Triton, Transformer Engine) read addresses, and raise.
+Tensors of the device are torch's fake tensors: they have a shape, a type and a device, but no
+values and no memory. The host reads ones (``False`` for booleans); CPU tensors are real.
+Collectives and kernels of torch return immediately. Other kernels (Triton, Transformer Engine) read
+addresses and raise.
 
-Only ``reloadpg explain`` uses this, in the process that it forks: torch is changed for good.
-Seen on torch 2.13. Torch 2.8 lacks what it needs, and on torch 2.15 the process ends by SIGABRT.
+Only ``reloadpg explain`` uses this, in a forked process, since it changes torch permanently. Seen
+on torch 2.13. Torch 2.8 lacks required functions, and torch 2.15 ends the process with SIGABRT.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def can_pretend() -> bool:
 
 
 def pretend(devices: int) -> None:
-    """Let this process, and threads that it starts from now on, have so many CUDA devices."""
+    """Give this process, and threads that it starts later, this number of CUDA devices."""
     mode = _PretendedCuda(
         allow_non_fake_inputs=True
     )  # first: torch._dynamo, which it imports, looks for a real device
@@ -68,7 +68,7 @@ def pretend(devices: int) -> None:
             run(self)
 
     threading.Thread.run = run_in_mode  # type: ignore[method-assign]
-    # A backward in the engine's own thread for a device would ask C++ for that device.
+    # A backward pass in the engine's thread for a device would use that device in C++.
     torch.autograd.set_multithreading_enabled(False)
     torch._C._set_only_lift_cpu_tensors(True)
     for one in (functions, mode):
@@ -78,9 +78,9 @@ def pretend(devices: int) -> None:
 
 
 def _provide_guard() -> None:
-    """Give C++ a guard for CUDA devices that does nothing, where torch has none.
+    """Register a C++ guard for CUDA devices that does nothing, if torch has none.
 
-    Torch's own fake tensors do this in a build with CUDA only.
+    Torch's fake tensors do this only in a CUDA build.
     """
     torch._C._ensureCUDADeviceGuardSet()
     cpu, cuda = 0, 1
@@ -91,7 +91,7 @@ def _provide_guard() -> None:
 
 
 class _PretendedCuda(_MODE):  # type: ignore[misc]
-    """Runs what concerns the device on fake tensors, and everything else as ever."""
+    """Runs functions of the device on fake tensors, and all others normally."""
 
     _nested = False
     supports_higher_order_operators = True
@@ -155,7 +155,7 @@ class _PretendedCuda(_MODE):  # type: ignore[misc]
         elif known and sum(one.numel() for one in tensors) <= _KEPT:
             with contextlib.suppress(Exception):  # a kernel that the CPU lacks
                 _keep(made, _on_values(func, args, kwargs))
-        elif _is_decided(name.rstrip("_"), args):  # a generation ends at its greatest length
+        elif _is_decided(name.rstrip("_"), args):  # a generation ends at its maximum length
             _keep(made, torch.full(made.shape, "or" in name))
         elif func._schema.is_mutable:
             for one in pytree.tree_leaves(args[:1]):
@@ -190,7 +190,7 @@ def _is_known(tensor: Any) -> bool:
 
 
 def _is_decided(name: str, args: Any) -> bool:
-    """Whether one operand that is known says what ``or``, or ``and``, of all of it is."""
+    """Whether one known operand determines the result of an ``or`` or ``and``."""
     if name not in ("bitwise_or", "logical_or", "bitwise_and", "logical_and"):
         return False
     known = [_value(one) for one in args if _is_tensor(one) and _is_known(one)]
@@ -199,14 +199,14 @@ def _is_decided(name: str, args: Any) -> bool:
 
 
 def _keep(made: Any, values: Any) -> None:
-    """Note the values of fake tensors."""
+    """Record the values of fake tensors."""
     for one, value in zip(pytree.tree_leaves(made), pytree.tree_leaves(values), strict=True):
         if isinstance(one, FakeTensor) and not isinstance(value, FakeTensor):
             vars(one)[_VALUE] = value
 
 
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function of torch on the CPU, with ones for values that are not known."""
+    """Run a function of torch on the CPU, with ones for unknown values."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, _value, (args, kwargs))
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("cpu")
@@ -228,7 +228,7 @@ def _ones(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Indexed(TorchFunctionMode):
-    """Names the index of each device ``cuda``: C++ has no current one."""
+    """Adds an index to each device ``cuda``, since C++ has no current device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -287,7 +287,7 @@ def _is_there(tensor: Any, *args: Any, copy: bool = False, **kwargs: Any) -> boo
 
 
 def _sent(func: Any, args: tuple[Any, ...]) -> Any:
-    """What a collective of c10d returns: what it was given, and a completed work."""
+    """The result of a collective of c10d: its arguments, and a completed work."""
     made = [
         FakeWork().boxed() if "Work" in str(one.type) else args[0] for one in func._schema.returns
     ]
@@ -298,9 +298,9 @@ def _sent(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _patch_tensors() -> None:
-    """Let Python see the pretended device, and C++ the device ``meta``.
+    """Present the pretended device to Python, and the device ``meta`` to C++.
 
-    Torch's autograd asks C++ for the stream of a tensor's device, and aborts where there is none.
+    Torch's autograd gets the stream of a tensor's device in C++, and aborts if there is none.
     """
 
     def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -349,7 +349,7 @@ def _apply(apply: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _swap(one: Any, other: Any) -> None:
-    """Give one tensor what another is; attributes that the script has set stay."""
+    """Swap the contents of two tensors; attributes that the script has set stay."""
     kept = {name: value for name, value in vars(one).items() if name not in _FAKE_ATTRIBUTES}
     given = dict(vars(other))
     for slot in copyreg._slotnames(type(other)):  # type: ignore[attr-defined]
@@ -364,7 +364,7 @@ def _swap(one: Any, other: Any) -> None:
 
 
 def _patch_module(devices: int) -> None:
-    """Replace the functions of ``torch.cuda`` and ``torch.accelerator`` that ask for a device."""
+    """Replace the functions of ``torch.cuda`` and ``torch.accelerator`` that need a device."""
     cuda: Any = torch.cuda
     current = [0]
 
@@ -492,7 +492,7 @@ def _patch_module(devices: int) -> None:
     torch._C._get_accelerator = lambda *_: torch.device("cuda")  # type: ignore[assignment,misc]
 
     class Generator(_GENERATOR):  # type: ignore[misc,valid-type]
-        """A generator of the CPU, whatever device it is for."""
+        """A CPU generator, for any device."""
 
         def __new__(cls, device: Any = "cpu") -> Any:
             return super().__new__(cls)
@@ -505,7 +505,7 @@ def _answer(value: Any) -> Callable[..., Any]:
 
 
 class _Stream:
-    """A stream on which everything is done at once."""
+    """A stream that completes everything immediately."""
 
     cuda_stream = stream_id = device_index = 0
     device = torch.device("cuda", 0)

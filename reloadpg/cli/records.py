@@ -1,10 +1,9 @@
 """Read the records of the ranks of a running job, from outside the job.
 
 Two sources: a status directory, in which each rank keeps one file (``RELOADPG_STATUS_DIR`` in the
-job), and torch's debug server of each rank. A record is read back into the dataclasses that it was
-written from. It may be of another version than this program, or written by a job that is falling
-apart: values that are missing or of the wrong type are left out, and nothing here raises because
-of what a rank wrote.
+job), and torch's debug server of each rank. A record is decoded into the dataclasses that it was
+written from. It may come from another version or from a failing job: values that are missing or of
+the wrong type are omitted, and invalid records never raise.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ __all__ = [
 ]
 
 VERSION = 1
-"""Of the form of a record."""
+"""Version of the record's format."""
 
 LATE_S = 2.5
-"""Without a sign of life for longer, a rank is looked up among the processes of this host."""
+"""Seconds without an update after which a rank's process is looked up on this host."""
 
 SILENT_S = 5.0
-"""A rank that gave no sign of life for longer is called silent; it gives one each second."""
+"""Seconds without an update after which a rank is called silent; it updates each second."""
 
 UNREADABLE = (OSError, ValueError, RecursionError)
-"""What reading and decoding a file raises, whatever is in it."""
+"""The exceptions of reading and decoding a file."""
 
 HANDLER = "/handler/reloadpg"
 ENDPOINT_TIMEOUT_S = 3.0
@@ -59,14 +58,14 @@ _LARGEST_JOB = 1 << 20
 
 
 def decoded(data: bytes) -> Any:
-    """Decode JSON. Raises ``ValueError`` or ``RecursionError`` for what is none."""
+    """Decode JSON. Raises ``ValueError`` or ``RecursionError``."""
     return json.loads(data.decode("utf-8", errors="replace"))
 
 
 def typed(kind: Any, value: Any) -> Any:
-    """Return a decoded value as this type, without its parts of other types; None if it is none.
+    """Convert a decoded value to this type, without parts of wrong types; None if impossible.
 
-    What is missing in a dataclass gets its default, or else the empty value of its type.
+    Missing fields of a dataclass get their default, or else the empty value of their type.
 
     Args:
         kind: ``str``, ``bool``, ``int``, ``float``, ``Any``, a dataclass, ``Mapping[str, kind]``,
@@ -101,7 +100,7 @@ def _typed_fields(kind: Any, data: dict[str, Any]) -> Any:
 
 @cache
 def _fields(kind: Any) -> list[tuple[str, Any, Any]]:
-    """Of each field of a dataclass the name, the type, and the value where there is none."""
+    """Name, type and default value of each field of a dataclass."""
     types, found = get_type_hints(kind), []
     for one in fields(kind):
         empty = one.default
@@ -114,13 +113,13 @@ def _fields(kind: Any) -> list[tuple[str, Any, Any]]:
 
 @dataclass(frozen=True)
 class Collectives:
-    """The collectives that a rank has begun.
+    """The collectives that a rank has started.
 
     Attributes:
         begun: their numbers, by group.
         since: Unix time of the last one, in seconds.
-        stack: where its main thread is, innermost first, if that is some seconds ago.
-        unfinished: the last ones that NCCL's flight recorder has as not completed, then.
+        stack: the main thread's stack, innermost first, if that is some seconds ago.
+        unfinished: the last ones that NCCL's flight recorder lists as not completed.
     """
 
     begun: Mapping[str, int] = field(default_factory=dict)
@@ -139,17 +138,17 @@ class RankRecord:
         installed: whether reloadpg is installed in it.
         host: its host's name.
         pid: its process.
-        time: Unix time of its last sign of life, in seconds.
-        age_s: how long ago that was, when it was read.
+        time: Unix time of its last update, in seconds.
+        age_s: age of the last update when it was read, in seconds.
         status: its status.
-        report: the report of its last operation; of no operation before the first.
-        running: the operation that it is in.
+        report: the report of its last operation; empty before the first.
+        running: its running operation.
         exited: whether this is the last record of a process that has exited.
-        raw: all of it, as it was written.
-        process: ``gone`` or ``stopped``, by this host's table of processes; empty if it runs, or
+        raw: the record as it was written.
+        process: ``gone`` or ``stopped``, from this host's process table; empty if it runs, or
             is on another host.
-        earlier: other reports of it that are known, by operation.
-        collectives: those that it has begun.
+        earlier: its other known reports, by operation.
+        collectives: the collectives that it has started.
     """
 
     rank: int
@@ -170,12 +169,12 @@ class RankRecord:
 
     @classmethod
     def of(cls, data: Any, now: float) -> RankRecord | None:
-        """From a decoded record, or from a bare status; None if it names no rank."""
+        """Build it from a decoded record or status; None if it names no rank."""
         if not isinstance(data, dict):
             return None
         status = data.get("status", data)
         status = status if isinstance(status, dict) else {}
-        # What a record says beside its status, it says under the same names.
+        # The other values of a record have the names of the fields.
         raw = {**status, **data, "status": status}
         rank, said = typed(int, raw.get("rank")), typed(float, raw.get("time"))
         if rank is None or rank < 0:
@@ -187,7 +186,7 @@ class RankRecord:
             typed(str, raw.get("host")) or "",
             typed(int, raw.get("pid")),
             said,
-            # A rank on another host may have a clock that is ahead of this one.
+            # The clock of another host may be ahead of this one.
             None if said is None else max(0.0, now - said),
             typed(Status, status),
             typed(Report, raw.get("last_report")) or typed(Report, {}),
@@ -198,10 +197,10 @@ class RankRecord:
         )
 
     def looked_up(self) -> RankRecord:
-        """The same with what this host's table of processes says of a rank that is late.
+        """Return a copy with the process state of a late rank, from this host's process table.
 
-        A process that gives signs of life runs, whatever the table says: it may be in a container
-        with a table of its own.
+        A process that updates its record is running, even if it is not in the table: it may be in
+        a container with a PID namespace.
         """
         late = self.age_s is not None and self.age_s > LATE_S
         if not late or self.exited or self.pid is None or self.host != socket.gethostname():
@@ -210,14 +209,14 @@ class RankRecord:
 
     @property
     def absent(self) -> str:
-        """``exited``, ``gone``, ``stopped`` or ``silent``; empty for a rank that seems to run."""
+        """``exited``, ``gone``, ``stopped`` or ``silent``; empty for a running rank."""
         if self.exited or self.process:
             return "exited" if self.exited else self.process
         return "silent" if self.age_s is not None and self.age_s > SILENT_S else ""
 
     @property
     def state(self) -> str:
-        """``live``, ``offloaded``, ``failed``, or why there is none of these."""
+        """``live``, ``offloaded``, ``failed``, or why it is unknown."""
         if self.absent:
             return self.absent
         if not self.installed:
@@ -230,7 +229,7 @@ class RankRecord:
 
     @property
     def error(self) -> str:
-        """The last error that the rank had, its first line."""
+        """The first line of the rank's last error."""
         found = [self.status.last_error, self.report.error]
         found += [group.last_error for group in self.status.groups]
         return next((error.strip().splitlines()[0] for error in found if error.strip()), "")
@@ -238,8 +237,8 @@ class RankRecord:
     def last_ms(self, operation: str) -> float | None:
         """Wall time of its last ``offload`` or ``reload``.
 
-        A record holds the last report only. Of the operation before that an earlier reading may
-        have the report; otherwise the groups' own times are known, which are added up.
+        A record holds only the last report. The report of the operation before that comes from an
+        earlier reading; otherwise, the times of the groups are added up.
         """
         reports = {**self.earlier, self.report.operation: self.report}
         if operation in reports:
@@ -249,7 +248,7 @@ class RankRecord:
         return sum(times) if times else None
 
     def after(self, before: RankRecord | None) -> RankRecord:
-        """The same with what an earlier reading of this process knew of other operations."""
+        """Return a copy with the reports of an earlier reading of this process."""
         if before is None or before.pid != self.pid:
             return self
         return replace(self, earlier={**before.earlier, before.report.operation: before.report})
@@ -257,16 +256,16 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Reading:
-    """All records that were found at one moment.
+    """All records that were found at one time.
 
     Attributes:
-        source: where it was looked for, in words.
+        source: the source, as text.
         ranks: the ranks that could be read, by rank.
-        failures: what could not be read, in words.
-        left_over: ranks of an earlier, larger job, whose files are still there.
-        absence: where no rank was found, why, in words.
-        remedy: what to do then.
-        time: Unix time at which it was read, in seconds.
+        failures: the failures to read, as text.
+        left_over: ranks of an earlier, larger job, whose files still exist.
+        absence: if no rank was found, the reason, as text.
+        remedy: if no rank was found, the action to take.
+        time: Unix time of the reading, in seconds.
     """
 
     source: str
@@ -279,24 +278,24 @@ class Reading:
 
     @property
     def world_size(self) -> int | None:
-        """Size of the job as the latest of its ranks states it."""
+        """Size of the job, from its latest record."""
         return _world_size(self.ranks)
 
     def after(self, before: Reading) -> Reading:
-        """The same with what an earlier reading of the same job knew."""
+        """Return a copy with the reports of an earlier reading of the same job."""
         known = {record.rank: record for record in before.ranks}
         return replace(self, ranks=[one.after(known.get(one.rank)) for one in self.ranks])
 
     @property
     def missing(self) -> list[int]:
-        """The ranks of the job that said nothing."""
+        """The ranks of the job without a record."""
         present = {record.rank for record in self.ranks}
         size = min(self.world_size or 0, _LARGEST_JOB)
         return [rank for rank in range(size) if rank not in present]
 
 
 def read_directory(directory: Path) -> Reading:
-    """The ranks that keep a file in a status directory. Local, non-blocking, reads only."""
+    """Read the files of a status directory. Local, non-blocking, read-only."""
     now = time.time()
     records: list[RankRecord] = []
     failures: list[str] = []
@@ -308,7 +307,7 @@ def read_directory(directory: Path) -> Reading:
             files = sorted(directory.glob("rank-*.json"))
         else:
             absence += f", which {'is not a directory' if directory.exists() else 'does not exist'}"
-            remedy = f"name the directory that the ranks have in {STATUS_DIR}; they create it"
+            remedy = f"pass the directory that the ranks have in {STATUS_DIR}; they create it"
     except OSError as error:
         failures.append(f"{directory}: {error.strerror}")
     for file in files:
@@ -317,7 +316,7 @@ def read_directory(directory: Path) -> Reading:
             refuse_version(data)
             record = RankRecord.of(data, now)
         except FileNotFoundError:
-            continue  # its rank has ended since
+            continue  # the file was removed
         except UNREADABLE as error:
             failures.append(f"{file.name}: {error}")
             continue
@@ -333,7 +332,7 @@ def read_directory(directory: Path) -> Reading:
 
 
 def read_endpoints(endpoints: Sequence[str]) -> Reading:
-    """The ranks whose debug servers are at these ``HOST:PORT``. Blocking, some seconds at most."""
+    """Read from the debug servers at these ``HOST:PORT``. Blocks for some seconds at most."""
     with ThreadPoolExecutor(max_workers=min(32, max(1, len(endpoints)))) as pool:
         answers = list(pool.map(_ask, endpoints))
     now = time.time()
@@ -348,30 +347,30 @@ def read_endpoints(endpoints: Sequence[str]) -> Reading:
         if record is not None:
             records.append(record.looked_up())
         else:
-            why = answer if isinstance(answer, str) else "its answer names no rank"
+            why = answer if isinstance(answer, str) else "its response names no rank"
             failures.append(f"{endpoint}: {why}")
     return Reading(
         ", ".join(endpoints),
         _one_a_rank(records),
         tuple(failures),
-        absence=f"no rank of a job answered at {', '.join(endpoints)}",
+        absence=f"no rank of a job responded at {', '.join(endpoints)}",
         remedy="start torch's debug server in each rank, and install reloadpg there",
     )
 
 
 def _ask(endpoint: str) -> Any:
-    """Ask a debug server; its answer decoded, or a sentence that says why there is none."""
+    """Read from a debug server; return the decoded response, or an error text."""
     try:
         connection = http.client.HTTPConnection(endpoint, timeout=ENDPOINT_TIMEOUT_S)
     except http.client.InvalidURL as error:
-        return f"no HOST:PORT ({error})"
+        return f"not HOST:PORT ({error})"
     try:
         connection.request("POST", HANDLER, body=b"", headers={"Content-Length": "0"})
         response = connection.getresponse()
         body = response.read(_LARGEST)
     # A name that cannot be encoded is a ValueError, a huge port an OverflowError.
     except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
-        return f"no answer ({error or type(error).__name__})"
+        return f"no response ({error or type(error).__name__})"
     finally:
         connection.close()
     if response.status == http.client.NOT_FOUND:
@@ -381,15 +380,15 @@ def _ask(endpoint: str) -> Any:
     try:
         return decoded(body)
     except (ValueError, RecursionError) as error:
-        return f"the answer is no JSON ({error})"
+        return f"the response is not JSON ({error})"
 
 
 def _own_file(path: Path) -> bytes:
-    """Read a file of this user's, which is no link: others may write to a shared directory.
+    """Read a file of this user that is not a link, since others may write to the directory.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is a link, or another user's.
+        ValueError: it is a link, or belongs to another user.
     """
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -400,26 +399,26 @@ def _own_file(path: Path) -> bytes:
     with open(number, "rb") as file:
         owner = os.fstat(number).st_uid
         if owner not in (os.geteuid(), 0) and os.geteuid() != 0:
-            raise ValueError(f"belongs to another user (uid {owner}), and was not read")
+            raise ValueError(f"belongs to another user (uid {owner}); it was not read")
         return file.read(_LARGEST)
 
 
 def refuse_version(data: Any) -> None:
-    """Refuse a decoded record of another version of reloadpg.
+    """Raise for a record of another version of reloadpg.
 
     Raises:
-        ValueError: its form is not this version's.
+        ValueError: its format has another version.
     """
     version = data.get("version", VERSION) if isinstance(data, dict) else VERSION
     if version != VERSION:
         raise ValueError(
-            f"written by another version of reloadpg (form {version!r}, this one reads {VERSION}); "
-            "use the version that the job runs"
+            f"written by another version of reloadpg (format {version!r}, not {VERSION}); use the "
+            "version of the job"
         )
 
 
 def _process_state(pid: int) -> str:
-    """``gone``, ``stopped``, or empty for a process of this host that runs. Local."""
+    """``gone``, ``stopped``, or empty for a running process of this host. Local."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError, ValueError):
@@ -428,7 +427,7 @@ def _process_state(pid: int) -> str:
         pass  # another user's
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:  # no such file beside Linux
+    except OSError:  # not Linux
         return ""
     letter = stat.rpartition(")")[2].split()[:1]
     states = {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}
@@ -436,13 +435,13 @@ def _process_state(pid: int) -> str:
 
 
 def _one_a_rank(records: Iterable[RankRecord]) -> list[RankRecord]:
-    """The latest of each rank: files of an earlier job may lie beside those of this one."""
+    """The latest record of each rank; there may be files of an earlier job."""
     latest = {one.rank: one for one in sorted(records, key=lambda one: one.time or 0.0)}
     return [latest[rank] for rank in sorted(latest)]
 
 
 def _world_size(records: Iterable[RankRecord]) -> int | None:
-    """By the latest record that states one; it must have room for its own rank."""
+    """World size from the latest record that has one; it must be above the record's rank."""
     sizes = [
         (one.time or 0.0, one.world_size)
         for one in records

@@ -1,9 +1,9 @@
 """``reloadpg run``: start the ranks of a job on this host, and restart a rank that has died.
 
 torchrun ends all of its processes when one dies. This command keeps the others, which wait in
-``recover()`` for the new process. Processes, logs and signals are those of
-``torch.distributed.elastic.multiprocessing``, one context a rank; options are named as torchrun's.
-The store is in the command of node 0, so that every rank can be replaced.
+``recover()`` for the new process. It uses ``torch.distributed.elastic.multiprocessing`` for
+processes, logs and signals, with one context per rank, and the option names of torchrun. The
+command of node 0 hosts the store, so every rank can be replaced.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["add"]
 
 _POLL_S = 0.2
 _END_S = 30
-"""Seconds in which ranks are to end after SIGTERM, before SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 _CONNECT = timedelta(minutes=10)
-"""How long node 0 may take to start."""
+"""Timeout for the start of node 0."""
 _KEYS = "reloadpg/run"
 _DEFAULT_GROUP = "default_pg"
 """What ``init_process_group`` puts before the keys of its store (seen on torch 2.8 to 2.15)."""
@@ -35,7 +35,7 @@ def add(subcommands: Any) -> None:
     parser = subcommands.add_parser(
         "run",
         help="start the ranks of a job, and restart a rank that dies",
-        description="Start a job's ranks on this host; start one again that dies, while the others "
+        description="Start a job's ranks on this host. Restart a rank that dies, while the others "
         "wait for it in recover() or retrying().",
     )
     number = {"type": int, "metavar": "N"}
@@ -46,9 +46,7 @@ def add(subcommands: Any) -> None:
     parser.add_argument(
         "--master-port", default=29500, help="port of the store (29500); 0 finds one", **number
     )
-    parser.add_argument(
-        "--max-restarts", default=3, help="processes started again, on each host (3)", **number
-    )
+    parser.add_argument("--max-restarts", default=3, help="restarts on each host (3)", **number)
     parser.add_argument("--log-dir", help="a folder for the output of each rank", metavar="DIR")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module")
     parser.add_argument("script", help="the program")
@@ -60,7 +58,9 @@ def _run(options: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     if options.nproc_per_node < 1 or not 0 <= options.node_rank < options.nnodes:
-        raise CommandError("--nproc-per-node and --nnodes are 1 or more, --node-rank is below that")
+        raise CommandError(
+            "--nproc-per-node and --nnodes must be 1 or more, --node-rank below --nnodes"
+        )
     if options.nnodes > 1 and options.master_port == 0:
         raise CommandError("--master-port=0 is for one host; name a port that all hosts know")
     host = _Host(options)
@@ -94,7 +94,7 @@ class _Host:
         self._restarts = 0
 
     def run(self) -> int:
-        """Run the ranks until all have ended well, here and on the other hosts, or none can."""
+        """Run the ranks until all have succeeded on all hosts, or the job has failed."""
         for local in range(self._options.nproc_per_node):
             self._start(local)
         told = False
@@ -108,7 +108,7 @@ class _Host:
             if not self._ranks and not told and not self._ended():
                 told = True
                 self._store.add(f"{_KEYS}/done", 1)
-            # Node 0 has the store, which the others need until the last has ended.
+            # Node 0 hosts the store, which the others need until the last one has ended.
             if told and (
                 not self._first or self._store.add(f"{_KEYS}/done", 0) >= self._options.nnodes
             ):
@@ -120,12 +120,12 @@ class _Host:
         self._store.compare_set(f"{_KEYS}/ended", "", why)
 
     def close(self) -> None:
-        """End the ranks that are left here."""
+        """End the remaining ranks on this host."""
         for context in self._ranks.values():
             context.close(signal.SIGTERM, timeout=_END_S)
         self._ranks.clear()
         if self._first and self._options.nnodes > 1:
-            time.sleep(2 * _POLL_S)  # the other hosts read why it has ended
+            time.sleep(2 * _POLL_S)  # lets the other hosts read the reason
 
     def _ended(self) -> str:
         try:
@@ -149,23 +149,23 @@ class _Host:
         first = self._starts[local] == 1
         if first and not self._is_recoverable(rank):
             say(
-                f"reloadpg run: rank {rank} ended before it was in a recoverable job; call "
-                "reloadpg.install(recoverable=True) before init_process_group(), and run the steps "
-                "in reloadpg.retrying(): otherwise a new process cannot take its place",
+                f"reloadpg run: rank {rank} ended before it was in a recoverable job, so it cannot "
+                "be replaced. Call reloadpg.install(recoverable=True) before "
+                "init_process_group(), and run the steps in reloadpg.retrying()",
                 sys.stderr,
             )
-        # The state of the job is in the processes that have not been started again.
+        # The state of the job is in the processes that were not restarted.
         if first and self._store.add(f"{_KEYS}/lost", 1) == self._size:
-            self.give_up(f"rank {rank} ended with {how}, and all others have ended before")
+            self.give_up(f"rank {rank} ended with {how}, after all others had ended")
         elif self._store.add(f"{_KEYS}/complete", 0):
             self.give_up(
-                f"rank {rank} ended with {how} after other ranks had ended well: a new process "
-                "could not meet them"
+                f"rank {rank} ended with {how} after other ranks had completed: a new process "
+                "could not join them"
             )
         elif self._restarts >= self._options.max_restarts:
             self.give_up(
-                f"rank {rank} ended with {how}, and node {self._options.node_rank} has started "
-                f"{self._restarts} processes again (--max-restarts)"
+                f"rank {rank} ended with {how}, and node {self._options.node_rank} has used its "
+                f"{self._restarts} restarts (--max-restarts)"
             )
         else:
             self._restarts += 1
@@ -219,7 +219,7 @@ class _Host:
             "MASTER_ADDR": options.master_addr,
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            # Equal in all processes: one that is started again belongs to the job of the others.
+            # Equal in all processes, since a restarted process belongs to the same job.
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_RUN_ID": "reloadpg",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),

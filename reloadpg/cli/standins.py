@@ -23,9 +23,8 @@ def add(subcommands: Any) -> None:
         help="run torch's ProcessGroupNCCL over stand-ins for CUDA and NCCL",
         description=(
             "Run a program with torch's CUDA build on a machine without a GPU: device memory is "
-            "host memory, NCCL's operations are done by the CPU, and a kernel that is launched "
-            "raises an error. Example: reloadpg standins run -- torchrun --nproc-per-node 2 "
-            "train.py"
+            "host memory, NCCL's operations run on the CPU, and launching a kernel raises an "
+            "error. Example: reloadpg standins run -- torchrun --nproc-per-node 2 train.py"
         ),
         epilog=f"environment variables that the program's processes read:\n{variables}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -57,8 +56,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _program(command: list[str], environment: dict[str, str]) -> int:
-    """Run a program to its end; Ctrl-C and SIGTERM are its own to handle."""
-    # What was visible of real devices says nothing of these.
+    """Run a program to its end; the program handles Ctrl-C and SIGTERM."""
+    # Settings of visible devices do not apply to the stand-ins.
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     try:
         process = subprocess.Popen(command, env=environment)

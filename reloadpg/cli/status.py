@@ -1,4 +1,4 @@
-"""``reloadpg status``: the state of the ranks of a running job, seen from outside."""
+"""``reloadpg status``: the state of the ranks of a running job, from outside the job."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHOWN_FAILURES = 3
 _WIDE = 100
 """Columns of a terminal that has room for all numbers of the table."""
 _REMEDIES_HEIGHT = 30
-"""Lines of a terminal that is high enough to say also what to do."""
+"""Lines of a terminal that also fits the remedies."""
 _WORST_FIRST = ("bad", "warning", "", "note")
 
 
@@ -46,10 +46,10 @@ def add(subcommands: Any) -> None:
         "status",
         help="show the state of a running job's ranks",
         description=(
-            "Show the state of each rank of a running job, and what does not fit together. The job "
-            f"runs with {STATUS_DIR} set to a directory that this command can read, or serves "
-            "torch's debug server on each rank. Exit code 1 if none runs or one is in trouble: "
-            "missing, gone, stopped, silent, failed, not installed, or waited for in vain."
+            "Show the state of each rank of a running job, and inconsistencies. The job runs with "
+            f"{STATUS_DIR} set to a directory that this command can read, or with torch's debug "
+            "server on each rank. Exit code 1 if no rank runs or a rank has a problem: missing, "
+            "gone, stopped, silent, failed, not installed, or stuck."
         ),
     )
     parser.add_argument(
@@ -64,23 +64,23 @@ def add(subcommands: Any) -> None:
         action="append",
         default=[],
         metavar="HOST:PORT",
-        help="ask a rank's debug server instead; once a rank",
+        help="use a rank's debug server instead; once per rank",
     )
-    parser.add_argument("--watch", action="store_true", help="go on until Ctrl-C")
+    parser.add_argument("--watch", action="store_true", help="repeat until Ctrl-C")
     parser.add_argument(
-        "--interval", type=seconds, default=1.0, metavar="S", help="between two looks (default: 1)"
-    )
-    parser.add_argument(
-        "--frames", type=positive, metavar="N", help="with --watch: end after N looks"
+        "--interval", type=seconds, default=1.0, metavar="S", help="of --watch (default: 1 s)"
     )
     parser.add_argument(
-        "--json", action="store_true", help="all that is known, as JSON; one line a look"
+        "--frames", type=positive, metavar="N", help="with --watch: stop after N updates"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="all values as JSON; one line per update"
     )
     parser.set_defaults(run=_run, needs={"rich": "cli"})
 
 
 def job_directory(given: Path | None) -> Path | None:
-    """The status directory that was given, or that of the environment; None without either."""
+    """The given status directory, or that of the environment; None without either."""
     return given or (Path(os.environ[STATUS_DIR]) if os.environ.get(STATUS_DIR) else None)
 
 
@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
         read = partial(read_directory, directory)
     else:
         raise CommandError(
-            f"no job to look at. Name its status directory, set {STATUS_DIR} to it, or name the "
+            f"no job was named. Pass its status directory, set {STATUS_DIR} to it, or pass the "
             "debug server of each rank with --endpoint HOST:PORT."
         )
     frames = options.frames if options.watch else 1
@@ -114,13 +114,13 @@ def _run(options: argparse.Namespace) -> int:
         else:
             show(page(next(looks())))
     except KeyboardInterrupt:
-        say(stream=sys.stderr)  # the usual way to end a watch: no error
+        say(stream=sys.stderr)  # the usual end of --watch, not an error
         return 0 if job.ranks else 1
     return 0 if job.ok else 1
 
 
 def _ticks(interval_s: float, last: int | None) -> Iterator[int]:
-    """Whole numbers from 1, at a steady pace; without end if there is no last one."""
+    """Whole numbers from 1, at a fixed interval; endless without ``last``."""
     due = time.monotonic()
     for tick in count(1):
         yield tick
@@ -206,7 +206,7 @@ def _table(job: JobView, width: int | None, room: int | None) -> Iterator[Line]:
         "gen": lambda one: one.status.generation,
         "groups": lambda one: len(one.status.groups),
         "held MiB": lambda one: _rounded(one.status.memory_bytes, 1 << 20),
-        # The first source that the rank names is the best one that it has.
+        # A rank's first source is its best one.
         "in use MiB": lambda one: _rounded(next(iter(one.status.memory.values()), None), 1 << 20),
         "offload ms": lambda one: _rounded(one.last_ms("offload")),
         "reload ms": lambda one: _rounded(one.last_ms("reload")),
@@ -236,7 +236,7 @@ def _tone(record: RankRecord) -> str:
 
 
 def _barrier(record: RankRecord) -> str | None:
-    """The barrier that a rank is at, or on its way to, and how far."""
+    """The next barrier of a rank, and its progress."""
     running = record.running
     if running is None or record.absent:
         return None

@@ -42,9 +42,9 @@ class Run:
         start, end: Unix times in seconds.
         parts: its phases and waits.
         memory: bytes in use at some moments: Unix time and bytes.
-        source: who measured the memory.
+        source: source of the memory values.
         error: why it failed; empty if it did not.
-        running: whether it has not ended; ``end`` is then the last sign of life.
+        running: whether it has not ended; ``end`` is then the last update.
     """
 
     rank: int
@@ -156,7 +156,7 @@ def _troubled(cluster: Sequence[Run]) -> bool:
 
 
 def _clusters(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs that belong together: ranks that wait for each other, and what follows at once."""
+    """Group runs that are close in time, such as those of ranks that wait for each other."""
     clusters: list[list[Run]] = []
     end = 0.0
     for run in sorted(runs, key=lambda one: one.start):
@@ -285,7 +285,7 @@ def _draw_legend(figure: Any, runs: Sequence[Run], left: float, height: float) -
 
 
 def _axis(levels: Sequence[int]) -> tuple[float, float]:
-    """The least and the most bytes that a strip shows; from 0 where that wastes little of it."""
+    """The smallest and largest value of a memory axis; starts at 0 if that wastes little space."""
     if not levels:
         return 0.0, 1.0
     low, high = float(min(levels)), float(max(levels))

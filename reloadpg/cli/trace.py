@@ -1,4 +1,4 @@
-"""``reloadpg trace``: a picture of a job's offloads and reloads, from the files that it leaves."""
+"""``reloadpg trace``: draw a job's offloads and reloads from its trace or status files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_runs(path: Path) -> tuple[list[Run], set[int], list[str]]:
 
     Args:
         path: a trace file, or a directory with the trace files or the status files of ranks. A
-            status file has the last operation of its rank, and the one that is in progress.
+            status file has the last operation of its rank, and the running one.
 
     Returns:
         The operations; the ranks of the job, as far as the files name them; and what could not be
@@ -61,12 +61,12 @@ def read_runs(path: Path) -> tuple[list[Run], set[int], list[str]]:
 
 
 def _key(run: Run) -> tuple[int, str, int]:
-    """Equal for one operation of a rank in all files that have it."""
+    """Key of an operation of a rank, equal in all files."""
     return run.rank, run.operation, round(run.start * 1e3)
 
 
 def _of_record(record: RankRecord) -> Iterator[Run]:
-    """The last operation of a rank, and the one that it is in."""
+    """The last and the running operation of a rank."""
     report, running = record.report, record.running
     if report.started_at:
         start, source = report.started_at, report.memory_source
@@ -115,7 +115,7 @@ class _Event:
 
 
 def _of_events(events: Iterable[_Event]) -> Iterator[Run]:
-    """The operations in trace events, each with what lies within it."""
+    """The operations in trace events, each with its phases, groups and memory."""
     by_rank: dict[int, list[_Event]] = {}
     for event in events:
         if event.pid is not None and event.ts is not None:
@@ -186,7 +186,7 @@ def add(subcommands: Any) -> None:
         type=positive,
         default=32,
         metavar="N",
-        help="at most so many ranks, the lowest ones (default: 32)",
+        help="maximum number of ranks, the lowest ones (default: 32)",
     )
     parser.set_defaults(run=_run, needs={"matplotlib": "trace"})
 

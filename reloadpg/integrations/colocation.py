@@ -1,4 +1,4 @@
-"""A trainer and a rollout engine on the same devices: both sides' order as one context manager.
+"""A trainer and a rollout engine on the same devices: a context manager to switch between them.
 
 ::
 
@@ -8,11 +8,11 @@
             samples = engine.generate(batch)
         train(samples)
 
-Into the block: synchronize, release the trainer's groups (``reloadpg.on_offload`` callbacks first),
+At entry: synchronize, release the trainer's groups (``reloadpg.on_offload`` callbacks first),
 collect and empty the allocator's cache, pause the memory saver, reload the engine's groups, wake
-the engine. Out of it: put the engine to sleep, release its groups, resume the saver, empty the
-cache, reload the trainer's groups and, while that runs, copy the weights back. A step of the way
-back that fails does not keep the later ones from being done, and each failure is named.
+the engine. At exit: put the engine to sleep, release its groups, resume the saver, empty the cache,
+reload the trainer's groups and, while that runs, copy the weights back. If a step at exit fails,
+the later ones are still run, and every failure is reported.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class ColocationError(ReloadpgError):
 
     Attributes:
         failures: the failed steps by name, with their errors, in order; the first is chained.
-        colocation: the object that ``colocated`` gave; its ``restore()`` tries again what is left.
+        colocation: the object that ``colocated`` returned; its ``restore()`` retries the remaining
+            steps.
     """
 
     def __init__(
@@ -74,40 +75,39 @@ def colocated(
     copy_back: Callable[[], object] | None = None,
     engine_groups: str | None = None,
 ) -> Colocation:
-    """Return a context manager for a rollout: the trainer's groups and memory out, the engine in.
+    """Return a context manager for a rollout: offloads the trainer and wakes the engine.
 
-    Local; entering and leaving the block are collective over all ranks of the job, bounded as
-    :func:`reloadpg.offload` and :func:`reloadpg.reload` are. A rank that leaves its block early
-    waits for the others, within that bound. It may be entered again, but not within itself.
+    Local. Entering and leaving the block are collective over all ranks of the job, with the
+    timeouts of :func:`reloadpg.offload` and :func:`reloadpg.reload`. A rank that leaves its block
+    early waits for the others, within the timeout. Reusable, but not reentrant.
 
     Args:
-        engine: the rollout engine, asleep; None on ranks that have none. Either vLLM's methods
+        engine: the rollout engine, asleep; None on ranks without one. Either vLLM's methods
             (``sleep(level)``, ``wake_up(tags)``) or SGLang's (``release_memory_occupation()``,
             ``resume_memory_occupation(tags)``). They must block: an asynchronous engine (vLLM's
-            ``AsyncLLM``) is refused.
+            ``AsyncLLM``) is an error.
         saver: a memory saver, or a :class:`MemorySaver` around one; None without.
-        saver_tags: the trainer's tags, where ``saver`` is a saver's own object.
-        wake_tags: what of the engine to wake on entering: None for all, ``()`` for nothing yet
-            (:meth:`Colocation.wake_up` in the block), else tags such as ``["weights"]``. Wake the
-            rest within the block before the engine generates: vLLM's ``generate`` does not return
-            while the engine is partly asleep. :meth:`Colocation.wake_up` returns what the engine's
-            does: for vLLM whether the whole engine is awake.
+        saver_tags: the trainer's tags, if ``saver`` is not a :class:`MemorySaver`.
+        wake_tags: the parts of the engine to wake at entry: None for all, ``()`` for none, or tags
+            such as ``["weights"]``. Wake the rest with :meth:`Colocation.wake_up` within the block
+            before the engine generates: vLLM's ``generate`` does not return while the engine is
+            partly asleep.
         sleep_level: vLLM's sleep level.
         connect: as for :func:`reloadpg.reload`.
         collect: also run a full garbage collection before the cache is emptied.
-        copy_back: brings the trainer's weights back to the device, such as
-            ``lambda: model.load_state_dict(weights)``; None for nothing to bring. Called in the
-            caller's thread when the engine is asleep and the saver resumed, while the groups are
-            reloaded (:func:`reloadpg.reload` with ``wait=False``). It must call no collective:
-            groups refuse until the reload has ended. It may be called again after a failure, and
-            where entering the block failed. Need not be given on all ranks.
-        engine_groups: the set of the engine's groups, where it runs in the trainer's processes; see
-            ``install(sets=...)`` and :class:`reloadpg.region`. These are live in the block and
-            offloaded outside of it; all others are the trainer's. Equal on all ranks. None for an
-            engine that has no reloadable group in these processes.
+        copy_back: copies the trainer's weights back to the device, for example
+            ``lambda: model.load_state_dict(weights)``; None for none. Called in the caller's thread
+            after the engine sleeps and the saver is resumed, while the groups are reloaded
+            (:func:`reloadpg.reload` with ``wait=False``). It must not call a collective: groups
+            refuse them until the reload has ended. It may be called again after a failure, also
+            after a failed entry. Need not be given on all ranks.
+        engine_groups: the set of the engine's groups, if it runs in the trainer's processes; see
+            ``install(sets=...)`` and :class:`reloadpg.region`. These groups are live in the block
+            and offloaded outside of it; all others belong to the trainer. Equal on all ranks. None
+            for an engine without reloadable groups in these processes.
 
     Raises:
-        InvalidOptionError: an argument cannot be used; nothing was changed.
+        InvalidOptionError: an argument is invalid; nothing was changed.
     """
     listed = _listed(wake_tags, "colocated(wake_tags")
     return Colocation(
@@ -126,7 +126,7 @@ class Colocation:
     """The context manager that :func:`colocated` returns.
 
     Attributes:
-        steps: the steps of the last time in and out, in order, with their milliseconds.
+        steps: the steps of the last entry and exit, in order, with their milliseconds.
         offload_report: report of the last offload.
         reload_report: report of the last reload.
     """
@@ -153,13 +153,13 @@ class Colocation:
             and saver.sets.overlaps(Chosen(names, others=False))
         ):
             raise InvalidOptionError(
-                f"colocated(engine_groups={engine_groups!r}): the memory saver watches that set "
-                'too; nothing was changed. Create it with MemorySaver(saver, sets="trainer").'
+                f"colocated(engine_groups={engine_groups!r}): the memory saver also checks that "
+                'set; nothing was changed. Create it with MemorySaver(saver, sets="trainer").'
             )
         if saver_tags is not None and (saver is None or isinstance(saver, MemorySaver)):
             raise InvalidOptionError(
-                f"colocated(saver_tags={saver_tags!r}): there is no bare saver to use them with; "
-                "nothing was changed. Give the tags to MemorySaver(saver, tags=...)."
+                f"colocated(saver_tags={saver_tags!r}): `saver` is not a plain memory saver; "
+                "nothing was changed. Pass the tags to MemorySaver(saver, tags=...)."
             )
         own = saver is not None and not isinstance(saver, MemorySaver)
         self._saver: MemorySaver | None = (
@@ -181,23 +181,23 @@ class Colocation:
         self.reload_report: Report | None = None
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool | None:
-        """Wake more of the engine, within the block; without an engine do nothing. Local.
+        """Wake more of the engine, within the block; without an engine, do nothing. Local.
 
         Returns:
-            Whether the whole engine is awake, if the engine says so (vLLM); else None.
+            Whether the whole engine is awake, if the engine reports it (vLLM); otherwise None.
 
         Raises:
             ReloadpgError: called outside the block; nothing was changed.
-            InvalidOptionError: ``tags`` is no sequence of tags; nothing was changed.
+            InvalidOptionError: ``tags`` is not a sequence of tags; nothing was changed.
         """
         chosen = _listed(tags, "wake_up(tags")
         if not self._inside:
             raise ReloadpgError(
-                "wake_up: the trainer's groups and memory are still in place; nothing was "
-                "changed. Call it within the colocated() block."
+                "wake_up: the trainer's groups and memory are not released; nothing was changed. "
+                "Call it within the colocated() block."
             )
         if self._engine is not None:
-            self._awake = True  # one that fails on the way has to be put to sleep too
+            self._awake = True  # after a failure, too, the engine must be put to sleep
             return self._engine.wake_up(chosen)
         return None
 
@@ -232,12 +232,12 @@ class Colocation:
                     release(Operation("offload", self._trainer_sets))
 
     def restore(self) -> None:
-        """Do what is left of the way back, after it failed. Idempotent.
+        """Run the remaining steps of a failed exit. Idempotent.
 
-        Collective where groups are still offloaded: then call it on all ranks.
+        Collective if groups are still offloaded: then call it on all ranks.
 
         Raises:
-            ColocationError: something failed again.
+            ColocationError: a step failed again.
         """
         failures = self._way_back()
         if failures:
@@ -251,7 +251,7 @@ class Colocation:
             )
         self.steps = []
         self._step("synchronize", devices.synchronize)
-        # Fails alike on all ranks, with errors that say what to call: nothing to undo here.
+        # Fails on all ranks, with an error that names the remedy: nothing to undo here.
         block = Block(self._trainer_sets)
         self.offload_report = self._step("offload groups", block.enter)
         self._block, self._inside, self._copied = block, True, self._copy_back is None
@@ -277,7 +277,7 @@ class Colocation:
         if not failures:
             return
         if error is not None:
-            self._log(failures)  # the body's exception goes on, and must not be hidden
+            self._log(failures)  # must not hide the body's exception
             return
         raise self._error("leave", failures) from failures[0][1]
 
@@ -294,7 +294,7 @@ class Colocation:
         return steps
 
     def _way_back(self) -> list[tuple[str, Exception]]:
-        """Every step back that is still to do, whatever fails on the way; the failures."""
+        """Run all remaining steps of the exit; return the failures."""
         steps: list[tuple[str, Callable[[], object]]] = []
         if self._awake and self._engine is not None:
             steps.append(("put engine to sleep", self._sleep_engine))
@@ -318,7 +318,7 @@ class Colocation:
                     self._step(step, action)
                 except Exception as error:
                     failures.append((step, error))
-        finally:  # an interrupt, too, ends the block
+        finally:  # also after an interrupt
             if self._pending is not None:
                 try:
                     self._reload()
@@ -345,16 +345,16 @@ class Colocation:
             return
         if self._wake_tags is None:
             raise ReloadpgError("wake_up() without tags left the engine partly asleep")
-        if "weights" not in self._wake_tags and not self._warned:  # weights alone: a first step
+        if "weights" not in self._wake_tags and not self._warned:  # ["weights"] is a usual start
             self._warned = True
             logger.warning(
-                "colocated(wake_tags=%s): the engine is partly asleep, and generate() of vLLM does "
-                "not return then. Call wake_up() for the rest within the block.",
+                "colocated(wake_tags=%s): the engine is partly asleep, and vLLM's generate() does "
+                "not return in this state. Call wake_up() for the rest within the block.",
                 self._wake_tags,
             )
 
     def _reload_engine_groups(self) -> None:
-        self._engine_live = True  # one that fails on the way is offloaded, too
+        self._engine_live = True  # after a failed reload, too, it must be offloaded
         reload(str(self._engine_groups), connect=self._connect)
 
     def _offload_engine_groups(self) -> None:
@@ -372,12 +372,12 @@ class Colocation:
 
     def _copy_weights_back(self) -> None:
         if self._copy_back is None or (self._saver is not None and self._saver.paused):
-            return  # the saver's failure is named; there is no memory to copy to
+            return  # the saver failed, so there is no memory to copy to
         self._copy_back()
         self._copied = True
 
     def _reload(self) -> None:
-        # While a saver could not be resumed on a rank, this fails on all of them.
+        # If a saver could not be resumed on a rank, this fails on all ranks.
         pending, self._pending = self._pending, None
         if pending is None:
             op = Operation("reload", self._block.outermost)
@@ -385,10 +385,10 @@ class Colocation:
         else:
             self.reload_report = pending.result()
 
-    # -- what to say ------------------------------------------------------------------------
+    # -- messages ---------------------------------------------------------------------------
 
     def _groups_offloaded(self) -> bool:
-        """Whether groups are offloaded that the end of this block reloads. Local."""
+        """Whether the end of this block must reload groups. Local."""
         job = registry.job("colocated")
         mine = self._block.outermost
         return job is not None and bool(job.sets.where(mine, lambda state: state.offloaded))
@@ -403,10 +403,9 @@ class Colocation:
             *([] if self._copied else ["weights not copied back"]),
         ]
         failure = ColocationError(
-            f"colocated: could not {doing} the block on this rank: {told}. Every other step of "
-            f"the way back was done. State now: {', '.join(left)}. Once the cause is fixed, call "
-            "restore() on the object that colocated() gave, on all ranks if their groups are not "
-            "live.",
+            f"colocated: could not {doing} the block on this rank: {told}. All other steps of the "
+            f"exit were run. State now: {', '.join(left)}. Once the cause is fixed, call restore() "
+            "on the object that colocated() returned, on all ranks if their groups are not live.",
             failures,
             self,
         )
@@ -422,13 +421,13 @@ def _callable(copy_back: Any) -> Callable[[], object] | None:
     if copy_back is None or callable(copy_back):
         return copy_back  # type: ignore[no-any-return]
     raise InvalidOptionError(
-        f"colocated(copy_back={copy_back!r}): it cannot be called; nothing was changed. Pass a "
+        f"colocated(copy_back={copy_back!r}): not callable; nothing was changed. Pass a "
         "function without arguments that copies the weights to the device."
     )
 
 
 def _listed(tags: Any, where: str) -> list[str] | None:
-    """Tags as a list. A string is a sequence of letters to Python, and to an engine."""
+    """Tags as a list. A string is an error: it would be a sequence of letters."""
     if tags is None:
         return None
     if isinstance(tags, Sequence) and not isinstance(tags, str):
@@ -442,7 +441,7 @@ def _listed(tags: Any, where: str) -> list[str] | None:
 
 
 class _Engine:
-    """A rollout engine's two calls, whatever it names them."""
+    """A common interface to rollout engines."""
 
     def __init__(
         self, wake: Callable[[list[str] | None], Any], sleep: Callable[[], Any], name: str
@@ -463,9 +462,9 @@ class _Engine:
         if inspect.iscoroutine(result):
             result.close()
         raise InvalidOptionError(
-            f"colocated: {self._name} answered the call to {what} with an awaitable, so it is not "
-            "known when it is done. Pass an object whose methods wait for it (asyncio.run, "
-            "run_until_complete, ray.get)."
+            f"colocated: {self._name} returned an awaitable from the call to {what}, which must "
+            "block. Pass an object whose methods wait for it (asyncio.run, run_until_complete, "
+            "ray.get)."
         )
 
 
@@ -476,9 +475,9 @@ def _adapted(engine: Any, level: int, tags: list[str] | None) -> _Engine | None:
     for method in ("sleep", "release_memory_occupation"):
         if inspect.iscoroutinefunction(getattr(engine, method, None)):
             raise InvalidOptionError(
-                f"colocated(engine={name}): {method}() is asynchronous: it is not known when "
-                "it has ended; nothing was changed. Pass an object whose methods wait for it "
-                "(asyncio.run, run_until_complete, ray.get)."
+                f"colocated(engine={name}): {method}() is asynchronous but must block; nothing was "
+                "changed. Pass an object whose methods wait for it (asyncio.run, "
+                "run_until_complete, ray.get)."
             )
 
     def has(*methods: str) -> bool:
@@ -509,7 +508,7 @@ def _adapted(engine: Any, level: int, tags: list[str] | None) -> _Engine | None:
     raise InvalidOptionError(
         f"colocated(engine={engine!r}): it has neither vLLM's sleep() and wake_up() nor SGLang's "
         "release_memory_occupation() and resume_memory_occupation(); nothing was changed. Wrap "
-        "it in an object that has one of the pairs."
+        "it in an object with one of these pairs."
     )
 
 

@@ -1,13 +1,13 @@
-"""DeepSpeed engines: a block within which the groups of the job are offloaded.
+"""DeepSpeed engines: a block during which the groups of the job are offloaded.
 
 ::
 
     with offloaded(engine):  # all ranks, between steps
         generate(prompts)
 
-DeepSpeed's own groups (``deepspeed.comm``, ``deepspeed.utils.groups``) are made by torch's
+DeepSpeed creates its groups (``deepspeed.comm``, ``deepspeed.utils.groups``) with torch's
 ``new_group``, so they are reloadable if reloadpg was installed before ``deepspeed.initialize``.
-Nothing of DeepSpeed (0.19) is imported here.
+DeepSpeed (0.19) is not imported here.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ __all__ = ["offloaded"]
 
 
 class offloaded:  # noqa: N801 - used like a function
-    """Offload the groups for a block of code, and reload them afterwards, whatever happens.
+    """Offload the groups for a block of code, and reload them afterwards, also after an exception.
 
-    Collective, like :class:`reloadpg.offloaded`; call it between steps. Before the offload the
+    Collective, like :class:`reloadpg.offloaded`; call it between steps. Before the offload, the
     engine's ``empty_partition_cache()`` waits for the parameters that ZeRO-3 is prefetching and
-    gives the gathered ones back: their handles belong to communicators that are about to go. The
-    next forward pass gathers them again, bit for bit the same. It may be entered again and again.
+    releases the gathered ones, whose handles belong to the communicators to be released. The next
+    forward pass gathers them again, bit for bit the same. Reusable.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned first; of any ZeRO stage.
-        block: the context manager for the groups; by default a :class:`reloadpg.offloaded`, else
-            for example what :func:`reloadpg.integrations.colocated` returned.
+        engine: the engine that ``deepspeed.initialize`` returned; of any ZeRO stage.
+        block: the context manager for the groups; by default a :class:`reloadpg.offloaded`, or
+            for example the result of :func:`reloadpg.integrations.colocated`.
 
     Raises:
-        InvalidOptionError: this is no engine of DeepSpeed; nothing was changed.
+        InvalidOptionError: not a DeepSpeed engine; nothing was changed.
     """
 
     def __init__(self, engine: Any, *, block: AbstractContextManager[Any] | None = None) -> None:

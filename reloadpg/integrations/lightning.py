@@ -23,7 +23,7 @@ __all__ = ["offloaded_phase"]
 When = Literal["train_batch_end", "train_epoch_end", "validation_end"]
 MOMENTS = ("train_batch_end", "train_epoch_end", "validation_end")
 HOMES = ("lightning.pytorch", "pytorch_lightning")
-"""The two packages that Lightning comes in; their classes are not each other's."""
+"""The two packages of Lightning, which have separate classes."""
 
 
 def offloaded_phase(
@@ -33,24 +33,24 @@ def offloaded_phase(
     every: int = 1,
     block: AbstractContextManager[Any] | None = None,
 ) -> Any:
-    """Make a Lightning ``Callback`` that runs a phase while the trainer's groups are offloaded.
+    """Create a Lightning ``Callback`` that runs a phase while the trainer's groups are offloaded.
 
-    Local; what it does at its moments is collective over all ranks, as :func:`reloadpg.offload`
-    and :func:`reloadpg.reload` are. Lightning calls callbacks on every rank alike. Validation
-    before training (``num_sanity_val_steps``) does not count.
+    Local. The callback is collective over all ranks, like :func:`reloadpg.offload` and
+    :func:`reloadpg.reload`; Lightning calls it on every rank. Validation before training
+    (``num_sanity_val_steps``) does not count.
 
     Args:
         phase: called with the trainer and the module. It must not use the groups.
         when: after a batch (with or without an optimizer step, if gradients are accumulated), a
             training epoch, or a validation.
-        every: at each n-th of these moments.
+        every: run at each n-th of these moments.
         block: the context manager around it; see :class:`OffloadedPhase`.
 
     Returns:
         The callback, with the attributes ``calls`` and ``cycles`` of :class:`OffloadedPhase`.
 
     Raises:
-        InvalidOptionError: an argument cannot be used.
+        InvalidOptionError: an argument is invalid.
         ReloadpgError: Lightning is not installed.
     """
     turn = OffloadedPhase(phase, every=every, block=block)
@@ -63,7 +63,7 @@ def offloaded_phase(
 
 
 def _lightning() -> Any:
-    """Return the package that the program has imported, else the one that is installed."""
+    """Return the package that the program has imported, or the one that is installed."""
     for name in sorted(HOMES, key=lambda name: name not in sys.modules):
         with suppress(ModuleNotFoundError):
             return import_module(name)

@@ -1,9 +1,9 @@
-"""megatron-core's parallel state around reloadable groups: build it, name it, leave nothing behind.
+"""megatron-core's parallel state with reloadable groups: creation, names and destruction.
 
-``parallel_state.destroy_model_parallel()`` forgets its groups without destroying most of them:
-they keep their communicators, stay in c10d's tables, and go through every later offload and
-reload. The functions here destroy them. Timeouts need no help: what megatron-core sets later
-(``update_pg_timeout``) holds after each reload.
+``parallel_state.destroy_model_parallel()`` drops most of its groups without destroying them: they
+keep their communicators, stay in c10d's tables, and take part in every later offload and reload.
+The functions here destroy them. Timeouts that megatron-core sets later (``update_pg_timeout``) are
+kept by a reload.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 def initialize_model_parallel(**options: Any) -> ModelParallel:
-    """Build megatron-core's groups; as a context manager, destroy them all at the end.
+    """Create megatron-core's groups; as a context manager, destroy them all at the end.
 
-    Collective over all ranks, as megatron-core's function of that name, which it calls. If that
-    raises, what was built so far is destroyed on this rank and the error goes on.
+    Collective over all ranks; calls megatron-core's function of the same name. If that raises, the
+    groups created so far are destroyed on this rank, and the error propagates.
 
     Args:
-        options: what ``megatron.core.parallel_state.initialize_model_parallel`` takes.
+        options: arguments of ``megatron.core.parallel_state.initialize_model_parallel``.
 
     Raises:
-        ReloadpgError: there is no default group, or the parallel state is initialized already;
+        ReloadpgError: there is no default group, or the parallel state is already initialized;
             nothing was changed.
         ImportError: megatron-core is not installed.
     """
     state = _parallel_state()
     if c10d.world() is None:
         raise ReloadpgError(
-            "initialize_model_parallel: torch.distributed is not initialized, so there is no "
-            "default group to make groups of; nothing was changed. Call "
+            "initialize_model_parallel: torch.distributed is not initialized; nothing was changed. "
+            "Call "
             "reloadpg.init_distributed() or torch.distributed.init_process_group() first."
         )
     if state.is_initialized() or state._global_process_group_list:
         raise ReloadpgError(
-            "initialize_model_parallel: megatron-core's parallel state is initialized already; "
+            "initialize_model_parallel: megatron-core's parallel state is already initialized; "
             "nothing was changed. Call reloadpg.integrations.megatron.destroy_model_parallel() on "
-            "all ranks first; megatron-core's own leaves most groups alive."
+            "all ranks first; megatron-core's function leaves most groups alive."
         )
     try:
         state.initialize_model_parallel(**options)
@@ -66,9 +66,9 @@ def initialize_model_parallel(**options: Any) -> ModelParallel:
 
 
 class ModelParallel:
-    """Handle on an initialized parallel state; as a context manager it destroys it at the end.
+    """Handle of an initialized parallel state; as a context manager it destroys it at the end.
 
-    If the block raises, that is done on this rank without waiting for the others.
+    If the block raises, it is destroyed on this rank without waiting for the others.
     """
 
     @property
@@ -91,17 +91,17 @@ class ModelParallel:
     ) -> None:
         if error is None:
             self.destroy()
-        else:  # the other ranks may be anywhere, or gone
+        else:  # the state of the other ranks is unknown
             _destroy(_parallel_state())
 
 
 def groups() -> dict[str, ProcessGroup]:
-    """The groups of the parallel state that this rank is a member of, by megatron-core's names.
+    """Return the groups of the parallel state with this rank, by megatron-core's names.
 
     The names are the fields of its ``ProcessGroupCollection`` (``tp``, ``pp``, ``dp``, ``cp``,
-    ``ep``, ``expt_tp``, ...); of a field that holds several, ``hcp[0]``, ``hcp[1]`` and so on. One
-    group may have several names. Local; works while the groups are offloaded; empty when
-    nothing is initialized.
+    ``ep``, ``expt_tp``, ...), with an index if a field holds several groups (``hcp[0]``). One group
+    may have several names. Local; works while the groups are offloaded; empty if the parallel state
+    is not initialized.
     """
     state = _parallel_state()
     if not state.is_initialized():
@@ -110,7 +110,7 @@ def groups() -> dict[str, ProcessGroup]:
     found: dict[str, ProcessGroup] = {}
     for field in fields(collection):
         value: Any = None
-        with suppress(AssertionError):  # megatron-core: no such group in this layout
+        with suppress(AssertionError):  # megatron-core: the group does not exist in this layout
             value = getattr(collection.use_mpu_process_groups([field.name]), field.name)
         for index, group in enumerate(value if isinstance(value, list) else [value]):
             if isinstance(group, ProcessGroup):
@@ -122,17 +122,17 @@ def groups() -> dict[str, ProcessGroup]:
 def destroy_model_parallel(timeout: timedelta | float = _TIMEOUT) -> int:
     """Destroy the parallel state with all of its groups, however it was initialized.
 
-    Collective over all ranks: they wait for each other first, since a rank that destroys a gloo
-    group while another is still creating it makes that one fail. Blocking, bounded; idempotent;
-    works while the groups are offloaded. Every group that ``parallel_state.create_group`` made for
-    this rank is destroyed, in the reverse order of creation, and the references that
-    megatron-core's function leaves behind are dropped. Groups of others, WORLD among them, stay.
+    Collective over all ranks: they wait for each other first, since the creation of a gloo group
+    fails if another rank already destroys it. Blocking, with a timeout; idempotent; works while the
+    groups are offloaded. Every group that ``parallel_state.create_group`` created for this rank is
+    destroyed, in reverse order of creation, and remaining references in megatron-core are dropped.
+    Other groups, such as WORLD, are unchanged.
 
     Args:
         timeout: how long to wait for the other ranks, in seconds or as a timedelta.
 
     Returns:
-        How many groups were destroyed on this rank.
+        The number of groups that were destroyed on this rank.
 
     Raises:
         RendezvousTimeoutError: ranks are missing; it names them, and nothing was destroyed.
@@ -146,7 +146,7 @@ def destroy_model_parallel(timeout: timedelta | float = _TIMEOUT) -> int:
 
 
 def _destroy(state: ModuleType) -> int:
-    """The same, waiting for nobody. Local."""
+    """Like :func:`destroy_model_parallel`, without waiting for other ranks. Local."""
     made = [g for g in state._global_process_group_list or () if isinstance(g, ProcessGroup)]
     mine = [group for group in made if c10d.is_known(group) and group is not c10d.world()]
     state.destroy_model_parallel()  # destroys some of its gloo groups itself
@@ -156,7 +156,7 @@ def _destroy(state: ModuleType) -> int:
             continue
         try:
             dist.destroy_process_group(group)
-        except Exception as error:  # the others must go all the same
+        except Exception as error:  # the other groups must be destroyed anyway
             failed.append((group, error))
             logger.error("destroy_model_parallel: %r could not be destroyed: %s", group, error)
     _forget(state, made)
@@ -164,14 +164,14 @@ def _destroy(state: ModuleType) -> int:
         group, cause = failed[0]
         raise ReloadpgError(
             f"destroy_model_parallel: {len(failed)} of {len(mine)} groups could not be destroyed, "
-            f"first {group!r}: {type(cause).__name__}: {cause}. The others are gone and the "
-            "parallel state is empty. Destroy what is left with destroy_process_group()."
+            f"first {group!r}: {type(cause).__name__}: {cause}. The others were destroyed, and the "
+            "parallel state is empty. Destroy these groups with destroy_process_group()."
         ) from cause
     return len(mine)
 
 
 def _forget(state: ModuleType, made: list[ProcessGroup]) -> None:
-    """Drop what the module still holds of destroyed groups: a reference keeps gloo's sockets."""
+    """Drop the module's references to destroyed groups, which would keep gloo's sockets open."""
     gone = set(map(id, made))
     for name, value in list(vars(state).items()):
         if isinstance(value, dict):

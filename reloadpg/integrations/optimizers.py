@@ -1,13 +1,13 @@
-"""Run something with the groups offloaded after every n-th optimizer step, whatever the trainer.
+"""Run a phase with the groups offloaded after every n-th optimizer step, with any trainer.
 
 ::
 
-    every(8, generate)  # once, before or after the optimizers are made
+    every(8, generate)  # once, before or after the optimizers are created
 
-It uses ``torch.optim.Optimizer.register_step_post_hook``, so it needs no hook of the framework that
-trains; ``transformers``, ``lightning`` and others have hooks of their own beside this module, at
-moments that they name. No collective is in flight after a step of a trainer that waits for its
-gradients. Do not assume that for an optimizer that starts collectives within its own ``step``.
+It uses ``torch.optim.Optimizer.register_step_post_hook``, so it needs no hook of the training
+framework. For ``transformers``, ``lightning`` and others there are separate modules with hooks at
+other moments. If a trainer waits for its gradients, no collective is in flight after a step. Do not
+assume this for an optimizer that starts collectives within its ``step``.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ __all__ = ["Every", "OffloadedPhase", "every"]
 
 
 class OffloadedPhase:
-    """Run a phase within an offloaded block, at every n-th time it is called.
+    """Run a phase within an offloaded block at every n-th call.
 
     Args:
-        phase: what to run while the groups are offloaded: a rollout, an evaluation by another
-            engine. It must not use the groups. None: nothing, the groups only go and come back.
+        phase: the function to run while the groups are offloaded, for example a rollout or an
+            evaluation by another engine. It must not use the groups. None only offloads and
+            reloads.
         every: run it at each n-th call.
-        block: the context manager to run it in; by default a :class:`reloadpg.offloaded`, else for
-            example what :func:`reloadpg.integrations.colocated` returned. It is entered anew each
-            time.
+        block: the context manager to run it in; by default a :class:`reloadpg.offloaded`, or for
+            example the result of :func:`reloadpg.integrations.colocated`. It is entered each time.
 
     Attributes:
-        calls: how often it was called.
-        cycles: how often the phase was run and the groups came back.
+        calls: number of calls.
+        cycles: number of completed phases, after which the groups were reloaded.
 
     Raises:
-        InvalidOptionError: an argument cannot be used.
+        InvalidOptionError: an argument is invalid.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class OffloadedPhase:
             )
         if phase is not None and not callable(phase):
             raise InvalidOptionError(
-                f"phase={phase!r}: it cannot be called; nothing was registered. Pass a function."
+                f"phase={phase!r}: not callable; nothing was registered. Pass a function."
             )
         if block is not None and not hasattr(block, "__enter__"):
             raise InvalidOptionError(
                 f"block={block!r}: not a context manager; nothing was registered. Pass "
-                "reloadpg.offloaded() or what colocated() returned."
+                "reloadpg.offloaded() or the result of colocated()."
             )
         self._phase, self._every = phase, every
         self._block: AbstractContextManager[Any] = offloaded() if block is None else block
@@ -74,11 +74,11 @@ class OffloadedPhase:
         self.cycles = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Count, and run the phase with these arguments if it is its turn.
+        """Count the call, and at each n-th call run the phase with these arguments.
 
-        Collective over all ranks of the job where it is, as :func:`reloadpg.offload` and
-        :func:`reloadpg.reload` are: all ranks must call it equally often. What the phase raises
-        goes on, after the groups have come back.
+        An n-th call is collective over all ranks of the job, like :func:`reloadpg.offload` and
+        :func:`reloadpg.reload`: all ranks must make the same number of calls. An exception of the
+        phase propagates after the groups are reloaded.
         """
         self.calls += 1
         if self.calls % self._every:
@@ -95,24 +95,24 @@ class OffloadedPhase:
         moments: Sequence[str],
         hook: Callable[..., object],
     ) -> Any:
-        """Make a callback for a trainer that runs this at one of the moments it names. Local.
+        """Create a callback for a trainer that runs this at a named moment. Local.
 
         Args:
-            base: gives the trainer's class of callbacks; imports it if need be.
-            when: the moment; the callback's method is named ``on_`` and it.
-            moments: those that there are.
-            hook: what that method does with what the trainer gives it.
+            base: returns the trainer's callback class; may import it.
+            when: the moment; the callback's method is ``on_`` followed by this name.
+            moments: the known moments.
+            hook: the body of that method, with the trainer's arguments.
 
         Returns:
-            The callback, with the attributes ``calls`` and ``cycles`` of this.
+            The callback, with the attributes ``calls`` and ``cycles``.
 
         Raises:
-            InvalidOptionError: there is no such moment; nothing was made.
+            InvalidOptionError: the moment is unknown; nothing was created.
         """
         if when not in moments:
             raise InvalidOptionError(
                 f"offloaded_phase(when={when!r}): not one of {', '.join(moments)}; nothing was "
-                "made."
+                "created."
             )
         shown = {
             name: property(lambda _, name=name: getattr(self, name))  # type: ignore[misc]
@@ -123,18 +123,18 @@ class OffloadedPhase:
 
 
 class Every:
-    """Handle on what :func:`every` registered; as a context manager it removes it at the end."""
+    """Handle of a hook of :func:`every`; as a context manager it removes the hook at the end."""
 
     def __init__(self, phase: OffloadedPhase, remove: Callable[[], None]) -> None:
         self._phase, self._remove = phase, remove
 
     @property
     def cycles(self) -> int:
-        """How often the groups were offloaded and came back."""
+        """Number of offloads followed by a reload."""
         return self._phase.cycles
 
     def remove(self) -> None:
-        """Run it no more. Local; idempotent."""
+        """Remove the hook. Local; idempotent."""
         self._remove()
 
     def __enter__(self) -> Every:
@@ -158,23 +158,23 @@ def every(
 ) -> Every:
     """Run a phase with the groups offloaded after every n-th step of an optimizer.
 
-    Local; call it alike on every rank. From then on each n-th step ends with an offload, the phase
-    and a reload: collective over all ranks, so that optimizer must step equally often on all of
-    them. Not for a step that is compiled or captured in a graph: hooks run in Python.
+    Local; call it on every rank. Each n-th step then ends with an offload, the phase and a reload,
+    which are collective over all ranks. So the optimizer must make the same number of steps on all
+    ranks. Not for compiled steps or CUDA graphs, since hooks run in Python.
 
     Args:
-        steps: after how many steps, each time.
-        phase: what to run meanwhile; None for nothing.
-        optimizer: whose steps count. None: those of the first optimizer of the process that
-            steps from now on, as long as it lives; then the next one. Name it where several
-            optimizers step, unless each rank steps them in the same order.
+        steps: number of steps between two phases.
+        phase: the function to run while the groups are offloaded; None for none.
+        optimizer: the optimizer whose steps count. None means the first optimizer of the process
+            that steps from now on, while it exists; then the next one. Name it if there are
+            several, unless each rank steps them in the same order.
         block: as for :class:`OffloadedPhase`.
 
     Returns:
-        A handle, to remove it again.
+        A handle that can remove the hook.
 
     Raises:
-        InvalidOptionError: an argument cannot be used; nothing was registered.
+        InvalidOptionError: an argument is invalid; nothing was registered.
     """
     turn = OffloadedPhase(phase, every=steps, block=block)
     if optimizer is not None:

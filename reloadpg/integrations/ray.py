@@ -1,15 +1,15 @@
-"""Ray actors as the ranks of one job, and their groups offloaded and reloaded from the driver.
+"""Ray actors as the ranks of one job, with offload and reload from the driver.
 
 ::
 
-    trainers = [Trainer.remote() for _ in range(8)]  # any actor class; reloadpg is not in it
+    trainers = [Trainer.remote() for _ in range(8)]  # any actor class
     setup_actors(trainers)  # rank, size and address of the job, as torchrun would set them
     ray.get([t.train.remote() for t in trainers])  # install, init_process_group("nccl"), ...
     offload_all(trainers)
     generate()
     reload_all(trainers)
 
-The place of an actor in the list is its rank: pass the same list to each function. With
+The index of an actor in the list is its rank: pass the same list to each function. With
 ``RELOADPG_AUTOINSTALL=1`` in ``runtime_env={"env_vars": ...}`` the actors need no ``install``.
 
 An actor that died is replaced, in a job whose actors call ``reloadpg.install(recoverable=True)``::
@@ -19,9 +19,9 @@ An actor that died is replaced, in a job whose actors call ``reloadpg.install(re
     replace_actor(job, rank, Trainer.remote())
     job.actors[rank].train.remote()  # the same program: it calls reloadpg.rejoin()
 
-The actors are asked first whether they answer: one that is dead or busy is named before a group is
-touched. Do not assume that a call which the driver abandons is abandoned by the actors: Ray runs
-what was sent, and a later call waits its turn behind it. Ray (2.60) is imported when one of these
+Each function first checks that the actors respond: a dead or busy actor is named before any group
+is changed. Do not assume that the actors abandon a call that the driver has abandoned: Ray runs
+submitted calls, and later calls queue behind them. Ray (2.60) is imported when one of these
 functions is called; no other module of reloadpg needs it.
 """
 
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 GRACE_S = 5.0
-"""Seconds that the other actors get to end by themselves after the first failure."""
+"""Seconds after the first failure for the other actors to end by themselves."""
 
 _served: list[Any] = []
 """In the process of rank 0: the store of its job, which lives as long as this process."""
@@ -71,9 +71,9 @@ class ActorFailedError(ReloadpgError):
     """An actor failed in a step of all actors; its own error is chained.
 
     Attributes:
-        rank: the actor that failed on its own account, the first in the list if there are more.
+        rank: the actor that failed first, or the first of these in the list.
         errors: each actor's error, by rank.
-        waiting: the actors that have not answered.
+        waiting: the actors that have not responded.
     """
 
     def __init__(
@@ -91,19 +91,19 @@ class ActorFailedError(ReloadpgError):
 
 
 class ActorTimeoutError(ActorFailedError, TimeoutError):
-    """Not all actors answered within the bound, and none failed."""
+    """Not all actors responded within the timeout, and none failed."""
 
 
 @dataclass
 class ActorJob:
-    """The actors of one job, as :func:`setup_actors` has made them its ranks.
+    """The actors of one job, returned by :func:`setup_actors`.
 
     Attributes:
-        actors: one handle a rank, in rank order; those that were replaced are the new ones.
-        nodes: Ray's name of each one's node.
-        address: where the job's store listens.
+        actors: one handle per rank, in rank order; a replacement takes the place of the old handle.
+        nodes: Ray's name of each actor's node.
+        address: address of the job's store.
         port: its port.
-        store: the store, if it is in the driver: it lives as long as this object.
+        store: the store, if it is in the driver; it lives as long as this object.
     """
 
     actors: list[Any]
@@ -119,28 +119,28 @@ def setup_actors(
     timeout: timedelta | float = 60.0,
     store: Literal["rank0", "driver"] = "rank0",
 ) -> ActorJob:
-    """Make the actors the ranks of one job, by the environment variables that torchrun sets.
+    """Make the actors the ranks of one job, with the environment variables that torchrun sets.
 
-    Afterwards ``init_process_group`` and ``reloadpg.init_distributed`` find rank, size and address
-    in each of them. Blocking; called in the driver, before the actors create groups. The job's
-    store is opened in the process of rank 0 at once, on its node's address and a port that the
-    system picks, so no other program can take the port in between.
+    Afterwards, ``init_process_group`` and ``reloadpg.init_distributed`` find rank, size and address
+    in each actor. Blocking; call it in the driver, before the actors create groups. The job's store
+    is opened immediately in the process of rank 0, on its node's address and a port that the system
+    picks, so no other program can take the port.
 
     Args:
-        actors: one handle a rank, in rank order; actors of any class, on any nodes.
-        timeout: bound of the whole call, a timedelta or seconds; actors that are not scheduled
-            yet count.
-        store: whose process hosts the job's store. With ``driver`` the actor of rank 0 can be
+        actors: one handle per rank, in rank order; actors of any class, on any nodes.
+        timeout: timeout of the whole call, a timedelta or seconds; includes the scheduling of the
+            actors.
+        store: the process that hosts the job's store. With ``driver``, the actor of rank 0 can be
             replaced, too; the actors must then reach the driver's node.
 
     Returns:
         The job, for :func:`replace_actor`. It holds the handles.
 
     Raises:
-        ActorFailedError: an actor is dead, failed, or is in a job already.
-        ActorTimeoutError: not all actors answered in time; it names them.
+        ActorFailedError: an actor is dead, failed, or is already in a job.
+        ActorTimeoutError: not all actors responded in time; it names them.
         InvalidOptionError: there are no actors, one is listed twice, or another argument is
-            wrong; nothing was sent to any actor.
+            invalid; nothing was sent to any actor.
     """
     if store not in ("rank0", "driver"):
         raise InvalidOptionError(
@@ -162,35 +162,34 @@ def setup_actors(
 def replace_actor(
     job: ActorJob, rank: int, actor: Any, *, timeout: timedelta | float = 60.0
 ) -> None:
-    """Put a new actor in the place of one that died, or hangs, while the others live.
+    """Replace an actor that died or hangs by a new one, while the others keep running.
 
-    The old one is killed if it still runs. Afterwards the new one has the variables of its rank,
-    and the caller lets it run the same program as the others: ``install(recoverable=True)``,
-    ``init_process_group``, the same groups, ``rejoin``. The others have to come to ``recover``, as
-    ``retrying`` does; nothing is asked of them here, since they are busy. Blocking; called in the
-    driver.
+    The old actor is killed if it is still running. The new actor gets the variables of its rank.
+    The caller then runs the same program in it as in the others: ``install(recoverable=True)``,
+    ``init_process_group``, the same groups, ``rejoin``. The others must call ``recover``, as
+    ``retrying`` does; this function does not call them. Blocking; call it in the driver.
 
     Args:
-        job: what :func:`setup_actors` returned; the new actor is entered there.
+        job: the result of :func:`setup_actors`, which is updated with the new actor.
         rank: the rank to replace.
         actor: a new actor, on any node.
-        timeout: bound of the whole call, a timedelta or seconds.
+        timeout: timeout of the whole call, a timedelta or seconds.
 
     Raises:
-        ActorFailedError: the new actor is dead, failed, or is in a job already.
-        ActorTimeoutError: it did not answer in time.
-        InvalidOptionError: rank 0 was to be replaced, and its process hosted the job's store; or an
-            argument is wrong. Nothing was done.
+        ActorFailedError: the new actor is dead, failed, or is already in a job.
+        ActorTimeoutError: it did not respond in time.
+        InvalidOptionError: the process of rank 0 hosts the job's store and cannot be replaced; or
+            an argument is invalid. Nothing was done.
     """
     if not isinstance(job, ActorJob) or rank not in range(len(job.actors)):
         raise InvalidOptionError(
             f"replace_actor({job!r}, {rank!r}): not a job and one of its ranks; nothing was done. "
-            "Pass what setup_actors() returned, and the rank."
+            "Pass the result of setup_actors(), and the rank."
         )
     if rank == 0 and job.store is None:
         raise InvalidOptionError(
             "replace_actor(rank=0): its process hosts the job's store, which ended with it; "
-            "nothing was done. Start all actors anew; with setup_actors(actors, store='driver') "
+            "nothing was done. Restart all actors. With setup_actors(actors, store='driver'), "
             "rank 0 can be replaced, too."
         )
     call = _Call("replace_actor", [actor], timeout, first_rank=rank)
@@ -215,17 +214,16 @@ def offload_all(
 
     Args:
         actors: all ranks of the job, in rank order.
-        timeout: bound, a timedelta or seconds. Let it be longer than the ``timeout`` of
-            ``install``: then it is reloadpg in the actors that stops waiting first, and says which
-            ranks are missing.
+        timeout: a timedelta or seconds. It should be longer than the ``timeout`` of ``install``, so
+            that reloadpg in the actors times out first and names the missing ranks.
         collect: as for ``offload``.
 
     Returns:
-        The reports, in rank order; printed, a table of one row a rank.
+        The reports, in rank order; printed as a table with one row per rank.
 
     Raises:
         ActorFailedError: an actor is dead or its ``offload`` raised; it names the actor.
-        ActorTimeoutError: not all actors answered in time; it names them.
+        ActorTimeoutError: not all actors responded in time; it names them.
         InvalidOptionError: there are no actors, one is listed twice, or another argument is
             wrong; nothing was sent to any actor.
     """
@@ -245,15 +243,15 @@ def reload_all(
 
     Args:
         actors: all ranks of the job, in rank order.
-        timeout: bound, a timedelta or seconds; see :func:`offload_all`.
+        timeout: a timedelta or seconds; see :func:`offload_all`.
         connect: as for ``reload``.
 
     Returns:
-        The reports, in rank order; printed, a table of one row a rank.
+        The reports, in rank order; printed as a table with one row per rank.
 
     Raises:
         ActorFailedError: an actor is dead or its ``reload`` raised; it names the actor.
-        ActorTimeoutError: not all actors answered in time; it names them.
+        ActorTimeoutError: not all actors responded in time; it names them.
         InvalidOptionError: there are no actors, one is listed twice, or another argument is
             wrong; nothing was sent to any actor.
     """
@@ -270,8 +268,8 @@ def job_variables(nodes: Sequence[str], address: str, port: int) -> list[dict[st
     """The variables of each rank, as torchrun sets them. Local, pure.
 
     Args:
-        nodes: the node of each rank, by any name; ranks of one node need not be neighbours.
-        address: where the job's store listens.
+        nodes: the name of each rank's node; ranks of one node need not be consecutive.
+        address: address of the job's store.
         port: its port.
     """
     order = list(dict.fromkeys(nodes))
@@ -285,8 +283,8 @@ def job_variables(nodes: Sequence[str], address: str, port: int) -> list[dict[st
             "GROUP_WORLD_SIZE": str(len(order)),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
-            # Rank 0 too is a client of the store. With the count torch (2.8 to 2.15) tells one
-            # run of an elastic job from the next; here each run has a store of its own.
+            # Rank 0, too, is a client of the store. Torch (2.8 to 2.15) uses the restart count to
+            # tell runs of an elastic job apart; here each run has a separate store.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
@@ -295,7 +293,7 @@ def job_variables(nodes: Sequence[str], address: str, port: int) -> list[dict[st
 
 
 # ---------------------------------------------------------------------------------------------
-# in the actors; the first argument is the actor's own object
+# in the actors; the first argument is the actor object
 
 
 def _place(_: object) -> tuple[str, str]:
@@ -303,7 +301,7 @@ def _place(_: object) -> tuple[str, str]:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         raise ReloadpgError(
-            "setup_actors: torch.distributed is initialized in this actor already; nothing was "
+            "setup_actors: torch.distributed is already initialized in this actor; nothing was "
             "changed. Call torch.distributed.destroy_process_group() in all actors first."
         )
     ray = _ray()
@@ -311,11 +309,11 @@ def _place(_: object) -> tuple[str, str]:
 
 
 def _answer(_: object) -> None:
-    """Say that this actor lives and is free."""
+    """Do nothing; the return shows that this actor responds."""
 
 
 def _serve(_: object, address: str) -> int:
-    """Open the job's store in this process, for as long as it lives; returns the port."""
+    """Open the job's store, which lives as long as this process; return the port."""
     _served[:] = [_open_store(address)]
     port: int = _served[0].port
     return port
@@ -354,15 +352,12 @@ def _reload(_: object, connect: Connect) -> Report:
 # ---------------------------------------------------------------------------------------------
 # in the driver
 
-UNTOUCHED = "Nothing was changed in any actor: call {what}() again once all of them can answer"
-TOUCHED = (
-    "Groups that were touched are without a communicator: once all actors can answer, "
-    "reload_all() tries again"
-)
-NO_JOB = "The actors are not a job yet: call {what}() again once all of them can answer"
+UNTOUCHED = "Nothing was changed in any actor: call {what}() again once all of them respond"
+TOUCHED = "Groups that were changed have no communicator: call reload_all() once all actors respond"
+NO_JOB = "The actors are not a job yet: call {what}() again once all of them respond"
 REPLACE = (
-    "An actor that died cannot come back into its job: replace_actor() puts another one in its "
-    "place if the job is recoverable; else start all of them anew."
+    "An actor that died cannot rejoin its job. Call replace_actor() if the job is recoverable; "
+    "otherwise restart all actors."
 )
 
 
@@ -377,10 +372,10 @@ def _ray() -> Any:
 
 
 def _what_is_wrong(actors: object) -> str:
-    """Why this is no list of a job's actors, in words; empty if it is one."""
+    """Return why this is not a list of a job's actors; empty if it is."""
     if not isinstance(actors, Sequence):
         return f"actors is not a list but {actors!r}"
-    for actor in actors:  # of a remote class, not an actor of it, the method is a plain function
+    for actor in actors:  # a remote class has plain functions instead of actor methods
         if not hasattr(getattr(actor, "__ray_call__", None), "remote"):
             return f"{actor!r} is not an actor"
     if not actors:
@@ -389,13 +384,13 @@ def _what_is_wrong(actors: object) -> str:
 
 
 class _Call:
-    """One call of a public function: its steps in all actors share one bound.
+    """One call of a public function, with one timeout for its steps in all actors.
 
     Args:
         what: the public function, for messages.
-        actors: one handle a rank.
-        timeout: bound of all steps together; a timedelta, or seconds.
-        first_rank: the rank of the first, for messages.
+        actors: one handle per rank.
+        timeout: timeout of all steps together; a timedelta, or seconds.
+        first_rank: the rank of the first actor, for messages.
     """
 
     def __init__(
@@ -411,7 +406,7 @@ class _Call:
         wrong = _what_is_wrong(actors)
         if wrong:
             raise InvalidOptionError(
-                f"{what}(actors): {wrong}; nothing was done. Pass one handle a rank, in rank order."
+                f"{what}(actors): {wrong}; nothing was done. Pass one handle per rank, in order."
             )
         self._actors = list(actors)
         self._first_rank = first_rank
@@ -421,13 +416,13 @@ class _Call:
     def on_all(
         self, task: Callable[..., Any], state: str, *columns: Sequence[Any], first: bool = False
     ) -> list[Any]:
-        """Run a function in all actors and wait for all, or for what follows the first failure.
+        """Run a function in all actors and wait for all of them, or briefly after a failure.
 
         Args:
-            task: a module-level function; gets the actor's object and its item of each column.
-            state: the state if this fails, and what to call, for messages.
-            columns: arguments, one a rank in each.
-            first: only in the first actor.
+            task: a module-level function, called with the actor object and its item of each column.
+            state: the state after a failure and the remedy, for messages.
+            columns: arguments, with one item per rank in each.
+            first: run it only in the first actor.
         """
         ray = self._ray
         sent = [
@@ -457,18 +452,18 @@ class _Call:
     def _failed(
         self, errors: Mapping[int, BaseException], silent: Sequence[int], state: str
     ) -> ActorFailedError:
-        """Blame the actor that failed, not those that failed because of it."""
+        """Build the error of the actor that failed first, the cause of later failures."""
         secondary = (PeerFailedError, RendezvousTimeoutError)
         own = [rank for rank, error in errors.items() if not isinstance(error, secondary)]
         rank = min(own or errors)
         cause: BaseException = getattr(errors[rank], "cause", None) or errors[rank]
         others = sorted(set(errors) - {rank})
         ray_error = self._ray.exceptions.RayError
-        # Ray's own are a page of advice; it stays in what is chained.
+        # Ray's messages are a page long; the chained error has the full text.
         text = str(cause).partition("\n")[0] if isinstance(cause, ray_error) else str(cause)
         text = " ".join(f"{type(cause).__name__}: {text}".split()).rstrip(".")
-        told = f" Failed too: {format_ranks(others)}." if others else ""
-        told += f" Not answered yet: {format_ranks(silent)}." if silent else ""
+        told = f" Also failed: {format_ranks(others)}." if others else ""
+        told += f" No response yet: {format_ranks(silent)}." if silent else ""
         dead = isinstance(cause, self._ray.exceptions.RayActorError)
         error = ActorFailedError(
             f"{self._what}: actor {self._names([rank])} failed: {text}.{told} {state}."
@@ -477,12 +472,12 @@ class _Call:
             errors={other + self._first_rank: one for other, one in errors.items()},
             waiting=silent,
         )
-        error.__cause__ = errors[rank]  # as Ray gives it, with the actor's traceback
+        error.__cause__ = errors[rank]  # Ray's error, with the actor's traceback
         return error
 
     def _timed_out(self, silent: Sequence[int], state: str) -> ActorTimeoutError:
         return ActorTimeoutError(
-            f"{self._what}: {len(silent)} of {len(self._actors)} actors did not answer within "
+            f"{self._what}: {len(silent)} of {len(self._actors)} actors did not respond within "
             f"{self._timeout:g} s: {self._names(silent)}. {state}.",
             rank=silent[0] + self._first_rank,
             waiting=[rank + self._first_rank for rank in silent],

@@ -1,6 +1,6 @@
-"""The names that slime and miles import from their ``utils/reloadable_process_group.py``.
+"""Replacement for ``utils/reloadable_process_group.py`` of slime and miles.
 
-One changed import moves a user over::
+Only the import changes::
 
     from reloadpg.integrations.slime import (
         destroy_process_groups,
@@ -9,25 +9,24 @@ One changed import moves a user over::
         reload_process_groups,
     )
 
-What their callers rely on holds: all of it may be called twice; waking what is awake, and putting
-to sleep what sleeps, does nothing; groups may be reloaded for a weight update in the middle of a
-sleep; the default group goes too once it is registered, and stays if it is not (miles never
-registers it). What differs from their own module:
+The behaviour that their callers need is the same: all functions are idempotent; groups may be
+reloaded for a weight update while the trainer sleeps; the default group is released only if it was
+registered (miles never does). Differences from their module:
 
 * ``destroy_process_groups`` and ``reload_process_groups`` are collective over all ranks of the
   job, as :func:`reloadpg.offload` and :func:`reloadpg.reload`, and return their report.
-* The default group and the gloo groups stay the same objects: no temporary gloo WORLD takes their
-  place, and nothing has to be looked up again after a wake-up.
-* Groups on one rank and gloo groups are left alone, also when the default group is registered.
-* While asleep a collective on the default group raises, where theirs runs on the temporary one.
-* Memory is not looked at before a collective; an error in one gets the note about it all the same.
+* The default group and the gloo groups stay the same objects: no temporary gloo WORLD replaces
+  them, and no group must be looked up again after a wake-up.
+* Groups of one rank and gloo groups bypass, also if the default group is registered.
+* While asleep, a collective on the default group raises; theirs runs on the temporary group.
+* Memory is not checked before a collective; an error in a collective still gets a memory note.
 
 Code that reads their tables finds ``torch.distributed.old_new_group``, ``old_new_group_dict``,
 ``ReloadableProcessGroup.GROUPS``, and ``group_info`` of a group. miles' patch of megatron-core's
 checkpoint loading, ``monkey_patch_dist_checkpointing_merge``, is here too.
 
-slime maps the backend name ``nccl`` to ``mccl`` on MUSA devices inside its own patch; here the
-backend that is asked for is the one that is used.
+slime's patch maps the backend name ``nccl`` to ``mccl`` on MUSA devices; this module uses the
+requested backend.
 """
 
 from __future__ import annotations
@@ -70,10 +69,10 @@ __all__ = [
 logger = logging.getLogger("reloadpg")
 
 old_new_group_dict: dict[int, Callable[..., Any]] = {}
-"""``torch.distributed.new_group`` as it is without the patch, by process id."""
+"""The unpatched ``torch.distributed.new_group``, by process id."""
 
 _registered: dict[int, timedelta] = {}
-"""Timeouts given to ``register_default_process_group`` before the patch, by process id."""
+"""Timeouts passed to ``register_default_process_group`` before the patch, by process id."""
 
 _NOTE = "memory after the error"
 
@@ -81,14 +80,13 @@ _NOTE = "memory after the error"
 def monkey_patch_torch_dist(**options: Any) -> None:
     """Make groups created from now on reloadable; the default group only once it is registered.
 
-    Local; call it before the groups are created. Idempotent: where reloadpg is installed already,
-    by whomever, that installation is used as it is. From then on each error in a collective, ours
-    apart, gets a note of the memory in use and free (Python 3.11 and later): in torch's functions,
-    and in the methods of a reloadable group (not in the ``wait()`` of the Work that such a method
-    returns, which is torch's own). :func:`reloadpg.uninstall` takes all of it back.
+    Local; call it before the groups are created. Idempotent: an existing installation of reloadpg
+    is used unchanged. Errors in a collective, except those of reloadpg, then get a note with the
+    used and free memory (Python 3.11 and later): in torch's functions and in the methods of a
+    reloadable group, but not in ``Work.wait()``. :func:`reloadpg.uninstall` undoes all of this.
 
     Args:
-        options: passed on to :func:`reloadpg.install`, for example ``backends={"gloo"}`` to test
+        options: passed to :func:`reloadpg.install`, for example ``backends={"gloo"}`` to test
             without a GPU. ``world`` is False unless given.
     """
     if not is_installed():
@@ -105,7 +103,7 @@ def monkey_patch_torch_dist(**options: Any) -> None:
 
 
 def _take_back() -> None:
-    """Undo what the patch has done beside the installation."""
+    """Undo the changes of the patch other than the installation."""
     if getattr(dist, "old_new_group", None) is _old_new_group:
         del dist.old_new_group  # type: ignore[attr-defined]
     old_new_group_dict.pop(os.getpid(), None)
@@ -118,9 +116,8 @@ def _take_back() -> None:
 def register_default_process_group(timeout: timedelta | float) -> None:
     """Let the default group be released and rebuilt with the others from now on.
 
-    Local; call it alike on every rank, after ``init_process_group``; idempotent. Before
-    ``monkey_patch_torch_dist`` it is noted, and done by that. A gloo default group holds nothing to
-    release and stays as it is.
+    Local; call it on every rank, after ``init_process_group``; idempotent. A call before
+    ``monkey_patch_torch_dist`` takes effect with that. A gloo default group bypasses.
 
     Args:
         timeout: timeout of the default group, now and after each reload, in seconds or as a
@@ -131,8 +128,8 @@ def register_default_process_group(timeout: timedelta | float) -> None:
     """
     if not dist.is_initialized():
         raise ReloadpgError(
-            "register_default_process_group: torch.distributed is not initialized, so there is no "
-            "default group yet; nothing was changed. Call it after init_process_group()."
+            "register_default_process_group: torch.distributed is not initialized; nothing was "
+            "changed. Call it after init_process_group()."
         )
     timeout = as_timedelta(timeout, "timeout", "nothing was changed")
     with registry.lock:
@@ -150,17 +147,17 @@ def register_default_process_group(timeout: timedelta | float) -> None:
 def destroy_process_groups() -> Report | None:
     """Release the communicators of all groups: :func:`reloadpg.offload`.
 
-    Collective over all ranks; blocking, bounded; idempotent. Before ``monkey_patch_torch_dist``
-    it does nothing and returns None, for actors that never train.
+    Collective over all ranks; blocking, with a timeout; idempotent. Before
+    ``monkey_patch_torch_dist`` it does nothing and returns None, for actors that never train.
     """
     return ReloadableProcessGroup.destroy_process_groups()
 
 
 def reload_process_groups(*, connect: Connect = "none") -> Report | None:
-    """Make all groups work again: :func:`reloadpg.reload`.
+    """Rebuild all groups: :func:`reloadpg.reload`.
 
-    Collective over all ranks; blocking, bounded; idempotent; may be called again after a failure.
-    Before ``monkey_patch_torch_dist`` it does nothing and returns None.
+    Collective over all ranks; blocking, with a timeout; idempotent; may be called again after a
+    failure. Before ``monkey_patch_torch_dist`` it does nothing and returns None.
 
     Args:
         connect: as for :func:`reloadpg.reload`. ``eager`` connects each communicator on all its
@@ -170,14 +167,13 @@ def reload_process_groups(*, connect: Connect = "none") -> Report | None:
 
 
 def monkey_patch_dist_checkpointing_merge() -> None:
-    """Let megatron-core load optimizer states that were saved under another parallel layout.
+    """Let megatron-core load optimizer states that were saved with another parallel layout.
 
-    Local, idempotent; call it before a checkpoint is loaded. Under a layout with other tensor
-    parallelism the lists of ``param_state`` of a ``dp_reshardable`` optimizer differ in length by
-    the padding at their ends, which megatron-core's ``merge`` refuses (0.16.1) or cuts off on one
-    side only. The longer list is cut to the shorter, whichever it is, and a warning says so: that
-    what is cut off is padding is miles' finding, and is not checked. Lists elsewhere are refused as
-    before.
+    Local, idempotent; call it before a checkpoint is loaded. With a different tensor parallelism,
+    the lists of ``param_state`` of a ``dp_reshardable`` optimizer differ in length by the padding
+    at their ends. megatron-core's ``merge`` rejects this (0.16.1) or truncates on one side only.
+    Here the longer list is truncated, with a warning. That the rest is padding is taken from miles
+    and not checked. Other lists are rejected as before.
     """
     from megatron.core.dist_checkpointing import (
         dict_utils,
@@ -188,7 +184,7 @@ def monkey_patch_dist_checkpointing_merge() -> None:
     if isinstance(dict_utils.merge, wrapt.FunctionWrapper):
         return
     merge = wrapt.FunctionWrapper(dict_utils.merge, _merge_to_the_shorter)
-    # Two modules have imported the function by its name; its recursion finds it in its own.
+    # Two modules import the function by name; its recursion looks it up in its own module.
     for module in (dict_utils, serialization, tensor_aware_state_dict):
         module.merge = merge
 
@@ -201,7 +197,7 @@ def _merge_to_the_shorter(wrapped: Any, _: object, args: Any, kwargs: Any) -> An
         if len(shorter) < len(longer):
             logger.warning(
                 "checkpoint: %s has %d entries here and %d in the checkpoint: the longer list is "
-                "cut to the shorter, supposing that the rest is padding",
+                "truncated, assuming that the rest is padding",
                 "/".join(map(str, key)),
                 len(x1),
                 len(x2),
@@ -215,7 +211,7 @@ class _AnyReloadableGroup(type):
 
     @property
     def GROUPS(cls) -> dict[int, list[_Group]]:  # noqa: N802 - slime's name
-        """The reloadable groups of this process beside the default group, by process id."""
+        """The reloadable groups of this process except the default group, by process id."""
         return {os.getpid(): [group for group in registry.managed() if group is not c10d.world()]}
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -228,8 +224,8 @@ class _AnyReloadableGroup(type):
 class ReloadableProcessGroup(metaclass=_AnyReloadableGroup):
     """Substitute for :class:`reloadpg.ReloadableProcessGroup`, with slime's static methods.
 
-    ``isinstance`` is true for every reloadable group. Instances are made by the patched
-    ``torch.distributed`` functions alone.
+    ``isinstance`` is true for every reloadable group. Only the patched ``torch.distributed``
+    functions create instances.
     """
 
     @staticmethod
@@ -239,24 +235,24 @@ class ReloadableProcessGroup(metaclass=_AnyReloadableGroup):
 
     @staticmethod
     def reload_process_groups(*, connect: Connect = "none") -> Report | None:
-        """Make all groups work again; see the function of that name."""
+        """Rebuild all groups; see the function of that name."""
         return reload(connect=connect) if is_installed() else None
 
     @staticmethod
     def invalidate_process_groups() -> None:
-        """Do nothing: no handle to a group goes stale here. Local."""
+        """Do nothing: handles to groups stay valid. Local."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         raise TypeError(
-            "reloadable groups are not made by hand: torch.distributed.new_group() returns them "
-            "after monkey_patch_torch_dist(). Nothing was created."
+            "reloadable groups cannot be created directly: torch.distributed.new_group() returns "
+            "them after monkey_patch_torch_dist(). Nothing was created."
         )
 
 
 def _old_new_group(*args: Any, **kwargs: Any) -> Any:
-    """Create a group as torch alone would. Arguments are those of ``torch.distributed.new_group``.
+    """Create a group without a proxy. Arguments are those of ``torch.distributed.new_group``.
 
-    Torch's own function is not enough: it calls another one that is patched too.
+    Calling torch's function is not enough, since it calls another patched function.
     """
     with verbatim():
         return c10d.original("new_group")(*args, **kwargs)
@@ -280,24 +276,24 @@ _ATTRIBUTES = {"group": _group_itself, "group_info": _group_info}
 
 
 def _give_group_attribute(name: str, read: Callable[[_Group], Any]) -> None:
-    """Give reloadable groups an attribute that slime's wrappers have. Idempotent.
+    """Add to reloadable groups an attribute of slime's wrappers. Idempotent.
 
-    Their ``group`` holds the real group, which torch knows and the wrapper is not; miles' bridge
-    shim swaps it in around object collectives (miles#1221). Ours is known to torch itself.
+    slime's ``group`` is the group that torch created, since torch does not know the wrapper; miles'
+    bridge uses it around object collectives (miles#1221). Torch knows reloadable groups.
     """
     if name not in vars(_Group):
         setattr(_Group, name, property(read))
 
 
 def _note_memory(error: BaseException) -> None:
-    """Add to an error in a collective how much memory is in use, as each source knows it."""
+    """Add a note with the memory in use, by source, to an error in a collective."""
     notes = getattr(error, "__notes__", ())
     if isinstance(error, ReloadpgError) or any(note.startswith(_NOTE) for note in notes):
         return
     used = [f"{name} {held / 2**30:.2f}" for name, held in memory.in_use().items()]
     try:
         free = memory.free_bytes()
-    except Exception:  # a device in an error state has nothing to say
+    except Exception:  # the device may be in an error state
         free = None
     said = [] if free is None else [f"free by {free[1]} {free[0] / 2**30:.2f}"]
     if hasattr(error, "add_note"):

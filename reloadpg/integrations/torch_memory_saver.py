@@ -1,10 +1,10 @@
-"""The order between a memory saver and the groups: groups first, then pause; resume, then reload.
+"""Order of a memory saver and the groups: offload before pause, resume before reload.
 
-A memory saver such as ``torch_memory_saver`` takes device memory away from under allocations and
-keeps an account of them. Preloaded, it sees the communicators' allocations too. Releasing groups
-while they are paused frees memory that is not there; building groups while others are paused puts
-live allocations among paused ones. Its next ``pause`` or ``resume`` then ends the process
-("invalid argument", "Cannot resume allocation that is not paused"; slime#1690, #1786, #1895).
+A memory saver such as ``torch_memory_saver`` unmaps the device memory of allocations and keeps a
+list of them. If it is preloaded, the list includes the communicators' allocations. Releasing groups
+while their memory is paused frees unmapped memory; building groups while memory is paused mixes
+live and paused allocations. The next ``pause`` or ``resume`` then ends the process ("invalid
+argument", "Cannot resume allocation that is not paused"; slime#1690, #1786, #1895).
 
 :class:`MemorySaver` refuses a wrong order; :func:`~reloadpg.integrations.colocated` keeps the
 right one.
@@ -31,27 +31,27 @@ logger = logging.getLogger("reloadpg")
 
 
 class MemorySaverError(ReloadpgError):
-    """Groups and memory saver were asked for in the wrong order, or the saver failed."""
+    """Groups and memory saver were used in the wrong order, or the saver failed."""
 
 
 class MemorySaver:
-    """A memory saver that knows about the groups, for use in place of the saver's own object.
+    """A wrapper around a memory saver that knows the state of the groups.
 
-    ``pause`` and ``resume`` have its signatures and keep account of what is paused; everything
-    else (``region``, ``disable``, settings) is the saver's own. While something of the trainer is
-    paused, :func:`reloadpg.offload` and :func:`reloadpg.reload` fail on all ranks. What is paused
-    directly on the saver's own object is not seen: use this one everywhere.
+    ``pause`` and ``resume`` have the saver's signatures and record what is paused; all other
+    attributes (``region``, ``disable``, settings) are the saver's. While memory of the trainer is
+    paused, :func:`reloadpg.offload` and :func:`reloadpg.reload` fail on all ranks. Calls on the
+    saver itself are not recorded, so use this object everywhere.
 
-    Not thread-safe: one thread drives the lifecycle.
+    Not thread-safe.
 
     Args:
         saver: an object with ``pause(tag)`` and ``resume(tag)``; None for the process's
             ``torch_memory_saver``.
-        tags: the tags that the trainer's memory is under, in the order in which to pause them;
-            None for all memory at once. Other tags (a rollout engine's in the same process) may
-            be paused and resumed at any time.
-        sets: the sets of groups whose memory it watches; None for all. Where a rollout engine has
-            groups in the same processes, ``"trainer"``.
+        tags: the tags of the trainer's memory, in the order in which to pause them; None for all
+            memory at once. Other tags (of a rollout engine in the same process) may be paused and
+            resumed at any time.
+        sets: the sets of groups to check; None for all. Use ``"trainer"`` if a rollout engine has
+            groups in the same processes.
 
     Attributes:
         sets: see the argument.
@@ -75,15 +75,14 @@ class MemorySaver:
             )
         if isinstance(saver, MemorySaver):
             raise InvalidOptionError(
-                "MemorySaver(saver): that is a MemorySaver already; nothing was changed. Use it "
-                "as it is."
+                "MemorySaver(saver): already a MemorySaver; nothing was changed. Use it directly."
             )
         self._saver = _torch_memory_saver() if saver is None else saver
         for method in ("pause", "resume"):
             if not callable(getattr(self._saver, method, None)):
                 raise InvalidOptionError(
                     f"MemorySaver({self._saver!r}): it has no {method}(); nothing was changed. "
-                    "Pass torch_memory_saver's object or one with its methods."
+                    "Pass torch_memory_saver's object, or one with its methods."
                 )
         self._tags: tuple[str | None, ...] = (None,) if tags is None else tuple(tags)
         chosen = sets
@@ -92,7 +91,7 @@ class MemorySaver:
             chosen = Chosen.of(named, "MemorySaver")
         object.__setattr__(self, "sets", chosen)
         self._everything = False
-        self._apart: set[str] = set()  # tags in the other state than the rest
+        self._apart: set[str] = set()  # tags whose state differs from the rest
         self._untracked = False
         self._watch = finalize(self, _end_watch, _watch(ref(self), chosen))
         self._watch.atexit = False
@@ -111,17 +110,17 @@ class MemorySaver:
             setattr(self._saver, name, value)
 
     def close(self) -> None:
-        """Watch the lifecycle no more. Local, idempotent; the saver stays as it is."""
+        """Stop checking the lifecycle. Local, idempotent; the saver is unchanged."""
         self._watch()
 
-    # -- the saver's own two calls ------------------------------------------------------------
+    # -- the saver's methods ------------------------------------------------------------------
 
     def pause(self, tag: str | None = None) -> None:
-        """Take the memory under a tag away, or all of it. Local; idempotent.
+        """Pause the memory of a tag, or all memory. Local; idempotent.
 
         Raises:
-            MemorySaverError: groups are live and the tag is the trainer's, or all memory is asked
-                for and some of it is paused already; nothing was changed.
+            MemorySaverError: groups are live and the tag is the trainer's, or all memory was
+                requested and some of it is already paused; nothing was changed.
         """
         if self.is_paused(tag):
             return
@@ -136,24 +135,24 @@ class MemorySaver:
         self._switch(tag, self._saver.pause, "pause")
 
     def resume(self, tag: str | None = None) -> None:
-        """Give the memory under a tag back, or all of it. Local; idempotent.
+        """Resume the memory of a tag, or all memory. Local; idempotent.
 
         Raises:
-            MemorySaverError: all memory is asked for and only some of it is paused; nothing was
+            MemorySaverError: all memory was requested and only some of it is paused; nothing was
                 changed.
         """
         if self._everything or self._apart if tag is None else self.is_paused(tag):
             self._switch(tag, self._saver.resume, "resume")
 
     def is_paused(self, tag: str | None = None) -> bool:
-        """Whether the memory under a tag is paused; for None, whether all of it is. Local."""
+        """Whether the memory of a tag is paused; for None, whether all memory is. Local."""
         if tag is None:
             return self._everything and not self._apart
         return self._everything != (tag in self._apart)
 
     @property
     def paused(self) -> tuple[str, ...]:
-        """The trainer's tags that are paused, ``("*",)`` for all memory. Local."""
+        """The trainer's paused tags; ``("*",)`` for all memory. Local."""
         if self._tags == (None,):
             if self._everything:
                 return ("*",)
@@ -164,7 +163,7 @@ class MemorySaver:
         if tag is None and self._apart:
             raise MemorySaverError(
                 f"{name}(): the tags {sorted(self._apart)} are "
-                f"{'active' if self._everything else 'paused'} and the rest is not; the saver "
+                f"{'active' if self._everything else 'paused'} but the rest is not; the saver "
                 f"would end the process. Nothing was changed. Call {name}(tag) for each tag."
             )
         action(tag)
@@ -179,7 +178,7 @@ class MemorySaver:
         """Pause each of the trainer's tags that is not paused yet. Local; idempotent.
 
         Raises:
-            MemorySaverError: as :meth:`pause`, or the saver failed; the cause is chained.
+            MemorySaverError: see :meth:`pause`, or the saver failed; the cause is chained.
         """
         self._each(self._tags, self.pause, "pause")
 
@@ -187,7 +186,7 @@ class MemorySaver:
         """Resume each of the trainer's tags that is paused, last one first. Local; idempotent.
 
         Raises:
-            MemorySaverError: as :meth:`resume`, or the saver failed; the cause is chained.
+            MemorySaverError: see :meth:`resume`, or the saver failed; the cause is chained.
         """
         self._each(tuple(reversed(self._tags)), self.resume, "resume")
 
@@ -235,8 +234,7 @@ class MemorySaver:
         try:
             stack.enter_context(disable())
         except (AssertionError, NotImplementedError) as error:
-            # It watches allocations in its regions only (hook mode "torch", XPU), so that there
-            # is nothing to keep out.
+            # The saver records only allocations in its regions (hook mode "torch", XPU).
             logger.debug("memory saver: disable() is not for this mode: %s", error)
 
     def _refuse(self, operation: str) -> None:
@@ -250,9 +248,9 @@ class MemorySaver:
 
 
 def _watch(saver: ref[MemorySaver], sets: Chosen) -> list[Callable[[], None]]:
-    """Let offload and reload ask a saver that is still there; the functions that end it.
+    """Make offload and reload check a saver, if it still exists; return functions to undo this.
 
-    Asked before the reload: an account that is wrong cannot be corrected afterwards.
+    The check comes before the reload, since the saver's list cannot be corrected afterwards.
     """
 
     def asking(operation: str) -> Callable[[], None]:

@@ -31,24 +31,23 @@ def offloaded_phase(
     every: int = 1,
     block: AbstractContextManager[Any] | None = None,
 ) -> Any:
-    """Make a ``TrainerCallback`` that runs a phase while the trainer's groups are offloaded.
+    """Create a ``TrainerCallback`` that runs a phase while the trainer's groups are offloaded.
 
-    Local; what it does at its moments is collective over all ranks, as :func:`reloadpg.offload`
-    and :func:`reloadpg.reload` are. The trainer calls callbacks on every rank alike. TRL's trainers
-    take it too.
+    Local. The callback is collective over all ranks, like :func:`reloadpg.offload` and
+    :func:`reloadpg.reload`; the trainer calls it on every rank. TRL's trainers accept it, too.
 
     Args:
-        phase: called with what the trainer gives its callbacks: ``phase(args, state, control,
+        phase: called with the trainer's callback arguments: ``phase(args, state, control,
             **kwargs)``; the model is in ``kwargs["model"]``. It must not use the groups.
         when: after an optimizer step, an epoch, an evaluation, or a checkpoint was saved.
-        every: at each n-th of these moments.
+        every: run at each n-th of these moments.
         block: the context manager around it; see :class:`OffloadedPhase`.
 
     Returns:
         The callback, with the attributes ``calls`` and ``cycles`` of :class:`OffloadedPhase`.
 
     Raises:
-        InvalidOptionError: an argument cannot be used.
+        InvalidOptionError: an argument is invalid.
         ReloadpgError: transformers is not installed.
     """
     turn = OffloadedPhase(phase, every=every, block=block)

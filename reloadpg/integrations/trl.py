@@ -1,4 +1,4 @@
-"""TRL's ``GRPOTrainer``: its rollouts run with the groups offloaded.
+"""TRL's ``GRPOTrainer``: rollouts with the groups offloaded.
 
 With TRL's own vLLM in the trainer's processes (``use_vllm=True``, ``vllm_mode="colocate"``)::
 
@@ -11,9 +11,9 @@ With a rollout function::
     GRPOTrainer(..., rollout_func=offloaded_rollout(rollout))
 
 TRL (1.16) calls ``rollout_func(prompts, trainer)`` on every rank whenever it needs completions.
-Weights that the engine needs are gathered before the groups go: by TRL itself with ``use_vllm``, or
-by ``prepare``. Between steps, the callback of ``reloadpg.integrations.transformers`` works in TRL's
-trainers too. TRL itself is not imported.
+Weights for the engine must be gathered before the groups are offloaded: by TRL with ``use_vllm``,
+or by ``prepare``. Between steps, the callback of ``reloadpg.integrations.transformers`` also works
+in TRL's trainers. TRL is not imported here.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ def offloaded_rollout(
 ) -> Callable[[Any, Any], Any]:
     """Wrap a ``rollout_func`` of TRL, so that it runs while the trainer's groups are offloaded.
 
-    Local; a call of what it returns is collective over all ranks, as :func:`reloadpg.offload` and
-    :func:`reloadpg.reload` are. What the rollout raises goes on, after the groups have come back.
+    Local. The returned function is collective over all ranks, like :func:`reloadpg.offload` and
+    :func:`reloadpg.reload`. An exception of the rollout propagates after the groups are reloaded.
 
     Args:
-        rollout: ``rollout(prompts, trainer)``. Where its engine uses groups of this process (tensor
+        rollout: ``rollout(prompts, trainer)``. If its engine uses groups of this process (tensor
             parallelism in ``vllm_mode="colocate"``), install with ``sets={"engine": "vllm.*"}`` and
             pass ``block=reloadpg.swapped(out="trainer", into="engine")``.
-        prepare: called with the trainer while the groups are still live: where parameters are
-            gathered and handed to the engine.
+        prepare: called with the trainer while the groups are still live, to gather parameters and
+            pass them to the engine.
         block: the context manager around the rollout; by default a :class:`reloadpg.offloaded`,
-            else for example what :func:`reloadpg.integrations.colocated` returned.
+            or for example the result of :func:`reloadpg.integrations.colocated`.
 
     Raises:
-        InvalidOptionError: an argument cannot be used.
+        InvalidOptionError: an argument is invalid.
     """
     for name, value in (("rollout", rollout), ("prepare", prepare)):
         if not callable(value) and (name == "rollout" or value is not None):
             raise InvalidOptionError(
-                f"offloaded_rollout({name}={value!r}): it cannot be called; nothing was wrapped. "
+                f"offloaded_rollout({name}={value!r}): not callable; nothing was wrapped. "
                 "Pass a function."
             )
     around: AbstractContextManager[Any] = offloaded() if block is None else block

@@ -1,19 +1,19 @@
-"""verl's hybrid engine: the groups of a worker are offloaded while its rollout engine generates.
+"""verl's hybrid engine: offloads the groups of a worker while its rollout engine generates.
 
 ::
 
     offloaded_rollouts()  # in each worker process, before its model is built
 
-A module that ``actor_rollout_ref.model.external_lib`` names is imported there in time. verl sends
-the weights to the engine and then gives the engine its KV cache; the groups go in between, after
-everything that gathers parameters. They come back when the driver next calls a method of the worker
-that runs on all ranks (log probabilities, an update, a checkpoint), whatever became of the
-generation meanwhile. Nothing of verl is changed but the methods of the classes.
+A module named in ``actor_rollout_ref.model.external_lib`` is imported early enough. verl sends the
+weights to the engine and then allocates the engine's KV cache; the groups are offloaded in between,
+after all parameters are gathered. They are reloaded when the driver next calls a method of the
+worker that runs on all ranks (log probabilities, an update, a checkpoint), even if the generation
+failed. Only methods of these classes are changed in verl.
 
-Followed here: ``ActorRolloutRefWorker.update_weights`` of ``verl/workers/engine_workers.py``
-(0.9.1), ``rollout_mode`` and ``trainer_mode`` of ``verl/workers/fsdp_workers.py`` (0.6 and 0.7),
-and the sharding managers of ``verl/workers/sharding_manager`` (up to 0.6), which are entered before
-a generation and left after it.
+Based on ``ActorRolloutRefWorker.update_weights`` of ``verl/workers/engine_workers.py`` (0.9.1),
+``rollout_mode`` and ``trainer_mode`` of ``verl/workers/fsdp_workers.py`` (0.6 and 0.7), and the
+sharding managers of ``verl/workers/sharding_manager`` (up to 0.6), which are entered before a
+generation and left after it.
 """
 
 from __future__ import annotations
@@ -52,13 +52,12 @@ DURING_ROLLOUTS = (
 def offloaded_rollouts(
     *classes: type, block: AbstractContextManager[Any] | None = None
 ) -> OffloadedRollouts:
-    """Let the workers of verl offload the groups of their process during each rollout.
+    """Make verl's workers offload the groups of their process during each rollout.
 
-    Local; call it alike in every worker process, once. From then on the end of a transfer of
-    weights is collective over all ranks, as :func:`reloadpg.offload` is, and so is the first call
-    of a worker after a rollout, as :func:`reloadpg.reload` is. A transfer to an engine that does
-    not share the worker's GPU offloads nothing. What verl's methods raise goes on, with the groups
-    live.
+    Local; call it once in every worker process. The end of a weight transfer is then collective
+    over all ranks, like :func:`reloadpg.offload`, and so is the first call of a worker after a
+    rollout, like :func:`reloadpg.reload`. A transfer to an engine that does not share the worker's
+    GPU offloads nothing. Exceptions of verl's methods propagate, with the groups live.
 
     Args:
         classes: workers of verl or subclasses, or classes of sharding managers; their methods are
@@ -71,21 +70,21 @@ def offloaded_rollouts(
             ``reloadpg.swapped(out="trainer", into="engine")``.
 
     Returns:
-        A handle, to undo it.
+        A handle that can undo it.
 
     Raises:
-        InvalidOptionError: a class has none of the methods, or was given before; nothing was
+        InvalidOptionError: a class has none of the methods, or was already passed; nothing was
             changed.
-        ReloadpgError: no class was given, and verl 0.9 is not installed; nothing was changed.
+        ReloadpgError: no class was passed, and verl 0.9 is not installed; nothing was changed.
     """
     return OffloadedRollouts(classes or _workers(), offloaded() if block is None else block)
 
 
 class OffloadedRollouts:
-    """Handle on what :func:`offloaded_rollouts` replaced.
+    """Handle of the methods that :func:`offloaded_rollouts` replaced.
 
     Attributes:
-        cycles: how often the groups came back.
+        cycles: number of reloads.
     """
 
     def __init__(self, classes: tuple[type, ...], block: AbstractContextManager[Any]) -> None:
@@ -99,9 +98,10 @@ class OffloadedRollouts:
                 setattr(owner, name, replacement)
 
     def remove(self) -> None:
-        """Give the classes their own methods back. Idempotent.
+        """Restore the methods of the classes. Idempotent.
 
-        Local, between rollouts. During one it is collective over all ranks: the groups come back.
+        Local between rollouts. During a rollout it is collective over all ranks and reloads the
+        groups.
         """
         self.end()
         while self._undo:
@@ -112,23 +112,23 @@ class OffloadedRollouts:
                 setattr(owner, name, own)
 
     def begin(self) -> None:
-        """Offload the groups; nothing where they are. Collective over all ranks."""
+        """Offload the groups, if they are live. Collective over all ranks."""
         if not self._inside:
             self._block.__enter__()
             self._inside = True
 
     def end(self, error: BaseException | None = None) -> None:
-        """Reload the groups; nothing where :meth:`begin` did not. Collective over all ranks.
+        """Reload the groups, if :meth:`begin` offloaded them. Collective over all ranks.
 
         Args:
-            error: what goes on being raised afterwards, so that a failed reload is logged.
+            error: an exception that will propagate, so a failed reload is only logged.
         """
         if self._inside:
             self._inside = False
             self._block.__exit__(type(error) if error else None, error, None)
             self.cycles += 1
 
-    # -- what replaces methods ----------------------------------------------------------------
+    # -- replacement methods ------------------------------------------------------------------
 
     def _replacements(self, owner: type) -> dict[str, Any]:
         methods = {
@@ -138,8 +138,8 @@ class OffloadedRollouts:
         }
         if any(hasattr(method, MARK) for method in methods.values()):
             raise InvalidOptionError(
-                f"offloaded_rollouts({owner.__qualname__}): it was given before; nothing was "
-                "changed. Call remove() of what that call returned first."
+                f"offloaded_rollouts({owner.__qualname__}): already passed in an earlier call; "
+                "nothing was changed. First call remove() on the handle of that call."
             )
         replacements = {
             name: self._before(method) for name, method in methods.items() if _on_all_ranks(method)
@@ -156,15 +156,15 @@ class OffloadedRollouts:
         if not replacements:
             raise InvalidOptionError(
                 f"offloaded_rollouts({owner.__qualname__}): it has no method that verl's driver "
-                "calls, and is no context manager; nothing was changed. Pass a worker of verl or "
-                "a sharding manager."
+                "calls, and is not a context manager; nothing was changed. Pass a worker of verl "
+                "or a sharding manager."
             )
         for replacement in replacements.values():
             setattr(replacement, MARK, True)
         return replacements
 
     def _before(self, method: Callable[..., Any]) -> Any:
-        """End a rollout before a method, and one that the method began and did not end."""
+        """End an open rollout before a method, and one that the method leaves open."""
 
         @wraps(method)
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -187,7 +187,7 @@ class OffloadedRollouts:
         return awaited if inspect.iscoroutinefunction(method) else called
 
     def _transfer(self, method: Callable[..., Any]) -> Any:
-        """Begin a rollout when the engine has the weights and is about to get its KV cache."""
+        """Begin a rollout after the engine has the weights and before it allocates its KV cache."""
 
         @wraps(method)
         async def transfer(worker: Any, *args: Any, **kwargs: Any) -> Any:
@@ -203,14 +203,14 @@ class OffloadedRollouts:
                 raise
             finally:
                 worker.rollout = engine
-            if watched._self_has_weights:  # one that keeps its KV cache was not given it
+            if watched._self_has_weights:  # the engine kept its KV cache
                 self.begin()
             return result
 
         return transfer
 
     def _enter(self, enter: Callable[..., Any], leave: Callable[..., Any]) -> Any:
-        """Begin a rollout when a sharding manager has sent the weights."""
+        """Begin a rollout after a sharding manager has sent the weights."""
 
         @wraps(enter)
         def entered(manager: Any) -> Any:
@@ -225,7 +225,7 @@ class OffloadedRollouts:
         return entered
 
     def _after(self, method: Callable[..., Any]) -> Any:
-        """End a rollout after the engine has given back its memory, or failed to."""
+        """End a rollout after the engine has released its memory, or failed to."""
 
         @wraps(method)
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -264,12 +264,12 @@ class _Engine(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
 
 def _on_all_ranks(method: Any) -> bool:
-    """Tell whether the driver calls a method on all ranks, with nothing generating."""
+    """Whether the driver calls a method on all ranks, outside of a generation."""
     called = getattr(method, REMOTE, None)
     if called is None or method.__name__ in DURING_ROLLOUTS:
         return False
     dispatch, execute = called["dispatch_mode"], called["execute_mode"]
-    # Of verl's own enumerations; the dispatch over a mesh is a dictionary.
+    # Values of verl's enumerations; the dispatch over a mesh is a dictionary.
     direct = getattr(dispatch, "name", "") == "DIRECT_ROLLOUT_METHOD"
     return not direct and getattr(execute, "name", "ALL") == "ALL"
 

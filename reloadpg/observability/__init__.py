@@ -1,18 +1,18 @@
 """Observability of a running job: log records, traces, metrics, spans, status files.
 
-Everything here is built on ``reloadpg.on_report`` and ``reloadpg.status()``, is local, and keeps
-its own failures to itself: a full disk or a broken exporter is one warning in the log and never an
-error of the job. Names are loaded when they are used.
+Everything here is built on ``reloadpg.on_report`` and ``reloadpg.status()`` and is local. A failure
+here, such as a full disk or a broken exporter, is one warning in the log and never an error of the
+job. Names are loaded on first use.
 
 ================================  =================================================================
 ``TraceWriter(path)``             Chrome/Perfetto trace of each offload and reload
 ``ReloadpgCollector``             Prometheus metrics (extra ``prometheus``)
 ``export_spans()``                OpenTelemetry spans, if its API can be imported
-``RELOADPG_STATUS_DIR``           one status file a rank in that directory, for ``reloadpg status``
+``RELOADPG_STATUS_DIR``           one status file per rank in a directory, for ``reloadpg status``
 debug server                      the same record at ``/handler/reloadpg`` of torch's debug server
 ================================  =================================================================
 
-Records of the logger ``reloadpg`` and of those below it have an attribute ``rank``.
+Records of the logger ``reloadpg`` and its children have an attribute ``rank``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reports given on to other systems: OpenTelemetry spans, and Prometheus metrics.
+"""Export of reports to other systems: OpenTelemetry spans and Prometheus metrics.
 
 Neither is required. Spans need ``opentelemetry-api`` and do nothing without it; the metrics need
 the extra ``prometheus``::
@@ -9,8 +9,8 @@ the extra ``prometheus``::
     REGISTRY.register(ReloadpgCollector())
     start_http_server(9400 + local_rank)
 
-Metrics are read when they are scraped, from ``reloadpg.status()`` and from what reports have added
-up to since the collector was made. Every sample has the label ``rank``.
+Metrics are computed when they are scraped, from ``reloadpg.status()`` and the sums over all reports
+since the collector was created. Every sample has the label ``rank``.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _STATES = ("live", "offloaded", "failed")
 
 
 def subscribe(what: str, callback: Callable[[Report], object]) -> Callable[[], None]:
-    """Call something with each report from now on; its first failure is its last call.
+    """Register a callback for each report; it is removed after its first failure.
 
-    Local. The failure is one warning: an exporter that is broken would be broken at every report
-    to come.
+    Local. The failure is logged as one warning, since a broken exporter would fail for every
+    report.
 
     Args:
-        what: what the callback is, for the warning.
+        what: name of the exporter, for the warning.
         callback: called in the thread of the operation.
 
     Returns:
-        A function that ends it; idempotent.
+        A function that removes the callback; idempotent.
     """
 
     def guarded(report: Report) -> None:
@@ -53,7 +53,7 @@ def subscribe(what: str, callback: Callable[[Report], object]) -> Callable[[], N
         except Exception as error:
             remove()
             logger.warning(
-                "%s failed and is off from now on; the job is not affected: %s: %s",
+                "%s failed and is now disabled; the job is not affected: %s: %s",
                 what,
                 type(error).__name__,
                 error,
@@ -67,17 +67,16 @@ def subscribe(what: str, callback: Callable[[Report], object]) -> Callable[[], N
 
 
 def export_spans(tracer_provider: Any = None) -> Callable[[], None]:
-    """Make spans of each operation from now on: one for the call, one for each phase and group.
+    """Export spans of each operation: one for the call, and one for each phase and group.
 
-    Local. The span of the call becomes a child of the caller's current span. They are made when
-    the operation has ended, with the times at which things happened. Without ``opentelemetry-api``
-    this does nothing.
+    Local. The span of the call is a child of the caller's current span. Spans are created when the
+    operation has ended, with the original times. Does nothing without ``opentelemetry-api``.
 
     Args:
         tracer_provider: a provider of the OpenTelemetry API; None is the global one.
 
     Returns:
-        A function that ends it; idempotent.
+        A function that stops the export; idempotent.
     """
     try:
         from opentelemetry import trace
@@ -168,11 +167,11 @@ class ReloadpgCollector:
         self._remove = subscribe("the Prometheus collector", self._add)
 
     def close(self) -> None:
-        """Take no more reports. Idempotent."""
+        """Stop collecting reports. Idempotent."""
         self._remove()
 
     def describe(self) -> list[Any]:
-        """Nothing: asked for by the registry, which would otherwise collect while registering."""
+        """Return nothing; otherwise the registry would collect during registration."""
         return []
 
     def collect(self) -> Iterator[Any]:
@@ -197,7 +196,7 @@ class ReloadpgCollector:
             "installed": ("Whether the library is installed.", status.installed),
             "generation": ("Number of completed reloads of the job.", status.generation),
             "groups": ("Number of reloadable groups.", len(status.groups)),
-            "bypassed_groups": ("Number of groups that are left alone.", status.bypassed),
+            "bypassed_groups": ("Number of groups that bypass.", status.bypassed),
         }
         for name, (text, value) in figures.items():
             family = self._gauge(f"reloadpg_{name}", text)
@@ -212,11 +211,11 @@ class ReloadpgCollector:
         labels = ("group", "desc")
         live = self._gauge("reloadpg_group_live", "Whether the group can be used.", *labels)
         held = self._gauge(
-            "reloadpg_group_memory_bytes", "What its communicator holds, by its account.", *labels
+            "reloadpg_group_memory_bytes", "Bytes that its communicator reports.", *labels
         )
         last = self._gauge(
             "reloadpg_group_last_seconds",
-            "Its part in the last operation of this kind.",
+            "Time of the group in the last operation of this kind.",
             *labels,
             "operation",
         )
@@ -233,7 +232,7 @@ class ReloadpgCollector:
 
     def _of_reports(self, rank: str) -> Iterator[Any]:
         counters: dict[str, tuple[str, Callable[[_Totals], float]]] = {
-            "calls": ("Calls that ended, failed ones too.", lambda one: one.calls),
+            "calls": ("Calls that ended, including failed ones.", lambda one: one.calls),
             "failures": ("Calls that failed.", lambda one: one.failures),
             "seconds": ("Time spent in calls.", lambda one: one.seconds),
             "bytes": ("Bytes released by offloads, restored by reloads.", lambda one: one.bytes),

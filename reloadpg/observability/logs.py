@@ -1,10 +1,9 @@
 """The rank in every log record of the library.
 
-The library only ever logs to ``reloadpg`` and loggers below it. A filter on a logger does not see
-the records of the loggers below, a handler does: so one handler names the rank, and prints warnings
-where the program has not configured logging. It comes
-before all other handlers of ``reloadpg`` and of the root logger, whose formats may say
-``%(rank)s``.
+The library logs only to ``reloadpg`` and its child loggers. A filter on a logger does not see the
+records of child loggers, but a handler does. So one handler sets the rank, and prints warnings if
+the program has not configured logging. It comes before all other handlers of ``reloadpg`` and of
+the root logger, whose formats may contain ``%(rank)s``.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ UNKNOWN = "-"
 
 
 def current_rank() -> int | None:
-    """This process's rank, from its default group or else from its launcher. Local, never raises.
+    """This process's rank, from its default group or its launcher. Local, never raises.
 
-    Imports nothing: before torch is loaded only the launcher can know.
+    Imports nothing: before torch is loaded, the rank comes from the launcher.
     """
     torch = sys.modules.get("torch.distributed")
     try:
         if torch is not None and torch.is_initialized():
             return int(torch.get_rank())
-    except Exception:  # a default group that is being made or destroyed in another thread
+    except Exception:  # another thread is creating or destroying the default group
         pass
     text = os.environ.get("RANK", "")
     return int(text) if text.isdecimal() else None
 
 
 class RankHandler(logging.Handler):
-    """Sets ``record.rank``: the rank, or ``-`` where it is not known yet.
+    """Sets ``record.rank``: the rank, or ``-`` if it is unknown.
 
-    Where no other handler takes the record, it goes to stderr from the level of warnings on, or
-    from that of the logger ``reloadpg`` if it was set: logging's own last resort prints only for
-    loggers without any handler.
+    A record without another handler is printed to stderr from the level of warnings on, or from the
+    level of the logger ``reloadpg`` if it was set. Logging's default does so only for loggers
+    without any handler.
     """
 
     def __init__(self) -> None:
@@ -63,7 +62,7 @@ class RankHandler(logging.Handler):
 
 
 def _is_taken(name: str) -> bool:
-    """Whether a handler of the program gets the records of a logger."""
+    """Whether the program has a handler for the records of a logger."""
     logger: logging.Logger | None = logging.getLogger(name)
     while logger is not None:
         if not all(isinstance(one, (RankHandler, logging.NullHandler)) for one in logger.handlers):
@@ -73,7 +72,7 @@ def _is_taken(name: str) -> bool:
 
 
 def name_rank_in_records() -> None:
-    """Give the records of ``reloadpg`` their rank from now on. Local, idempotent."""
+    """Add the rank to the records of ``reloadpg`` from now on. Local, idempotent."""
     logger = logging.getLogger(LOGGER)
     if not any(isinstance(handler, RankHandler) for handler in logger.handlers):
         logger.handlers.insert(0, RankHandler())

@@ -1,15 +1,14 @@
-"""The status of this process for others: its record, in a file and at torch's debug server.
+"""Publication of this process's status: a record in a file and at torch's debug server.
 
-With ``RELOADPG_STATUS_DIR`` in its environment a process that installs reloadpg keeps
-``rank-<n>.json`` there, for ``reloadpg status``: written anew as each operation begins and ends,
-and each second, atomically, so that a reader finds a whole record, and one that is old if the
-process is gone or stopped. While an operation runs, also while this rank waits in it, the record
-says how far it is. Beside it ``trace-rank-<n>.json`` is the trace of the last operations, for
-``reloadpg trace``. The files are written by a daemon thread of this module alone: a slow or full
-disk holds up nobody else.
+If ``RELOADPG_STATUS_DIR`` is set, a process that installs reloadpg keeps ``rank-<n>.json`` there,
+for ``reloadpg status``. The file is rewritten atomically at the start and end of each operation and
+each second, so a reader finds a complete record, and an old one if the process has ended or is
+stopped. While an operation runs, the record has its progress. ``trace-rank-<n>.json`` is the trace
+of the last operations, for ``reloadpg trace``. A daemon thread of this module writes the files, so
+a slow or full disk delays no other thread.
 
-``torch.distributed.debug.start_debug_server()`` starts one server a rank (torch 2.13 and later);
-at ``/handler/reloadpg`` it answers with the same record. Nothing is started here.
+``torch.distributed.debug.start_debug_server()`` starts one server per rank (torch 2.13 and later),
+which returns the same record at ``/handler/reloadpg``. This module starts no server.
 """
 
 from __future__ import annotations
@@ -50,18 +49,18 @@ __all__ = [
 ]
 
 VERSION = 1
-"""Of the record's form."""
+"""Version of the record's format."""
 
 HANDLER = "reloadpg"
 KEPT_REPORTS = 50
 HEARTBEAT_S = 1.0
 _LASTING = ("rank", "world_size", "generation", "cycles", "groups", "memory_bytes", "last_error")
-"""Values of a status that stay when the job's groups have been destroyed."""
+"""Values of a status that are kept after the job's groups were destroyed."""
 _LAST_WRITE_S = 0.5
-"""The longest that the end of the process waits for the last record to be written."""
+"""Maximum number of seconds that the exit of the process waits for the last record."""
 
 _STILL_S = 2.0
-"""Seconds without a new collective after which the record has the stack of the main thread."""
+"""Seconds without a new collective after which the record contains the main thread's stack."""
 
 logger = logging.getLogger("reloadpg")
 
@@ -73,43 +72,43 @@ def start_with_installations() -> None:
 
 
 def start() -> None:
-    """Name the rank in log records, answer torch's debug server, publish the status if asked to.
+    """Set the rank in log records, serve torch's debug server, publish the status if requested.
 
-    Local; idempotent; called by ``install``, also by one that finds the library installed: a
-    forked child gets what its parent had.
+    Local; idempotent. Each ``install`` calls it, also if the library is already installed, so that
+    a forked child gets the same.
     """
     name_rank_in_records()
     try:
         serve_status()
         publish_status()
-    except Exception as error:  # what only shows the job must not stop it
-        logger.warning("no status of this process will be shown: %s", error)
+    except Exception as error:  # monitoring must not stop the job
+        logger.warning("the status of this process will not be published: %s", error)
 
 
 def serve_status() -> bool:
-    """Let a debug server of this process, now or later, answer with the status record.
+    """Register the status record with the debug server of this process, started or not.
 
-    Local; idempotent; costs nothing until it is asked. The answer is made in the server's thread
-    and asks no communicator for anything while an operation runs.
+    Local; idempotent; costs nothing until a request. The response is built in the server's thread
+    and uses no communicator while an operation runs.
 
     Returns:
-        Whether the installed torch takes handlers (2.8 does not).
+        Whether the installed torch supports handlers (2.8 does not).
     """
     return _process.serve()
 
 
 def publish_status(directory: str | os.PathLike[str] | None = None) -> Callable[[], None]:
-    """Keep this process's status file up to date from now on.
+    """Keep this process's status file up to date.
 
-    Local; returns at once; idempotent for the same directory. A forked child does not go on with
-    it: the file is its parent's.
+    Local; non-blocking; idempotent for the same directory. A forked child does not continue it,
+    since the file belongs to its parent.
 
     Args:
-        directory: where; None asks the variable ``RELOADPG_STATUS_DIR``, and does nothing if it
-            is not set.
+        directory: the directory; None reads the variable ``RELOADPG_STATUS_DIR``, and does nothing
+            if it is not set.
 
     Returns:
-        A function that ends it; idempotent. The file stays.
+        A function that stops it; idempotent. The file is kept.
     """
     where = os.fspath(directory) if directory is not None else os.environ.get(STATUS_DIR, "")
     if not where:
@@ -118,14 +117,14 @@ def publish_status(directory: str | os.PathLike[str] | None = None) -> Callable[
 
 
 class StatusRecord:
-    """This process's own account: its status, and the report of its last operation.
+    """The record of this process: its status, and the report of its last operation.
 
-    Kept up to date as operations begin and end, in the job's own thread, and by :meth:`refresh`
-    from any other. How far a running operation is, is asked whenever the record is read.
+    Updated at the start and end of operations, in their thread, and by :meth:`refresh` from any
+    thread. The progress of a running operation is read whenever the record is read.
 
     Attributes:
-        changed: called in the thread that brought something new; must not block.
-        reports: the last reports, for a trace; kept while there is somebody to call.
+        changed: called after a change, in the thread that made it; must not block.
+        reports: the last reports, for a trace; kept only while there is a subscriber.
     """
 
     def __init__(self, *, forked: bool = False) -> None:
@@ -144,10 +143,10 @@ class StatusRecord:
 
     @property
     def rank(self) -> int | None:
-        """This process's rank; None as long as nobody knows it.
+        """This process's rank; None if unknown.
 
-        A forked child is its parent's rank neither by the group nor by the environment that it
-        has inherited, but only what a group of its own says.
+        A forked child ignores the inherited group and environment. It has a rank only from a group
+        that it has created itself.
         """
         world = c10d.world()
         if self._forked and (world is None or registry.is_inherited(world)):
@@ -155,10 +154,10 @@ class StatusRecord:
         return current_rank() if world is None else world.rank()
 
     def refresh(self) -> None:
-        """Look again if groups have come or gone since. Local, non-blocking, from any thread.
+        """Update the status if groups were created or destroyed. Local, non-blocking, thread-safe.
 
-        Not while an operation runs or begins: status asks communicators for their memory, and
-        none may be asked while another thread releases it. The operation's report follows.
+        Does nothing while an operation runs or begins: a status reads the memory of communicators,
+        which another thread may be releasing. The operation's report follows.
         """
         seen = self._signature()
         if seen == self._seen or not registry.lock.acquire(blocking=False):  # type: ignore[attr-defined]
@@ -170,10 +169,10 @@ class StatusRecord:
             registry.lock.release()  # type: ignore[attr-defined]
 
     def text(self, *, exiting: bool = False) -> str:
-        """The record as JSON, with the time of now.
+        """The record as JSON, with the current time.
 
         Args:
-            exiting: whether the process is at its exit, and this is the last record.
+            exiting: whether the process is exiting, so that this is the last record.
         """
         body = self._encoded()
         size, operation = self._status.get("world_size"), running()
@@ -191,10 +190,10 @@ class StatusRecord:
         return f"{json.dumps(head)[:-1]}, {body}"
 
     def _collectives(self) -> dict[str, Any]:
-        """How many collectives this rank has begun on each group, since when, and where it is.
+        """The number of collectives started on each group, the time of the last one, and the stack.
 
-        Torch counts them, so that they cost nothing. No communicator is asked while an operation
-        runs. Where none has begun for some seconds: the stack, and NCCL's unfinished collectives.
+        Torch counts them, so this costs nothing. Uses no communicator while an operation runs. The
+        stack, and NCCL's unfinished collectives, are included if none was started for some seconds.
         """
         if registry.lock.acquire(blocking=False):  # type: ignore[attr-defined]
             try:
@@ -209,7 +208,7 @@ class StatusRecord:
         return found
 
     def _begin(self) -> None:
-        """Note the groups as an operation begins: no other thread looks while it runs."""
+        """Record the groups at the start of an operation; no other thread does while it runs."""
         if self.changed is _nobody:
             return
         try:
@@ -217,29 +216,29 @@ class StatusRecord:
             if seen != self._seen:
                 self._look(seen)
             self.changed()
-        except Exception as error:  # what only shows the job must not stop it
+        except Exception as error:  # monitoring must not stop the job
             logger.warning("the status record is not up to date: %s", error)
 
     def _note(self, report: Report) -> None:
         self._report = report
         self._seen = None
-        if self.changed is not _nobody:  # status takes up to some ms, so only where it is shown
+        if self.changed is not _nobody:  # status() takes up to some ms, so only if it is published
             self.reports.append(report)
             self._look(self._signature())
 
     def _look(self, seen: tuple[Any, ...]) -> None:
         status = reloadpg.status().details()
         if self._status.get("world_size") and not status["initialized"]:
-            # The default group was destroyed: the last figures of its job are what counts.
+            # The default group was destroyed; keep the last values of its job.
             status |= {name: self._status[name] for name in _LASTING}
         self._status = status
         self._seen = seen
         self.changed()
 
     def _encoded(self) -> str:
-        """Status and report as JSON, by the thread that needs it, which is not the job's.
+        """Status and report as JSON, built by the reading thread and not by the job's.
 
-        The text is kept beside what it was made of: a look meanwhile brings another status.
+        The text is cached with its source, since the status may change during the call.
         """
         status, report = self._status, self._report
         of_status, of_report, text = self._body
@@ -261,8 +260,7 @@ class StatusRecord:
 def _main_stack() -> list[str]:
     """The Python stack of the main thread, innermost first. Local, from any thread.
 
-    By faulthandler, which stops at nothing: to ask the interpreter for the frames of other threads
-    can deadlock or crash (python#106883).
+    Uses faulthandler: reading the frames of other threads can deadlock or crash (python#106883).
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -277,19 +275,19 @@ def _main_stack() -> list[str]:
 
 
 _MOST_FRAMES, _MOST = 24, 8
-"""Frames of the stack, and entries of the flight recorder, in a record."""
+"""Maximum number of stack frames, and of flight recorder entries, in a record."""
 
 
 def _nobody() -> None:
-    """Do nothing: called for changes while nobody has subscribed."""
+    """Do nothing: called for changes while there is no subscriber."""
 
 
 class Publisher:
-    """Writes the status file from a thread of its own.
+    """Writes the status file from a separate thread.
 
     Args:
-        directory: where the file is to be; made if it is not there.
-        heartbeat: seconds between two writes where nothing happens.
+        directory: directory of the file; created if missing.
+        heartbeat: seconds between two writes without a change.
     """
 
     def __init__(self, directory: Path, *, heartbeat: float = HEARTBEAT_S) -> None:
@@ -304,21 +302,21 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="reloadpg-status", daemon=True)
 
     def start(self) -> None:
-        """Begin to write. Once."""
+        """Start to write. Call it once."""
         self._record.changed = self._wake.set
         self._thread.start()
 
     def stop(self, *, exiting: bool = False) -> None:
-        """Write a last time and end; waits half a second at most. Idempotent.
+        """Write a last time and stop; waits at most half a second. Idempotent.
 
         Args:
-            exiting: whether the last record says that the process has exited.
+            exiting: whether to mark the process as exited in the last record.
         """
         self._exiting = exiting
         self._ended = True
         self._wake.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            for _ in range(10):  # a machine that stands still takes one part of it
+            for _ in range(10):  # a pause of the machine consumes only one part of the timeout
                 self._thread.join(_LAST_WRITE_S / 10)
 
     def _run(self) -> None:
@@ -331,8 +329,8 @@ class Publisher:
             except Exception as error:  # the directory may come back
                 if not self._trouble:
                     logger.warning(
-                        "no status file can be written in %s: %s; the job is not affected, and "
-                        "it is tried again each second",
+                        "the status file in %s cannot be written: %s; the job is not affected. "
+                        "Retrying each second",
                         self.directory,
                         error,
                     )
@@ -345,7 +343,7 @@ class Publisher:
     def _write(self) -> None:
         rank = self._record.rank
         if rank is None:
-            return  # a process that is no rank yet
+            return  # the rank is unknown
         path = self.directory / f"rank-{rank}.json"
         replace_file(path, self._record.text(exiting=self._exiting))
         if self._path not in (None, path):  # the launcher had given another rank
@@ -354,7 +352,7 @@ class Publisher:
         self._write_trace(rank)
 
     def _write_trace(self, rank: int) -> None:
-        """Write the trace anew if there is a new report."""
+        """Rewrite the trace if there is a new report."""
         reports = tuple(self._record.reports)
         if reports and reports[-1] is not self._traced:
             write_trace(reports, self.directory / f"trace-rank-{rank}.json")
@@ -362,7 +360,7 @@ class Publisher:
 
 
 class _Process:
-    """What this process shows of itself. A forked child starts anew: the files are its parent's."""
+    """The published record of this process. Reset in a forked child."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -372,7 +370,7 @@ class _Process:
         self._hooked = self._forked = False
 
     def record(self) -> StatusRecord:
-        """The record of this process, made at its first use. Local."""
+        """The record of this process, created on first use. Local."""
         if self._record is not None:  # without the lock, which publish has
             return self._record
         with self._lock:
@@ -418,8 +416,8 @@ class _Process:
             self._publisher.stop(exiting=True)
 
     def _after_fork(self) -> None:
-        # The publisher's thread is not in the child, and the lock may be held for ever. The
-        # registry has forgotten the parent's callbacks likewise.
+        # The publisher's thread does not exist in the child, and the lock may stay locked. The
+        # registry has dropped the parent's callbacks, too.
         self._lock = threading.Lock()
         self._record = self._publisher = None
         self._forked = True

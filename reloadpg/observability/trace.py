@@ -1,4 +1,4 @@
-"""Offload and reload as a Chrome/Perfetto trace: JSON trace events, one process track a rank.
+"""Chrome/Perfetto trace of offloads and reloads: JSON trace events, one process track per rank.
 
 An operation is a complete event; its phases, its waits for other ranks and its groups lie within
 it; memory in use is a counter. Times are Unix time in microseconds, so the files of several ranks
@@ -24,21 +24,21 @@ from .exporters import subscribe
 __all__ = ["TraceWriter", "replace_file", "write_trace"]
 
 KEPT = 1000
-"""Operations that a writer keeps; each new one replaces the oldest, so that a file stays small."""
+"""Number of operations that a writer keeps; a new one replaces the oldest."""
 
 _TRACK = 1
 
 
 class TraceWriter:
-    """Writes this rank's trace: the whole file anew after each operation, atomically.
+    """Writes this rank's trace: rewrites the whole file atomically after each operation.
 
-    Local. The file is valid JSON at every moment, also if the job dies in the middle of a write.
-    If it cannot be written, one warning says so and the trace ends there. A context manager.
+    Local. The file is always valid JSON, also if the job dies during a write. If it cannot be
+    written, one warning is logged and the trace ends. A context manager.
 
     Args:
-        path: the file. ``{rank}`` in it is replaced by the rank; without it, a job of several
-            ranks gets ``-rank<n>`` before the suffix, so that no rank writes another's file.
-        kept: operations that the file holds, the latest ones.
+        path: the file. ``{rank}`` is replaced by the rank. Without it, a job of several ranks adds
+            ``-rank<n>`` before the suffix, so that each rank has a separate file.
+        kept: number of operations to keep, the latest ones.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, kept: int = KEPT) -> None:
@@ -47,7 +47,7 @@ class TraceWriter:
         self._remove = subscribe(f"the trace {self._path}", self.add)
 
     def add(self, report: Report) -> None:
-        """Write one more report; what the subscription calls.
+        """Write one more report; called by the subscription.
 
         Raises:
             OSError: the file cannot be written.
@@ -57,7 +57,7 @@ class TraceWriter:
         replace_file(rank_path(self._path, report), _document(events))
 
     def close(self) -> None:
-        """Write no more; the file stays. Idempotent."""
+        """Stop writing; the file is kept. Idempotent."""
         self._remove()
 
     def __enter__(self) -> TraceWriter:
@@ -101,7 +101,7 @@ def rank_path(path: str, report: Report) -> Path:
 
 
 def _track(report: Report) -> Iterator[dict[str, Any]]:
-    """The name of the rank's track, and its place among the others."""
+    """The name and sort index of the rank's track."""
     rank = report.rank or 0
     names = {
         "process_name": {"name": f"rank {rank}"},
@@ -115,7 +115,7 @@ def _track(report: Report) -> Iterator[dict[str, Any]]:
 
 
 def _events(report: Report) -> Iterator[dict[str, Any]]:
-    """The operation, and within it phases and groups: nested as viewers of one track want it."""
+    """The operation with its phases and groups, nested as trace viewers require."""
     rank = report.rank or 0
     origin = report.started_at * 1e6
     details = {
@@ -146,10 +146,10 @@ def _events(report: Report) -> Iterator[dict[str, Any]]:
         inner.append((group.start_ms, group.ms, f"group {group.name}", "group", given))
     inner.sort(key=lambda one: (one[0], -one[1]))
     outer = (0.0, report.total_ms, report.operation, "operation", details)
-    ends: list[float] = []  # of the events that are open here, outermost first
+    ends: list[float] = []  # of the open events, outermost first
     for start, length, name, category, args in (outer, *inner):
         begin, end = start, start + max(length, 0.0)
-        # Clocks are read one after the other: what overlaps by that is made to follow or to fit.
+        # Clocks are read one after the other; remove the overlaps that result from this.
         while len(ends) > 1 and end > ends[-1]:
             begin = max(begin, ends.pop())
         while len(ends) > 1 and begin >= ends[-1]:
@@ -172,7 +172,7 @@ def _events(report: Report) -> Iterator[dict[str, Any]]:
 
 
 def _memory_events(report: Report, rank: int) -> Iterator[dict[str, Any]]:
-    """Memory in use at the moments at which it was measured: a counter, drawn as a line."""
+    """Memory in use when it was measured, as a counter."""
     source = report.memory_source
     for moment, ms in sorted(report.moments_ms.items(), key=lambda one: one[1]):
         used = report.memory.get(moment, {}).get(source)
@@ -201,17 +201,17 @@ def _document(events: str) -> str:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file anew: it is the old one or the new one, whenever this process is killed. Local.
+    """Replace a file atomically, even if this process is killed. Local.
 
-    The file, and its directory where that is created, are readable by this user alone. A link at
-    that name is replaced, never followed.
+    The file, and its directory if that is created, are readable by this user only. A link at that
+    name is replaced, never followed.
 
     Raises:
-        OSError: it cannot be written; the old one is as it was.
+        OSError: it cannot be written; the old file is unchanged.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    # In a directory that others can write to, this name may be a link or a file of theirs.
+    # In a directory that other users can write to, this name may be their link or file.
     if os.path.lexists(part) and (part.is_symlink() or part.lstat().st_uid != os.geteuid()):
         part.unlink()
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW

@@ -1,8 +1,7 @@
-"""Test tools that are part of the library: run a function as the ranks of a job, and an
-accelerator that is simulated (``reloadpg.testing.simulated``), and stand-ins for CUDA and NCCL
-(``reloadpg.testing.standins``).
+"""Test tools: run a function as the ranks of a job (``run_ranks``), a simulated accelerator
+(``reloadpg.testing.simulated``), and stand-ins for CUDA and NCCL (``reloadpg.testing.standins``).
 
-Names are imported at their first use, so that importing this package costs nothing.
+Names are imported on first use.
 """
 
 from __future__ import annotations

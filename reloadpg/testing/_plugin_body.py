@@ -1,8 +1,8 @@
-"""Run the body of one test on ranks: what the marks say, what is sent to a rank, what it does.
+"""Run the body of one test on ranks: the marks, the data sent to a rank, and its execution.
 
-In a rank the module of the test is loaded anew, with pytest's rewriting of assertions where the
-installed pytest lets it be used, so that a failed comparison shows its values. Importing this
-module does not import torch.
+A rank loads the module of the test again, with pytest's rewriting of assertions if the installed
+pytest allows it, so that a failed comparison shows its values. Importing this module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class RanksMark:
 
     Attributes:
         world_size: number of ranks.
-        timeout: seconds until ranks that still run are ended and the test fails.
-        backend: of the default group that is made before the body and destroyed afterwards;
-            None leaves that to the body.
+        timeout: seconds after which running ranks are ended and the test fails.
+        backend: backend of the default group that is created before the body and destroyed
+            afterwards; None creates no group.
         env: variables set in the ranks; None removes one.
         preload, start_method, store, standins: as for ``reloadpg.testing.run_ranks``.
     """
@@ -63,13 +63,13 @@ class RanksMark:
 
 @dataclass(frozen=True)
 class PhasesMark:
-    """``@pytest.mark.reload_each_phase(...)``: once as it is, once with reloads between phases.
+    """``@pytest.mark.reload_each_phase(...)``: run unchanged, and with reloads between phases.
 
     Attributes:
         every_group: whether a collective of any group begins a phase, and not only one of a
             group of all ranks.
-        options: what ``reloadpg.install`` is given where the body does not call it itself; None
-            makes the groups of every backend reloadable.
+        options: options of ``reloadpg.install`` if the body does not call it; None makes the
+            groups of every backend reloadable.
     """
 
     every_group: bool = False
@@ -80,7 +80,7 @@ def mark_of(node: pytest.Item, kind: type[T]) -> T | None:
     """The test's mark of this kind; None if it has none.
 
     Raises:
-        pytest.UsageError: the mark cannot be used as it is written.
+        pytest.UsageError: the mark's arguments are invalid.
     """
     name, example = (RANKS, "ranks(2, timeout=60)") if kind is RanksMark else (PHASES, PHASES)
     mark = node.get_closest_marker(name)
@@ -97,17 +97,17 @@ def mark_of(node: pytest.Item, kind: type[T]) -> T | None:
 
 @dataclass(frozen=True)
 class RankTest:
-    """One test function, as its ranks are told of it.
+    """The description of a test function that is sent to its ranks.
 
     Attributes:
-        module, file: the module of the test, and where it is.
-        holder: qualified name of the class that holds the function; None for a module's own.
+        module, file: the module of the test, and its file.
+        holder: qualified name of the function's class; None for a module-level function.
         name: the function.
-        values: arguments made in the test's process.
-        fixtures: by name, in order, the settings of the plugin's fixtures that each rank makes.
+        values: arguments created in the test's process.
+        fixtures: by name, in order, the settings of the plugin's fixtures to create in each rank.
         arguments: those of them that the function takes as arguments.
-        backend: of the default group that is made before the body; None for none.
-        phases: how to reload between phases; None for the run as it is.
+        backend: backend of the default group to create before the body; None for none.
+        phases: how to reload between phases; None for the unchanged run.
         timeout: seconds that the test may take.
     """
 
@@ -128,9 +128,9 @@ class RankTest:
 
 
 def execute(test: RankTest, mark: RanksMark) -> None:
-    """Run the body of a test on ranks, and end as they did. Blocking, up to the timeout.
+    """Run the body of a test on ranks, with their result. Blocking, up to the timeout.
 
-    Raises what pytest takes for a failed, skipped or expectedly failed test.
+    Raises pytest's exceptions for a failed, skipped or expectedly failed test.
     """
     from .ranks import RanksFailedError, run_ranks
 
@@ -140,7 +140,7 @@ def execute(test: RankTest, mark: RanksMark) -> None:
         except Exception as error:
             raise _failed(
                 f"the argument {name!r} of a test on ranks cannot be pickled ({error}); nothing "
-                "was run. Make it in the body, or from plain values."
+                "was run. Create it in the body, or from plain values."
             ) from None
     try:
         ends: list[tuple[str, str]] = run_ranks(
@@ -158,12 +158,12 @@ def execute(test: RankTest, mark: RanksMark) -> None:
         head, _, details = str(error).partition("\n")
         what = head.rpartition(" (")[0]  # without the advice for callers of run_ranks
         reloads = "" if test.phases is None else ", with reloads before each collective phase"
-        # Not chained: pytest would print the ranks' output with each of the two errors.
+        # Not chained: otherwise pytest prints the ranks' output twice.
         raise _failed(f"{what}{reloads}\n{details}") from None
     if len({how for how, _ in ends}) > 1:
         lines = [f"  rank {rank}: {how} {reason}" for rank, (how, reason) in enumerate(ends)]
         raise _failed(
-            "the ranks ended differently; a test ends alike on all of them:\n" + "\n".join(lines)
+            "the ranks ended differently, but must have equal results:\n" + "\n".join(lines)
         )
     how, reason = ends[0]
     if how == "skipped":
@@ -181,10 +181,10 @@ def _failed(message: str) -> BaseException:
 
 
 def run_body(rank: int, world_size: int, test: RankTest) -> tuple[str, str]:
-    """Load the test, make its fixtures, and run the body.
+    """Load the test, create its fixtures, and run the body.
 
     Returns:
-        ``passed``, ``skipped`` or ``xfailed``, and why.
+        ``passed``, ``skipped`` or ``xfailed``, and the reason.
     """
     made: dict[str, Any] = {"rank": rank, "world_size": world_size, "reload_point": lambda: None}
     with ExitStack() as stack:
@@ -220,10 +220,10 @@ def _default_group(backend: str | None, timeout: float) -> Iterator[None]:
     from ..environment.store_barrier import leave_together
 
     dist.init_process_group(backend)
-    # It returns on a fast rank before a slow one is connected (gloo), which then fails if the
-    # fast one destroys the group: "Gloo connectFullMesh failed".
+    # Gloo's creation returns on a fast rank before a slow one is connected. The slow rank fails
+    # if the fast one then destroys the group: "Gloo connectFullMesh failed".
     leave_together(timedelta(seconds=timeout), purpose="connected")
-    yield  # after an exception the other ranks may be anywhere: nothing collective then
+    yield  # nothing collective after an exception: the state of other ranks is unknown
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -245,11 +245,11 @@ def _load(test: RankTest) -> Callable[..., Any]:
 
 
 def _compiled(file: str) -> CodeType:
-    """The code of a module of tests, its assertions rewritten as pytest does."""
+    """The code of a test module, with assertions rewritten by pytest."""
     with open(file, "rb") as source:
         text = source.read()
     tree = ast.parse(text, file)
-    try:  # private to pytest; without it a failed assertion shows its line alone
+    try:  # private to pytest; without it, a failed assertion shows only its line
         from _pytest.assertion.rewrite import rewrite_asserts
 
         rewrite_asserts(tree, text, file)

@@ -1,22 +1,21 @@
-"""Checks around the body of a test: that it leaves no group behind, and that reloads do no harm.
+"""Checks around the body of a test: for leaked groups, and with reloads between phases.
 
 An offload and a reload come before each collective *phase*. A phase begins with a call of one of
 torch.distributed's collective functions that
 
-- is made by the thread of the body, and not by another collective (``all_gather_object`` calls
-  ``all_gather``) or in a block that coalesces operations;
-- is on a group of all ranks, WORLD first of all; with ``every_group=True`` on any group;
-- finds no operation under way: every asynchronous one was waited for with ``wait()``.
+- comes from the thread of the body, and not from another collective (``all_gather_object`` calls
+  ``all_gather``) or from a block that coalesces operations;
+- is on a group of all ranks, such as WORLD; with ``every_group=True`` on any group;
+- starts while no operation is running: ``wait()`` was called for every asynchronous one.
 
-A synchronous collective is thus a phase by itself; an asynchronous one opens a phase that lasts
-until everything started in it was waited for. Sends and receives belong to the phase they are in
-and begin none.
+So a synchronous collective is a phase by itself; an asynchronous one opens a phase that lasts until
+all operations started in it were waited for. Sends and receives never begin a phase.
 
 All ranks of the test must begin the same phases in the same order, since an offload is collective.
-With the default, ranks may do as they like on smaller groups; with ``every_group=True`` they may
-not. Collectives that C++ starts (DDP's in the backward pass, functional collectives) are not seen:
-call the fixture ``reload_point`` where they begin. A rank that begins a phase alone fails with the
-library's error that names the missing ranks.
+By default, this does not apply to smaller groups; with ``every_group=True`` it does. Collectives
+that C++ starts (DDP's in the backward pass, functional collectives) are not detected: call the
+fixture ``reload_point`` before them. A rank that begins a phase alone fails with the library's
+error that names the missing ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ __all__ = ["CONTEXTS", "reloading"]
 
 _SIM_BYTES = 1 << 20
 _NUMBERS = 64
-"""Numbers are what torch names most groups: at least so many are looked up by name."""
+"""Minimum number of names to look up: torch uses numbers as names of most groups."""
 
 _COLLECTIVES = (
     *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
@@ -52,22 +51,22 @@ _COLLECTIVES = (
     *("gather_object", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_single"),
     *("reduce_scatter_tensor", "scatter", "scatter_object_list"),
 )
-"""Functions of torch.distributed that begin phases; some torch lacks some of them."""
+"""Functions of torch.distributed that begin phases; some do not exist in all versions."""
 _POINT_TO_POINT = ("batch_isend_irecv", "irecv", "isend")
 """Functions whose operations are waited for, but begin no phase."""
 _UNUSABLE = frozenset({"fake", "undefined"})
 
 
 # ---------------------------------------------------------------------------------------------
-# groups that are left behind
+# leaked groups
 
 
 @contextmanager
 def _simulated_accelerator(**settings: Any) -> Iterator[Any]:
-    """Register and set up the simulated accelerator; take everything back at the end.
+    """Register and set up the simulated accelerator; undo everything at the end.
 
     Raises:
-        AssertionError: the body passed, and communicators that it made still exist or were
+        AssertionError: the body passed, but communicators that it created still exist or were
             dropped without being released.
     """
     from reloadpg.testing import simulated
@@ -90,7 +89,7 @@ def _simulated_accelerator(**settings: Any) -> Iterator[Any]:
     if problems:
         raise AssertionError(
             f"the simulated accelerator: {'; '.join(problems)}. Destroy the groups that the "
-            "test makes, at the end torch.distributed.destroy_process_group()."
+            "test creates with torch.distributed.destroy_process_group()."
         )
 
 
@@ -114,11 +113,10 @@ class _Snapshot:
 
     @classmethod
     def taken(cls, also: frozenset[str] = frozenset()) -> _Snapshot:
-        """Look now. Local; runs a garbage collection.
+        """Take a snapshot. Local; runs a garbage collection.
 
         Args:
-            also: names to look up in the C++ registry besides those that are known here; it
-                cannot be listed.
+            also: further names to look up in the C++ registry, which cannot be listed.
         """
         gc.collect()
         groups = {c10d.name_of(group): _text(group) for group in c10d.known_groups()}
@@ -132,7 +130,7 @@ class _Snapshot:
         return cls(groups, c10d.table_sizes(), c10d.registered(names), proxies, _communicators())
 
     def left_since(self, before: _Snapshot) -> list[str]:
-        """Describe what is here now and was not before."""
+        """Describe the entries that did not exist before."""
         found = [
             f"group {name!r} ({text}) is still in c10d's tables"
             for name, text in self.groups.items()
@@ -161,10 +159,10 @@ class _Snapshot:
 
 @contextmanager
 def _assert_no_group_leaks() -> Iterator[None]:
-    """No process group is left by this block. Local.
+    """Check that this block leaves no process group. Local.
 
     Raises:
-        AssertionError: the block passed and left something; the message lists it.
+        AssertionError: the block passed but left groups; the message lists them.
     """
     before = _Snapshot.taken()
     yield
@@ -187,7 +185,7 @@ CONTEXTS: dict[str, Callable[..., AbstractContextManager[Any]]] = {
     "simulated_accelerator": _simulated_accelerator,
     "assert_no_group_leaks": _around_test,
 }
-"""Behind the fixtures of these names, in the test's process or in each rank."""
+"""Implementations of the fixtures, in the test's process or in each rank."""
 
 
 def _communicators() -> dict[int, str]:
@@ -214,14 +212,14 @@ def reloading(
 
     Args:
         every_group: whether collectives of smaller groups begin phases.
-        options: of ``reloadpg.install``, where the block does not call it.
+        options: options of ``reloadpg.install`` if the block does not call it.
         timeout: seconds that the block may take.
 
     Yields:
-        A function that reloads where it is called.
+        A function that offloads and reloads.
 
     Raises:
-        AssertionError: the block passed and nothing was ever offloaded in it.
+        AssertionError: the block passed but nothing was offloaded.
     """
     phases = _Phases(every_group, options, timeout)
     phases.watch()
@@ -229,9 +227,9 @@ def reloading(
     if phases.cycles == 0:
         groups = "there is no reloadable group" if phases.points else "no phase began"
         raise AssertionError(
-            f"the mark reload_each_phase had nothing to reload: {groups}, so the run was the same "
-            "as the one without. Use a collective of torch.distributed on all ranks, wait for "
-            "asynchronous ones, or call the fixture reload_point."
+            f"the mark reload_each_phase had nothing to reload: {groups}, so both runs were the "
+            "same. Use a collective of torch.distributed on all ranks, wait for asynchronous "
+            "ones, or call the fixture reload_point."
         )
 
 
@@ -239,8 +237,8 @@ class _Phases:
     """The phases of one rank.
 
     Attributes:
-        points: places at which an offload was asked for.
-        cycles: those of them at which groups were released.
+        points: number of requested offloads.
+        cycles: number of offloads that released groups.
     """
 
     def __init__(
@@ -255,7 +253,7 @@ class _Phases:
         self._pending: set[_WatchedWork] = set()
 
     def watch(self) -> None:
-        """Put wrappers over the functions, for the life of the process. Not idempotent."""
+        """Wrap the functions, for the life of the process. Not idempotent."""
         for name in (*_COLLECTIVES, *_POINT_TO_POINT, "init_process_group"):
             original = getattr(dist, name, None)
             if original is None:
@@ -287,7 +285,7 @@ class _Phases:
         if options is None:
             options = {"backends": c10d.known_backends() - _UNUSABLE}
         reloadpg.install(**{"timeout": self._timeout, **options})
-        return dist.init_process_group(*args, **kwargs)  # by way of what was installed
+        return dist.init_process_group(*args, **kwargs)  # calls the installed wrapper
 
     def _call(
         self, wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -329,11 +327,11 @@ def _group_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     try:
         return inspect.signature(function).bind(*args, **kwargs).arguments.get("group")
     except TypeError:
-        return None  # torch says what is wrong with the call
+        return None  # torch raises the error
 
 
 class _WatchedWork(Work):
-    """A Work that says when it was waited for."""
+    """A Work with a callback for its ``wait()``."""
 
     def __init__(self, work: Work, waited: Callable[[_WatchedWork], object]) -> None:
         super().__init__()

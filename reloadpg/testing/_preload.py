@@ -1,8 +1,8 @@
-"""Modules that multiprocessing's fork server imports once, so that no rank has to.
+"""Modules that multiprocessing's fork server imports once for all ranks.
 
 Named in ``set_forkserver_preload`` by ``run_ranks``, and imported nowhere else. The server starts
-no thread (NumPy's OpenBLAS would, when it is imported), and it installs nothing: that is up to the
-environment of each rank.
+no thread (importing NumPy's OpenBLAS would) and does not install reloadpg: each rank's environment
+decides that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def import_all(names: Iterable[str]) -> None:
     os.environ.update(_SETTINGS)
     sys.path[:] = filter(None, path)  # not a folder `torch` of the working directory
     for name in names:
-        with contextlib.suppress(Exception):  # it fails in the rank again, where it is reported
+        with contextlib.suppress(Exception):  # the rank's import fails again and reports it
             importlib.import_module(name)
     sys.path[:] = path
     for name in _SETTINGS:

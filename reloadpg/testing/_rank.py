@@ -4,14 +4,14 @@
 
     calling process -> fork server of multiprocessing -> supervisor (one a run) -> ranks
 
-The supervisor enforces the time limit and leaves no process behind. It is a child subreaper
-(``prctl(2)``): a descendant whose parent has died becomes its child, whatever session it moved to,
-and is killed as one. It ends the run when the caller asks for it, closes the connection or dies.
-The kernel kills the ranks if the supervisor itself is killed.
+The supervisor enforces the timeout and leaves no process. It is a child subreaper (``prctl(2)``):
+a descendant whose parent has died becomes its child, in any session, and is killed. It ends the run
+when the caller requests it, closes the connection or dies. The kernel kills the ranks if the
+supervisor itself is killed.
 
-Torch is used only if it has been imported already: a spawned rank must be free to choose the order
-of its imports. Ranks leave their files in the directory of the run: ``N.out``, ``N.result``,
-``N.error`` and ``N.stack``.
+Torch is used only if it is already imported, since a spawned rank may choose the order of its
+imports. Ranks write files in the directory of the run: ``N.out``, ``N.result``, ``N.error`` and
+``N.stack``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ._tracebacks import folded_traceback
 LOADING = "RELOADPG_RANK_LOADING"
 """Set in the environment of a rank while it imports the module of the function."""
 GRACE = 1.0
-"""Seconds that the other ranks have to fail by themselves after the first failure."""
+"""Seconds after the first failure for the other ranks to fail by themselves."""
 STACK_LIMIT = 2.0
 """Seconds for the Python stacks of ranks that hang, and for the exit of those that returned."""
 KILL_LIMIT = 10.0
@@ -56,7 +56,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True)
 class Job:
-    """A run, as its processes are told of it.
+    """The description of a run that is sent to its processes.
 
     Attributes:
         call: the pickled (function, args, kwargs).
@@ -64,7 +64,7 @@ class Job:
         preload: modules to import before the ranks are forked.
         start_method: of the ranks, ``forkserver`` or ``spawn``.
         environments: the whole environment of each rank.
-        directory: where ranks leave their files.
+        directory: directory of the ranks' files.
         caller: process id of the calling process.
         timeout: seconds until ranks count as hung.
         end_on_failure: whether the other ranks are ended after the first failure.
@@ -99,7 +99,7 @@ def supervise(caller: Connection, job: Job) -> None:
     """
     if not os.path.samefile(job.program, __file__):
         raise ImportError(
-            f"multiprocessing's fork server looks into the working directory first and found "
+            f"multiprocessing's fork server searches the working directory first and found "
             f"{__file__}, but the caller uses {job.program}. Set PYTHONSAFEPATH=1, or start in "
             "another directory."
         )
@@ -116,11 +116,11 @@ def supervise(caller: Connection, job: Job) -> None:
 
 
 class _CallerLeftError(Exception):
-    """The caller asked for the end of the run, or is gone."""
+    """The caller requested the end of the run, or has ended."""
 
 
 class _StartedRank:
-    """A rank, as its supervisor sees it."""
+    """The supervisor's state of a rank."""
 
     def __init__(self, process: BaseProcess, connection: Connection) -> None:
         self.process = process
@@ -139,7 +139,7 @@ class _StartedRank:
         return not self.running and not (self.exitcode == 0 and self.returned)
 
     def look(self) -> None:
-        """Note whether the function has returned, and whether the process has ended."""
+        """Check whether the function has returned, and whether the process has ended."""
         if not self.running:
             return
         self.exitcode = self.process.exitcode
@@ -164,7 +164,7 @@ class _Supervisor:
         # file. Linux before 5.3 and some builds of Python have no pidfd.
         with contextlib.suppress(AttributeError, OSError):
             self._sources.append(os.pidfd_open(job.caller))
-        # Not the sentinels of the processes: a child that a rank forks holds a copy of its.
+        # Not the sentinels of the processes: a forked child of a rank holds a copy of it.
         self._child_ended, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
@@ -209,7 +209,7 @@ class _Supervisor:
         self._tell((self._started, [rank.process.pid for rank in self._ranks]))
 
     def _tell(self, message: object) -> None:
-        with contextlib.suppress(OSError):  # the caller is gone: the next wait sees it
+        with contextlib.suppress(OSError):  # the caller has ended; the next wait notices
             self._caller.send(message)
 
     def _supervise(self) -> bool:
@@ -229,7 +229,7 @@ class _Supervisor:
         return False
 
     def _wait(self, deadline: float | None) -> None:
-        """Wait for news of the ranks.
+        """Wait for a change of the ranks.
 
         Raises:
             _CallerLeftError: the caller sent something, closed the connection or died.
@@ -245,7 +245,7 @@ class _Supervisor:
             rank.look()
 
     def _dump_stacks(self) -> None:
-        """Have the running ranks write their Python stacks; those that have returned may exit."""
+        """Make running ranks write their Python stacks; ranks that have returned may exit."""
         files = []
         for index, rank in enumerate(self._ranks):
             if rank.running:
@@ -255,7 +255,7 @@ class _Supervisor:
         before: list[int] = []
         while time.monotonic() < deadline:
             self._wait(time.monotonic() + 0.05)
-            # The dump has no end mark: it is complete when nothing is added.
+            # The dump has no end mark; it is complete when it no longer grows.
             sizes = [file.stat().st_size if file.exists() else 0 for file in files]
             leaving = any(rank.running and rank.returned for rank in self._ranks)
             if all(sizes) and sizes == before and not leaving:
@@ -263,13 +263,13 @@ class _Supervisor:
             before = sizes
 
     def _kill(self) -> list[int]:
-        """Kill all descendants; return the ids of children that are left."""
+        """Kill all descendants; return the ids of remaining children."""
         deadline = time.monotonic() + KILL_LIMIT
         while True:
             for rank in self._ranks:
                 rank.look()
             if not any(rank.running for rank in self._ranks):
-                try:  # what ranks have left behind are children of this process
+                try:  # orphans of the ranks are children of this process
                     while os.waitpid(-1, os.WNOHANG)[0]:
                         pass
                 except ChildProcessError:
@@ -285,7 +285,7 @@ class _Supervisor:
 
 
 def _children() -> list[int]:
-    """Process ids of the children of this process, zombies among them."""
+    """Process ids of the children of this process, including zombies."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -321,7 +321,7 @@ def _run_rank(
     stay: Connection,
     inherited: Sequence[Connection],
 ) -> None:
-    """Run the function as one rank, write down what came of it, and stay for the others."""
+    """Run the function as one rank, write the result, and wait for the other ranks."""
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
@@ -332,8 +332,8 @@ def _run_rank(
         _prepare(job, rank)
         _write(job.directory / f"{rank}.result", _call(job, rank))
         connection.send(True)
-        # A peer may still be connecting to this rank, or taking the last bytes of a collective:
-        # gloo fails there if the sockets close ("connection closed by peer").
+        # A peer may still be connecting to this rank, or reading the last bytes of a collective.
+        # Gloo fails there if the sockets close ("connection closed by peer").
         with contextlib.suppress(EOFError):
             stay.recv()
         code, failed = 0, False
@@ -357,10 +357,10 @@ def _prepare(job: Job, rank: int) -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):  # line by line, for a rank that is killed
         setattr(sys, name, os.fdopen(number, "w", 1, errors="backslashreplace", closefd=False))
     faulthandler.enable()
-    # Open for the life of the process: the dump comes at any later time.
+    # Stays open for the life of the process, since the dump can come at any time.
     stack = os.open(job.directory / f"{rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
-    tempfile.tempdir = None  # as TMPDIR says now
+    tempfile.tempdir = None  # read TMPDIR again
     if "torch" in sys.modules and job.standins:
         from . import standins
 
@@ -393,10 +393,10 @@ def _call(job: Job, rank: int) -> bytes:
 
 
 def _load_module(name: str, file: str) -> None:
-    """Import `name`; if that is impossible or finds another file, load `file` under that name.
+    """Import `name`; if that fails or finds another file, load `file` under that name.
 
-    pytest's import modes put test modules under names that a plain import does not find, or
-    finds elsewhere (two `test_ranks.py`, some other package called `tests`).
+    pytest's import modes use names for test modules that a plain import does not find, or finds
+    elsewhere (two `test_ranks.py`, another package called `tests`).
     """
     with contextlib.suppress(ImportError):
         if is_from(importlib.import_module(name), file):
@@ -411,8 +411,8 @@ def is_from(module: ModuleType | None, file: str) -> bool:
 
 
 def execute_file(name: str, file: str, code: CodeType | None = None) -> ModuleType:
-    """Execute a file, or what it was compiled to, as the module of this name."""
-    # As multiprocessing does: `if __name__ == "__main__"` must not hold in a rank.
+    """Execute a file, or its compiled code, as the module of this name."""
+    # As in multiprocessing: `if __name__ == "__main__"` must be false in a rank.
     spec_name = "__mp_main__" if name == "__main__" else name
     spec = importlib.util.spec_from_file_location(spec_name, file)
     if spec is None or spec.loader is None:
@@ -426,7 +426,7 @@ def execute_file(name: str, file: str, code: CodeType | None = None) -> ModuleTy
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file that is complete or absent, whenever this process is killed."""
+    """Write a file atomically, even if this process is killed."""
     part = path.with_suffix(".part")
     part.write_bytes(data)
     part.replace(path)

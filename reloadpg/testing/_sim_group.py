@@ -1,8 +1,8 @@
-"""Process groups of the simulated accelerator, and what each owns: memory, and a gloo transport.
+"""Process groups of the simulated accelerator, each with memory and a gloo transport.
 
-A group counts as connected from its first operation: it then takes its memory, and its gloo
-transport is built. Gloo connects pairs of ranks as they talk to each other, so the first
-operation may be a send between two of many members, or a ring of sends.
+A group connects in its first operation: it then allocates its memory and builds its gloo transport.
+Gloo connects pairs of ranks on demand, so the first operation may be a send between two of many
+members, or a ring of sends.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = ["DEVICES", "NAME", "Communicator", "SimBackend", "SimulatedProcessGro
 
 NAME = "sim"
 DEVICES = ("cpu", "privateuseone")
-"""It serves a device that is not the CPU, as an accelerator's backend does, and the CPU as well,
-so that all of torch.distributed can run on it without one."""
+"""It serves a device other than the CPU, like an accelerator's backend, and also the CPU, so that
+all of torch.distributed can run on it without an accelerator."""
 
 OPERATIONS = dispatch.COLLECTIVES | {"monitored_barrier", "_start_coalescing"}
 """Methods that need a communicator, and connect it."""
@@ -101,7 +101,7 @@ class Communicator:
     def _connect(self, operation: str, *, eager: bool) -> ProcessGroup:
         backend, record = self.alive(operation), self.record
         if self._suspended is not None:
-            # Nothing in NCCL stops this use; what it does then is undefined.
+            # NCCL does not prevent this use; its behaviour is undefined.
             raise DistBackendError(
                 f"an illegal memory access was encountered: {operation} on group "
                 f"{record.name!r} ({record.desc}), whose communicator is suspended"
@@ -134,10 +134,10 @@ class Communicator:
         return self.record.memory_stats()
 
     def suspend(self) -> None:
-        """Give memory back until :meth:`resume`. Collective over the members, without a bound.
+        """Release memory until :meth:`resume`. Collective over the members, without a timeout.
 
         Raises:
-            DistBackendError: never used, or suspended already.
+            DistBackendError: never used, or already suspended.
         """
         self._used("suspend")
         if self._suspended is not None:
@@ -151,9 +151,9 @@ class Communicator:
         self._faults.check("suspend", "suspend", self.record, "after")
 
     def resume(self) -> None:
-        """Take the memory again. Collective over the members, without a bound.
+        """Allocate the memory again. Collective over the members, without a timeout.
 
-        A member that fails returns, and the others go on waiting for it.
+        A member that fails returns, while the others keep waiting for it.
 
         Raises:
             DistBackendError: not suspended, or out of memory.
@@ -206,7 +206,7 @@ class Communicator:
             self._faults.check("release", operation, self.record, "after")
 
     def collected(self) -> None:
-        """The group object is gone: a leak, unless somebody tried to release it."""
+        """The group object was collected: a leak, unless a release was attempted."""
         if self.backend is not None:
             state = SimState.RELEASED if self.record.releasing else SimState.LEAKED
             _drop_later(self._take(state))
@@ -228,10 +228,10 @@ class Communicator:
 
 
 def _drop_later(parts: list[Any]) -> None:
-    """Drop a backend and its transport, waiting for nothing.
+    """Drop a backend and its transport without waiting.
 
-    Destroying a gloo backend waits for its pending operations: until their timeout, if a peer is
-    gone. So a thread does it, and nothing else may hold a reference.
+    Destroying a gloo backend waits for its pending operations, until their timeout if a peer has
+    ended. So a thread does it and must hold the last reference.
     """
     if parts[0] is None or not parts[0].is_ready:
         return
@@ -242,11 +242,11 @@ def _drop_later(parts: list[Any]) -> None:
 
 
 class SimBackend(ProcessGroupGloo):
-    """A ``ProcessGroupGloo`` that is initialised at its first use.
+    """A ``ProcessGroupGloo`` that is initialised on first use.
 
-    Until then it only holds the timeout, so that one changed before the first use is honoured:
-    gloo waits for its peers with the timeout that it was constructed with. All attributes of the
-    C++ class that could be reached before are overridden (an uninitialised one crashes).
+    Until then it only holds the timeout, which may be changed before the first use: gloo connects
+    with the timeout of its constructor. All attributes of the C++ class that could be used earlier
+    are overridden, since an uninitialised object crashes.
     """
 
     store: Store
@@ -275,7 +275,7 @@ class SimBackend(ProcessGroupGloo):
         options = self._early
         options._devices = [_device(lazy=not eager)]
         record = self._communicator.record
-        # Its own connection: gloo waits in it for its peers, and a wait holds the store's lock.
+        # A separate connection: gloo waits in it for its peers, and a wait locks the store client.
         store = c10d.clone_store(self.store)
         ProcessGroupGloo.__init__(self, store, record.rank, record.size, options)
         self._early = _gloo("_Options")()
@@ -339,7 +339,7 @@ def _gloo(name: str) -> Any:
 
 
 def _backend_members() -> dict[str, Any]:
-    """Names that ``SimBackend`` does not define itself: none of them reaches C++ too early."""
+    """Names that ``SimBackend`` does not define, wrapped so that none reaches C++ too early."""
     members: dict[str, Any] = {}
     for name in dir(ProcessGroupGloo):
         if name.startswith("__") or name in _STATIC or name in vars(SimBackend):

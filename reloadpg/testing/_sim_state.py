@@ -1,7 +1,7 @@
 """State of the simulated accelerator in one process: settings, memory and counters, faults.
 
-Everything here can be called by a signal handler: locks are reentrant, and no step leaves a
-record that cannot be read.
+Everything here can be called by a signal handler: locks are reentrant, and records are always
+readable.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 _PAGE = mmap.PAGESIZE
 _KEPT = 1024
-"""Ended groups that are remembered; older ones are forgotten, so that soak runs stay flat."""
+"""Maximum number of ended groups that are recorded, so that memory stays constant in long runs."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,15 @@ class Stats:
     """Counters of one process since it registered the backend, or was forked.
 
     Attributes:
-        created: groups that the creating function made.
-        connected: groups that were used at least once.
-        released: groups ended by ``shutdown`` or ``abort``.
-        leaked: groups that were collected without either; their memory is freed all the same.
-        live: groups that exist now.
-        held_bytes: memory that communicators hold now.
-        peak_bytes: the most that they held at one time.
-        collectives: collective and point-to-point operations that were started.
-        suspended, resumed: how often a communicator was.
+        created: number of created groups.
+        connected: number of groups that were used at least once.
+        released: number of groups ended by ``shutdown`` or ``abort``.
+        leaked: number of groups collected without either; their memory is freed anyway.
+        live: number of existing groups.
+        held_bytes: memory that communicators hold.
+        peak_bytes: maximum of ``held_bytes``.
+        collectives: number of collective and point-to-point operations that were started.
+        suspended, resumed: number of suspends and resumes.
     """
 
     created: int
@@ -98,7 +98,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """One group, with what the creating function really received.
+    """One group, with the arguments that the creating function received.
 
     Attributes:
         name: name of the group that torch gave to the creating function.
@@ -107,7 +107,7 @@ class GroupInfo:
         size: number of members, as received.
         ranks: global ranks as received; torch passes none for the default group.
         timeout: the timeout as received.
-        pg_options: the very object that was received.
+        pg_options: the object that was received.
         state: :class:`SimState`.
         held_bytes: memory that it holds now.
         collectives: operations that were started on it.
@@ -129,7 +129,7 @@ class GroupInfo:
 
 @dataclass(eq=False)
 class Record:
-    """One group's account; :meth:`info` is what others see of it."""
+    """The internal record of a group; :meth:`info` is its public form."""
 
     name: str
     rank: int
@@ -160,7 +160,7 @@ class Record:
         return self.state in (SimState.CREATED, SimState.CONNECTED, SimState.SUSPENDED)
 
     def memory_stats(self) -> dict[str, int]:
-        """The account that NCCL gives of a communicator, under its names."""
+        """The memory statistics of a communicator, by NCCL's names."""
         return {
             "suspend": self.suspendable_bytes,
             "suspended": int(self.state is SimState.SUSPENDED),
@@ -173,7 +173,7 @@ class Record:
 
 
 class Ledger:
-    """Accounts of all communicators of this process. Thread-safe."""
+    """The records of all communicators of this process. Thread-safe."""
 
     def __init__(self) -> None:
         # A collection may close a record, or a signal handler read it, while we hold this.
@@ -192,7 +192,7 @@ class Ledger:
 
     @property
     def free_bytes(self) -> int | None:
-        """Bytes that are left of the device; None if it has no limit."""
+        """Free bytes of the device; None if it has no limit."""
         with self._lock:
             return None if self.capacity is None else self.capacity - self._held
 
@@ -213,7 +213,7 @@ class Ledger:
             self._counts[SimState.CONNECTED] += 1
 
     def suspend(self, record: Record, *, works: bool) -> None:
-        """Give back what a suspend gives back; nothing, if it does not work."""
+        """Release the suspendable memory, if ``works``."""
         with self._lock:
             if works and record.memory is not None:
                 memory, record.memory = record.memory, None
@@ -223,7 +223,7 @@ class Ledger:
             self._counts[SimState.SUSPENDED] += 1
 
     def resume(self, record: Record) -> None:
-        """Take again what a suspend gave back."""
+        """Allocate the suspended memory again."""
         with self._lock:
             missing = record.suspendable_bytes if record.memory is None else 0
             self._take(missing)
@@ -248,7 +248,7 @@ class Ledger:
             self._collectives += 1
 
     def close(self, record: Record, state: SimState) -> None:
-        """Give the memory back to the operating system. Idempotent: the first state counts."""
+        """Return the memory to the operating system. Idempotent: the first state counts."""
         with self._lock:
             if not record.is_open:
                 return
@@ -308,12 +308,12 @@ FaultMoment = Literal["before", "after"]
 
 
 class InjectedFaultError(RuntimeError):
-    """Raised where a test asked for a failure."""
+    """Raised by an injected fault."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault to inject: what goes wrong, where, and when.
+    """A fault to inject: the action, the place, and the time.
 
     Attributes:
         at: ``create`` (the creating function), ``connect`` (first use of a group), ``release``
@@ -326,16 +326,15 @@ class Fault:
             is every later generation of group ``1``). A group has no description at ``create``.
         operation: only this method of the group (``allreduce``, ``shutdown``, ``abort``).
         rank: only in the process of this global rank.
-        nth: the first matching event that goes wrong, counted from 1 since the injection.
-        times: how many matching events go wrong, from the ``nth`` on; None for all.
-        moment: ``before`` the step, so that it is not done, or ``after`` it was done. A group
-            that fails after ``create`` is released. A collective has no ``after``.
-        seconds: the longest that ``stall`` holds; None is until it is cleared.
+        nth: the first matching event that fails, counted from 1 since the injection.
+        times: number of matching events that fail, from the ``nth`` on; None for all.
+        moment: ``before`` the step, which is then not done, or ``after`` it. A group that fails
+            after ``create`` is released. A collective has no ``after``.
+        seconds: maximum duration of ``stall``; None stalls until it is cleared.
         message: text of the error.
         exit_code: for ``exit``.
-        call: for ``call``, in the thread of the event, with the group as it is then. What it
-            raises, the step raises: any exception, ``KeyboardInterrupt`` too. What it waits for,
-            the step waits for.
+        call: for ``call``: called in the thread of the event, with the group's current info. Its
+            exceptions, including ``KeyboardInterrupt``, propagate from the step.
     """
 
     at: FaultPoint
@@ -382,9 +381,9 @@ class InjectedFault:
     """Handle of one injected fault; as a context manager it removes it at the end.
 
     Attributes:
-        fault: what was injected.
-        seen: matching events so far.
-        fired: events that went wrong so far.
+        fault: the injected fault.
+        seen: number of matching events so far.
+        fired: number of failed events so far.
     """
 
     def __init__(self, fault: Fault, table: FaultTable) -> None:
@@ -396,12 +395,12 @@ class InjectedFault:
         self._cleared = threading.Event()
 
     def clear(self) -> None:
-        """Remove the fault; threads that it stalls go on. Idempotent."""
+        """Remove the fault; stalled threads continue. Idempotent."""
         self._table.remove(self)
         self._cleared.set()
 
     def wait_fired(self, timeout: float) -> bool:
-        """Wait until the fault has struck (a stall: until it holds); whether it has."""
+        """Wait until the fault has fired (a stall: until it stalls); return whether it has."""
         return self._has_fired.wait(timeout)
 
     def __enter__(self) -> InjectedFault:
@@ -416,7 +415,7 @@ class InjectedFault:
         self.clear()
 
     def strikes(self) -> bool:
-        """Count one matching event; whether it goes wrong. The table's lock is held."""
+        """Count one matching event; return whether it fails. The table's lock is held."""
         self.seen += 1
         last = None if self.fault.times is None else self.fault.nth + self.fault.times - 1
         if self.seen < self.fault.nth or (last is not None and self.seen > last):
@@ -465,7 +464,7 @@ class FaultTable:
     def check(
         self, at: FaultPoint, operation: str, record: Record, moment: FaultMoment = "before"
     ) -> None:
-        """Let the faults that match this event act, in the order of their injection."""
+        """Run the faults that match this event, in the order of their injection."""
         if not self._injected:
             return
         with self._lock:

@@ -1,4 +1,4 @@
-"""Tracebacks for users: their own frames whole, those of libraries folded."""
+"""Tracebacks for users: with their own frames, and library frames folded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["folded_traceback"]
 _PACKAGE = Path(__file__).parents[1]
 _STDLIB = Path(sysconfig.get_path("stdlib"))
 _SHOWN = 1
-"""Library frames that are shown where there are no more of them in a row."""
+"""Maximum number of consecutive library frames that are not folded."""
 
 
 def folded_traceback(error: BaseException) -> str:
@@ -55,7 +55,7 @@ class _Frames(list[traceback.FrameSummary]):
 
 
 def _library(frame: traceback.FrameSummary) -> str:
-    """The package that a frame is of; empty for the user's own code."""
+    """The package of a frame; empty for the user's code."""
     path = Path(frame.filename)
     if _PACKAGE in path.parents:
         return "reloadpg"

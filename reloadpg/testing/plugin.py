@@ -16,14 +16,13 @@ nor the rest of the library until a test asks for something::
         ...
 
 ``ranks(world_size, *, timeout, backend, env, preload, start_method, store, standins)`` runs the
-body once on
-each of so many processes and fails with every failed rank's traceback. ``reload_each_phase`` runs
-the test twice: as it is, and with an offload and a reload before each collective phase (see
-``_plugin_checks`` for what a phase is, and what is required of the test).
+body in ``world_size`` processes and fails with every failed rank's traceback.
+``reload_each_phase`` runs the test twice: unchanged, and with an offload and a reload before each
+collective phase (``_plugin_checks`` defines a phase and the requirements on the test).
 
-Do not assume that the test's own process takes part: on ranks, the fixtures of this plugin are
-made in each rank and all other values are made once, in the test's process, and pickled. Ranks
-load the test's module anew and no ``conftest.py``; ``setup_method`` and the like are not called.
+Do not assume that the test's process takes part. On ranks, the fixtures of this plugin are created
+in each rank; all other values are created once, in the test's process, and pickled. Ranks load the
+test's module again but no ``conftest.py``; ``setup_method`` and similar are not called.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _RELOADED = "reloadpg_reloaded"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The time limit of tests on ranks that name none; whether they run over stand-ins."""
+    """Add options: the default timeout of tests on ranks, and the use of stand-ins."""
     parser.addini(_TIMEOUT, "seconds that tests on ranks may take (reloadpg)", default="60")
     what = "run tests on ranks over stand-ins for CUDA and NCCL, without a GPU (reloadpg)"
     parser.addini(_STANDINS, what, type="bool", default=False)
@@ -79,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Two tests where the mark asks for reloads: as it is, and reloaded."""
+    """Create two tests if the mark requests reloads: unchanged, and reloaded."""
     if metafunc.definition.get_closest_marker(PHASES) is not None:
         metafunc.fixturenames.append(_RELOADED)
         metafunc.parametrize(_RELOADED, (False, True), ids=("as-is", "reloaded"), indirect=True)
@@ -87,7 +86,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse what a mark cannot do, before any fixture is made."""
+    """Check the marks before any fixture is created."""
     ranks, phases = mark_of(item, RanksMark), mark_of(item, PhasesMark)
     if phases is not None and ranks is None:
         pytest.fail(
@@ -101,14 +100,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if type(item) is not pytest.Function or inspect.iscoroutinefunction(function):
         pytest.fail(
             "the mark ranks needs a plain test function or a method of a plain class; nothing "
-            "was run. Take it out of unittest.TestCase, and out of async.",
+            "was run. Do not use unittest.TestCase or async.",
             pytrace=False,
         )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
-    """Run the body of a marked test on ranks; the test ends as they do."""
+    """Run the body of a marked test on ranks, with their result."""
     mark = mark_of(pyfuncitem, RanksMark)
     if mark is None:
         return None
@@ -124,8 +123,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Keep the line of the summary to the rank and the reason. pytest gives the whole message
-    there where it runs on CI, so that what the ranks printed would be told twice.
+    """Shorten the line of the summary to the rank and the reason. On CI, pytest shows the whole
+    message there, so the output of the ranks would appear twice.
     """
     report = yield
     crash = getattr(report.longrepr, "reprcrash", None)
@@ -167,10 +166,10 @@ def world_size(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def reload_point(request: pytest.FixtureRequest) -> Any:
-    """Called in the body on all ranks, a place to reload at; for the mark ``reload_each_phase``.
+    """A function that offloads and reloads, for ``reload_each_phase``; call it on all ranks.
 
-    For phases that the mark does not see, since their collectives are started by C++ (the
-    backward pass of DDP, functional collectives). In the run as it is it does nothing.
+    For phases that the mark does not detect, since C++ starts their collectives (the backward pass
+    of DDP, functional collectives). In the unchanged run it does nothing.
     """
     return _only_in_ranks(request, "reload_point")
 
@@ -179,29 +178,28 @@ def reload_point(request: pytest.FixtureRequest) -> Any:
 def simulated_accelerator(request: pytest.FixtureRequest) -> Iterator[Any]:
     """The simulated accelerator: backend ``sim`` is registered and set up for this test.
 
-    The value is the module ``reloadpg.testing.simulated``. At the end faults and settings are
-    taken back, and a test that passed fails if communicators that it made still exist, or were
-    dropped without being released. Settings of ``simulated.configure`` may be given by indirect
-    parametrization; a communicator holds 1 MiB unless they say otherwise. On ranks it is made in
-    each rank.
+    The value is the module ``reloadpg.testing.simulated``. At the end, faults and settings are
+    removed, and a passed test fails if its communicators still exist or were dropped without being
+    released. Settings of ``simulated.configure`` may be passed by indirect parametrization; the
+    default is 1 MiB per communicator. On ranks, it is created in each rank.
     """
     yield from _here_or_in_ranks(request, "simulated_accelerator")
 
 
 @pytest.fixture
 def assert_no_group_leaks(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The test leaves no process group behind: compared around the whole test.
+    """Check that the test leaves no process group.
 
-    Compared are c10d's tables, the C++ registry of names, reloadable groups and communicators of
-    the simulated accelerator. The value is a context manager that compares around a block of the
-    test: ``with assert_no_group_leaks(): ...``. On ranks it is made in each rank.
+    Compares c10d's tables, the C++ registry of names, reloadable groups and communicators of the
+    simulated accelerator before and after the test. The value is a context manager that does this
+    for a block: ``with assert_no_group_leaks(): ...``. On ranks, it is created in each rank.
     """
     yield from _here_or_in_ranks(request, "assert_no_group_leaks")
 
 
 @pytest.fixture
 def reloadpg_reloaded(request: pytest.FixtureRequest) -> bool:
-    """Whether this is the reloaded one of the two runs that the mark asks for."""
+    """Whether this is the run with reloads."""
     return bool(request.param)
 
 
@@ -228,10 +226,10 @@ def _rank_test(item: pytest.Function, mark: RanksMark) -> RankTest:
 
 
 class _MadeInRanks:
-    """Placeholder in the test's process for what each rank has or makes for itself.
+    """Placeholder in the test's process for a value that each rank has or creates.
 
     Attributes:
-        settings: what its fixture was given; None for what is no fixture there.
+        settings: the settings of its fixture; None if it is not a fixture there.
     """
 
     def __init__(self, settings: dict[str, Any] | None) -> None:

@@ -1,4 +1,4 @@
-"""Run a function as the ranks of a small job: real processes, one machine, nothing left behind.
+"""Run a function as the ranks of a small job: real processes on one machine, none left at the end.
 
 Ranks are processes of :mod:`multiprocessing` on 127.0.0.1, under Linux. With the start method
 ``forkserver`` they are forked from a process that has imported torch, ``torch.distributed`` and
@@ -6,12 +6,12 @@ Ranks are processes of :mod:`multiprocessing` on 127.0.0.1, under Linux. With th
 
 - environment variables that torch reads while it is imported (``TORCH_LOGS``, ...) have no effect,
   and exit handlers do not run; ``spawn`` has neither limit.
-- as everywhere in multiprocessing, the caller's main module is imported anew, before the ranks
-  have their environment, so it must call ``run_ranks`` under ``if __name__ == "__main__":``.
-- the fork server is the one of the calling process: what else that process starts with it has
-  torch imported too, and computes on one thread.
+- as always in multiprocessing, the caller's main module is imported again, before the ranks have
+  their environment, so it must call ``run_ranks`` under ``if __name__ == "__main__":``.
+- the fork server is that of the calling process: other processes that it starts with the server
+  also have torch imported and compute on one thread.
 
-``SIGUSR1`` of a rank belongs to the runner.
+The runner uses ``SIGUSR1`` of the ranks.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ _JOB_VARIABLES = frozenset(
         *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
     }
 )
-"""Set by a launcher that the caller itself may run under; they would mislead the ranks."""
+"""Variables of a launcher of the calling process, which would be wrong in the ranks."""
 _STARTING = threading.Lock()
 """Held while the environment of this process is changed for one that it starts."""
 _SPOILT_CACHES: list[str] = []
-"""Compiler caches of this process in which a killed rank may have left half a file."""
+"""Compiler caches of this process that may have an incomplete file of a killed rank."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,15 @@ class RankOutcome:
 
     rank: int
     result: Any
-    """Return value of the function; None also where it did not return."""
+    """Return value of the function; None if it did not return."""
     exception: str | None
-    """The traceback as text, or a sentence that says why there is no result; None if `ok`."""
+    """The traceback as text, or the reason for the missing result; None if `ok`."""
     exitcode: int | None
     signal: int | None
     timed_out: bool
-    """Still running at the time limit, and killed by the runner."""
+    """Whether it was still running at the timeout, and killed by the runner."""
     ended: bool
-    """Still running a moment after another rank's failure, and killed by the runner."""
+    """Whether it was still running shortly after another rank's failure, and killed."""
     stack: str | None
     """The Python stacks of all threads of a rank that the runner killed."""
     output: str
@@ -121,17 +121,17 @@ def run_ranks(
     """Run `fn(rank, world_size, *args, **kwargs)` in `world_size` processes; return the results.
 
     Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and
-    MASTER_PORT, so `torch.distributed.init_process_group("gloo")` works as it is; gloo uses the
-    loopback device only, and each rank computes on one thread. A rank whose function has returned
-    stays until all have, or one has failed: no peer loses a connection that it still needs.
-    Blocks until every rank has ended.
-    Thread-safe. All processes of the run are gone when the call returns or raises, and when the
-    calling process dies by whatever means: ranks, their children, and what those moved to other
-    sessions. If the supervisor of the run is killed (by the OOM killer, say), the ranks and their
-    process groups end with it, and what their children moved to other sessions stays.
-    A directory in `tempfile.gettempdir()` is used and removed; TMPDIR of the ranks lies in it.
-    TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR are the calling process's own, and removed with
-    it, unless it has them set.
+    MASTER_PORT, so `torch.distributed.init_process_group("gloo")` works without arguments; gloo
+    uses the loopback device only, and each rank computes on one thread. A rank whose function has
+    returned waits until all have returned or one has failed, so that no peer loses a connection.
+    Blocks until every rank has ended. Thread-safe.
+    No process of the run remains when the call returns or raises, or when the calling process dies:
+    ranks, their children, and descendants in other sessions. If the supervisor of the run is killed
+    (for example by the OOM killer), the ranks and their process groups end with it, but descendants
+    in other sessions remain.
+    A directory in `tempfile.gettempdir()` is used and removed; TMPDIR of the ranks is in it.
+    TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR are directories of the calling process, and removed
+    at its exit, unless they were set.
 
     Args:
         fn: A module-level function; pickled by name and imported in the ranks.
@@ -142,7 +142,7 @@ def run_ranks(
         env: Variables set in the ranks on top of the caller's environment and the above; None
             removes one.
         preload: Modules that this run imports once, before the ranks are forked, since each would
-            import them: they may start no thread and may not depend on the rank's environment.
+            import them. They must not start threads or depend on the rank's environment.
             With `spawn` each rank imports what it needs.
         start_method: `forkserver` (the default) forks ranks from a process that has torch
             imported; `spawn` starts fresh interpreters, which import torch themselves.
@@ -157,15 +157,15 @@ def run_ranks(
             ProcessGroupNCCL (`reloadpg.testing.standins`). Each run is a separate job, unless
             this is a `Job`. None: as the calling process does. The supervisor of the run imports
             torch anew if the calling process does not use them.
-        check: Raise if a rank fails. If False, return one `RankOutcome` a rank instead, and let
-            the other ranks run on after a failure.
+        check: Raise if a rank fails. If False, return one `RankOutcome` per rank instead, and let
+            the other ranks continue after a failure.
 
     Returns:
         The results in rank order; with `check=False` a `RankOutcome` for each rank.
 
     Raises:
         RanksFailedError: A rank raised, called `sys.exit` or `os._exit`, was killed by a signal,
-            returned what cannot be pickled, or was running at the time limit. The message has
+            returned a value that cannot be pickled, or was running at the timeout. The message has
             every failed rank's traceback, exit code or signal, output, and for hung ranks the
             Python stacks. After the first failure the others get one second to fail as well.
         ValueError: An argument is out of range; nothing was started.
@@ -173,7 +173,7 @@ def run_ranks(
             started.
         StandinsError: The stand-ins cannot be built; nothing was started.
     """
-    __tracebackhide__ = True  # of pytest: the error says it all
+    __tracebackhide__ = True  # for pytest: the error has all information
     if os.environ.get(_rank.LOADING):
         raise RuntimeError(
             "run_ranks was called while a rank imports the module of its function; nothing was "
@@ -188,7 +188,7 @@ def run_ranks(
     if start_method not in (None, "forkserver", "spawn"):
         raise ValueError(f"start_method must be forkserver or spawn, got {start_method!r}")
     if isinstance(preload, str):
-        raise TypeError(f"preload={preload!r} is no list of modules; nothing was started")
+        raise TypeError(f"preload={preload!r} is not a list of modules; nothing was started")
     if store not in ("parent", "rank0"):
         raise ValueError(f"store must be parent or rank0, got {store!r}")
     call, modules = _pickled(fn, tuple(args), dict(kwargs or {}))
@@ -223,11 +223,11 @@ def run_ranks(
 
 
 # ---------------------------------------------------------------------------------------------
-# what ranks are given
+# the input of ranks
 
 
 class _CallPickler(pickle.Pickler):
-    """Notes the modules that the receiver has to import."""
+    """Records the modules that the receiver must import."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -282,12 +282,12 @@ def _environments(
     """Return the environment of each rank."""
     temporary = directory / "tmp"
     temporary.mkdir()
-    # One for all runs of this process, since to compile takes seconds.
+    # One for all runs of this process, since compiling takes seconds.
     caches = Path(multiprocessing.util.get_temp_dir(), f"caches-{len(_SPOILT_CACHES)}")
     common: dict[str, str | None] = {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
-        # A resolver that drops a query for 127.0.0.1 costs each store connection 5 s by default.
+        # If DNS drops a query for 127.0.0.1, each store connection takes 5 s by default.
         "RES_OPTIONS": "timeout:1 attempts:1",
         **os.environ,
         **{name: None for name in os.environ if name.startswith("TORCHELASTIC_")},
@@ -316,8 +316,8 @@ def _environments(
 def _standins(
     wanted: bool | standin_libraries.Job, directory: Path
 ) -> Iterator[dict[str, str | None]]:
-    """Yield what the environment of ranks that use the stand-ins, or do not, differs in."""
-    # What is visible of the machine's devices says nothing of the stand-ins'.
+    """Yield the changes of the environment for ranks that use the stand-ins, or do not."""
+    # Settings of visible devices do not apply to the stand-ins.
     hidden: dict[str, str | None] = {"CUDA_VISIBLE_DEVICES": None}
     if isinstance(wanted, standin_libraries.Job):
         yield {**wanted.environment, **hidden}
@@ -330,12 +330,12 @@ def _standins(
 
 @contextlib.contextmanager
 def _store_port(store: str) -> Iterator[int]:
-    """Yield the port of the run's TCPStore, which no other process can take meanwhile.
+    """Yield the port of the run's TCPStore, and reserve it during the run.
 
-    `parent`: a TCPStore server in this process, on a loopback socket that was bound to port 0 and
-    handed over to it. `rank0`: the port is bound here but not listened on, with SO_REUSEADDR as
-    the store's own socket has it; Linux then lets rank 0 bind and listen, and gives the port to
-    nobody who asks for a free one.
+    `parent`: a TCPStore server in this process, on a loopback socket that was bound to port 0.
+    `rank0`: the port is bound here without listening, with SO_REUSEADDR like the store's socket.
+    Linux then lets rank 0 bind and listen, and gives the port to no process that requests a free
+    one.
     """
     if store == "rank0":
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as reserved:
@@ -343,7 +343,7 @@ def _store_port(store: str) -> Iterator[int]:
             reserved.bind(("", 0))
             yield reserved.getsockname()[1]
         return
-    # Imported here, because the rest of this module has no need of torch.
+    # Imported here, because the rest of this module does not need torch.
     distributed: Any = importlib.import_module("torch.distributed")
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     port = listener.getsockname()[1]
@@ -360,7 +360,7 @@ def _store_port(store: str) -> Iterator[int]:
     try:
         yield port
     finally:
-        server.clear()  # a traceback that is kept must not keep the server
+        server.clear()  # a stored traceback must not keep the server alive
 
 
 @contextlib.contextmanager
@@ -431,9 +431,9 @@ def _start(connection: Connection, job: Job) -> BaseProcess:
     try:
         return started("forkserver")
     except (EOFError, OSError):
-        # The fork server cannot be used by a process that was forked from its owner, with a
-        # TMPDIR of some 80 characters ("AF_UNIX path too long"), or if it died while it imported
-        # torch. A fresh interpreter costs each run that import, and says what is wrong with it.
+        # The fork server fails in a process forked from its owner, with a TMPDIR of some 80
+        # characters ("AF_UNIX path too long"), or if it died while importing torch. A new
+        # interpreter imports torch in each run, and reports the error of the import.
         return started("spawn")
 
 
@@ -509,7 +509,7 @@ def _outcome(
 
 
 def _tail(path: Path) -> str:
-    """Return the end of a file as text; nothing if there is no file."""
+    """Return the end of a file as text; empty if there is no file."""
     try:
         with path.open("rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - _OUTPUT_LIMIT, 0))
@@ -527,7 +527,7 @@ def _signal_name(number: int) -> str:
 
 def _message(outcomes: Sequence[RankOutcome], left: Sequence[int]) -> str:
     failed = [outcome for outcome in outcomes if not outcome.ok]
-    # A rank that crashed is the cause: the errors of its peers often come before its end is seen.
+    # A rank that crashed is the cause, but its peers' errors are often seen before its end.
     failed.sort(key=lambda o: (o.timed_out or o.ended, o.signal is None, o.seconds or 0.0))
     state = f"processes that could not be killed: {list(left)}" if left else "no process is left"
     first = f"rank {failed[0].rank}: {failed[0].reason}; " if failed else ""

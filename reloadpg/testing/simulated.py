@@ -7,22 +7,22 @@
     simulated.register()
     torch.distributed.init_process_group("sim")
 
-Its groups behave as an accelerator's: creating one is local, a communicator comes into being at
-the first use and holds memory until it is released, and a group cannot be used after its
-``shutdown`` or ``abort``. A communicator can be suspended and resumed by NCCL's rules: collective
-over its members and without a bound, an error if it was never used or is in that state already;
-part of the memory stays, and a resume can run out of it. The memory is real, so it can be
+Its groups behave like an accelerator's: creating one is local, a communicator is created at the
+first use and holds memory until it is released, and a group cannot be used after its ``shutdown``
+or ``abort``. A communicator can be suspended and resumed with NCCL's rules: collective over its
+members, without a timeout, an error if it was never used or is already in that state; part of the
+memory stays allocated, and a resume can run out of memory. The memory is real, so it can be
 measured from outside the process; the results are gloo's, so they can be compared bit for bit.
 Everything here is per process.
 
-Things go wrong where a test says so::
+A test can inject faults::
 
     with simulated.inject(simulated.Fault("create", rank=1, nth=3, message="no memory")):
         reloadpg.reload()  # fails in the third creation of rank 1
 
-Limits: it has no streams, and nothing overlaps that does not with gloo; it cannot be one half of a
-mixed group (``cpu:gloo,privateuseone:sim``), since torch takes a group that a Python creating
-function returns for all its devices; it cannot be split.
+Limits: it has no streams, and operations overlap only as in gloo. It cannot be part of a mixed
+group (``cpu:gloo,privateuseone:sim``), since torch uses a group from a Python creating function for
+all devices. It cannot be split.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SimOptions:
 
 
 class _State:
-    """The one state of this process; a forked child starts with a fresh one."""
+    """The state of this process; a forked child starts with a new one."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -137,22 +137,23 @@ def configure(
     creation_seconds: float | None = None,
     release_seconds: float | None = None,
 ) -> None:
-    """Set what groups created from now on are like, and the device. Local.
+    """Set properties of groups that are created later, and of the device. Local.
 
-    None leaves a setting as it is.
+    None leaves a setting unchanged.
 
     Args:
-        bytes_per_communicator: bytes that each holds from its first use (at first: the
-            environment variable ``RELOADPG_SIM_BYTES``, else 32 MiB).
-        persistent_share: share of them that a suspend leaves (at first: 0.125).
-        suspend_works: False makes a suspend succeed and give nothing back, as NCCL's does where
-            cuMem is off; so does the environment variable ``NCCL_CUMEM_ENABLE=0``.
-        capacity_bytes: what all communicators of this process together can hold; it holds at
-            once, and 0 takes the limit away (at first: no limit).
-        eager: whether creation connects all members, as NCCL's does with a bound device:
-            collective and blocking (at first: False).
-        creation_seconds: how long a creation takes, without the interpreter's lock (at first: 0).
-        release_seconds: how long ``shutdown`` or ``abort`` takes, likewise (at first: 0).
+        bytes_per_communicator: bytes that each communicator holds from its first use (default: the
+            environment variable ``RELOADPG_SIM_BYTES``, or 32 MiB).
+        persistent_share: share of them that a suspend does not release (default: 0.125).
+        suspend_works: if False, a suspend succeeds but releases nothing, like NCCL's without cuMem;
+            the environment variable ``NCCL_CUMEM_ENABLE=0`` does the same (default: True).
+        capacity_bytes: limit for all communicators of this process together; takes effect
+            immediately, 0 removes the limit (default: no limit).
+        eager: whether creation connects all members, like NCCL's with a bound device: collective
+            and blocking (default: False).
+        creation_seconds: duration of a creation, without holding the GIL (default: 0).
+        release_seconds: duration of ``shutdown`` or ``abort``, without holding the GIL (default:
+            0).
 
     Raises:
         ValueError: a number is out of range; nothing was changed.

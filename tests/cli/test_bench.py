@@ -69,7 +69,7 @@ def test_a_failure_is_exit_code_1_with_the_advice_of_the_command(capsys):
     options = ["--ranks", "1", "--cycles", "1000000", "--timeout", "0.05"]
     assert main(["bench", "--backend", "gloo", *options]) == 1
     errors = capsys.readouterr().err
-    advice = "1 of 1 ranks failed (no process is left). --timeout gives them longer than 0.05 s."
+    advice = "1 of 1 ranks failed (no process is left). To wait longer than 0.05 s, use --timeout."
     assert advice in errors
     assert "still running at the time limit of 0.05 s" in errors
     assert "run_ranks" not in errors

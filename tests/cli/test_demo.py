@@ -78,7 +78,7 @@ def test_the_output_says_what_runs_and_ends_with_a_table_and_the_checks(finished
     lines = finished.output.splitlines()
     assert lines[0] == f"reloadpg demo: {RANKS} ranks, {CYCLES} cycles"
     head = "\n".join(lines[:7])
-    assert "simulated accelerator on the CPU; each communicator holds 8.0 MiB a rank" in head
+    assert "simulated accelerator on the CPU; each communicator holds 8.0 MiB per rank" in head
     assert str(finished.example) in head
     shown = [line.split(":")[0].strip() for line in lines if line.startswith("  cycle ")]
     assert shown == [f"cycle {cycle}/{CYCLES}" for cycle in range(1, CYCLES + 1)] * 2
@@ -270,4 +270,4 @@ def test_cuda_without_a_gpu_is_exit_code_2(monkeypatch, capsys):
     """Nothing is started, and it says what to do."""
     monkeypatch.setattr("reloadpg.cli.bench.cuda_devices", lambda: 0)
     assert main(["demo", "--accelerator", "cuda"]) == 2
-    assert "nothing was started. Leave the option out" in capsys.readouterr().err
+    assert "nothing was started. Omit the option" in capsys.readouterr().err

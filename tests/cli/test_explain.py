@@ -118,10 +118,10 @@ def test_groups_of_gpus_are_explained_where_there_are_none(tmp_path):
         "2 pair 2 8-9 nccl __main__ reloadable",
         "3 short 2 8-9 cpu:gloo,cuda:nccl __main__ reloadable cpu:gloo stays, destroyed later",
     ]
-    assert "give back about 1.0 to 3.2 GB" in page
+    assert "release about 1.0 to 3.2 GB" in page
     assert "(2 NCCL communicators, each used before)" in page
-    assert "This is an estimate: 0.5 to 1.6 GB a communicator" in page
-    assert "The script did not end well: ValueError: broken on purpose" in page
+    assert "This is an estimate: 0.5 to 1.6 GB per communicator" in page
+    assert "The script failed: ValueError: broken on purpose" in page
     assert 'raise ValueError("broken on purpose")' in page
     assert "explain_rank.py" not in page
     assert "Only this rank ran." in page
@@ -384,7 +384,7 @@ def test_gloo_groups_of_a_script_that_found_no_device(tmp_path, options):
     arguments = [str(path), "--world-size", "2", "--device", "xpu", *options]
     code, page = called("explain", *arguments)
     assert code == 0
-    assert ("No xpu device is here" in page) == (not options)
+    assert ("There is no xpu device here" in page) == (not options)
     assert f"{len(options) // 2} of 1 group of this rank would be reloadable" in page
 
 
@@ -449,9 +449,9 @@ def test_a_script_that_creates_no_group_is_exit_code_1(tmp_path, text, error):
         code, page = called("explain", "-m", "nothing", "--world-size", "2")
     assert code == 1
     assert "created no process group" in page
-    assert "Groups of other processes that the script starts are not seen" in page
+    assert "Groups in other processes that the script starts are not recorded" in page
     assert error in page
-    assert ("did not end well" in page) == bool(error)
+    assert ("failed" in page) == bool(error)
 
 
 @pytest.mark.parametrize(

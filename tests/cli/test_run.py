@@ -107,11 +107,11 @@ def test_a_job_that_cannot_go_on_ends(program: Path) -> None:
     options = ("--nproc-per-node=2", "--master-port=0", "--max-restarts=9")
     codes, output = ended(started(*options, str(program), "error"))
     assert codes == [1], output
-    assert "and all others have ended before" in output
+    assert "after all others had ended" in output
     assert "before it was in a recoverable job" not in output
     codes, output = ended(started(*options, "--max-restarts=0", str(program), "error"))
     assert codes == [1], output
-    assert "has started 0 processes again (--max-restarts)" in output
+    assert "has used its 0 restarts (--max-restarts)" in output
 
 
 def test_a_program_that_is_not_recoverable_is_named(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_program_that_is_not_recoverable_is_named(tmp_path: Path) -> None:
     path.write_text("raise SystemExit(3)")
     codes, output = ended(started("--master-port=0", "--max-restarts=1", str(path)))
     assert codes == [1], output
-    assert output.count("rank 0 ended before it was in a recoverable job; call reloadpg.inst") == 1
+    assert output.count("rank 0 ended before it was in a recoverable job, so it cannot") == 1
 
 
 LATE = """
@@ -144,7 +144,7 @@ def test_a_rank_that_the_others_have_left_is_not_started_again(tmp_path: Path) -
     options = ("--nproc-per-node=2", "--master-port=0")
     codes, output = ended(started(*options, str(path), str(tmp_path / "noted")))
     assert codes == [1], output
-    assert "rank 1 ended with exit code 3 after other ranks had ended well" in output
+    assert "rank 1 ended with exit code 3 after other ranks had completed" in output
     assert "restart" not in output
 
 

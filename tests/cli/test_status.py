@@ -90,10 +90,10 @@ def test_missing_not_installed_failed_and_silent_ranks_are_named():
         now=now,
     )
     said = found(job)
-    assert said["missing"] == "ranks 1, 4 of a job of 6 said nothing"
+    assert said["missing"] == "ranks 1, 4 of a job of 6: no record"
     assert said["not installed"] == "rank 2"
     assert said["failed"] == "rank 3"
-    assert said["silent"] == "rank 5: no sign of life for up to 2 min"
+    assert said["silent"] == "rank 5: no update for up to 2 min"
     troubles = ("missing", "not installed", "failed", "silent")
     assert all(one.remedy for one in job.findings() if one.check in troubles)
     assert [one.error for one in job.ranks] == ["", "", "RebuildError: out of memory", ""]
@@ -400,7 +400,7 @@ def test_ranks_are_read_through_torchs_debug_server(monkeypatch):
         without = read_endpoints([endpoint])
     assert [one.rank for one in reading.ranks] == [3]
     assert len(reading.failures) == 1
-    assert reading.failures[0].startswith("127.0.0.1:1: no answer (")
+    assert reading.failures[0].startswith("127.0.0.1:1: no response (")
     assert reading.missing == [0, 1, 2]
     assert not without.ranks
     assert "is reloadpg installed in that process?" in without.failures[0]
@@ -423,7 +423,7 @@ def test_an_endpoint_that_is_none_is_named(endpoint, capsys):
     assert main(["status", "--endpoint", endpoint, "--endpoint", "127.0.0.1:1"]) == 1
     written = capsys.readouterr().out
     assert f"unreadable: {endpoint}: no " in written
-    assert "unreadable: 127.0.0.1:1: no answer (" in written
+    assert "unreadable: 127.0.0.1:1: no response (" in written
     assert "debug server" in written
     assert "STATUS_DIR" not in written
 
@@ -575,6 +575,6 @@ def test_a_record_of_others_is_refused_in_a_line(job, tmp_path):
         reading = read_directory(job)
     assert [one.rank for one in reading.ranks] == [0]
     version, link, user = reading.failures
-    assert "rank-1.json: written by another version of reloadpg (form 2, " in version
+    assert "rank-1.json: written by another version of reloadpg (format 2, " in version
     assert link == "rank-2.json: a link, which is not followed"
-    assert user == "rank-3.json: belongs to another user (uid 12345), and was not read"
+    assert user == "rank-3.json: belongs to another user (uid 12345); it was not read"

@@ -481,13 +481,13 @@ UNREACHABLE: dict[str, tuple[dict[str, str], bool, str, tuple[int, ...]]] = {
     "nobody listens": (
         {"RANK": "1", "LOCAL_RANK": "1"},
         False,
-        "no store answered at 127.0.0.1:",
+        "no store responded at 127.0.0.1:",
         (0,),
     ),
     "a server that says nothing": (
         {"RANK": "1", "LOCAL_RANK": "1"},
         True,
-        "no store answered at 127.0.0.1:",
+        "no store responded at 127.0.0.1:",
         (0,),
     ),
     "no such host, rank 1": (
@@ -506,7 +506,7 @@ UNREACHABLE: dict[str, tuple[dict[str, str], bool, str, tuple[int, ...]]] = {
     "another host": (
         {"MASTER_ADDR": "192.0.2.1"},
         False,
-        "rank 0 does not reach its own store at 192.0.2.1:",
+        "rank 0 cannot reach its own store at 192.0.2.1:",
         (),
     ),
     "port taken": ({}, True, "Free the port, or set another MASTER_PORT", ()),
@@ -655,8 +655,8 @@ BAD: dict[str, tuple[dict[str, str | None], dict[str, Any], str]] = {
     "device_id": ({}, {"device": "cpu", "device_id": 0}, "device_id"),
     "mesh": ({}, {"mesh_dims": {"tp": 3}}, "world_size=2"),
     "mesh name": ({}, {"mesh_dims": {"dp": 2}}, "'dp'"),
-    "mesh tuple": ({}, {"mesh_dims": ("tp",)}, "mesh_dims=('tp',) is no mapping"),
-    "mesh list": ({}, {"mesh_dims": [2]}, "mesh_dims=[2] is no mapping"),
+    "mesh tuple": ({}, {"mesh_dims": ("tp",)}, "mesh_dims=('tp',) is not a mapping"),
+    "mesh list": ({}, {"mesh_dims": [2]}, "mesh_dims=[2] is not a mapping"),
     "address with port": ({"MASTER_ADDR": "h:29500"}, {}, "MASTER_ADDR='h:29500'"),
     "seed": ({}, {"seed": -1}, "seed=-1"),
     "store": ({}, {"store": "tcp://n0"}, "store='tcp://n0' is not a store"),

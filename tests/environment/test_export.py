@@ -84,7 +84,7 @@ def test_undo_leaves_what_someone_else_changed_and_says_so(
     with caplog.at_level(logging.WARNING):
         undo()
     assert environ == {"RANK": "0"}
-    assert "RANK was set to '5' by the export and is '0' now" in caplog.text
+    assert "RANK was set to '5' by the export but is '0' now" in caplog.text
 
 
 def test_a_write_that_fails_midway_leaves_nothing_behind() -> None:

@@ -48,8 +48,8 @@ BAD = [
     ({"dp": 8}, 8, ["'dp'", "dp_shard"]),
     ({}, 0, ["world_size=0"]),
     ({}, -8, ["world_size=-8"]),
-    (("tp",), 8, ["mesh_dims=('tp',) is no mapping"]),
-    ([2], 8, ["mesh_dims=[2] is no mapping"]),
+    (("tp",), 8, ["mesh_dims=('tp',) is not a mapping"]),
+    ([2], 8, ["mesh_dims=[2] is not a mapping"]),
 ]
 
 

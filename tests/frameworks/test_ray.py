@@ -89,7 +89,7 @@ def test_the_actor_that_failed_is_named(seen: dict[str, Any]) -> None:
     assert (failed["type"], failed["rank"]) == ("ActorFailedError", 2)
     assert failed["errors"] == [0, 1, 2, 3]
     assert failed["text"].startswith("offload_all: actor 2 Actor(Trainer, ")
-    assert "ValueError: a buffer is still in use. Failed too: 0-1, 3. " in failed["text"]
+    assert "ValueError: a buffer is still in use. Also failed: 0-1, 3. " in failed["text"]
     assert seen["use after failure"] == at(3, USED)
 
 
@@ -99,7 +99,7 @@ def test_a_busy_actor_is_named_before_anything_is_touched(seen: dict[str, Any]) 
     late = seen["late"]
     assert (late["type"], late["is a TimeoutError"]) == ("ActorTimeoutError", True)
     assert (late["rank"], late["waiting"]) == (1, [1])
-    assert "1 of 4 actors did not answer within 1 s: 1 Actor(Trainer, " in late["text"]
+    assert "1 of 4 actors did not respond within 1 s: 1 Actor(Trainer, " in late["text"]
     assert "Nothing was changed in any actor" in late["text"]
     assert seen["state after delay"] == "live"
     assert seen["offload after delay"] == [True] * 4
@@ -110,7 +110,7 @@ def test_the_same_actors_form_another_job(seen: dict[str, Any]) -> None:
     """Refused while they are in one; after its end a second set-up gives a job of generation 0."""
     refused = seen["second set-up"]
     assert (refused["type"], refused["cause"]) == ("ActorFailedError", "ReloadpgError")
-    assert "torch.distributed is initialized in this actor already" in refused["text"]
+    assert "torch.distributed is already initialized in this actor" in refused["text"]
     assert seen["use in the second job"] == at(0, USED)
 
 
@@ -125,7 +125,7 @@ def test_an_actor_that_dies_is_named(seen: dict[str, Any], when: str) -> None:
     assert 3 in died["errors"]
     assert 3 not in died["waiting"]
     assert ("Nothing was changed" in died["text"]) == (when == "dead")
-    assert died["text"].endswith("start all of them anew.")
+    assert died["text"].endswith("otherwise restart all actors.")
     assert len(died["text"]) < 500
 
 

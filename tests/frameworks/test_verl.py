@@ -95,7 +95,7 @@ def test_what_the_hook_refuses() -> None:
         verl.offloaded_rollouts(Sequence, type("SimpleNamespace", (), {}))
     assert dict(vars(Sequence)) == before
     handle = verl.offloaded_rollouts(Modes)
-    with pytest.raises(InvalidOptionError, match=r"\(Modes\): it was given before"):
+    with pytest.raises(InvalidOptionError, match=r"\(Modes\): already passed"):
         verl.offloaded_rollouts(Modes)
     handle.remove()
     verl.offloaded_rollouts(Modes).remove()

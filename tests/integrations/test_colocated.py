@@ -562,14 +562,14 @@ class WithoutTags:
         ({"engine": WithoutTags(), "wake_tags": ["kv_cache"]}, "takes no tags; nothing was chang"),
         ({"engine": object()}, "neither vLLM's sleep"),
         ({"connect": "always"}, "reload\\(connect='always'\\)"),
-        ({"saver_tags": ["default"]}, "no bare saver"),
+        ({"saver_tags": ["default"]}, "not a plain memory saver"),
         ({"saver": object()}, "no pause"),
         ({"wake_tags": "kv_cache"}, "wake_tags='kv_cache'.: not a sequence of tags"),
         ({"wake_tags": 3}, "wake_tags=3.: not a sequence of tags"),
         ({"wake_tags": [b"weights"]}, "not a sequence of tags"),
         ({"engine": Asynchronous()}, "sleep.. is asynchronous.*Pass an object whose methods wait"),
         ({"engine_groups": ""}, "not the name of a set"),
-        ({"copy_back": {}}, "copy_back=.*: it cannot be called; nothing was changed"),
+        ({"copy_back": {}}, "copy_back=.*: not callable; nothing was changed"),
     ],
 )
 def test_arguments_that_cannot_be_used(arguments: dict[str, Any], said: str) -> None:

@@ -47,7 +47,7 @@ def test_what_is_unset_is_set_and_unset_again() -> None:
     with reloadpg.install(recoverable=True):
         assert settings() == NEEDED
         assert reloadpg.status().options["recoverable"] is True
-        assert findings() == [("ok", "a fault of a communicator reaches the program")]
+        assert findings() == [("ok", "NCCL errors raise in the program")]
     assert settings() == {}
 
 
@@ -109,7 +109,7 @@ def test_the_default_of_torchrun_is_overridden(
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     with caplog.at_level("INFO", "reloadpg"), reloadpg.install(backends={"nccl"}, recoverable=True):
         assert settings() == NEEDED
-        assert findings() == [("ok", "a fault of a communicator reaches the program")]
+        assert findings() == [("ok", "NCCL errors raise in the program")]
         assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=2, not torchrun's 1" in caplog.text
     assert settings() == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")

@@ -491,7 +491,7 @@ def test_a_process_that_does_not_end_after_its_function_is_told(tmp_path: Path) 
         ({"world_size": 0}, ValueError, "world_size must be at least 1"),
         ({"timeout": float("nan")}, ValueError, "timeout must be positive"),
         ({"start_method": "fork"}, ValueError, "start_method must be"),
-        ({"preload": "megatron.core"}, TypeError, "is no list of modules"),
+        ({"preload": "megatron.core"}, TypeError, "is not a list of modules"),
         ({"store": "rank1"}, ValueError, "store must be"),
         (
             {"fn": lambda rank, world_size: None},
