@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from recovery_job import attempt, base_store
 
 import reloadpg
-from reloadpg.testing import run_ranks
 
 
 @pytest.mark.parametrize("where", ["on_offload", "on_reload", "on_report"])
@@ -21,29 +17,3 @@ def test_what_cannot_be_called_is_refused_at_once(where: str, callback: Any) -> 
     register: Callable[[Any], object] = getattr(reloadpg, where)
     with pytest.raises(reloadpg.InvalidOptionError, match=f"{where}.*nothing was registered"):
         register(callback)
-
-
-def _late(rank: int, world_size: int) -> str:
-    """Rank 1 raises in its callback; that of rank 0 returns after rank 1 has given up on it."""
-    reloadpg.install(backends={"gloo"}, timeout=60)
-    dist.init_process_group("gloo")
-    store = base_store().clone()
-
-    def callback() -> None:
-        if rank == 1:
-            raise ValueError("of the callback")
-        store.wait(["left"], timedelta(minutes=2))
-
-    reloadpg.on_offload(callback)
-    seen = attempt(reloadpg.offload)
-    store.set("left", "")
-    return seen.text
-
-
-def test_a_rank_in_a_callback_is_not_said_to_be_silent_to_itself() -> None:
-    """It reads that it responded too late; the other one, that it did not respond."""
-    late, first = run_ranks(_late, 2, timeout=240)
-    assert "No response since then from rank 0" in first
-    assert "Rank 1 had failed before" in late or "rank 1 failed" in late
-    assert "This rank responded too late" in late
-    assert "No response" not in late
