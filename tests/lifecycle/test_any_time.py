@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -257,57 +256,3 @@ def test_a_users_keys_in_a_groups_store_are_kept(world):
     """The group keeps its store: only its communicator's own keys change names."""
     for values in run_ranks(_user_keys, 2, args=(world,)):
         assert values == [b"kept", b"kept"]
-
-
-RANK = """
-import os, sys, time, signal
-from datetime import timedelta
-import torch.distributed as dist
-import reloadpg
-rank = int(os.environ["RANK"])
-reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=5))
-dist.init_process_group("gloo")
-reloadpg.offload()
-print("offloaded", flush=True)
-if rank == 2:
-    os.kill(os.getpid(), signal.SIGKILL)
-try:
-    reloadpg.reload()
-except reloadpg.ReloadpgError as error:
-    print("raised", type(error).__name__, error, flush=True)
-    os._exit(1)  # at once: with rank 0 ends the store
-"""
-
-
-@pytest.mark.slow
-def test_the_rank_that_hosts_the_store_leaves_last(tmp_path, free_port):
-    """Plain processes, the store in rank 0's: after rank 2's death rank 1, too, is told of it."""
-    import subprocess
-
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "3",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(free_port),
-                "GLOO_SOCKET_IFNAME": "lo",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        said = [rank.communicate(timeout=280)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for text in said[:2]:
-        assert "raised RendezvousTimeoutError" in text
-        assert "missing: rank 2" in text

@@ -395,6 +395,7 @@ def signals() -> Batch:
 
 BATCHES = {
     "some groups of an offload": every_group("offload", (0, 5, 11)),
+    "some groups of an offload, in parallel": every_group("offload", (0, 7), 8),
     "some groups of a reload": every_group("reload", (0, 5, 11), 8),
     "each group of an offload": every_group("offload", range(12), 1),
     "each group of an offload, in parallel": every_group("offload", range(12), 8),
