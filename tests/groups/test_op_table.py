@@ -187,12 +187,6 @@ def test_stages_ran_on_new_generations_of_the_same_groups(reloadable):
             }
 
 
-def test_numbers_differ_from_stage_to_stage(reloadable):
-    """A buffer that kept an earlier stage's result cannot pass for this one's."""
-    key = ("all_reduce[SUM]", "dist", "world", "sync")
-    assert len({tuple(reloadable[0][0][cycle][key].value) for cycle in STAGES.values()}) == 3
-
-
 # ---------------------------------------------------------------------------------------------
 # the table is complete
 
