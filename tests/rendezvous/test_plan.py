@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,45 +111,3 @@ def test_the_sum_fits_the_stores_integers() -> None:
     plan = Plan("offload", {}, groups)
     assert abs(plan.contribution(0, 2**14)) < 2**63
     assert abs(plan.contribution(1, 2**14)) < 2**63
-
-
-GROUP = GroupPlan("7", (0, 1, 2), 3, "recreate", 5, "trainer")
-AGREED = Plan("offload", {"min_size": "2"}, (GROUP,))
-
-
-@pytest.mark.parametrize(
-    ("other", "text"),
-    [
-        (replace(AGREED, operation="reload"), "rank 0 calls offload() and rank 1 calls reload()"),
-        (replace(AGREED, settings={"min_size": "3"}), "min_size is 2 on rank 0 and 3 on rank 1"),
-        (replace(AGREED, settings={}), "min_size is 2 on rank 0 and None on rank 1"),
-        (
-            replace(AGREED, groups=()),
-            "group '7' of ranks [0-2] exists on rank 0 and not on rank 1 (destroyed there, in "
-            "another set, or created before install)",
-        ),
-        (
-            replace(AGREED, groups=(replace(GROUP, set="engine"),)),
-            "group '7': set trainer against engine (rank 0 against rank 1)",
-        ),
-        (
-            replace(AGREED, groups=(replace(GROUP, generation=2),)),
-            "group '7': generation 3 against 2 (rank 0 against rank 1)",
-        ),
-        (
-            replace(AGREED, groups=(replace(GROUP, members=(0, 1)),)),
-            "group '7': members [0-2] against [0-1] (rank 0 against rank 1)",
-        ),
-        (
-            replace(AGREED, groups=(replace(GROUP, strategy="suspend"),)),
-            "group '7': strategy recreate against suspend (rank 0 against rank 1)",
-        ),
-        (
-            replace(AGREED, groups=(replace(GROUP, digest=6),)),
-            "group '7': different backends or order of creation (rank 0 against rank 1)",
-        ),
-    ],
-)
-def test_the_words_for_a_difference(other: Plan, text: str) -> None:
-    """What, on which ranks, with both values."""
-    assert first_difference({0: AGREED, 1: other, 2: AGREED}) == text
