@@ -146,24 +146,6 @@ def test_a_communicator_that_was_never_used_is_skipped_on_all_ranks(used: tuple[
         assert result["created"] == len(mine)
 
 
-def unused_on_one_rank(rank: int, size: int) -> dict[str, Any]:
-    job = Job("suspend", subgroups=((0, 1, 2),))
-    if rank == 1:  # this rank says that its communicator was never used
-        stats = job.groups["g0"].communicator._communicator
-        stats.memory_stats = lambda: (_ for _ in ()).throw(RuntimeError("not initialized"))
-    report = reloadpg.offload()
-    reloadpg.reload()
-    return {"chosen": chosen(report), "reasons": reasons(report), "sums": job.sums()}
-
-
-def test_one_member_that_must_skip_makes_all_skip() -> None:
-    """Suspending is collective: no member tries it alone."""
-    for result in run_ranks(unused_on_one_rank, 3, timeout=60):
-        assert result["chosen"] == {"WORLD": "suspend", "g0": "skip"}
-        assert "never used" in result["reasons"]["g0"]
-        assert result["sums"]
-
-
 def destroyed_while_suspended(rank: int, size: int) -> dict[str, Any]:
     job = Job("suspend")
     reloadpg.offload()

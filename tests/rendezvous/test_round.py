@@ -224,25 +224,6 @@ def test_a_time_out_names_the_missing_ranks(absent: list[int]) -> None:
         assert f"{len(present)} of 8 ranks arrived" in str(error)
 
 
-def test_a_late_rank_reads_the_same_outcome_at_once() -> None:
-    """It does not wait for a bound of its own, and is told that it came too late."""
-    arrived = threading.Event()
-    job = tcp_job(3, signals_arrival(arrived, 1))
-
-    def arrive(rdv: Rendezvous) -> None:
-        assert rdv.rank != 0 or arrived.wait(SOON)
-        rdv.open("reload", ("enter",), FAR if rdv.rank else 1.0).agree("enter", PLAN)
-
-    (first, _), _ = job.run(arrive, ranks=[0, 1])
-    ((error, seconds),) = job.run(arrive, ranks=[2])
-    assert isinstance(error, RendezvousTimeoutError)
-    assert error.missing == first.missing == (2,)
-    assert "too late" in str(error)
-    assert "too late" not in str(first)
-    assert seconds < SOON
-    assert [result for result, _ in job.run(three_barriers)] == ["passed"] * 3
-
-
 @pytest.fixture
 def all_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """No grace expires: each ends when all ranks have answered, and all of them do."""
@@ -316,22 +297,6 @@ def test_a_failure_that_another_one_came_before_names_it() -> None:
         "connection closed by peer",
         "Rank 0 had failed before: KeyboardInterrupt: by the user",
     ]
-
-
-@pytest.mark.usefixtures("all_answer")
-def test_a_disagreement_is_told_to_all() -> None:
-    """The same text on all ranks, and the next round passes."""
-    job = tcp_job(5)
-
-    def differs(rdv: Rendezvous) -> None:
-        plan = Plan("offload", {"strategy": "a" if rdv.rank != 3 else "b"})
-        rdv.open("offload", ("enter",), FAR).agree("enter", plan)
-
-    results = job.run(differs)
-    assert {str(error) for error, _ in results} == {str(results[0][0])}
-    assert "strategy is a on rank 0 and b on rank 3" in str(results[0][0])
-    assert max(seconds for _, seconds in results) < SOON
-    assert [result for result, _ in job.run(three_barriers)] == ["passed"] * 5
 
 
 def test_proposals_reach_those_who_look_them_up() -> None:
@@ -413,19 +378,6 @@ def test_abandoned_work_is_told_that_it_is_not_wanted() -> None:
 def test_a_rank_alone_passes_without_a_store() -> None:
     """A job of one, or one on the fake backend, meets nobody."""
     assert three_barriers(Rendezvous(None, 0, 1)) == "passed"
-
-
-def test_an_error_after_the_last_barrier_finds_the_operation_complete() -> None:
-    """The operation has ended on all ranks."""
-    job = tcp_job(2)
-
-    def body(rdv: Rendezvous) -> str | None:
-        round_ = rdv.open("reload", ("enter", "done"), FAR)
-        round_.agree("enter", PLAN)
-        round_.barrier("done")
-        return round_.fail(KeyboardInterrupt())
-
-    assert [result for result, _ in job.run(body)] == [None, None]
 
 
 class Counting:
