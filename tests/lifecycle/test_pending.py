@@ -175,24 +175,6 @@ def test_what_changed_nothing_gives_the_groups_back() -> None:
         assert live == [3.0] * 4
 
 
-def _missing(rank: int, world_size: int) -> str:
-    _start(bound=2.0)
-    store = dist.group.WORLD.get_group_store()
-    if rank == 0:
-        text = _raised(reloadpg.offload(wait=False).result)
-        store.set("over", "1")
-        return text
-    store.wait(["over"], timedelta(seconds=HANG_S))
-    return ""
-
-
-def test_its_waits_are_bounded() -> None:
-    """A rank that does not call is named."""
-    text, _ = run_ranks(_missing, 2)
-    assert text.startswith("RendezvousTimeoutError: ")
-    assert "missing: rank 1" in text
-
-
 def _beside(rank: int, world_size: int) -> tuple[list[float], bool, str, bool, int]:
     """A new group, and the end of the job, while a reload is held at its last group."""
     groups = _start(parallelism=1)
