@@ -51,8 +51,6 @@ def recovery(session: nox.Session) -> None:
     names = (
         "agreement",
         "faults",
-        "faults_of_recovery",
-        "killed_ranks",
         "lost_store",
         "topologies",
     )

@@ -68,7 +68,6 @@ NOT_ON_NCCL = {
     "consumers/test_simulated.py": "simulated",
     "lifecycle/test_bypassed.py": "what is said of gloo groups, which bypass by default",
     "lifecycle/test_faults.py": "faults of the simulated accelerator and of gloo",
-    "lifecycle/test_faults_of_recovery.py": "faults of gloo",
     "lifecycle/test_properties.py": "programs over gloo; nccl/test_fault_programs.py has NCCL's",
     "lifecycle/test_recover.py": "faults of gloo",
     "lifecycle/test_recover_simulated.py": "simulated",
@@ -76,7 +75,6 @@ NOT_ON_NCCL = {
     "lifecycle/test_retrying.py": "faults of gloo",
     "lifecycle/test_suspend.py::test_a_backend_that_cannot_suspend": "NCCL can",
     "lifecycle/test_suspend_faults.py": "simulated",
-    "lifecycle/test_suspend_odd_moments.py": "simulated",
     "lifecycle/test_training_through_faults.py": "faults of gloo",
     "lifecycle/test_two_hosts.py": "faults of gloo",
 }
@@ -85,7 +83,7 @@ NOT_ON_NCCL = {
 LONGEST = (
     "benchmarks/test_benchmarks",
     "lifecycle/test_two_hosts",
-    "lifecycle/test_faults_of_recovery",
+    "lifecycle/test_faults",
     "lifecycle/test_rejoin",
     "testing/test_ranks",
     "examples/test_scripts",
@@ -97,7 +95,6 @@ LONGEST = (
     "frameworks/test_unmodified_scripts",
     "consumers/test_compile",
     "plugin/test_plugin",
-    "lifecycle/test_suspend_faults",
     "examples/test_blocks",
     "cli/test_doctor",
     "environment/test_bringup",

@@ -513,26 +513,17 @@ UNREACHABLE: dict[str, tuple[dict[str, str], bool, str, tuple[int, ...]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def unreached() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """By case, what a process says that cannot have its store; each case has a process."""
+def test_a_store_that_cannot_be_had_is_reported_within_the_bound_with_what_to_correct() -> None:
+    """torch would wait indefinitely for a server that says nothing. Address and port are told
+    apart; the remedy fits. Each case has a process."""
     cases, env = list(UNREACHABLE.values()), {"TORCHELASTIC_USE_AGENT_STORE": None}
     outcomes = run_ranks(refuse_address, len(cases), args=(cases,), env=env, timeout=LIMIT)
-    return dict(zip(UNREACHABLE, outcomes, strict=True))
-
-
-@pytest.mark.parametrize("name", UNREACHABLE)
-def test_a_store_that_cannot_be_had_is_reported_within_the_bound_with_what_to_correct(
-    unreached: dict[str, tuple[str, tuple[int, ...]]], name: str
-) -> None:
-    """torch would wait for ever for a server that says nothing. Address and port are told apart;
-    the remedy fits."""
-    message, found = unreached[name]
-    *_, text, missing = UNREACHABLE[name]
-    assert text in message
-    assert ("Free the port" in message) == ("Free the port" in text)
-    assert ("within 1.5 s" in message) == ("within" in message) == ("Free the port" not in text)
-    assert found == missing
+    for (message, found), (*_, text, missing) in zip(outcomes, cases, strict=True):
+        assert text in message
+        taken = "Free the port" in text
+        assert ("Free the port" in message) == taken
+        assert ("within 1.5 s" in message) == ("within" in message) == (not taken)
+        assert found == missing, message
 
 
 def refuse_slowly(rank: int, world_size: int, cases: list[Any], bound_s: float) -> float:
@@ -697,20 +688,13 @@ def refuse(rank: int, world_size: int) -> dict[str, tuple[str, bool, list[str]]]
     return refused
 
 
-@pytest.fixture(scope="module")
-def refused() -> dict[str, tuple[str, bool, list[str]]]:
-    return dict(run_ranks(refuse, 1, timeout=LIMIT)[0])
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_a_value_error_before_a_socket_is_opened_or_a_variable_written(
-    refused: dict[str, tuple[str, bool, list[str]]], name: str
-) -> None:
+def test_bad_input_is_a_value_error_before_a_socket_is_opened_or_a_variable_written() -> None:
     """Everything is validated first: the process has the same sockets and variables as before."""
-    message, same, sockets = refused[name]
-    assert BAD[name][2] in message
-    assert same
-    assert sockets == []
+    [refused] = run_ranks(refuse, 1, timeout=LIMIT)
+    for name, (_, _, text) in BAD.items():
+        message, same, sockets = refused[name]
+        assert text in message, name
+        assert (same, sockets) == (True, []), name
 
 
 # ---------------------------------------------------------------------------------------------
@@ -779,15 +763,22 @@ def test_an_evaluator_without_a_group_still_knows_its_shard() -> None:
     assert results == {name: (False, shard) for name, (_, shard) in SHARDS.items()}
 
 
-def ensure_without_torch_distributed(rank: int, world_size: int) -> tuple[Any, ...]:
+def ensure_without_torch_distributed(rank: int, world_size: int) -> tuple[bool, int]:
     records = Records()
     dist.is_available = lambda: False  # a build of torch for one process
-    return reloadpg.ensure_process_group(), records.texts()
+    return reloadpg.ensure_process_group(), len(records.found)
 
 
-def test_an_evaluator_on_a_torch_without_distributed_works_alone() -> None:
-    """Nothing is made, nothing is logged, nothing fails."""
-    assert run_ranks(ensure_without_torch_distributed, 2) == [(False, [])] * 2
+def ensure_within(rank: int, world_size: int) -> tuple[bool, int]:
+    dist.init_process_group("gloo")
+    records = Records()
+    return reloadpg.ensure_process_group(), len(records.found)
+
+
+@pytest.mark.parametrize("function", [ensure_without_torch_distributed, ensure_within])
+def test_an_evaluator_that_needs_no_group_makes_none_and_logs_nothing(function: Any) -> None:
+    """On a torch without torch.distributed, and where there is a default group already."""
+    assert run_ranks(function, 2) == [(False, 0)] * 2
 
 
 def ensure_unknown(rank: int, world_size: int) -> str:
@@ -801,17 +792,6 @@ def test_an_evaluator_of_several_ranks_must_be_told_which_it_is() -> None:
     env = {**NOTHING, **NO_ADDRESS, "WORLD_SIZE": "2"}
     [message] = run_ranks(ensure_unknown, 1, env=env)
     assert "missing RANK" in message
-
-
-def ensure_within(rank: int, world_size: int) -> tuple[bool, int]:
-    dist.init_process_group("gloo")
-    records = Records()
-    return reloadpg.ensure_process_group(), len(records.found)
-
-
-def test_an_evaluator_with_a_group_keeps_it_silently() -> None:
-    """Already initialised: nothing made, nothing logged."""
-    assert run_ranks(ensure_within, 2) == [(False, 0)] * 2
 
 
 def test_no_thread_is_in_torchs_store_while_there_is_none() -> None:

@@ -10,7 +10,6 @@ import types
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from in_turn import variables
@@ -162,26 +161,20 @@ PAIRS: dict[str, tuple[Case, list[Placed] | str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def pairs() -> list[dict[str, Placed]]:
-    cases = {name: case for name, (case, _) in PAIRS.items()}
-    return run_ranks(place, 2, args=(cases,), timeout=150)
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_each_rank_has_a_device_of_its_own_or_both_are_told_so(
-    pairs: list[dict[str, Placed]], name: str
-) -> None:
+def test_each_rank_has_a_device_of_its_own_or_both_are_told_so() -> None:
     """The local rank's, or the only one that it sees, made current once, with the backend that is
     registered for it. A shared one is told before a group is made: device, ranks, local ranks."""
-    expected = PAIRS[name][1]
-    if not isinstance(expected, str):
-        assert [placed[name] for placed in pairs] == expected
-        return
-    for placed in pairs:
-        assert placed[name].error.startswith("DisagreementError")
-        assert f"{KIND}:0 on host " in placed[name].error
-        assert expected in placed[name].error
+    cases = {name: case for name, (case, _) in PAIRS.items()}
+    results = run_ranks(place, 2, args=(cases,), timeout=150)
+    for name, (_, expected) in PAIRS.items():
+        found = [placed[name] for placed in results]
+        if not isinstance(expected, str):
+            assert found == expected, name
+            continue
+        for placed in found:
+            assert placed.error.startswith("DisagreementError"), name
+            assert f"{KIND}:0 on host " in placed.error, name
+            assert expected in placed.error, name
 
 
 def test_gloo_may_share_a_device() -> None:
@@ -229,20 +222,13 @@ CHOICES: dict[str, tuple[dict[str, str | None], dict[str, Any], Placed | str]] =
 }
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, Placed]:
-    cases = {n: Case([["a", "b"]], env, options) for n, (env, options, _) in CHOICES.items()}
-    return dict(run_ranks(place, 1, args=(cases,), timeout=150)[0])
-
-
-@pytest.mark.parametrize("name", CHOICES)
-def test_device_and_backend_follow_each_other_or_are_refused(
-    alone: dict[str, Placed], name: str
-) -> None:
+def test_device_and_backend_follow_each_other_or_are_refused() -> None:
     """Each choice of one rank that sees two devices; what does not fit is named before bring-up."""
-    expected = CHOICES[name][2]
-    if isinstance(expected, str):
-        assert alone[name].error.startswith("InvalidOptionError")
-        assert expected in alone[name].error
-    else:
-        assert alone[name] == expected
+    cases = {n: Case([["a", "b"]], env, options) for n, (env, options, _) in CHOICES.items()}
+    [alone] = run_ranks(place, 1, args=(cases,), timeout=150)
+    for name, (_, _, expected) in CHOICES.items():
+        if isinstance(expected, str):
+            assert alone[name].error.startswith("InvalidOptionError"), name
+            assert expected in alone[name].error, name
+        else:
+            assert alone[name] == expected, name

@@ -270,44 +270,24 @@ def _cost_of_creations(rank, world_size):
     return facts
 
 
-@pytest.fixture(scope="module")
-def costs():
-    return run_ranks(_cost_of_creations, 1)[0]
-
-
 @pytest.mark.matrix
-def test_a_group_of_other_ranks_costs_a_few_calls_whatever_its_size(costs):
-    """Every rank calls ``new_group`` for every group of the job: 100,000 times in a large one."""
-    few, many, *_ = _more_calls(costs)
+def test_a_creation_costs_a_few_calls_whatever_the_size_of_group_and_job():
+    """Every rank calls ``new_group`` for every group of the job: 100,000 times in a large one.
+
+    A member builds no record before an operation reads it, then from a snapshot that was taken at
+    the call, and looks at no other group: the proxy takes its group's place from the end of torch's
+    list. A group that another library makes by hand has its own ranks.
+    """
+    (costs,) = run_ranks(_cost_of_creations, 1)
+    pairs = zip(costs["ours"], costs["torch"], strict=True)
+    few, many, member, members = [len(ours) - len(torchs) for ours, torchs in pairs]
     assert few == many
     assert 0 < few <= 9  # three of them are WORLD's rank and size
-
-
-@pytest.mark.matrix
-def test_a_member_builds_no_record_before_it_is_read(costs):
-    """What only an operation needs is built then, from a snapshot that was taken at the call."""
-    *_, few, many = _more_calls(costs)
-    assert few == many
-    assert few <= 45
+    assert member == members <= 45
     assert {"take_place"} < {*costs["ours"][-1]}
     assert not {"of", "given", "digest", "group_order"} & {*costs["ours"][-1]}
     assert costs["replays"] == ([0, 9_999],)
-
-
-def _more_calls(costs):
-    pairs = zip(costs["ours"], costs["torch"], strict=True)
-    return [len(ours) - len(torchs) for ours, torchs in pairs]
-
-
-@pytest.mark.matrix
-def test_a_group_whose_ranks_torch_does_not_know_has_its_own(costs):
-    """Another library's wrapper below ours may make its groups by hand, and note no ranks."""
     assert costs["by hand"] == ("by hand", {0: 0, 1: 1})
-
-
-@pytest.mark.matrix
-def test_a_creation_looks_at_no_other_group(costs):
-    """The proxy takes its group's place from the end of torch's list."""
     assert costs["read"] <= 20
     assert costs["proxies"] == 113  # WORLD is one, and two were counted
 

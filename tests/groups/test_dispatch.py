@@ -26,12 +26,6 @@ def test_every_name_of_process_group_is_known():
     assert frozenset() == dispatch.UNKNOWN
 
 
-def test_what_is_answered_by_the_group_itself_is_not_dispatched():
-    """Each name is treated in one way."""
-    assert not dispatch.dispatched() & (dispatch.IDENTITY | dispatch.INHERITED)
-    assert not dispatch.IDENTITY & dispatch.INHERITED
-
-
 def test_a_name_that_the_installed_torch_lacks_is_not_there():
     """Torch asks some groups whether they have a method, and calls it."""
     assert dispatch.dispatched() <= NAMES

@@ -90,32 +90,22 @@ def _patches_every_name(rank, world_size):
     }
 
 
-@pytest.fixture(scope="module")
-def patched():
-    return run_ranks(_patches_every_name, 1)[0]
+def test_every_name_is_patched_once_and_restored():
+    """Every name of a creating function in torch's modules, and in modules that imported it early.
 
-
-def test_every_name_of_a_creating_function_is_patched(patched):
-    """torch.distributed, distributed_c10d, device_mesh: no name keeps torch's function."""
-    assert patched["names"] >= 6
-    assert patched["unpatched"] == []
-
-
-def test_aliases_imported_before_install_are_patched(patched):
-    """A module that did ``from torch.distributed import new_group`` early is covered."""
-    assert patched["aliases"] == ["new_group", "split_group", "start"]
-
-
-def test_each_name_has_exactly_one_wrapper_and_nothing_else_is_patched(patched):
-    """One wrapt layer over torch's function; collectives and queries are torch's own."""
-    assert patched["one_layer"]
-    assert patched["others"] == []
-
-
-def test_uninstall_leaves_every_name_the_original_object(patched):
-    """Also at names that imported our wrapper after install."""
-    assert patched["restored"]
-    assert patched["late_restored"]
+    One wrapt layer each; collectives and queries are torch's own. Uninstall leaves the original
+    object, also at names that imported the wrapper after install.
+    """
+    (patched,) = run_ranks(_patches_every_name, 1)
+    assert patched.pop("names") >= 6
+    assert patched == {
+        "unpatched": [],
+        "aliases": ["new_group", "split_group", "start"],
+        "one_layer": True,
+        "others": [],
+        "restored": True,
+        "late_restored": True,
+    }
 
 
 def _install_twice(rank, world_size):

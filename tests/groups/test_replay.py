@@ -307,28 +307,17 @@ def _participants(rank, world_size, in_callback=False):
 
 
 @pytest.mark.matrix
-def test_only_members_replay():
-    """A non-member's creating function is not called at reload; a rank pays for its own groups."""
-    made = [[0, 1], [1, 2], [0, 1, 2], [0, 2]]
-    for rank, facts in enumerate(run_ranks(_participants, 3)):
-        mine = [ranks for ranks in made if rank in ranks]
-        doomed = [[0, 1]] if rank < 2 else []
-        assert facts["replayed"] == [sorted(mine + doomed), sorted(mine)]
-        assert facts["sums"] == [expected_sum(ranks) for ranks in mine]
+@pytest.mark.parametrize(("barrier", "in_callback"), [(None, False), ("1", False), ("1", True)])
+def test_only_members_replay(barrier, in_callback):
+    """A non-member's creating function is not called at reload; a rank pays for its own groups.
 
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("in_callback", [False, True])
-def test_only_members_replay_where_torch_waits_for_all_ranks(in_callback):
-    """With TORCH_DIST_INIT_BARRIER=1 each creation is a barrier of the job; a replay is not.
-
-    A group that its members destroyed before the reload, or in a callback before it rebuilds
-    anything, is replayed by nobody (failures 5, 12).
+    With TORCH_DIST_INIT_BARRIER=1 each creation is a barrier of the job; a replay is not. A group
+    that its members destroyed before the reload, or in a callback before it rebuilds anything, is
+    not replayed (failures 5, 12).
     """
     made = [[0, 1], [1, 2], [0, 1, 2], [0, 2]]
-    env = {"TORCH_DIST_INIT_BARRIER": "1"}
-    results = run_ranks(_participants, 3, args=(in_callback,), env=env)
-    for rank, facts in enumerate(results):
+    env = {"TORCH_DIST_INIT_BARRIER": barrier}
+    for rank, facts in enumerate(run_ranks(_participants, 3, args=(in_callback,), env=env)):
         mine = [ranks for ranks in made if rank in ranks]
         doomed = [[0, 1]] if rank < 2 else []
         assert facts["replayed"] == [sorted(mine + doomed), sorted(mine)]

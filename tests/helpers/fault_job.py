@@ -10,41 +10,35 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import faulty_gloo
 import torch
 import torch.distributed as dist
-import worlds
-from recovery_job import meet
+from recovery_job import RING as RING
+from recovery_job import Job, meet
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import reloadpg
 
-RING = ((0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 2, 3))
 PATIENCE = timedelta(seconds=120)
 """The timeout of collectives and of the library: reached only if something hangs."""
 IMPATIENCE = timedelta(seconds=2)
 """The timeout of a collective that is never to complete."""
 
 
-class FaultJob:
-    """One rank's part of a job of overlapping groups."""
+class FaultJob(Job):
+    """One rank's part of such a job."""
 
     def __init__(self, rank: int, size: int, backend: str = "gloo") -> None:
-        self.rank = rank
+        super().__init__(
+            rank,
+            bound=PATIENCE.total_seconds(),
+            backend=backend,
+            backends={"gloo", "faulty"},
+            parallelism=8,
+            timeout=PATIENCE,
+        )
         self.size = size
-        faulty_gloo.register()
-        reloadpg.install(backends={"gloo", "faulty"}, timeout=PATIENCE)
-        worlds.init(backend, timeout=PATIENCE)
-        self.groups: list[Any] = [dist.group.WORLD]
-        for ranks in RING:
-            group = dist.new_group(list(ranks), timeout=PATIENCE)
-            if rank in ranks:
-                self.groups.append(group)
         self.ring = self.groups[-1]
         """The last group, of all ranks: faults happen in it."""
-        worlds.barrier()
-        self.names = [group.group_name for group in self.groups]
-        self.ids = [id(group) for group in self.groups]
 
     def meet(self, name: str) -> None:
         """Wait for all ranks, by other means than groups and the library's."""
@@ -58,19 +52,14 @@ class FaultJob:
         self.ids.append(id(group))
         return group
 
-    def sums(self) -> bool:
-        """Whether each group sums over its own members."""
-        return worlds.sums_right(*self.groups)
-
     def whole(self) -> dict[str, Any]:
         """What must hold after each recovery."""
         return {
-            "same": [id(group) for group in self.groups] == self.ids
-            and [group.group_name for group in self.groups] == self.names,
-            "states": {str(group.state) for group in self.groups},
+            "same": self.same(),
+            "states": self.states(),
             "sums": self.sums(),
             "generation": reloadpg.status().generation,
-            "generations": {group.generation for group in self.groups},
+            "generations": self.generations(),
             "pending": reloadpg.fault_pending(),
         }
 

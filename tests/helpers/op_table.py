@@ -7,6 +7,7 @@ another stage of the same test, is no member of the expected values.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -141,436 +142,389 @@ class Row:
 ROWS: dict[str, Row] = {}
 
 HANG_ON_NCCL = {"recv[any source]", "irecv[any source]"}
-"""NCCL cannot receive from any rank; those that send to one that tries wait for ever."""
+"""NCCL cannot receive from any rank; those that send to one that tries wait indefinitely."""
+
+SPACES: dict[str, Any] = {
+    "": dist,
+    "fc": fc,
+    "nn": dist_nn,
+    "ops": OPS,
+    "ops_autograd": OPS_AUTOGRAD,
+}
+BOTH = ("sync", "async")
 
 
 def _has(name: str) -> bool:
     space, _, attribute = name.rpartition(".")
-    if space == "":
-        return hasattr(dist, attribute)
     if space in ("ops", "ops_autograd"):
         namespace = "_c10d_functional" + ("_autograd" if space == "ops_autograd" else "")
         return bool(torch._C._jit_get_schemas_for_operator(f"{namespace}::{attribute}"))
-    return hasattr({"fc": fc, "nn": dist_nn}[space], attribute)
+    return hasattr(SPACES[space], attribute)
 
 
 def row(
     name: str,
-    *covers: str,
+    run: Callable[[Case], Value],
     expect: Callable[[Case], Value],
+    *covers: str,
     ways: tuple[str, ...] = PYTHON_WAYS,
     modes: tuple[str, ...] = ("sync",),
     groups: tuple[str, ...] = ("world", "sub"),
-) -> Callable[[Callable[[Case], Value]], Callable[[Case], Value]]:
-    def add(run: Callable[[Case], Value]) -> Callable[[Case], Value]:
-        names = covers or (name,)
-        missing = not all(_has(covered) for covered in names)
-        missing |= worlds.NCCL and name in HANG_ON_NCCL
-        ROWS[name] = Row(name, names, run, expect, ways, modes, groups, missing)
-        return run
+) -> None:
+    """Enter a row; by default it covers what it is named after, up to a bracket."""
+    names = covers or (name.partition("[")[0],)
+    missing = not all(_has(covered) for covered in names)
+    missing |= worlds.NCCL and name in HANG_ON_NCCL
+    ROWS[name] = Row(name, names, run, expect, ways, modes, groups, missing)
 
-    return add
-
-
-BOTH = ("sync", "async")
-
-
-def lists(tensors: Any) -> list[Any]:
-    return [tensor.tolist() for tensor in tensors]
 
-
-# ---------------------------------------------------------------------------------------------
-# functions of torch.distributed
-
-
-def _fold(function: Callable[[float, float], float]) -> Callable[[Case], Value]:
-    def expect(case: Case) -> Value:
-        total = case.each()[0]
-        for other in case.each()[1:]:
-            total = [function(a, b) for a, b in zip(total, other, strict=True)]
-        return total
-
-    return expect
-
-
-_REDUCTIONS: dict[str, tuple[torch.dtype, Callable[[Case], Value]]] = {
-    "SUM": (torch.float32, lambda case: case.summed()),
-    "AVG": (torch.float32, lambda case: [total / case.size for total in case.summed()]),
-    "PRODUCT": (torch.float64, _fold(lambda a, b: a * b)),
-    "MIN": (torch.float32, _fold(min)),
-    "MAX": (torch.float32, _fold(max)),
-    "BAND": (torch.int64, _fold(lambda a, b: int(a) & int(b))),
-    "BOR": (torch.int64, _fold(lambda a, b: int(a) | int(b))),
-    "BXOR": (torch.int64, _fold(lambda a, b: int(a) ^ int(b))),
-}
-
-
-def _all_reduce_rows() -> None:
-    for name, (dtype, expect) in _REDUCTIONS.items():
-
-        @row(f"all_reduce[{name}]", "all_reduce", expect=expect, modes=BOTH)
-        def all_reduce(case: Case, op: str = name, dtype: torch.dtype = dtype) -> Value:
-            tensor = case.own(dtype=dtype)
-            case.done(
-                case.fn("all_reduce")(
-                    tensor, getattr(dist.ReduceOp, op), case.group, async_op=case.is_async
-                )
-            )
-            return tensor.tolist()
-
-
-_all_reduce_rows()
+def plain(value: Any) -> Value:
+    """Tensors, in whatever sequences, as lists of numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(plain, value))
+    return value
 
 
-@row(
-    "all_reduce[complex]",
-    "all_reduce",
-    expect=lambda case: [complex(0, total) for total in case.summed()],
-    modes=BOTH,
-)
-def all_reduce_complex(case: Case) -> Value:
-    tensor = case.own().to(torch.complex64) * 1j
-    case.done(case.fn("all_reduce")(tensor, group=case.group, async_op=case.is_async))
-    return tensor.tolist()
-
-
-@row(
-    "all_reduce[large]",
-    "all_reduce",
-    expect=lambda case: sum(case.salt * 2**rank for rank in case.members),
-    modes=BOTH,
-)
-def all_reduce_large(case: Case) -> Value:
-    tensor = torch.full((1 << 15,), case.salt * 2**case.me, dtype=torch.int64)
-    case.done(case.fn("all_reduce")(tensor, group=case.group, async_op=case.is_async))
-    assert (tensor == tensor[0]).all()
-    return int(tensor[0])
-
-
-@row(
-    "all_reduce_coalesced",
-    expect=lambda case: [case.summed(2), case.summed(3)],
-    modes=BOTH,
-)
-def all_reduce_coalesced(case: Case) -> Value:
-    tensors = [case.own(2), case.own(3)]
-    case.done(case.fn("all_reduce_coalesced")(tensors, group=case.group, async_op=case.is_async))
-    return lists(tensors)
-
-
-@row("reduce", expect=lambda case: case.summed() if case.is_root else None, modes=BOTH)
-def reduce(case: Case) -> Value:
-    tensor = case.own()
-    case.done(case.fn("reduce")(tensor, case.root, group=case.group, async_op=case.is_async))
-    return tensor.tolist() if case.is_root else None
-
-
-@row(
-    "reduce[group_dst]",
-    "reduce",
-    expect=lambda case: case.summed() if case.is_root else None,
-    modes=BOTH,
-)
-def reduce_group_dst(case: Case) -> Value:
-    tensor = case.own()
-    case.done(case.fn("reduce")(tensor, group_dst=1, group=case.group, async_op=case.is_async))
-    return tensor.tolist() if case.is_root else None
-
-
-@row("broadcast", expect=lambda case: case.numbers(case.root), modes=BOTH)
-def broadcast(case: Case) -> Value:
-    tensor = case.own()
-    case.done(case.fn("broadcast")(tensor, case.root, case.group, async_op=case.is_async))
-    return tensor.tolist()
-
-
-@row(
-    "broadcast[group_src]",
-    "broadcast",
-    expect=lambda case: case.numbers(case.members[-1]),
-    modes=BOTH,
-)
-def broadcast_group_src(case: Case) -> Value:
-    tensor = case.own()
-    case.done(
-        case.fn("broadcast")(
-            tensor, group=case.group, group_src=case.size - 1, async_op=case.is_async
-        )
-    )
-    return tensor.tolist()
-
-
-@row("all_gather", expect=lambda case: case.each(), modes=BOTH)
-def all_gather(case: Case) -> Value:
-    parts = [torch.zeros(2) for _ in case.members]
-    case.done(case.fn("all_gather")(parts, case.own(), case.group, async_op=case.is_async))
-    return lists(parts)
-
-
-def _flat_gather_rows() -> None:
-    for name in ("all_gather_into_tensor", "_all_gather_base", "all_gather_single"):
-
-        @row(name, expect=lambda case: list(itertools.chain(*case.each())), modes=BOTH)
-        def flat(case: Case, name: str = name) -> Value:
-            output = torch.zeros(2 * case.size)
-            case.done(case.fn(name)(output, case.own(), case.group, async_op=case.is_async))
-            return output.tolist()
-
-
-_flat_gather_rows()
-
-
-@row(
-    "all_gather_into_tensor[stack]",
-    "all_gather_into_tensor",
-    expect=lambda case: case.each(),
-    modes=BOTH,
-)
-def all_gather_into_tensor_stack(case: Case) -> Value:
-    output = torch.zeros(case.size, 2)
-    case.done(
-        case.fn("all_gather_into_tensor")(output, case.own(), case.group, async_op=case.is_async)
-    )
-    return output.tolist()
-
-
-@row(
-    "all_gather_coalesced",
-    expect=lambda case: [[a, b] for a, b in zip(case.each(2), case.each(3), strict=True)],
-    modes=BOTH,
-)
-def all_gather_coalesced(case: Case) -> Value:
-    outputs = [[torch.zeros(2), torch.zeros(3)] for _ in case.members]
-    case.done(
-        case.fn("all_gather_coalesced")(
-            outputs, [case.own(2), case.own(3)], case.group, async_op=case.is_async
-        )
-    )
-    return [lists(output) for output in outputs]
-
-
-@row(
-    "all_gather_object",
-    expect=lambda case: [{"rank": rank, "salt": case.salt} for rank in case.members],
-)
-def all_gather_object(case: Case) -> Value:
-    found: list[Any] = [None] * case.size
-    case.fn("all_gather_object")(found, {"rank": case.me, "salt": case.salt}, case.group)
-    return found
-
-
-@row("gather", expect=lambda case: case.each() if case.is_root else None, modes=BOTH)
-def gather(case: Case) -> Value:
-    parts = [torch.zeros(2) for _ in case.members] if case.is_root else None
-    case.done(case.fn("gather")(case.own(), parts, case.root, case.group, async_op=case.is_async))
-    return lists(parts) if parts is not None else None
-
-
-def _flat_root_gather_rows() -> None:
-    for name in ("gather_into_tensor", "gather_single"):
-
-        @row(
-            name,
-            expect=lambda case: list(itertools.chain(*case.each())) if case.is_root else None,
-            modes=BOTH,
-        )
-        def flat(case: Case, name: str = name) -> Value:
-            output = torch.zeros(2 * case.size) if case.is_root else None
-            case.done(
-                case.fn(name)(
-                    case.own(), output, dst=case.root, group=case.group, async_op=case.is_async
-                )
-            )
-            return output.tolist() if output is not None else None
-
-
-_flat_root_gather_rows()
-
-
-@row(
-    "gather_object",
-    expect=lambda case: (
-        [("from", rank, case.salt) for rank in case.members] if case.is_root else None
-    ),
-)
-def gather_object(case: Case) -> Value:
-    found: list[Any] | None = [None] * case.size if case.is_root else None
-    case.fn("gather_object")(("from", case.me, case.salt), found, case.root, case.group)
-    return found
-
-
-@row("scatter", expect=lambda case: case.numbers(case.me), modes=BOTH)
-def scatter(case: Case) -> Value:
-    output = torch.zeros(2)
-    parts = [torch.tensor(part) for part in case.each()] if case.is_root else None
-    case.done(case.fn("scatter")(output, parts, case.root, case.group, async_op=case.is_async))
-    return output.tolist()
-
-
-@row("scatter_object_list", expect=lambda case: [("to", case.me, case.salt)])
-def scatter_object_list(case: Case) -> Value:
-    found: list[Any] = [None]
-    parts = [("to", rank, case.salt) for rank in case.members] if case.is_root else None
-    case.fn("scatter_object_list")(found, parts, case.root, case.group)
-    return found
-
-
-@row("broadcast_object_list", expect=lambda case: [("root", case.root), case.salt])
-def broadcast_object_list(case: Case) -> Value:
-    objects = [("root", case.me), case.salt if case.is_root else None]
-    case.fn("broadcast_object_list")(objects, case.root, case.group)
-    return objects
-
-
-def _ring(case: Case) -> tuple[int, int]:
-    """Global ranks of the next and of the previous member."""
-    return (
-        case.members[(case.index + 1) % case.size],
-        case.members[(case.index - 1) % case.size],
-    )
-
-
-def _from_previous(case: Case) -> Value:
-    return case.numbers(_ring(case)[1])
-
-
-@row(
-    "send_object_list",
-    "send_object_list",
-    "recv_object_list",
-    expect=lambda case: (
-        None if case.index == 0 else (case.members[0], [("hop", case.index), case.salt])
-    ),
-)
-def send_object_list(case: Case) -> Value:
-    if case.index == 0:
-        for index in range(1, case.size):
-            case.fn("send_object_list")(
-                [("hop", index), case.salt], case.members[index], case.group
-            )
-        return None
-    objects: list[Any] = [None, None]
-    source = case.fn("recv_object_list")(objects, case.members[0], case.group)
-    return source, objects
-
-
-@row("reduce_scatter", expect=lambda case: _scattered_sum(case), modes=BOTH)
-def reduce_scatter(case: Case) -> Value:
-    output = torch.zeros(2)
-    parts = list(case.own(2 * case.size).chunk(case.size))
-    case.done(case.fn("reduce_scatter")(output, parts, group=case.group, async_op=case.is_async))
-    return output.tolist()
-
-
-def _scattered_sum(case: Case, count: int = 2) -> Value:
-    summed = case.summed(count * case.size)
-    return summed[count * case.index : count * (case.index + 1)]
-
-
-def _flat_reduce_scatter_rows() -> None:
-    for name in ("reduce_scatter_tensor", "_reduce_scatter_base", "reduce_scatter_single"):
-
-        @row(name, expect=_scattered_sum, modes=BOTH)
-        def flat(case: Case, name: str = name) -> Value:
-            output = torch.zeros(2)
-            case.done(
-                case.fn(name)(
-                    output, case.own(2 * case.size), group=case.group, async_op=case.is_async
-                )
-            )
-            return output.tolist()
-
-
-_flat_reduce_scatter_rows()
-
-
-def _exchanged(case: Case) -> Value:
+# -- what is expected -----------------------------------------------------------------------------
+
+
+def summed(case: Case) -> Value:
+    return case.summed()
+
+
+def two_sums(case: Case) -> Value:
+    return [case.summed(2), case.summed(3)]
+
+
+def average(case: Case) -> Value:
+    return [total / case.size for total in case.summed()]
+
+
+def each(case: Case) -> Value:
+    return case.each()
+
+
+def flat(case: Case, count: int = 2) -> Value:
+    return list(itertools.chain(*case.each(count)))
+
+
+def two_flat(case: Case) -> Value:
+    return [flat(case, 2), flat(case, 3)]
+
+
+def part(case: Case, count: int = 2) -> Value:
+    """This rank's part of the sums."""
+    total = case.summed(count * case.size)
+    return total[count * case.index : count * (case.index + 1)]
+
+
+def two_parts(case: Case) -> Value:
+    return [part(case, 2), part(case, 3)]
+
+
+def own_part(case: Case) -> Value:
+    return case.numbers(case.me)
+
+
+def of_root(case: Case) -> Value:
+    return case.numbers(case.root)
+
+
+def passed(case: Case) -> Value:
+    return "passed"
+
+
+def at_root(expect: Callable[[Case], Value]) -> Callable[[Case], Value]:
+    return lambda case: expect(case) if case.is_root else None
+
+
+def exchanged(case: Case) -> Value:
     """What the rank gets when every member sends its i-th pair of numbers to member i."""
     pairs = [case.numbers(rank, 2 * case.size) for rank in case.members]
     return [pair[2 * case.index : 2 * case.index + 2] for pair in pairs]
 
 
-@row("all_to_all", expect=_exchanged, modes=BOTH)
-def all_to_all(case: Case) -> Value:
-    outputs = [torch.zeros(2) for _ in case.members]
-    inputs = [part.clone() for part in case.own(2 * case.size).chunk(case.size)]
-    case.done(case.fn("all_to_all")(outputs, inputs, case.group, async_op=case.is_async))
-    return lists(outputs)
+def flat_exchanged(case: Case) -> Value:
+    return list(itertools.chain(*exchanged(case)))
 
 
-@row("all_to_all_single", expect=lambda case: list(itertools.chain(*_exchanged(case))), modes=BOTH)
-def all_to_all_single(case: Case) -> Value:
-    output = torch.zeros(2 * case.size)
-    case.done(
-        case.fn("all_to_all_single")(
-            output, case.own(2 * case.size), group=case.group, async_op=case.is_async
-        )
-    )
-    return output.tolist()
+def sizes(case: Case, index: int) -> list[int]:
+    """How many numbers a member gets from each, and sends to each: i + j + 1 from i to j."""
+    return [index + other + 1 for other in range(case.size)]
 
 
-def _uneven(case: Case, index: int) -> tuple[list[int], list[int], list[float]]:
-    """Split sizes of what a member gets and sends (i + j + 1 from i to j), and what it sends."""
-    sizes = [index + other + 1 for other in range(case.size)]
-    return sizes, sizes, case.numbers(case.members[index], sum(sizes))
+def uneven(case: Case) -> torch.Tensor:
+    return torch.tensor(case.numbers(case.me, sum(sizes(case, case.index))))
 
 
-def _unevenly_exchanged(case: Case) -> Value:
+def unevenly_exchanged(case: Case) -> Value:
     found: list[float] = []
-    for index in range(case.size):
-        _, sizes, sent = _uneven(case, index)
-        start = sum(sizes[: case.index])
-        found += sent[start : start + sizes[case.index]]
+    for index, rank in enumerate(case.members):
+        split = sizes(case, index)
+        start = sum(split[: case.index])
+        found += case.numbers(rank, sum(split))[start : start + split[case.index]]
     return found
 
 
-@row("all_to_all_single[uneven]", "all_to_all_single", expect=_unevenly_exchanged, modes=BOTH)
-def all_to_all_single_uneven(case: Case) -> Value:
-    got, sent, numbers = _uneven(case, case.index)
-    output = torch.zeros(sum(got))
-    case.done(
-        case.fn("all_to_all_single")(
-            output, torch.tensor(numbers), got, sent, case.group, async_op=case.is_async
-        )
+def ring(case: Case) -> tuple[int, int]:
+    """Global ranks of the next and of the previous member."""
+    after, before = group_ring(case)
+    return case.members[after], case.members[before]
+
+
+def group_ring(case: Case) -> tuple[int, int]:
+    """Group ranks of the next and of the previous member."""
+    return (case.index + 1) % case.size, (case.index - 1) % case.size
+
+
+def previous(case: Case) -> Value:
+    return case.numbers(ring(case)[1])
+
+
+def from_others(case: Case) -> Value:
+    others = [rank for rank in case.members if rank != case.root]
+    return sorted((rank, case.numbers(rank)) for rank in others)
+
+
+def folded(function: Callable[[Any, Any], Any]) -> Callable[[Case], Value]:
+    def expect(case: Case) -> Value:
+        columns = zip(*case.each(), strict=True)
+        return [functools.reduce(function, column) for column in columns]
+
+    return expect
+
+
+def weighted(expect: Callable[[Case], Value], gradient: Callable[[Case], Value]) -> Any:
+    """A result, and the gradient when each rank weighs its result with its own power of two.
+
+    The gradient names the ranks whose weights reached it.
+    """
+    return lambda case: (expect(case), gradient(case))
+
+
+def all_weights(case: Case) -> Value:
+    return [float(sum(2**rank for rank in case.members))] * 2
+
+
+def each_weight(case: Case) -> Value:
+    return [float(2**rank) for rank in case.members for _ in range(2)]
+
+
+# -- functions of torch.distributed ---------------------------------------------------------------
+
+
+def zeros(*sizes: int) -> Callable[[Case], torch.Tensor]:
+    """A tensor to fill; a negative size counts for each member."""
+    return lambda case: torch.zeros(*(-size * case.size if size < 0 else size for size in sizes))
+
+
+def many(make: Callable[[Case], Any]) -> Callable[[Case], list[Any]]:
+    return lambda case: [make(case) for _ in case.members]
+
+
+def own(case: Case) -> torch.Tensor:
+    return case.own()
+
+
+def twice(case: Case) -> list[torch.Tensor]:
+    return [case.own(2), case.own(3)]
+
+
+def parts(case: Case) -> torch.Tensor:
+    """Numbers of this rank for each member."""
+    return case.own(2 * case.size)
+
+
+def chunks(case: Case) -> list[torch.Tensor]:
+    return [chunk.clone() for chunk in parts(case).chunk(case.size)]
+
+
+def collective(
+    name: str,
+    make: Callable[[Case], Any],
+    call: Callable[..., Any],
+    expect: Callable[[Case], Value],
+    *,
+    modes: tuple[str, ...] = BOTH,
+    root: bool = False,
+    all_make: bool = False,
+) -> None:
+    """Enter a collective that fills what ``make`` makes.
+
+    Args:
+        name: of the row.
+        make: what is filled.
+        call: called with the function, the case, what is filled, and the keywords of the group.
+        expect: what it must hold.
+        modes: as of a row.
+        root: whether the root alone gets the result; the others give None.
+        all_make: whether the others make it, too.
+    """
+    function = name.partition("[")[0]
+
+    def run(case: Case) -> Value:
+        filled = make(case) if case.is_root or not root or all_make else None
+        how = {"async_op": case.is_async} if modes is BOTH else {}
+        result = call(case.fn(function), case, filled, {"group": case.group, **how})
+        if modes is BOTH:
+            case.done(result)
+        return plain(filled) if case.is_root or not root else None
+
+    row(name, run, at_root(expect) if root else expect, modes=modes)
+
+
+REDUCTIONS: dict[str, tuple[torch.dtype, Callable[[Case], Value]]] = {
+    "SUM": (torch.float32, summed),
+    "AVG": (torch.float32, average),
+    "PRODUCT": (torch.float64, folded(lambda a, b: a * b)),
+    "MIN": (torch.float32, folded(min)),
+    "MAX": (torch.float32, folded(max)),
+    "BAND": (torch.int64, folded(lambda a, b: int(a) & int(b))),
+    "BOR": (torch.int64, folded(lambda a, b: int(a) | int(b))),
+    "BXOR": (torch.int64, folded(lambda a, b: int(a) ^ int(b))),
+}
+for _op, (_dtype, _expect) in REDUCTIONS.items():
+    collective(
+        f"all_reduce[{_op}]",
+        lambda c, dtype=_dtype: c.own(dtype=dtype),
+        lambda f, c, t, k, op=_op: f(t, getattr(dist.ReduceOp, op), **k),
+        _expect,
     )
-    return output.tolist()
-
-
-@row("barrier", expect=lambda case: "passed", modes=BOTH)
-def barrier(case: Case) -> Value:
-    case.done(case.fn("barrier")(case.group, async_op=case.is_async))
-    return "passed"
-
-
-def _monitored_barrier_rows() -> None:
-    for all_ranks in (False, True):
-
-        @row(
-            f"monitored_barrier[wait_all_ranks={all_ranks}]",
-            "monitored_barrier",
-            expect=lambda case: "passed",
-        )
-        def monitored_barrier(case: Case, all_ranks: bool = all_ranks) -> Value:
-            case.done(
-                case.fn("monitored_barrier")(
-                    case.group, timedelta(seconds=20), wait_all_ranks=all_ranks
-                )
-            )
-            return "passed"
-
-
-_monitored_barrier_rows()
-
-
-@row(
-    "send, recv",
-    "send",
-    "recv",
-    expect=lambda case: (_ring(case)[1], _from_previous(case)),
+collective(
+    "all_reduce[complex]",
+    lambda c: c.own().to(torch.complex64) * 1j,
+    lambda f, c, t, k: f(t, **k),
+    lambda c: [complex(0, total) for total in c.summed()],
 )
-def send_recv(case: Case) -> Value:
-    after, before = _ring(case)
-    tensor = torch.zeros(2)
+collective(
+    "all_reduce[large]",
+    lambda c: torch.full((1 << 15,), c.salt * 2**c.me, dtype=torch.int64),
+    lambda f, c, t, k: f(t, **k),
+    lambda c: [sum(c.salt * 2**rank for rank in c.members)] * (1 << 15),
+)
+collective("all_reduce_coalesced", twice, lambda f, c, t, k: f(t, **k), two_sums)
+collective("reduce", own, lambda f, c, t, k: f(t, c.root, **k), summed, root=True, all_make=True)
+collective(
+    "reduce[group_dst]",
+    own,
+    lambda f, c, t, k: f(t, group_dst=1, **k),
+    summed,
+    root=True,
+    all_make=True,
+)
+collective("broadcast", own, lambda f, c, t, k: f(t, c.root, **k), of_root)
+collective(
+    "broadcast[group_src]",
+    own,
+    lambda f, c, t, k: f(t, group_src=c.size - 1, **k),
+    lambda c: c.numbers(c.members[-1]),
+)
+collective("all_gather", many(zeros(2)), lambda f, c, t, k: f(t, c.own(), **k), each)
+for _name in ("all_gather_into_tensor", "_all_gather_base", "all_gather_single"):
+    collective(_name, zeros(-2), lambda f, c, t, k: f(t, c.own(), **k), flat)
+collective(
+    "all_gather_into_tensor[stack]",
+    lambda c: torch.zeros(c.size, 2),
+    lambda f, c, t, k: f(t, c.own(), **k),
+    each,
+)
+collective(
+    "all_gather_coalesced",
+    many(lambda c: [torch.zeros(2), torch.zeros(3)]),
+    lambda f, c, t, k: f(t, twice(c), **k),
+    lambda c: [[a, b] for a, b in zip(c.each(2), c.each(3), strict=True)],
+)
+collective("gather", many(zeros(2)), lambda f, c, t, k: f(c.own(), t, c.root, **k), each, root=True)
+for _name in ("gather_into_tensor", "gather_single"):
+    collective(_name, zeros(-2), lambda f, c, t, k: f(c.own(), t, dst=c.root, **k), flat, root=True)
+collective(
+    "scatter",
+    zeros(2),
+    lambda f, c, t, k: f(t, [*map(torch.tensor, c.each())] if c.is_root else None, c.root, **k),
+    own_part,
+)
+collective("reduce_scatter", zeros(2), lambda f, c, t, k: f(t, chunks(c), **k), part)
+for _name in ("reduce_scatter_tensor", "_reduce_scatter_base", "reduce_scatter_single"):
+    collective(_name, zeros(2), lambda f, c, t, k: f(t, parts(c), **k), part)
+collective("all_to_all", many(zeros(2)), lambda f, c, t, k: f(t, chunks(c), **k), exchanged)
+collective("all_to_all_single", zeros(-2), lambda f, c, t, k: f(t, parts(c), **k), flat_exchanged)
+collective(
+    "all_to_all_single[uneven]",
+    lambda c: torch.zeros(sum(sizes(c, c.index))),
+    lambda f, c, t, k: f(t, uneven(c), sizes(c, c.index), sizes(c, c.index), **k),
+    unevenly_exchanged,
+)
+collective("barrier", passed, lambda f, c, t, k: f(**k), passed)
+for _all in (False, True):
+    collective(
+        f"monitored_barrier[wait_all_ranks={_all}]",
+        passed,
+        lambda f, c, t, k, all_ranks=_all: c.done(
+            f(timeout=timedelta(seconds=20), wait_all_ranks=all_ranks, **k)
+        ),
+        passed,
+        modes=("sync",),
+    )
+
+collective(
+    "all_gather_object",
+    lambda c: [None] * c.size,
+    lambda f, c, t, k: f(t, {"rank": c.me, "salt": c.salt}, **k),
+    lambda c: [{"rank": rank, "salt": c.salt} for rank in c.members],
+    modes=("sync",),
+)
+collective(
+    "gather_object",
+    lambda c: [None] * c.size,
+    lambda f, c, t, k: f(("from", c.me, c.salt), t, c.root, **k),
+    lambda c: [("from", rank, c.salt) for rank in c.members],
+    modes=("sync",),
+    root=True,
+)
+collective(
+    "scatter_object_list",
+    lambda c: [None],
+    lambda f, c, t, k: f(
+        t, [("to", rank, c.salt) for rank in c.members] if c.is_root else None, c.root, **k
+    ),
+    lambda c: [("to", c.me, c.salt)],
+    modes=("sync",),
+)
+collective(
+    "broadcast_object_list",
+    lambda c: [("root", c.me), c.salt if c.is_root else None],
+    lambda f, c, t, k: f(t, c.root, **k),
+    lambda c: [("root", c.root), c.salt],
+    modes=("sync",),
+)
+
+
+# -- point to point -------------------------------------------------------------------------------
+
+
+def _send_object_list(case: Case) -> Value:
+    if case.index == 0:
+        for index in range(1, case.size):
+            objects = [("hop", index), case.salt]
+            case.fn("send_object_list")(objects, case.members[index], case.group)
+        return None
+    received: list[Any] = [None, None]
+    return case.fn("recv_object_list")(received, case.members[0], case.group), received
+
+
+row(
+    "send_object_list",
+    _send_object_list,
+    lambda c: None if c.index == 0 else (c.members[0], [("hop", c.index), c.salt]),
+    "send_object_list",
+    "recv_object_list",
+)
+
+
+def _send_recv(case: Case) -> Value:
+    (after, before), tensor = ring(case), torch.zeros(2)
 
     def send() -> None:
         case.done(case.fn("send")(case.own(), after, case.group, tag=3))
@@ -583,635 +537,453 @@ def send_recv(case: Case) -> Value:
     return source, tensor.tolist()
 
 
-def _start_in_ring(case: Case, receive: Callable[[], Any], send: Callable[[], Any]) -> list[Any]:
-    """Start both; the first member sends first.
+row("send, recv", _send_recv, lambda c: (ring(c)[1], previous(c)), "send", "recv")
+
+
+def in_ring(
+    case: Case,
+    receive: Callable[[torch.Tensor], Any],
+    send: Callable[[torch.Tensor], Any],
+    wait: Callable[[Any], object],
+) -> Value:
+    """Start both, and wait for both; the first member sends first.
 
     Where the group is bound to a device, all its NCCL operations run on one stream in the order of
     the calls, and members that all receive first would wait for each other.
     """
-    return [start() for start in ((send, receive) if case.index == 0 else (receive, send))]
-
-
-@row("isend, irecv", "isend", "irecv", expect=_from_previous, modes=("async",))
-def isend_irecv(case: Case) -> Value:
-    after, before = _ring(case)
     tensor = torch.zeros(2)
-    works = _start_in_ring(
-        case,
-        lambda: case.fn("irecv")(tensor, before, case.group, tag=4),
-        lambda: case.fn("isend")(case.own(), after, case.group, tag=4),
-    )
+    starts = [(receive, tensor), (send, case.own())]
+    works = [start(given) for start, given in (starts[::-1] if case.index == 0 else starts)]
     for work in works:
-        case.done(work)
+        wait(work)
     return tensor.tolist()
 
 
-@row("isend, irecv[group ranks]", "isend", "irecv", expect=_from_previous, modes=("async",))
-def isend_irecv_group_ranks(case: Case) -> Value:
-    tensor = torch.zeros(2)
-    works = _start_in_ring(
-        case,
-        lambda: case.fn("irecv")(tensor, group=case.group, group_src=(case.index - 1) % case.size),
-        lambda: case.fn("isend")(
-            case.own(), group=case.group, group_dst=(case.index + 1) % case.size
-        ),
-    )
-    for work in works:
-        case.done(work)
-    return tensor.tolist()
-
-
-def _from_all_others(case: Case) -> Value:
-    others = [rank for rank in case.members if rank != case.root]
-    return sorted((rank, case.numbers(rank)) for rank in others) if case.is_root else None
-
-
-@row("recv[any source]", "recv", "send", expect=_from_all_others)
-def recv_any_source(case: Case) -> Value:
-    if not case.is_root:
-        case.fn("send")(case.own(), case.root, case.group, tag=5)
-        dist.barrier(case.group)
-        return None
-    found = []
-    for _ in range(case.size - 1):
-        tensor = torch.zeros(2)
-        found.append((case.fn("recv")(tensor, None, case.group, tag=5), tensor.tolist()))
-    dist.barrier(case.group)  # what is sent for the next case must not be received for this one
-    return sorted(found)
-
-
-@row(
-    "irecv[any source]",
-    "irecv",
-    "isend",
-    expect=lambda case: (
-        sorted(numbers for _, numbers in _from_all_others(case)) if case.is_root else None
+row(
+    "isend, irecv",
+    lambda c: in_ring(
+        c,
+        lambda t: c.fn("irecv")(t, ring(c)[1], c.group, tag=4),
+        lambda t: c.fn("isend")(t, ring(c)[0], c.group, tag=4),
+        c.done,
     ),
+    previous,
+    "isend",
+    "irecv",
     modes=("async",),
 )
-def irecv_any_source(case: Case) -> Value:
+row(
+    "isend, irecv[group ranks]",
+    lambda c: in_ring(
+        c,
+        lambda t: c.fn("irecv")(t, group=c.group, group_src=group_ring(c)[1]),
+        lambda t: c.fn("isend")(t, group=c.group, group_dst=group_ring(c)[0]),
+        c.done,
+    ),
+    previous,
+    "isend",
+    "irecv",
+    modes=("async",),
+)
+
+
+def from_any(case: Case) -> Value:
+    send, receive = ("isend", "irecv") if case.is_async else ("send", "recv")
+    tag, found = 6 if case.is_async else 5, []
     if not case.is_root:
-        case.done(case.fn("isend")(case.own(), case.root, case.group, tag=6))
-        dist.barrier(case.group)
-        return None
-    found = []
-    for _ in range(case.size - 1):
+        result = case.fn(send)(case.own(), case.root, case.group, tag=tag)
+        if case.is_async:
+            case.done(result)
+    for _ in range(case.size - 1 if case.is_root else 0):
         tensor = torch.zeros(2)
-        case.done(case.fn("irecv")(tensor, None, case.group, tag=6))
-        found.append(tensor.tolist())
-    dist.barrier(case.group)
-    return sorted(found)
+        source = case.fn(receive)(tensor, None, case.group, tag=tag)
+        if case.is_async:
+            case.done(source)
+        found.append(tensor.tolist() if case.is_async else (source, tensor.tolist()))
+    dist.barrier(case.group)  # what is sent for the next case must not be received for this one
+    return sorted(found) if case.is_root else None
 
 
-@row("batch_isend_irecv", "batch_isend_irecv", expect=_from_previous, modes=("async",))
-def batch_isend_irecv(case: Case) -> Value:
-    after, before = _ring(case)
-    tensor = torch.zeros(2)
+row("recv[any source]", from_any, at_root(from_others), "recv", "send")
+row(
+    "irecv[any source]",
+    from_any,
+    at_root(lambda c: sorted(numbers for _, numbers in from_others(c))),
+    "irecv",
+    "isend",
+    modes=("async",),
+)
+
+
+def batched(case: Case, *partial: str) -> Value:
+    """A batch of a ring, or of a member that only sends or receives."""
+    (after, before), tensor = ring(case), torch.zeros(2)
     batch = [
         dist.P2POp(case.fn("isend"), case.own(), after, case.group, tag=7),
         dist.P2POp(case.fn("irecv"), tensor, before, case.group, tag=7),
     ]
+    if partial:
+        batch = [one for one in batch if one.op.__name__ in partial]
     for work in case.fn("batch_isend_irecv")(batch):
         case.done(work)
     return tensor.tolist()
 
 
-@row(
+def partly_batched(case: Case) -> Value:
+    """Two of the members only: the first operation on a rebuilt group may be such a one."""
+    if case.index > 1:
+        return None
+    received = batched(case, ("isend", "irecv")[case.index])
+    return received if case.index == 1 else None
+
+
+row("batch_isend_irecv", batched, previous, modes=("async",))
+row(
     "batch_isend_irecv[partial]",
-    "batch_isend_irecv",
-    expect=lambda case: case.numbers(case.members[0]) if case.index == 1 else None,
+    partly_batched,
+    lambda c: c.numbers(c.members[0]) if c.index == 1 else None,
     modes=("async",),
 )
-def batch_isend_irecv_partial(case: Case) -> Value:
-    """Two of the members only: the first operation on a rebuilt group may be such a one."""
-    tensor = torch.zeros(2)
-    if case.index == 0:
-        batch = [dist.P2POp(case.fn("isend"), case.own(), case.members[1], case.group)]
-    elif case.index == 1:
-        batch = [dist.P2POp(case.fn("irecv"), tensor, case.members[0], case.group)]
-    else:
-        return None
-    for work in case.fn("batch_isend_irecv")(batch):
-        case.done(work)
-    return tensor.tolist() if case.index == 1 else None
 
 
-def _group_of(case: Case) -> Any:
+def group_of(case: Case) -> Any:
     return dist.group.WORLD if case.group is None else case.group
 
 
-def _coalescing_rows() -> None:
-    def all_reduce(case: Case) -> tuple[list[torch.Tensor], Callable[[], Value]]:
-        tensors = [case.own(2), case.own(3)]
-        for tensor in tensors:
-            case.fn("all_reduce")(tensor, group=case.group)
-        return tensors, lambda: lists(tensors)
-
-    def gather(case: Case) -> tuple[list[torch.Tensor], Callable[[], Value]]:
-        outputs = [torch.zeros(2 * case.size), torch.zeros(3 * case.size)]
-        for count, output in zip((2, 3), outputs, strict=True):
-            case.fn("all_gather_into_tensor")(output, case.own(count), case.group)
-        return outputs, lambda: lists(outputs)
-
-    def scatter(case: Case) -> tuple[list[torch.Tensor], Callable[[], Value]]:
-        outputs = [torch.zeros(2), torch.zeros(3)]
-        for count, output in zip((2, 3), outputs, strict=True):
-            case.fn("reduce_scatter_tensor")(output, case.own(count * case.size), group=case.group)
-        return outputs, lambda: lists(outputs)
-
-    bodies: dict[str, tuple[Any, Callable[[Case], Value]]] = {
-        "all_reduce": (all_reduce, lambda case: [case.summed(2), case.summed(3)]),
-        "all_gather_into_tensor": (
-            gather,
-            lambda case: [list(itertools.chain(*case.each(count))) for count in (2, 3)],
-        ),
-        "reduce_scatter_tensor": (
-            scatter,
-            lambda case: [_scattered_sum(case, count) for count in (2, 3)],
-        ),
-    }
-    for (name, (body, expect)), device in itertools.product(bodies.items(), (None, "cpu")):
-
-        @row(
-            f"_coalescing_manager[{name}, device={device}]",
-            "_coalescing_manager",
-            name,
-            expect=expect,
-            modes=BOTH,
-        )
-        def coalesced(case: Case, body: Any = body, device: str | None = device) -> Value:
-            kwargs = {"device": torch.device(device)} if device else {}
-            manager = case.fn("_coalescing_manager")
-            try:
-                with manager(case.group, async_ops=case.is_async, **kwargs) as works:
-                    _, result = body(case)
-            except RuntimeError:
-                # Torch leaves the group in its table of coalescing groups if the backend cannot
-                # start one, and every later all_reduce of the group is then silently postponed.
-                dist.distributed_c10d._world.pg_coalesce_state.pop(_group_of(case), None)
-                raise
-            if case.is_async:
-                works.wait()
-            return result()
+Coalesced = tuple[Callable[[Case, int], torch.Tensor], Callable[..., Any], Callable[[Case], Value]]
+COALESCED: dict[str, Coalesced] = {
+    "all_reduce": (lambda c, n: c.own(n), lambda f, c, t, n: f(t, group=c.group), two_sums),
+    "all_gather_into_tensor": (
+        lambda c, n: torch.zeros(n * c.size),
+        lambda f, c, t, n: f(t, c.own(n), c.group),
+        two_flat,
+    ),
+    "reduce_scatter_tensor": (
+        lambda c, n: torch.zeros(n),
+        lambda f, c, t, n: f(t, c.own(n * c.size), group=c.group),
+        two_parts,
+    ),
+}
 
 
-_coalescing_rows()
+def coalesced(case: Case, name: str, device: str | None) -> Value:
+    make, call, _ = COALESCED[name]
+    kwargs = {"device": torch.device(device)} if device else {}
+    filled = {count: make(case, count) for count in (2, 3)}
+    try:
+        manager = case.fn("_coalescing_manager")(case.group, async_ops=case.is_async, **kwargs)
+        with manager as works:
+            for count, tensor in filled.items():
+                call(case.fn(name), case, tensor, count)
+    except RuntimeError:
+        # Torch leaves the group in its table of coalescing groups if the backend cannot
+        # start one, and every later all_reduce of the group is then silently postponed.
+        dist.distributed_c10d._world.pg_coalesce_state.pop(group_of(case), None)
+        raise
+    if case.is_async:
+        works.wait()
+    return plain([*filled.values()])
 
 
-# ---------------------------------------------------------------------------------------------
-# functional collectives: torch.distributed._functional_collectives, and the operators by name
+for _name, _device in itertools.product(COALESCED, (None, "cpu")):
+    row(
+        f"_coalescing_manager[{_name}, device={_device}]",
+        functools.partial(coalesced, name=_name, device=_device),
+        COALESCED[_name][2],
+        "_coalescing_manager",
+        _name,
+        modes=BOTH,
+    )
+
+
+# -- functional collectives, and the operators by name --------------------------------------------
 
 
 def functional(
-    name: str, *covers: str, expect: Callable[[Case], Value], modes: tuple[str, ...] = ("sync",)
-) -> Callable[[Callable[[Case], Value]], Callable[[Case], Value]]:
-    return row(name, *(covers or (name,)), expect=expect, ways=FUNCTIONAL_WAYS, modes=modes)
+    name: str,
+    call: Callable[[Any, Case], Any],
+    expect: Callable[[Case], Value],
+    *covers: str,
+    waits: bool = True,
+) -> None:
+    """Enter a function of ``fc``, or an operator: it returns tensors, to wait for."""
+    space, _, attribute = name.partition("[")[0].rpartition(".")
 
-
-def operator(
-    name: str, *covers: str, expect: Callable[[Case], Value]
-) -> Callable[[Callable[[Case], Value]], Callable[[Case], Value]]:
-    return row(name, *(covers or (name,)), expect=expect, ways=("name",))
-
-
-def _flat(case: Case, count: int = 2) -> Value:
-    return list(itertools.chain(*case.each(count)))
-
-
-@functional("fc.all_reduce", expect=lambda case: case.summed())
-def fc_all_reduce(case: Case) -> Value:
-    return fc.wait_tensor(fc.all_reduce(case.own(), "sum", case.handle)).tolist()
-
-
-@functional("fc.all_reduce[implicit wait]", "fc.all_reduce", expect=lambda case: case.summed())
-def fc_all_reduce_implicit(case: Case) -> Value:
-    return (fc.all_reduce(case.own(), "sum", case.handle) + 0).tolist()
-
-
-@functional("fc.all_reduce[ranks]", "fc.all_reduce", expect=lambda case: case.summed())
-def fc_all_reduce_ranks(case: Case) -> Value:
-    return (fc.all_reduce(case.own(), "sum", list(case.members)) + 0).tolist()
-
-
-@functional("fc.all_reduce[avg]", "fc.all_reduce", expect=_REDUCTIONS["AVG"][1])
-def fc_all_reduce_avg(case: Case) -> Value:
-    return fc.wait_tensor(fc.all_reduce(case.own(), "avg", case.handle)).tolist()
-
-
-@functional("fc.all_reduce_coalesced", expect=lambda case: [case.summed(2), case.summed(3)])
-def fc_all_reduce_coalesced(case: Case) -> Value:
-    outputs = fc.all_reduce_coalesced([case.own(2), case.own(3)], "sum", case.handle)
-    return lists(fc.wait_tensor(output) for output in outputs)
-
-
-def _fc_gather_rows() -> None:
-    for name in ("all_gather_tensor", "all_gather_single"):
-
-        @functional(f"fc.{name}", expect=_flat)
-        def gather(case: Case, name: str = name) -> Value:
-            return fc.wait_tensor(getattr(fc, name)(case.own(), 0, case.handle)).tolist()
-
-    for name in ("all_gather_into_tensor_coalesced", "all_gather_single_coalesced"):
-
-        @functional(f"fc.{name}", expect=lambda case: [_flat(case, 2), _flat(case, 3)])
-        def gather_coalesced(case: Case, name: str = name) -> Value:
-            outputs = getattr(fc, name)([case.own(2), case.own(3)], case.handle)
-            return lists(fc.wait_tensor(output) for output in outputs)
-
-    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
-
-        @functional(f"fc.{name}", expect=_scattered_sum)
-        def scatter(case: Case, name: str = name) -> Value:
-            tensor = case.own(2 * case.size)
-            return fc.wait_tensor(getattr(fc, name)(tensor, "sum", 0, case.handle)).tolist()
-
-    for name in ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"):
-
-        @functional(
-            f"fc.{name}", expect=lambda case: [_scattered_sum(case, 2), _scattered_sum(case, 3)]
+    def run(case: Case) -> Value:
+        found = call(getattr(SPACES[space], attribute), case)
+        if not waits:
+            return plain(found)
+        wait = fc.wait_tensor if space == "fc" else OPS.wait_tensor
+        return (
+            [wait(t).tolist() for t in found] if isinstance(found, list) else wait(found).tolist()
         )
-        def scatter_coalesced(case: Case, name: str = name) -> Value:
-            tensors = [case.own(2 * case.size), case.own(3 * case.size)]
-            outputs = getattr(fc, name)(tensors, "sum", [0, 0], case.handle)
-            return lists(fc.wait_tensor(output) for output in outputs)
+
+    row(name, run, expect, *covers, ways=FUNCTIONAL_WAYS if space == "fc" else ("name",))
 
 
-_fc_gather_rows()
-
-
-@functional(
-    "fc.all_gather_tensor[dim 1]",
-    "fc.all_gather_tensor",
-    expect=lambda case: [[x] * 0 + [each[k] for each in case.each()] for k, x in enumerate((0, 1))],
-)
-def fc_all_gather_dim(case: Case) -> Value:
-    return (fc.all_gather_tensor(case.own().view(2, 1), 1, case.handle) + 0).tolist()
-
-
-@functional("fc.all_to_all_single", expect=lambda case: list(itertools.chain(*_exchanged(case))))
-def fc_all_to_all_single(case: Case) -> Value:
-    tensor = case.own(2 * case.size)
-    return fc.wait_tensor(fc.all_to_all_single(tensor, None, None, case.handle)).tolist()
-
-
-@functional("fc.all_to_all_single[uneven]", "fc.all_to_all_single", expect=_unevenly_exchanged)
-def fc_all_to_all_single_uneven(case: Case) -> Value:
-    got, sent, numbers = _uneven(case, case.index)
-    output = fc.all_to_all_single(torch.tensor(numbers), got, sent, case.handle)
-    return fc.wait_tensor(output).tolist()
-
-
-@functional("fc.broadcast", expect=lambda case: case.numbers(case.root))
-def fc_broadcast(case: Case) -> Value:
-    return fc.wait_tensor(fc.broadcast(case.own(), 1, case.handle)).tolist()
-
-
-@functional("fc.permute_tensor", expect=_from_previous)
-def fc_permute_tensor(case: Case) -> Value:
-    after = [(index + 1) % case.size for index in range(case.size)]
-    return fc.wait_tensor(fc.permute_tensor(case.own(), after, case.handle)).tolist()
-
-
-# In the backward passes each rank weighs its result with its own power of two: the gradient
-# names the ranks whose weights reached it.
-
-
-def _weighed(case: Case, output: torch.Tensor, tensor: torch.Tensor) -> Value:
+def gradient(case: Case, tensor: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> Value:
+    """A result, and the gradient of its sum, which each rank weighs: see :func:`weighted`."""
+    output = call(tensor.requires_grad_())
+    if case.way == "name":
+        OPS.wait_tensor(output.detach())
     # Not backward(): it may copy a gradient that is still on its way (seen on torch 2.8).
-    (gradient,) = torch.autograd.grad((output * float(2**case.me)).sum(), tensor)
-    return output.detach().tolist(), fc.wait_tensor(gradient).tolist()
+    (found,) = torch.autograd.grad((output * float(2**case.me)).sum(), tensor)
+    return output.detach().tolist(), fc.wait_tensor(found).tolist()
 
 
-def _weight(case: Case) -> float:
-    return float(sum(2**rank for rank in case.members))
+def filled(tensors: Any, call: Callable[[Any], object]) -> Any:
+    """Tensors that a call has filled."""
+    call(tensors)
+    return tensors
 
 
-def _autograd_rows() -> None:
-    for name in ("all_gather_tensor_autograd", "all_gather_single_autograd"):
-
-        @functional(f"fc.{name}", expect=lambda case: (_flat(case), [_weight(case)] * 2))
-        def gather(case: Case, name: str = name) -> Value:
-            tensor = case.own().requires_grad_()
-            return _weighed(case, getattr(fc, name)(tensor, 0, case.handle) + 0, tensor)
-
-    for name in ("reduce_scatter_tensor_autograd", "reduce_scatter_single_autograd"):
-
-        @functional(
-            f"fc.{name}",
-            expect=lambda case: (
-                _scattered_sum(case),
-                [float(2**rank) for rank in case.members for _ in range(2)],
-            ),
-        )
-        def scatter(case: Case, name: str = name) -> Value:
-            tensor = case.own(2 * case.size).requires_grad_()
-            return _weighed(case, getattr(fc, name)(tensor, "sum", 0, case.handle) + 0, tensor)
-
-
-_autograd_rows()
-
-
-@functional(
-    "fc.all_to_all_single_autograd",
-    expect=lambda case: (
-        list(itertools.chain(*_exchanged(case))),
-        [float(2**rank) for rank in case.members for _ in range(2)],
-    ),
+functional("fc.all_reduce", lambda f, c: f(c.own(), "sum", c.handle), summed)
+functional(
+    "fc.all_reduce[implicit wait]",
+    lambda f, c: f(c.own(), "sum", c.handle) + 0,
+    summed,
+    waits=False,
 )
-def fc_all_to_all_single_autograd(case: Case) -> Value:
-    tensor = case.own(2 * case.size).requires_grad_()
-    sizes = [2] * case.size
-    output = fc.all_to_all_single_autograd(tensor, sizes, sizes, case.handle)
-    return _weighed(case, output + 0, tensor)
-
+functional(
+    "fc.all_reduce[ranks]", lambda f, c: f(c.own(), "sum", [*c.members]) + 0, summed, waits=False
+)
+functional("fc.all_reduce[avg]", lambda f, c: f(c.own(), "avg", c.handle), average)
+functional("fc.all_reduce_coalesced", lambda f, c: f(twice(c), "sum", c.handle), two_sums)
+for _name in ("all_gather_tensor", "all_gather_single"):
+    functional(f"fc.{_name}", lambda f, c: f(c.own(), 0, c.handle), flat)
+    functional(
+        f"fc.{_name}_autograd",
+        lambda f, c: gradient(c, c.own(), lambda t: f(t, 0, c.handle) + 0),
+        weighted(flat, all_weights),
+        waits=False,
+    )
+for _name in ("all_gather_into_tensor_coalesced", "all_gather_single_coalesced"):
+    functional(f"fc.{_name}", lambda f, c: f(twice(c), c.handle), two_flat)
+for _name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+    functional(f"fc.{_name}", lambda f, c: f(parts(c), "sum", 0, c.handle), part)
+    functional(
+        f"fc.{_name}_coalesced",
+        lambda f, c: f([parts(c), c.own(3 * c.size)], "sum", [0, 0], c.handle),
+        two_parts,
+    )
+    functional(
+        f"fc.{_name}_autograd",
+        lambda f, c: gradient(c, parts(c), lambda t: f(t, "sum", 0, c.handle) + 0),
+        weighted(part, each_weight),
+        waits=False,
+    )
+functional(
+    "fc.all_gather_tensor[dim 1]",
+    lambda f, c: f(c.own().view(2, 1), 1, c.handle) + 0,
+    lambda c: [[numbers[k] for numbers in c.each()] for k in (0, 1)],
+    waits=False,
+)
+functional("fc.all_to_all_single", lambda f, c: f(parts(c), None, None, c.handle), flat_exchanged)
+functional(
+    "fc.all_to_all_single[uneven]",
+    lambda f, c: f(uneven(c), sizes(c, c.index), sizes(c, c.index), c.handle),
+    unevenly_exchanged,
+)
+functional("fc.broadcast", lambda f, c: f(c.own(), 1, c.handle), of_root)
+functional(
+    "fc.permute_tensor",
+    lambda f, c: f(c.own(), [(index + 1) % c.size for index in range(c.size)], c.handle),
+    previous,
+)
+functional(
+    "fc.all_to_all_single_autograd",
+    lambda f, c: gradient(c, parts(c), lambda t: f(t, [2] * c.size, [2] * c.size, c.handle) + 0),
+    weighted(flat_exchanged, each_weight),
+    waits=False,
+)
 
 # The forms into which torch.compile turns the functions of torch.distributed.
-
-
-@functional("fc.all_reduce_inplace", expect=lambda case: case.summed())
-def fc_all_reduce_inplace(case: Case) -> Value:
-    tensor = case.own()
-    fc.all_reduce_inplace(tensor, "sum", case.handle)
-    return tensor.tolist()
-
-
-@functional("fc.all_gather_tensor_inplace", expect=_flat)
-def fc_all_gather_tensor_inplace(case: Case) -> Value:
-    output = torch.zeros(2 * case.size)
-    fc.all_gather_tensor_inplace(output, case.own(), case.handle)
-    return output.tolist()
-
-
-@functional("fc.reduce_scatter_tensor_inplace", expect=_scattered_sum)
-def fc_reduce_scatter_tensor_inplace(case: Case) -> Value:
-    output = torch.zeros(2)
-    fc.reduce_scatter_tensor_inplace(output, case.own(2 * case.size), "sum", case.handle)
-    return output.tolist()
-
-
-@functional("fc.reduce_scatter_inplace", expect=_scattered_sum)
-def fc_reduce_scatter_inplace(case: Case) -> Value:
-    output = torch.zeros(2)
-    parts = list(case.own(2 * case.size).chunk(case.size))
-    fc.reduce_scatter_inplace(output, parts, "sum", case.handle)
-    return output.tolist()
-
-
-@functional("fc.all_to_all_inplace", expect=lambda case: list(itertools.chain(*_exchanged(case))))
-def fc_all_to_all_inplace(case: Case) -> Value:
-    output = torch.zeros(2 * case.size)
-    fc.all_to_all_inplace(output, case.own(2 * case.size), group=case.handle)
-    return output.tolist()
-
-
-@functional("fc.all_gather_inplace", expect=lambda case: case.each())
-def fc_all_gather_inplace(case: Case) -> Value:
-    outputs = [torch.zeros(2) for _ in case.members]
-    fc.all_gather_inplace(outputs, case.own(), case.handle)
-    return lists(outputs)
-
-
-@row(
+functional(
+    "fc.all_reduce_inplace",
+    lambda f, c: filled(c.own(), lambda t: f(t, "sum", c.handle)),
+    summed,
+    waits=False,
+)
+functional(
+    "fc.all_gather_tensor_inplace",
+    lambda f, c: filled(zeros(-2)(c), lambda t: f(t, c.own(), c.handle)),
+    flat,
+    waits=False,
+)
+functional(
+    "fc.reduce_scatter_tensor_inplace",
+    lambda f, c: filled(torch.zeros(2), lambda t: f(t, parts(c), "sum", c.handle)),
+    part,
+    waits=False,
+)
+functional(
+    "fc.reduce_scatter_inplace",
+    lambda f, c: filled(torch.zeros(2), lambda t: f(t, chunks(c), "sum", c.handle)),
+    part,
+    waits=False,
+)
+functional(
+    "fc.all_to_all_inplace",
+    lambda f, c: filled(zeros(-2)(c), lambda t: f(t, parts(c), group=c.handle)),
+    flat_exchanged,
+    waits=False,
+)
+functional(
+    "fc.all_gather_inplace",
+    lambda f, c: filled(many(zeros(2))(c), lambda t: f(t, c.own(), c.handle)),
+    each,
+    waits=False,
+)
+row(
     "fc.isend_inplace",
+    lambda c: in_ring(
+        c,
+        lambda t: fc.irecv_inplace(t, ring(c)[1], 8, c.group),
+        lambda t: fc.isend_inplace(t, ring(c)[0], 8, c.group),
+        fc.wait_tensor,
+    ),
+    previous,
     "fc.isend_inplace",
     "fc.irecv_inplace",
-    expect=_from_previous,
     ways=("object",),
     # Torch 2.13 hands the global rank to an operator that takes the group rank.
     groups=("world",),
 )
-def fc_isend_inplace(case: Case) -> Value:
+
+
+def p2p_batch(function: Any, case: Case, tag: int) -> Value:
     tensor = torch.zeros(2)
-    after, before = _ring(case)
-    waits = _start_in_ring(
-        case,
-        lambda: fc.irecv_inplace(tensor, before, 8, case.group),
-        lambda: fc.isend_inplace(case.own(), after, 8, case.group),
-    )
-    for wait in waits:
-        fc.wait_tensor(wait)
+    tensors, peers = [case.own(), tensor], [*group_ring(case)]
+    for work in function(["isend", "irecv"], peers, [tag, tag], tensors, case.handle):
+        fc.wait_tensor(work)
     return tensor.tolist()
 
 
-@functional("fc.batch_p2p_ops_inplace", expect=_from_previous)
-def fc_batch_p2p_ops_inplace(case: Case) -> Value:
-    tensor = torch.zeros(2)
-    after, before = (case.index + 1) % case.size, (case.index - 1) % case.size
-    waits = fc.batch_p2p_ops_inplace(
-        ["isend", "irecv"], [after, before], [9, 9], [case.own(), tensor], case.handle
-    )
-    for wait in waits:
-        fc.wait_tensor(wait)
-    return tensor.tolist()
-
-
-@operator("ops.all_reduce", "ops.all_reduce", "ops.wait_tensor", expect=lambda case: case.summed())
-def ops_all_reduce(case: Case) -> Value:
-    return OPS.wait_tensor(OPS.all_reduce(case.own(), "sum", case.name)).tolist()
-
-
-@operator("ops.wait_tensors", expect=lambda case: [case.summed(2), case.summed(3)])
-def ops_wait_tensors(case: Case) -> Value:
-    outputs = OPS.all_reduce_coalesced([case.own(2), case.own(3)], "sum", case.name)
-    return lists(OPS.wait_tensors(outputs))
-
-
-@operator("ops.all_reduce_", expect=lambda case: case.summed())
-def ops_all_reduce_(case: Case) -> Value:
-    tensor = case.own()
-    OPS.wait_tensor(OPS.all_reduce_(tensor, "sum", case.name))
-    return tensor.tolist()
-
-
-@operator("ops.all_reduce_coalesced", expect=lambda case: [case.summed(2), case.summed(3)])
-def ops_all_reduce_coalesced(case: Case) -> Value:
-    outputs = OPS.all_reduce_coalesced([case.own(2), case.own(3)], "sum", case.name)
-    return lists(OPS.wait_tensor(output) for output in outputs)
-
-
-@operator("ops.all_reduce_coalesced_", expect=lambda case: [case.summed(2), case.summed(3)])
-def ops_all_reduce_coalesced_(case: Case) -> Value:
-    tensors = [case.own(2), case.own(3)]
-    for output in OPS.all_reduce_coalesced_(tensors, "sum", case.name):
-        OPS.wait_tensor(output)
-    return lists(tensors)
-
-
-@operator("ops.all_gather_into_tensor", expect=_flat)
-def ops_all_gather_into_tensor(case: Case) -> Value:
-    return OPS.wait_tensor(OPS.all_gather_into_tensor(case.own(), case.size, case.name)).tolist()
-
-
-@operator("ops.all_gather_into_tensor_out", expect=_flat)
-def ops_all_gather_into_tensor_out(case: Case) -> Value:
-    output = torch.zeros(2 * case.size)
-    OPS.wait_tensor(OPS.all_gather_into_tensor_out(case.own(), case.size, case.name, out=output))
-    return output.tolist()
-
-
-@operator(
-    "ops.all_gather_into_tensor_coalesced",
-    expect=lambda case: [_flat(case, 2), _flat(case, 3)],
-)
-def ops_all_gather_into_tensor_coalesced(case: Case) -> Value:
-    outputs = OPS.all_gather_into_tensor_coalesced([case.own(2), case.own(3)], case.size, case.name)
-    return lists(OPS.wait_tensor(output) for output in outputs)
-
-
-@operator("ops.reduce_scatter_tensor", expect=_scattered_sum)
-def ops_reduce_scatter_tensor(case: Case) -> Value:
-    tensor = case.own(2 * case.size)
-    output = OPS.reduce_scatter_tensor(tensor, "sum", case.size, case.name)
-    return OPS.wait_tensor(output).tolist()
-
-
-@operator("ops.reduce_scatter_tensor_out", expect=_scattered_sum)
-def ops_reduce_scatter_tensor_out(case: Case) -> Value:
-    output = torch.zeros(2)
-    tensor = case.own(2 * case.size)
-    OPS.wait_tensor(OPS.reduce_scatter_tensor_out(tensor, "sum", case.size, case.name, out=output))
-    return output.tolist()
-
-
-@operator(
-    "ops.reduce_scatter_tensor_coalesced",
-    expect=lambda case: [_scattered_sum(case, 2), _scattered_sum(case, 3)],
-)
-def ops_reduce_scatter_tensor_coalesced(case: Case) -> Value:
-    tensors = [case.own(2 * case.size), case.own(3 * case.size)]
-    outputs = OPS.reduce_scatter_tensor_coalesced(tensors, "sum", case.size, case.name)
-    return lists(OPS.wait_tensor(output) for output in outputs)
-
-
-@operator("ops.all_to_all_single", expect=_unevenly_exchanged)
-def ops_all_to_all_single(case: Case) -> Value:
-    got, sent, numbers = _uneven(case, case.index)
-    output = OPS.all_to_all_single(torch.tensor(numbers), got, sent, case.name)
-    return OPS.wait_tensor(output).tolist()
-
-
-@operator("ops.broadcast", expect=lambda case: case.numbers(case.root))
-def ops_broadcast(case: Case) -> Value:
-    return OPS.wait_tensor(OPS.broadcast(case.own(), 1, case.name)).tolist()
-
-
-@operator("ops.broadcast_", expect=lambda case: case.numbers(case.root))
-def ops_broadcast_(case: Case) -> Value:
-    tensor = case.own()
-    OPS.wait_tensor(OPS.broadcast_(tensor, 1, case.name))
-    return tensor.tolist()
-
-
-@operator("ops.isend", "ops.isend", "ops.irecv", expect=_from_previous)
-def ops_isend(case: Case) -> Value:
-    tensor = torch.zeros(2)
-    after, before = (case.index + 1) % case.size, (case.index - 1) % case.size
-    waits = _start_in_ring(
-        case,
-        lambda: OPS.irecv(tensor, before, 10, case.name),
-        lambda: OPS.isend(case.own(), after, 10, case.name),
-    )
-    for wait in waits:
-        OPS.wait_tensor(wait)
-    return tensor.tolist()
-
-
-@operator("ops.batch_p2p_ops", expect=_from_previous)
-def ops_batch_p2p_ops(case: Case) -> Value:
-    tensor = torch.zeros(2)
-    after, before = (case.index + 1) % case.size, (case.index - 1) % case.size
-    waits = OPS.batch_p2p_ops(
-        ["isend", "irecv"], [after, before], [11, 11], [case.own(), tensor], case.name
-    )
-    for wait in waits:
-        OPS.wait_tensor(wait)
-    return tensor.tolist()
-
-
-@operator(
-    "ops_autograd.all_gather_into_tensor",
-    expect=lambda case: (_flat(case), [_weight(case)] * 2),
-)
-def ops_autograd_all_gather(case: Case) -> Value:
-    tensor = case.own().requires_grad_()
-    output = OPS_AUTOGRAD.all_gather_into_tensor(tensor, case.size, case.name)
-    OPS.wait_tensor(output.detach())
-    return _weighed(case, output, tensor)
-
-
-@operator(
-    "ops_autograd.reduce_scatter_tensor",
-    expect=_scattered_sum,  # the backward of stock torch 2.8 gives zeros: see the fc row for it
-)
-def ops_autograd_reduce_scatter(case: Case) -> Value:
-    tensor = case.own(2 * case.size).requires_grad_()
-    output = OPS_AUTOGRAD.reduce_scatter_tensor(tensor, "sum", case.size, case.name)
-    return OPS.wait_tensor(output.detach()).tolist()
-
-
-@operator(
-    "ops_autograd.all_to_all_single",
-    expect=lambda case: (
-        list(itertools.chain(*_exchanged(case))),
-        [float(2**rank) for rank in case.members for _ in range(2)],
+functional("fc.batch_p2p_ops_inplace", lambda f, c: p2p_batch(f, c, 9), previous, waits=False)
+functional("ops.batch_p2p_ops", lambda f, c: p2p_batch(f, c, 11), previous, waits=False)
+row(
+    "ops.isend",
+    lambda c: in_ring(
+        c,
+        lambda t: OPS.irecv(t, group_ring(c)[1], 10, c.name),
+        lambda t: OPS.isend(t, group_ring(c)[0], 10, c.name),
+        OPS.wait_tensor,
     ),
+    previous,
+    "ops.isend",
+    "ops.irecv",
+    ways=("name",),
 )
-def ops_autograd_all_to_all(case: Case) -> Value:
-    tensor = case.own(2 * case.size).requires_grad_()
-    sizes = [2] * case.size
-    output = OPS_AUTOGRAD.all_to_all_single(tensor, sizes, sizes, case.name)
-    OPS.wait_tensor(output.detach())
-    return _weighed(case, output, tensor)
+
+functional(
+    "ops.all_reduce",
+    lambda f, c: f(c.own(), "sum", c.name),
+    summed,
+    "ops.all_reduce",
+    "ops.wait_tensor",
+)
+functional(
+    "ops.wait_tensors",
+    lambda f, c: f(OPS.all_reduce_coalesced(twice(c), "sum", c.name)),
+    two_sums,
+    waits=False,
+)
+functional(
+    "ops.all_reduce_",
+    lambda f, c: filled(c.own(), lambda t: OPS.wait_tensor(f(t, "sum", c.name))),
+    summed,
+    waits=False,
+)
+functional("ops.all_reduce_coalesced", lambda f, c: f(twice(c), "sum", c.name), two_sums)
+functional("ops.all_reduce_coalesced_", lambda f, c: f(twice(c), "sum", c.name), two_sums)
+functional("ops.all_gather_into_tensor", lambda f, c: f(c.own(), c.size, c.name), flat)
+functional(
+    "ops.all_gather_into_tensor_out",
+    lambda f, c: f(c.own(), c.size, c.name, out=zeros(-2)(c)),
+    flat,
+)
+functional(
+    "ops.all_gather_into_tensor_coalesced", lambda f, c: f(twice(c), c.size, c.name), two_flat
+)
+functional("ops.reduce_scatter_tensor", lambda f, c: f(parts(c), "sum", c.size, c.name), part)
+functional(
+    "ops.reduce_scatter_tensor_out",
+    lambda f, c: f(parts(c), "sum", c.size, c.name, out=torch.zeros(2)),
+    part,
+)
+functional(
+    "ops.reduce_scatter_tensor_coalesced",
+    lambda f, c: f([parts(c), c.own(3 * c.size)], "sum", c.size, c.name),
+    two_parts,
+)
+functional(
+    "ops.all_to_all_single",
+    lambda f, c: f(uneven(c), sizes(c, c.index), sizes(c, c.index), c.name),
+    unevenly_exchanged,
+)
+functional("ops.broadcast", lambda f, c: f(c.own(), 1, c.name), of_root)
+functional(
+    "ops.broadcast_",
+    lambda f, c: filled(c.own(), lambda t: OPS.wait_tensor(f(t, 1, c.name))),
+    of_root,
+    waits=False,
+)
+functional(
+    "ops_autograd.all_gather_into_tensor",
+    lambda f, c: gradient(c, c.own(), lambda t: f(t, c.size, c.name)),
+    weighted(flat, all_weights),
+    waits=False,
+)
+functional(
+    "ops_autograd.reduce_scatter_tensor",
+    lambda f, c: f(parts(c).requires_grad_(), "sum", c.size, c.name).detach(),
+    part,  # the backward of stock torch 2.8 gives zeros: see the fc row for it
+)
+functional(
+    "ops_autograd.all_to_all_single",
+    lambda f, c: gradient(c, parts(c), lambda t: f(t, [2] * c.size, [2] * c.size, c.name)),
+    weighted(flat_exchanged, each_weight),
+    waits=False,
+)
 
 
-# ---------------------------------------------------------------------------------------------
-# torch.distributed.nn.functional: the older autograd forms, as far as stock torch
-# has them right on a subgroup
+# -- torch.distributed.nn.functional: the older autograd forms, as far as stock torch -------------
+# -- has them right on a subgroup -----------------------------------------------------------------
 
 
 def older(
-    name: str, expect: Callable[[Case], Value]
-) -> Callable[[Callable[[Case], Value]], Callable[[Case], Value]]:
-    return row(name, name, expect=expect, ways=("object",))
+    name: str, call: Callable[[Any, Case, dict[str, Any]], Value], expect: Callable[[Case], Value]
+) -> None:
+    function = getattr(dist_nn, name, None)
+    row(
+        f"nn.{name}",
+        lambda c: call(function, c, {"group": group_of(c)}),
+        expect,
+        ways=("object",),
+    )
 
 
-@older("nn.all_reduce", lambda case: (case.summed(), [_weight(case)] * 2))
-def nn_all_reduce(case: Case) -> Value:
-    tensor = case.own().requires_grad_()
-    return _weighed(case, dist_nn.all_reduce(tensor, group=_group_of(case)), tensor)
-
-
-@older("nn.reduce", lambda case: case.summed() if case.is_root else None)
-def nn_reduce(case: Case) -> Value:
-    output = dist_nn.reduce(case.own(), case.root, group=_group_of(case))
+def _reduced(function: Any, case: Case, how: dict[str, Any]) -> Value:
+    output = function(case.own(), case.root, **how)
     return output.tolist() if case.is_root else None
 
 
-@older(
-    "nn.reduce_scatter",
-    lambda case: (
-        _scattered_sum(case),
-        [float(2**rank) for rank in case.members for _ in range(2)],
-    ),
+older(
+    "all_reduce",
+    lambda f, c, k: gradient(c, c.own(), lambda t: f(t, **k)),
+    weighted(summed, all_weights),
 )
-def nn_reduce_scatter(case: Case) -> Value:
-    tensor = case.own(2 * case.size).requires_grad_()
-    parts = list(tensor.chunk(case.size))
-    output = dist_nn.reduce_scatter(torch.zeros(2), parts, group=_group_of(case))
-    return _weighed(case, output, tensor)
-
-
-@older(
-    "nn.all_to_all_single",
-    lambda case: (
-        list(itertools.chain(*_exchanged(case))),
-        [float(2**rank) for rank in case.members for _ in range(2)],
-    ),
+older("reduce", _reduced, at_root(summed))
+older(
+    "reduce_scatter",
+    lambda f, c, k: gradient(c, parts(c), lambda t: f(torch.zeros(2), [*t.chunk(c.size)], **k)),
+    weighted(part, each_weight),
 )
-def nn_all_to_all_single(case: Case) -> Value:
-    tensor = case.own(2 * case.size).requires_grad_()
-    output = dist_nn.all_to_all_single(torch.zeros(2 * case.size), tensor, group=_group_of(case))
-    return _weighed(case, output, tensor)
+older(
+    "all_to_all_single",
+    lambda f, c, k: gradient(c, parts(c), lambda t: f(zeros(-2)(c), t, **k)),
+    weighted(flat_exchanged, each_weight),
+)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ A *point* is a place in an operation, written ``operation.place``: ``offload.ent
 ``offload.released``, ``reload.enter``, ``reload.group0`` (rebuilding WORLD), ``reload.rebuilt``,
 ``reload.callbacks``, ``reload.done``. A barrier's point is the moment before this rank arrives. A
 recovery has ``recover.enter``, ``recover.agreed``, ``recover.group0``, ``recover.check0`` (the
-canary of WORLD), ``recover.rebuilt``, ``recover.callbacks`` and ``recover.done``.
+canary of WORLD), ``recover.rebuilt``, ``recover.callbacks`` and ``recover.done``. Simulated groups
+that are suspended have ``offload.suspend0`` and ``reload.resume0``.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import faulty_gloo
 import moments
@@ -30,18 +31,20 @@ import worlds
 from torch.distributed import distributed_c10d as c10d
 
 import reloadpg
+from reloadpg.testing import simulated
 from reloadpg.testing.simulated import Fault, clear_faults, inject
 
 RING = ((0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 2, 3))
 """Overlapping subgroups; with WORLD, each rank is in four groups."""
 BOUND = 4.0
+"""A timeout in seconds that ranks reach."""
 ALLOWANCE = 60.0
-"""Seconds past the bound within which every rank must have raised, on the busiest machine."""
-PARALLELISM = int(os.environ.get("TEST_PARALLELISM", "1"))
-"""How many groups the jobs release and create side by side. With 1, "while the fourth group is
-released" is a moment; with 8, the others are being released as well: the tests hold for both."""
+"""Seconds past the timeout within which every rank must have raised, on the busiest machine."""
 FAR = 100.0
-"""A bound that no rank reaches, in seconds; who ends within ALLOWANCE did not wait for it."""
+"""A timeout in seconds that no rank reaches: one that ends within ALLOWANCE did not wait for it."""
+PARALLELISM = int(os.environ.get("TEST_PARALLELISM", "1"))
+"""How many groups the jobs release and create in parallel. With 1, "while the fourth group is
+released" is a moment; with 8, the others are being released as well: the tests hold for both."""
 
 OFFLOAD_POINTS = (
     "offload.enter",
@@ -60,15 +63,27 @@ RELOAD_POINTS = (
     "reload.callbacks",
     "reload.done",
 )
-
+RECOVER_POINTS = (
+    "recover.enter",
+    "recover.agreed",
+    "recover.group0",
+    "recover.group3",
+    "recover.check0",
+    "recover.check3",
+    "recover.rebuilt",
+    "recover.callbacks",
+    "recover.done",
+)
 
 _extending: list[Callable[[], None]] = []
 
-GROUP_EVENTS: dict[str, tuple[faulty_gloo.Moment, Fault]] = {
-    "offload": ("shutdown", Fault("release", operation="shutdown")),
-    "reload": ("create", Fault("create")),
-    "recover": ("create", Fault("create")),
-    "check": ("allreduce", Fault("collective", operation="allreduce")),
+GROUP_EVENTS: dict[str, tuple[faulty_gloo.Moment | None, Fault]] = {
+    "offload.group": ("shutdown", Fault("release", operation="shutdown")),
+    "reload.group": ("create", Fault("create")),
+    "recover.group": ("create", Fault("create")),
+    "recover.check": ("allreduce", Fault("collective", operation="allreduce")),
+    "offload.suspend": (None, Fault("suspend")),
+    "reload.resume": (None, Fault("resume")),
 }
 """What a point in a group is on the backend ``faulty``, and on the simulated accelerator."""
 
@@ -94,70 +109,78 @@ class Seen:
         return False
 
 
-@dataclass
 class Job:
-    """One rank's part of a job whose gloo groups are reloadable."""
+    """One rank's part of a job of overlapping groups, WORLD first.
 
-    rank: int
-    groups: list[Any] = field(default_factory=list)
+    Args:
+        rank: this rank.
+        subgroups: the ranks of each group beyond WORLD.
+        bound: the timeout of the library, in seconds.
+        backend: of all groups.
+        backends: which backends are reloadable; None for that one.
+        store: what the ranks meet on, with the number of ranks; None for the environment's.
+        timeout: of collectives; None for torch's default.
+        options: of ``install``.
+    """
 
-    @classmethod
-    def start(
-        cls,
+    def __init__(
+        self,
         rank: int,
         *,
         subgroups: Sequence[Sequence[int]] = RING,
         bound: float = BOUND,
         backend: str = worlds.BACKEND,
-        store: Any = None,
-        size: int | None = None,
+        backends: set[str] | None = None,
+        store: tuple[Any, int] | None = None,
         parallelism: int = PARALLELISM,
-    ) -> Job:
+        timeout: timedelta | None = None,
+        **options: Any,
+    ) -> None:
         faulty_gloo.register()
+        if backend == "sim":
+            simulated.register()
         reloadpg.install(
-            backends={backend}, timeout=timedelta(seconds=bound), parallelism=parallelism
+            backends=backends or {backend}, timeout=bound, parallelism=parallelism, **options
         )
-        if store is None:
-            worlds.init(backend)
-        else:
-            worlds.init(backend, store=store, rank=rank, world_size=size)
-        job = cls(rank)
+        limit = {} if timeout is None else {"timeout": timeout}
+        met = {} if store is None else {"store": store[0], "rank": rank, "world_size": store[1]}
+        worlds.init(backend, **met, **limit)
+        self.rank = rank
+        self.groups: list[Any] = [dist.group.WORLD]
         for ranks in subgroups:
-            group = dist.new_group(list(ranks))
+            group = dist.new_group(list(ranks), **limit)
             if rank in ranks and len(ranks) > 1:  # a group of one bypasses
-                job.groups.append(group)
-        worlds.barrier()
-        return job
-
-    @property
-    def everything(self) -> list[Any]:
-        return [dist.group.WORLD, *self.groups]
+                self.groups.append(group)
+        self.sums()  # a group that was never used is not suspended
+        self.names = [group.group_name for group in self.groups]
+        self.ids = [id(group) for group in self.groups]
 
     def sums(self) -> bool:
         """Whether every group sums over its own members."""
         try:
-            return worlds.sums_right(*self.everything)
+            return worlds.sums_right(*self.groups)
         except reloadpg.GroupOffloadedError:
             return False
 
-    def snapshot(self) -> dict[str, Any]:
-        """What an operation that touched nothing must leave alone."""
-        return {
-            "states": [str(group.state) for group in self.everything],
-            "generations": [group.generation for group in self.everything],
-            "inner": [id(group.communicator) for group in self.everything],
-            "job": reloadpg.status().generation,
-        }
+    def snapshot(self) -> list[Any]:
+        """What an operation that touched nothing must not change."""
+        groups = [(str(g.state), g.generation, id(g.communicator)) for g in self.groups]
+        return [*groups, reloadpg.status().generation]
 
     def states(self) -> set[str]:
-        return {str(group.state) for group in self.everything}
+        return {str(group.state) for group in self.groups}
 
     def generations(self) -> set[int]:
-        return {group.generation for group in self.everything}
+        return {group.generation for group in self.groups}
+
+    def same(self) -> bool:
+        """Whether the groups are the objects that they were, under the same names."""
+        names = [group.group_name for group in self.groups]
+        return [id(group) for group in self.groups] == self.ids and names == self.names
 
     def refused(self) -> bool:
         """Whether every group refuses a collective."""
-        for group in self.everything:
+        for group in self.groups:
             try:
                 dist.all_reduce(torch.ones(1), group=group)
             except reloadpg.GroupOffloadedError:
@@ -166,7 +189,7 @@ class Job:
         return True
 
     def inner(self) -> list[weakref.ref[Any]]:
-        return [weakref.ref(group.communicator) for group in self.everything]
+        return [weakref.ref(group.communicator) for group in self.groups]
 
     def cycle(self) -> bool:
         """One offload and reload: new generations, old groups gone, right sums."""
@@ -177,10 +200,6 @@ class Job:
         reloadpg.reload()
         risen = min(self.generations()) > max(before)
         return gone and self.sums() and self.states() == {"live"} and risen
-
-
-def rose(before: set[int], after: set[int]) -> bool:
-    return min(after) > max(before)
 
 
 def attempt(call: Callable[[], Any]) -> Seen:
@@ -200,32 +219,37 @@ def attempt(call: Callable[[], Any]) -> Seen:
     return Seen("", "", time.monotonic() - begun)
 
 
-def interfere(point: str, action: Callable[[], object]) -> None:
+def interfere(
+    point: str,
+    action: Callable[[], object],
+    moment: Literal["arriving", "counted"] = "arriving",
+) -> None:
     """Do something when this rank comes to a point for the first time.
 
     The groups of the points in a group are on the backend ``faulty``, or simulated.
     """
     operation, place = point.split(".")
+    register = reloadpg.on_offload if operation == "offload" else reloadpg.on_reload
     if place == "callbacks":
-        register = reloadpg.on_offload if operation == "offload" else reloadpg.on_reload
         remove = register(lambda: (remove(), action()), name="interfering")
-    elif place.startswith(("group", "check")):
-        nth = int(place[5:]) + 1
-        moment, fault = GROUP_EVENTS["check" if place.startswith("check") else operation]
-        faulty_gloo.inject(moment, action, nth=nth)
+    elif (event := point.rstrip("0123456789")) in GROUP_EVENTS:
+        nth = int(point.removeprefix(event)) + 1
+        at, fault = GROUP_EVENTS[event]
+        if at is not None:
+            faulty_gloo.inject(at, action, nth=nth)
         inject(replace(fault, action="call", nth=nth, call=lambda _: action()))
     else:
-        if place in ("quiesced", "rebuilt"):  # barriers that are there only if a rank has callbacks
-            register = reloadpg.on_offload if operation == "offload" else reloadpg.on_reload
+        if place in ("quiesced", "rebuilt") or moment == "counted":
+            # Barriers that are there only if a rank has callbacks.
             _extending.append(register(lambda: None, name="extending"))
-        moments.at("arriving", action, barrier=point)
+        moments.at(moment, action, barrier=point)
 
 
 def signalling(number: int, error: BaseException) -> Callable[[], None]:
     """Return an action that sends this process a signal, whose handler raises an error.
 
     Called in the main thread, which handles the signal. The action waits for that in any other, as
-    a blocked call does: nothing is done meanwhile.
+    a blocked call does.
     """
     handled = threading.Event()
 

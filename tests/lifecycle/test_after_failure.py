@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -16,8 +15,8 @@ import worlds
 
 import reloadpg
 from reloadpg.groups.registry import registry
-from reloadpg.lifecycle.recreate import Rebuilds, Releases
-from reloadpg.rendezvous.worker_thread import Attempt, Task
+from reloadpg.lifecycle.recreate import Releases
+from reloadpg.rendezvous.worker_thread import Attempt
 from reloadpg.testing import run_ranks, simulated
 
 BOUND_S = 60.0
@@ -117,37 +116,6 @@ def test_a_group_whose_creation_ends_after_it_was_given_up_is_discarded() -> Non
     """Nothing of it stays in c10d's tables, and the next reload builds another one."""
     expected = ("RendezvousTimeoutError", [], {2.0})
     assert run_ranks(created_too_late, 2, timeout=200) == [expected] * 2
-
-
-def given_up_while_it_is_created(rank: int, size: int) -> list[bool]:
-    simulated.register()
-    reloadpg.install(world=False, timeout=timedelta(seconds=BOUND_S))
-    worlds.init("sim")
-    pair = dist.new_group([0, 1])
-    reloadpg.offload()
-    attempt, told = Attempt(), threading.Event()
-    rebuilds = Rebuilds(dist.group.WORLD, None, 7, "test", told)
-    rebuilds.prepare([pair])
-
-    def created() -> bool:
-        return any("7.test" in group.name for group in simulated.groups())
-
-    fault = simulated.Fault("create", "call", moment="after", call=lambda _: attempt.abandon())
-    with simulated.inject(fault) as injected:
-        task = Task(lambda: rebuilds.rebuild(pair, attempt, 0), "rebuild")
-        assert injected.wait_fired(BOUND_S)
-        end = time.monotonic() + BOUND_S
-        while not created() and time.monotonic() < end:
-            time.sleep(0.01)
-        seen = [task.wait(0.2), created()]
-    told.set()
-    return [*seen, task.wait(BOUND_S), created(), pair.is_live]
-
-
-def test_a_creation_that_was_given_up_is_discarded_once_the_others_know_why() -> None:
-    """They may be at work on it, and would fail with an error of their backend."""
-    expected = [False, True, True, False, False]
-    assert run_ranks(given_up_while_it_is_created, 2, timeout=200) == [expected] * 2
 
 
 def release_given_up(rank: int, size: int) -> tuple[bool, float]:

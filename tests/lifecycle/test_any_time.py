@@ -182,42 +182,6 @@ def test_an_interrupted_commit_is_done_whole():
     assert total == 1.0
 
 
-def _two_jobs(rank, world_size, file):
-    reloadpg.install(backends={"gloo"})
-    held, seen = [], []
-    for number in range(2):
-        store = dist.FileStore(f"{file}{number}", world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        held.append(dist.group.WORLD)
-        reloadpg.offload()
-        reloadpg.reload()
-        seen.append((reloadpg.status().generation, summed(None, rank)))
-        dist.destroy_process_group()
-    return seen
-
-
-def test_a_second_job_counts_anew_though_the_first_ones_group_is_held(tmp_path):
-    """The job is that of the present default group, not of one that somebody still refers to."""
-    assert run_ranks(_two_jobs, 2, args=(str(tmp_path / "store"),)) == [[(1, 3.0)] * 2] * 2
-
-
-def _last_error(rank, world_size):
-    start("unbound")
-    remove = reloadpg.on_offload(lambda: 1 / 0) if rank == 1 else lambda: None
-    with contextlib.suppress(reloadpg.ReloadpgError):
-        reloadpg.offload()
-    text = str(reloadpg.status())
-    remove()
-    reloadpg.offload()
-    reloadpg.reload()
-    return "ZeroDivisionError" in text, "last error" in str(reloadpg.status())
-
-
-def test_the_status_prints_the_last_error():
-    """Until an operation completes."""
-    assert run_ranks(_last_error, 2) == [(True, False)] * 2
-
-
 def _shut_down_on_one_rank(rank, world_size, world):
     start(world)
     pair = dist.new_group([0, 1], group_desc="the pair")

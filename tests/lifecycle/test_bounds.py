@@ -8,7 +8,6 @@ import threading
 import time
 from datetime import timedelta
 
-import faulty_gloo
 import moments
 import pytest
 import torch.distributed as dist
@@ -19,30 +18,7 @@ import reloadpg
 from reloadpg.rendezvous.round import Round
 from reloadpg.testing import run_ranks, simulated
 
-GROUPS = 45
 BOUND_S = 4.0
-
-
-def _many_slow_groups(rank, world_size):
-    faulty_gloo.register()
-    reloadpg.install(backends={"faulty"}, timeout=timedelta(seconds=BOUND_S), parallelism=1)
-    worlds.init("faulty")
-    groups = [dist.new_group([0, 1]) for _ in range(GROUPS)]
-    reloadpg.offload()
-    for nth in range(GROUPS):  # 45 of 0.2 s take longer than the bound
-        faulty_gloo.inject("create", lambda: time.sleep(0.2), nth=nth + 1)
-    report = reloadpg.reload()
-    return len(report.groups), report.total_ms / 1e3, summed(groups[-1], rank)
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-def test_many_groups_that_are_slow_to_build_do_not_hit_the_bound():
-    """Each is progress; they failed at the same group for ever."""
-    for count, seconds, total in run_ranks(_many_slow_groups, 2):
-        assert count == GROUPS + 1
-        assert seconds > 1.3 * BOUND_S
-        assert total == 3.0
 
 
 def _counting_progress(rank, world_size):
@@ -189,8 +165,7 @@ def test_a_failed_operation_ends_in_its_longest_abort():
         assert total == 3.0
 
 
-@pytest.mark.parametrize("world", ["unbound", "bound"])
-def test_a_wait_of_ever_is_refused(world):
+def test_an_endless_timeout_is_refused():
     """It overflows on its way through C++ and the store."""
     with pytest.raises(reloadpg.InvalidOptionError, match="365 days; nothing was installed"):
         reloadpg.install(backends={worlds.BACKEND}, timeout=timedelta.max)

@@ -63,26 +63,21 @@ def _refused(group: Any) -> str:
     return ""
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(_job, 2, timeout=120)
-
-
 @pytest.mark.matrix
-def test_an_offload_that_releases_nothing_warns_once_and_says_why(ranks: Any) -> None:
-    """Which groups and backends, what is installed, and what to pass; in the first report too."""
-    for facts in ranks:
+def test_bypassed_groups_are_named_with_the_reason() -> None:
+    """An offload that releases nothing warns once, at the user's own call, and says what to pass.
+
+    Excluded groups are torch's own, and work while others are offloaded. The refusal inside a block
+    does not say to reload, which the end of the block does. Torch's word for a group without a
+    description is in no text.
+    """
+    for rank, facts in enumerate(run_ranks(_job, 2, timeout=120)):
         ((text, here),) = facts["warned"]
-        assert here  # the line of the user's own call
+        assert here
         assert "no group is reloadable: group '0' (default_pg), '1' (TP): backend gloo" in text
         assert "Installed with backends=None, min_size=2, world=True" in text
         assert "call install(backends={'gloo'})" in text
         assert [text] == [f"reloadpg.offload(): {warning}" for warning in facts["report"]]
-
-
-def test_the_status_names_bypassed_groups_with_the_reason(ranks: Any) -> None:
-    """By the policy that leaves them alone; nothing while nothing is installed."""
-    for rank, facts in enumerate(ranks):
         assert facts["uninstalled"] == ()
         assert "bypassed: group '0' (default_pg), '1' (TP): backend gloo serves" in facts["status"]
         assert facts["reasons"] == {
@@ -90,27 +85,11 @@ def test_the_status_names_bypassed_groups_with_the_reason(ranks: Any) -> None:
             ("WEIGHT_SERVICE", (0, 1), "gloo"): "matches exclude '*_SERVICE'",
             ("undefined", (rank,), "gloo"): "1 rank, fewer than min_size=2",
         }
-
-
-def test_excluded_groups_are_torchs_own_and_work_while_others_are_offloaded(ranks: Any) -> None:
-    """By description, or by name."""
-    for facts in ranks:
         assert facts["kinds"] == ["ProcessGroup", "ReloadableProcessGroup", "ProcessGroup"]
         assert facts["excluded"] == 2
-
-
-def test_a_group_without_a_description_shows_its_ranks(ranks: Any) -> None:
-    """Torch's word for one without is in no text."""
-    for rank, facts in enumerate(ranks):
         assert "undefined" not in facts["repr"] + facts["table"] + facts["inside"]
         assert "[0, 1] gloo live" in facts["repr"]
-        assert "ranks 0-1" in facts["table"]
         assert f"(rank {rank}): 1 rank, fewer than" in facts["table"]
-
-
-def test_a_collective_inside_the_block_is_not_told_to_reload(ranks: Any) -> None:
-    """The end of the block does that; outside of a block reload() is the next call."""
-    for facts in ranks:
         assert "reload()" not in facts["inside"]
         assert "reloadpg.barrier()" in facts["inside"]
         assert "gloo group" in facts["inside"]

@@ -97,28 +97,7 @@ def test_a_wrong_canary_fails_the_reload_on_all_ranks():
         assert state == "live"
 
 
-def _disagree(rank, world_size):
-    moments.wait_for_answers()
-    _start()
-    reloadpg.offload()
-    try:
-        reloadpg.reload(connect="eager" if rank == 0 else "none")
-        error = ""
-    except reloadpg.DisagreementError as caught:
-        error = str(caught)
-    try:
+def test_an_unknown_way_is_refused():
+    """With those that there are. Ranks that ask for different ways: see ``test_pending.py``."""
+    with pytest.raises(reloadpg.InvalidOptionError, match=r"'perhaps'.*'canary'"):
         reloadpg.reload(connect="perhaps")
-        invalid = ""
-    except ValueError as caught:
-        invalid = str(caught)
-    reloadpg.reload()
-    return error, invalid, reloadpg.status().generation
-
-
-def test_ranks_that_ask_for_different_ways_all_hear_of_it():
-    """Else some would wait in a collective that the others never enter."""
-    for error, invalid, generation in run_ranks(_disagree, 3):
-        assert "connect is eager on rank 0 and none on rank 1" in error
-        assert "perhaps" in invalid
-        assert "canary" in invalid
-        assert generation == 1

@@ -1,23 +1,39 @@
-"""One rank fails, is interrupted, or is slow: all ranks end alike, and the job goes on."""
+"""A rank fails, is interrupted, slow, or dies: all ranks end alike, and the job continues.
+
+Each scenario is a fault of some ranks at points of one operation; a batch of them is one job. What
+must hold afterwards follows from the points and the faults: see :func:`check`.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
+import os
+import select
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import moments
 import pytest
+import torch
+import torch.distributed as dist
 from recovery_job import (
     ALLOWANCE,
+    BOUND,
     FAR,
     OFFLOAD_POINTS,
+    PARALLELISM,
+    RECOVER_POINTS,
     RELOAD_POINTS,
     Job,
+    Seen,
     attempt,
+    backend_for,
     base_store,
     interfere,
     meet,
@@ -27,19 +43,192 @@ from recovery_job import (
 from sampling import sampled
 
 import reloadpg
-from reloadpg.testing import run_ranks
+from reloadpg.testing import run_ranks, simulated
 
+FAULTY = 1
+VICTIM = 2
 TWELVE = tuple((0, 1, 2) for _ in range(11))
 """With WORLD, twelve groups, of which all ranks are members."""
 
-FAULTY = 1
+UNTOUCHED = ("offload.enter", "offload.callbacks", "offload.quiesced", "reload.enter")
+"""Points before the barrier after which groups are touched."""
+LAST_BARRIERS = ("offload.released", "reload.done")
+NEXT = {"offload": ("offload", "reload"), "reload": ("reload",), "recover": ("recover",)}
+"""What is called after a failure, unless the scenario says otherwise."""
 
 
 class Injected(Exception):
     """What the tests make a rank raise."""
 
 
-def fault() -> None:
+class Terminated(SystemExit):
+    """What the tests' handler of SIGTERM raises."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Faults of one operation.
+
+    Attributes:
+        faults: by rank, the point and the kind: ``raise``; ``interrupt`` or ``terminate``, by a
+            signal; ``counted``, an interrupt when the others have passed that barrier; ``late``,
+            until another rank has logged that it waits; ``hang``, until the others have raised.
+        then: the operations that are called afterwards, and succeed.
+    """
+
+    faults: Mapping[int, tuple[str, str]]
+    then: tuple[str, ...] = ()
+
+    @property
+    def operation(self) -> str:
+        return next(iter(self.faults.values()))[0].partition(".")[0]
+
+    @property
+    def kind(self) -> str:
+        """The kind of a single fault."""
+        return next(iter(self.faults.values()))[1] if len(self.faults) == 1 else "several"
+
+    @property
+    def point(self) -> str:
+        return next(iter(self.faults.values()))[0]
+
+    @property
+    def next(self) -> tuple[str, ...]:
+        return self.then or NEXT[self.operation]
+
+    @property
+    def succeeds(self) -> bool:
+        """Whether the operation completes on the ranks that are not at fault."""
+        return self.kind == "late" or (self.kind == "counted" and self.point in LAST_BARRIERS)
+
+    @property
+    def untouched(self) -> bool:
+        """Whether it ends before the groups are touched on any rank."""
+        if self.kind == "counted":
+            return self.point == "offload.enter"
+        return self.point in UNTOUCHED
+
+
+def at(point: str, kind: str = "raise", *then: str, rank: int = FAULTY) -> Scenario:
+    return Scenario({rank: (point, kind)}, then)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Scenarios that one job goes through, one after the other."""
+
+    scenarios: tuple[Scenario, ...]
+    size: int = 4
+    bound: float = FAR
+    job: Mapping[str, Any] = field(default_factory=lambda: {"backend": "faulty"})
+
+
+@dataclass
+class Result:
+    """What one rank saw of a scenario: the operation, and what held after it and at the end."""
+
+    seen: Seen
+    states: set[str]
+    status: str
+    untouched: bool
+    refused: bool
+    gone: bool
+    pending: bool
+    logged: list[str]
+    after: list[Seen]
+    sums: bool
+    live: set[str]
+    same: bool
+    generations: set[int]
+    rise: int
+    cycles: int
+    keys: int
+
+
+def call(operation: str, seconds: float) -> Seen:
+    if operation == "recover":
+        return attempt(lambda: reloadpg.recover("test", wait_for_ranks=seconds))
+    return attempt(getattr(reloadpg, operation))
+
+
+def go_through(rank: int, size: int, batch: Batch) -> list[Result]:
+    """Each rank's part of a batch."""
+    kinds = {scenario.kind for scenario in batch.scenarios}
+    if not kinds & {"hang", "late"}:
+        moments.wait_for_answers()
+    job = Job(rank, bound=batch.bound, **batch.job)
+    log = Log(rank) if "late" in kinds else None
+    found = []
+    for number, scenario in enumerate(batch.scenarios):
+        if scenario.operation == "reload":
+            reloadpg.offload()
+        inner = job.inner() if scenario.operation == "offload" else []
+        before, generation = job.snapshot(), reloadpg.status().generation
+        if log is not None:
+            log.follow(scenario)
+        if "late" in kinds:
+            moments.log_soon()
+        if rank in scenario.faults:
+            bring_about(*scenario.faults[rank], number)
+        seen = call(scenario.operation, batch.bound)
+        states, status, pending = job.states(), reloadpg.status().state, reloadpg.fault_pending()
+        untouched = job.snapshot() == before
+        refused = "live" not in states and job.refused()
+        gc.collect()
+        gone = all(ref() is None for ref in inner) or memory_is_free()
+        if scenario.kind == "hang":
+            all_but_one_ended(rank, size, number)
+        meet(f"ended {number}", size)
+        stop_interfering()
+        after = [call(name, ALLOWANCE) for name in scenario.next]
+        rise = reloadpg.status().generation - generation
+        cycles = reloadpg.status().cycles
+        found.append(
+            Result(
+                seen,
+                states,
+                status,
+                untouched,
+                refused,
+                gone,
+                pending,
+                [] if log is None else [*log.lines],
+                after,
+                job.sums(),
+                job.states(),
+                job.same(),
+                job.generations(),
+                rise,
+                cycles,
+                base_store().num_keys() - 4 * (number + 1),  # two of each meeting
+            )
+        )
+        meet(f"continued {number}", size)
+    return found
+
+
+def memory_is_free() -> bool:
+    """Whether a simulated accelerator, if there is one, holds no communicator's memory.
+
+    A thread that was abandoned in a suspend may still refer to the aborted communicator.
+    """
+    return "sim" in dist.Backend.backend_list and simulated.stats().held_bytes == 0
+
+
+def bring_about(point: str, kind: str, number: int) -> None:
+    """Have a fault happen on this rank."""
+    actions = {
+        "raise": fail,
+        "interrupt": signalling(signal.SIGINT, KeyboardInterrupt()),
+        "terminate": signalling(signal.SIGTERM, Terminated(143)),
+        "counted": interrupt,
+        "late": partial(await_key, f"test/logged/{point}"),
+        "hang": partial(await_key, f"test/gave up {number}"),
+    }
+    interfere(point, actions[kind], "counted" if kind == "counted" else "arriving")
+
+
+def fail() -> None:
     raise Injected("injected")
 
 
@@ -47,363 +236,359 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def faults_in_every_group(
-    rank: int, size: int, operation: str, places: Sequence[int], parallelism: int
-) -> list[dict[str, Any]]:
-    """For each of these groups: fail there on one rank, see all ranks fail, and retry."""
-    moments.wait_for_answers()
-    job = Job.start(rank, subgroups=TWELVE, bound=FAR, backend="faulty", parallelism=parallelism)
-    found = []
-    for count, k in enumerate(places):
-        if operation == "reload":
-            reloadpg.offload()
-        inner = job.inner() if operation == "offload" else []
-        if rank == FAULTY:
-            interfere(f"{operation}.group{k}", fault)
-        seen = attempt(getattr(reloadpg, operation))
-        states, refused, status = job.states(), job.refused(), reloadpg.status().state
-        gc.collect()
-        gone = all(ref() is None for ref in inner)
-        again = attempt(getattr(reloadpg, operation))
-        if operation == "offload":
-            offloaded = job.states()
-            reloadpg.reload()
+def await_key(key: str) -> None:
+    base_store().clone().wait([key], timedelta(seconds=FAR))
+
+
+def all_but_one_ended(rank: int, size: int, number: int) -> None:
+    store = base_store().clone()
+    if rank != FAULTY and store.add(f"test/seen {number}", 1) == size - 1:
+        store.set(f"test/gave up {number}", "1")
+
+
+class Log(logging.Handler):
+    """The warnings of one operation; rank 0 tells a late rank that the wait for it was logged."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(logging.WARNING)
+        self.rank, self.store = rank, base_store().clone()
+        self.lines: list[str] = []
+        logging.getLogger("reloadpg").addHandler(self)
+
+    def follow(self, scenario: Scenario) -> None:
+        self.lines.clear()
+        self.scenario = scenario
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        if line.startswith(f"{self.scenario.operation}, phase "):
+            self.lines.append(line)
+            if self.rank == 0 and names_the_cause(line):
+                self.store.set(f"test/logged/{self.scenario.point}", "1")
+
+
+def names_the_cause(line: str) -> bool:
+    """Whether a rank that waits says for which rank, or at which group."""
+    return f"missing: rank {FAULTY}" in line or "ReloadableProcessGroup" in line
+
+
+# -- what must hold -------------------------------------------------------------------------------
+
+
+def check(scenario: Scenario, results: list[Result]) -> None:
+    """All ranks end the operation alike, say why, and the next operations complete."""
+    for rank, found in enumerate(results):
+        if scenario.succeeds and (rank not in scenario.faults or scenario.kind == "late"):
+            assert found.seen.kind == "", found
+        elif rank in scenario.faults:
+            check_own_error(scenario, rank, found)
         else:
-            offloaded = {"offloaded"}
-        found.append(
-            {
-                "seen": seen,
-                "states": states,
-                "refused": refused,
-                "status": status,
-                "gone": gone,
-                "again": again,
-                "offloaded": offloaded,
-                "sums": job.sums(),
-                "live": job.states(),
-                "generations": job.generations(),
-                "keys": base_store().num_keys() - 2 * count,  # two of each meeting here
-            }
-        )
-        meet(f"{operation}{k}", size)
-    return found
+            check_others_error(scenario, found)
+        assert found.seen.seconds < ALLOWANCE + (BOUND if scenario.kind == "hang" else 0), found
+        check_state(scenario, found)
+        assert [seen.kind for seen in found.after] == [""] * len(scenario.next), found
+        assert found.sums, found
+        assert found.same, found
+        assert found.live == {"live"}, found
+        assert len(found.generations) == 1, found
+    if scenario.kind == "late":
+        assert any(map(names_the_cause, results[0].logged)), results[0]
+    if scenario.operation != "recover":
+        assert {found.rise for found in results} == {rise(scenario)}, scenario
+    assert len({(*found.generations, found.cycles) for found in results}) == 1, scenario
 
 
-@pytest.fixture(
-    scope="module",
-    params=sampled(
-        [
-            (operation, many, parallelism)
-            for operation in ("offload", "reload")
-            for many in ("some", "each")
-            for parallelism in (1, 8)
-        ],
-        *(("offload", "some", 1), ("reload", "some", 8)),
-    ),
-    ids=lambda params: "-".join(map(str, params)),
+def check_own_error(scenario: Scenario, rank: int, found: Result) -> None:
+    """A rank at fault raises its own error, with the cause."""
+    point, kind = scenario.faults[rank]
+    own = {"interrupt": "KeyboardInterrupt", "counted": "KeyboardInterrupt"}.get(kind, "Injected")
+    if scenario.kind == "several":
+        assert found.seen.kind, found
+    elif kind == "hang":
+        assert found.seen.kind == "RendezvousTimeoutError", found
+    elif kind == "terminate":
+        assert found.seen.kind == "Terminated", found
+    elif kind == "raise" and point[-1].isdigit():
+        own = "ReleaseError" if scenario.operation == "offload" else "RebuildError"
+        assert (found.seen.kind, found.seen.cause) == (own, "Injected('injected')"), found
+    elif point.endswith("callbacks") and kind == "raise":
+        assert (found.seen.kind, found.seen.cause) == ("ReloadpgError", "Injected('injected')")
+    else:
+        assert found.seen.kind == own, found
+
+
+def check_others_error(scenario: Scenario, found: Result) -> None:
+    """The others name a rank at fault, and its error, without a wait for the timeout.
+
+    One that is interrupted leaves its side of the groups before the others have read of it: a rank
+    that is still connecting to it fails itself.
+    """
+    seen, interrupted = found.seen, {"interrupt", "terminate", "several"}
+    assert any(seen.names(rank) for rank in scenario.faults), found
+    if scenario.kind == "hang":
+        assert seen.kind == "RendezvousTimeoutError", found
+    elif scenario.kind not in interrupted or seen.kind != "RebuildError":
+        assert seen.kind == "PeerFailedError", found
+        assert seen.rank in scenario.faults, found
+    if scenario.kind in ("raise", "interrupt", "terminate"):
+        text = {"raise": "injected", "interrupt": "KeyboardInterrupt", "terminate": "Terminated"}
+        assert text[scenario.kind] in seen.text, found
+
+
+def check_state(scenario: Scenario, found: Result) -> None:
+    """No group is half used: all are as they were, complete, or failed on all ranks."""
+    if scenario.succeeds:
+        assert found.states == {"offloaded" if scenario.operation == "offload" else "live"}, found
+    elif scenario.untouched:
+        assert found.untouched, found
+    else:
+        assert (found.states, found.status) == ({"failed"}, "failed"), found
+        assert found.refused, found
+        assert found.gone or scenario.kind == "hang", found
+        assert found.pending, found
+
+
+def rise(scenario: Scenario) -> int:
+    """By how much the generation rises: by one for each reload of groups that were released."""
+    released = scenario.operation == "reload" or not scenario.untouched
+    released |= scenario.succeeds
+    count = 0
+    if scenario.succeeds and scenario.operation == "reload":
+        count, released = 1, False
+    for name in scenario.next:
+        if name == "reload":
+            count, released = count + released, False
+        else:
+            released = True
+    return count
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+BARRIERS = (
+    "offload.enter",
+    "offload.quiesced",
+    "offload.released",
+    "reload.enter",
+    "reload.rebuilt",
+    "reload.done",
 )
-def every_group(request: pytest.FixtureRequest) -> tuple[str, list[list[dict[str, Any]]]]:
-    """By rank, what was seen with a fault in each group, or in the first, last, and one between."""
-    operation, many, parallelism = request.param
-    args = (operation, (0, 5, 11) if many == "some" else range(12), parallelism)
-    return operation, run_ranks(faults_in_every_group, 3, args=args, timeout=240)
+RECOVER_TWICE = (
+    Scenario({0: ("recover.group1", "raise"), 3: ("recover.group1", "raise")}),
+    Scenario({0: ("recover.agreed", "raise"), 3: ("recover.enter", "interrupt")}),
+    Scenario({1: ("recover.check2", "raise"), 2: ("recover.done", "raise")}),
+)
+SUSPENDS = {"backend": "sim", "strategy": "suspend", "subgroups": ((0, 1), (1, 2), (0, 1, 2))}
 
 
-class TestFaultInEachOfTwelveGroups:
-    """One rank cannot release, or rebuild, the k-th group (failures 26 and 27)."""
+def every_group(operation: str, groups: Any, parallelism: int = PARALLELISM) -> Batch:
+    scenarios = tuple(at(f"{operation}.group{k}") for k in groups)
+    job = {"backend": "faulty", "subgroups": TWELVE, "parallelism": parallelism}
+    return Batch(scenarios, size=3, job=job)
 
-    def test_all_ranks_raise_long_before_the_bound(self, every_group: Any) -> None:
-        """The faulty rank raises its own error with the cause, the others name it."""
-        operation, results = every_group
-        own = "ReleaseError" if operation == "offload" else "RebuildError"
-        for k in range(len(results[0])):
-            for rank, result in enumerate(results):
-                seen = result[k]["seen"]
-                assert seen.kind == (own if rank == FAULTY else "PeerFailedError"), (k, seen)
-                assert seen.seconds < ALLOWANCE, (k, rank, seen)
-                if rank == FAULTY:
-                    assert seen.cause == "Injected('injected')"
-                else:
-                    assert seen.rank == FAULTY
-                    assert "injected" in seen.text
 
-    def test_no_group_is_half_used(self, every_group: Any) -> None:
-        """Every group is failed on every rank and refuses a collective; status says so."""
-        for result in every_group[1]:
-            for found in result:
-                assert found["states"] == {"failed"}
-                assert found["refused"]
-                assert found["status"] == "failed"
+def signals() -> Batch:
+    kinds = ("interrupt", "terminate")
+    points = enumerate(OFFLOAD_POINTS + RELOAD_POINTS)
+    return Batch(tuple(at(point, kinds[index % 2]) for index, point in points))
 
-    def test_nothing_holds_the_old_groups(self, every_group: Any) -> None:
-        """After a failed offload too, the communicators are gone."""
-        assert all(found["gone"] for result in every_group[1] for found in result)
 
-    def test_the_retry_completes(self, every_group: Any) -> None:
-        """The same call again succeeds, and every group then sums over its own members."""
-        for result in every_group[1]:
-            for k, found in enumerate(result):
-                assert found["again"].kind == "", found["again"]
-                assert found["offloaded"] == {"offloaded"}
-                assert found["sums"]
-                assert found["live"] == {"live"}
-                assert found["generations"] == {k + 1}
+BATCHES = {
+    "some groups of an offload": every_group("offload", (0, 5, 11)),
+    "some groups of an offload, in parallel": every_group("offload", (0, 7), 8),
+    "some groups of a reload": every_group("reload", (0, 5, 11), 8),
+    "each group of an offload": every_group("offload", range(12), 1),
+    "each group of an offload, in parallel": every_group("offload", range(12), 8),
+    "each group of a reload": every_group("reload", range(12), 1),
+    "each group of a reload, in parallel": every_group("reload", range(12), 8),
+    "either operation after a failure": Batch(
+        (
+            at("offload.group1", "raise", "reload"),
+            at("offload.callbacks", "raise", "reload", "offload", "reload"),
+            at("offload.released", "raise", "offload", "offload", "reload"),
+            at("reload.group1", "raise", "offload", "reload"),
+            at("reload.done", "raise", "offload", "offload", "reload"),
+            at("reload.callbacks", "raise", "reload", "reload"),
+        )
+    ),
+    "late ranks": Batch(
+        tuple(at(p, "late", "reload") for p in OFFLOAD_POINTS)
+        + tuple(at(p, "late", "offload", "reload") for p in RELOAD_POINTS)
+    ),
+    "signals": signals(),
+    "interrupts when the others pass": Batch(
+        tuple(at(p, "counted", "offload", "reload") for p in BARRIERS), job={}
+    ),
+    "a hang": Batch((at("reload.callbacks", "hang"),), bound=BOUND, job={}),
+    "hangs in a recovery": Batch(
+        tuple(at(f"recover.{p}", "hang") for p in ("enter", "group2", "rebuilt")), bound=BOUND
+    ),
+    "a recovery": Batch((at("recover.group2"),)),
+    "recoveries": Batch(tuple(at(p) for p in RECOVER_POINTS)),
+    "interrupts of recoveries": Batch(
+        tuple(at(p, "interrupt") for p in RECOVER_POINTS if "callbacks" not in p)
+    ),
+    "two ranks": Batch(
+        (Scenario({1: ("recover.group2", "raise"), 2: ("recover.rebuilt", "raise")}),)
+    ),
+    "two ranks again": Batch(RECOVER_TWICE),
+    "suspends": Batch((at("offload.suspend2"),), size=3, job=SUSPENDS),
+    "resumes": Batch((at("reload.resume2"),), size=3, job=SUSPENDS),
+    "an interrupt of a suspend": Batch((at("offload.suspend2", "interrupt"),), 3, job=SUSPENDS),
+    "a suspend that hangs": Batch((at("offload.suspend2", "hang"),), 3, BOUND, SUSPENDS),
+    "a resume that hangs": Batch((at("reload.resume2", "hang"),), 3, BOUND, SUSPENDS),
+}
+SLOW = ("each", "a hang", "hangs", "recoveries", "interrupts of", "two ranks again")
+MATRIX = ("either", "signals", "interrupts when")
 
-    def test_the_store_does_not_grow(self, every_group: Any) -> None:
-        """Failed attempts leave no keys behind once a later attempt has succeeded."""
-        keys = [found["keys"] for found in every_group[1][0]]
+
+def _param(name: str) -> Any:
+    marks = [pytest.mark.slow] * name.startswith(SLOW) + [pytest.mark.matrix] * name.startswith(
+        MATRIX
+    )
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [*map(_param, BATCHES)])
+def test_all_ranks_end_alike_and_the_job_continues(name: str) -> None:
+    """Whatever happens to a rank wherever in an operation (failures 26 and 27)."""
+    batch = BATCHES[name]
+    results = run_ranks(go_through, batch.size, args=(batch,), timeout=280)
+    for scenario, found in zip(batch.scenarios, zip(*results, strict=True), strict=True):
+        check(scenario, [*found])
+    keys = [found.keys for found in results[0]]
+    if len(keys) > 2 and name.startswith(("some", "each")):  # attempts leave no keys behind
         half = len(keys) // 2
         assert max(keys[half:]) <= max(keys[:half]) + 4, keys
 
 
-def names_the_cause(line: str) -> bool:
-    """Whether a rank that waits says for whom, or at which group."""
-    return f"missing: rank {FAULTY}" in line or "ReloadableProcessGroup" in line
+# -- a rank that dies -----------------------------------------------------------------------------
 
 
-def delays(rank: int, size: int) -> dict[str, Any]:
-    """At every point in turn, a rank is held up until another one has logged that it waits."""
-    moments.log_soon()
-    job = Job.start(rank, bound=FAR, backend="faulty")
+@dataclass
+class Survived:
+    """What a survivor saw of the operation, and of each recovery afterwards."""
+
+    seen: Seen
+    states: set[str]
+    untouched: bool
+    status: str
+    recoveries: list[Seen]
+    refused: bool
+    pending: bool
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def all_reduce_where_one_dies(job: Job, victim: int) -> None:
+    """A training step's collective, in the middle of which one rank is killed."""
+    if job.rank == victim:
+        dist.all_reduce(torch.ones(1), group=job.groups[-1], async_op=True)
+        die()
+    dist.all_reduce(torch.ones(1), group=job.groups[-1])
+
+
+def one_dies(rank: int, size: int, point: str, victim: int) -> Survived:
+    operation = point.partition(".")[0]
+    suspends = {"strategy": "suspend"} if point[:-1].endswith(("suspend", "resume")) else {}
+    job = Job(rank, backend="sim" if suspends else backend_for(point), **suspends)
+    if operation == "reload":
+        reloadpg.offload()
+    before = job.snapshot()
+    if rank == victim and operation != "step":
+        interfere(point, die)
+    if operation == "step":
+        seen = attempt(lambda: all_reduce_where_one_dies(job, victim))
+    else:
+        seen = call(operation, BOUND)
+    states, untouched = job.states(), job.snapshot() == before
+    status = reloadpg.status().state
+    count = 0 if suspends else 2 if operation == "recover" else 1
+    recoveries = [call("recover", BOUND) for _ in range(count)]
+    refused = bool(recoveries) and job.refused()
+    return Survived(seen, states, untouched, status, recoveries, refused, reloadpg.fault_pending())
+
+
+DEATHS = (
+    ("step", VICTIM),
+    *((point, VICTIM) for point in OFFLOAD_POINTS + RELOAD_POINTS + RECOVER_POINTS),
+    *((point, VICTIM) for point in ("offload.suspend2", "reload.resume2")),
+    ("recover.agreed", 0),  # the rank that reads what the others report
+)
+DEATH_POINTS = (
+    "offload.quiesced",
+    "offload.released",
+    "offload.suspend2",
+    "reload.enter",
+    "reload.group1",
+    "reload.resume2",
+    "recover.group3",
+)
+DEFAULT_DEATHS = [(point, VICTIM) for point in DEATH_POINTS]
+
+
+@pytest.mark.parametrize(
+    "death", sampled(DEATHS, *DEFAULT_DEATHS), ids=lambda death: f"{death[0]}-{death[1]}"
+)
+def test_a_rank_that_dies_is_named_within_the_timeout(death: tuple[str, int]) -> None:
+    """Wherever it dies, and again by the recoveries that follow (failures 14, 26, 27).
+
+    What was not touched is as it was; no group is half used.
+    """
+    point, victim = death
+    outcomes = run_ranks(one_dies, 4, args=death, timeout=280, check=False)
+    assert outcomes[victim].signal == signal.SIGKILL
+    for outcome in outcomes:
+        if outcome.rank == victim:
+            continue
+        assert outcome.exception is None
+        found: Survived = outcome.result
+        if point != "step":
+            kinds = {"RendezvousTimeoutError", "PeerFailedError", "RebuildError"}
+            assert found.seen.kind in kinds, found
+            assert found.seen.names(victim), found
+            untouched = point in UNTOUCHED
+            assert found.untouched if untouched else found.states == {"failed"}, found
+            began = "offloaded" if point == "reload.enter" else "live"
+            assert found.status == (began if untouched else "failed"), found
+        for last in found.recoveries[-1:]:
+            assert (last.kind, last.missing) == ("RendezvousTimeoutError", (victim,)), found
+            assert found.refused
+            assert found.pending
+        assert max(s.seconds for s in (found.seen, *found.recoveries)) < BOUND + ALLOWANCE
+
+
+def one_dies_and_one_fails(rank: int, size: int) -> Seen:
+    """All are at the last group, of all ranks: rank 2 dies there, and rank 1 fails after that."""
+    Job(rank, bound=FAR, backend="faulty")
+    reloadpg.offload()
     store = base_store().clone()
-    records: list[str] = []
-    point = ""
-
-    class Recorder(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            # On a busy machine the other operation, or a moment between groups, is logged too.
-            line = record.getMessage()
-            if line.startswith(f"{point.split('.')[0]}, phase "):
-                records.append(line)
-                if rank == 0 and names_the_cause(line):
-                    store.set(f"test/logged/{point}", "1")
-
-    logging.getLogger("reloadpg").addHandler(Recorder(level=logging.WARNING))
-    found = {}
-    for point in OFFLOAD_POINTS + RELOAD_POINTS:
-        if rank == FAULTY:
-            key = f"test/logged/{point}"
-            interfere(point, lambda key=key: store.wait([key], timedelta(seconds=100)))
-        records.clear()
-        before = job.generations()
-        seen = [attempt(reloadpg.offload), attempt(reloadpg.reload)]
-        found[point] = {
-            "seen": [call.kind for call in seen],
-            "logged": list(records),
-            "risen": min(job.generations()) == max(before) + 1,
-            "sums": job.sums(),
-        }
-    return found
+    if rank == VICTIM:
+        store.set("test/victim", str(os.getpid()))
+    actions = {
+        VICTIM: lambda: (store.wait(["test/0", "test/3"]), die()),
+        FAULTY: lambda: (wait_for_death(int(store.get("test/victim"))), fail()),
+    }
+    interfere("reload.group3", actions.get(rank, lambda: store.set(f"test/{rank}", "here")))
+    return attempt(reloadpg.reload)
 
 
-@pytest.fixture(scope="module")
-def delayed() -> list[dict[str, Any]]:
-    return run_ranks(delays, 4, timeout=240)
+def wait_for_death(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        process = os.pidfd_open(pid)
+        assert select.select([process], [], [], FAR)[0]
+        os.close(process)
 
 
-class TestDelayWithinTheBound:
-    """A slow rank delays the others and nothing else."""
-
-    def test_the_operation_succeeds(self, delayed: Any) -> None:
-        """Offload and reload complete, and the sums are right."""
-        for result in delayed:
-            for point, found in result.items():
-                assert found["seen"] == ["", ""], point
-                assert found["risen"], point
-                assert found["sums"], point
-
-    @pytest.mark.parametrize("point", OFFLOAD_POINTS + RELOAD_POINTS)
-    def test_the_wait_is_logged_with_phase_and_missing_rank(self, delayed: Any, point: str) -> None:
-        """A rank that waits says in which phase, and for whom or at which group."""
-        lines = delayed[0][point]["logged"]
-        assert any(names_the_cause(line) for line in lines), lines
-
-
-def retried(rank: int, size: int) -> list[dict[str, Any]]:
-    """After a failed offload, and after a failed reload: each operation that may come next."""
-    job = Job.start(rank, bound=10, backend="faulty")
-    found = []
-    programs = [
-        ("offload.group1", ["offload", "offload", "reload"]),
-        ("offload.group1", ["offload", "reload"]),
-        ("offload.quiesced", ["offload", "reload", "offload", "reload"]),
-        ("offload.released", ["offload", "offload", "offload", "reload"]),
-        ("reload.group1", ["offload", "reload", "reload"]),
-        ("reload.group1", ["offload", "reload", "offload", "reload"]),
-        ("reload.done", ["offload", "reload", "offload", "offload", "reload"]),
-        ("reload.callbacks", ["offload", "reload", "reload", "reload"]),
-    ]
-    for point, program in programs:
-        if rank == FAULTY:
-            interfere(point, fault)
-        seen = [attempt(getattr(reloadpg, operation)).kind for operation in program]
-        stop_interfering()
-        found.append(
-            {
-                "point": point,
-                "seen": seen,
-                "sums": job.sums(),
-                "live": job.states(),
-                "cycles": reloadpg.status().cycles,
-                "generation": reloadpg.status().generation,
-            }
-        )
-    return found
-
-
-@pytest.mark.matrix
-def test_every_operation_after_a_failure() -> None:
-    """After a failed offload or reload either operation can be called, and completes (26, 27)."""
-    results = run_ranks(retried, 4, timeout=240)
-    for steps in zip(*results, strict=True):
-        for found in steps:
-            assert sum(kind != "" for kind in found["seen"]) == 1, steps
-            assert found["sums"]
-            assert found["live"] == {"live"}
-        assert len({found["generation"] for found in steps}) == 1
-        assert len({found["cycles"] for found in steps}) == 1
-
-
-AFTER_CREATIONS = {"reload.group1", "reload.group3", "reload.rebuilt", "reload.done"}
-
-
-class Terminated(SystemExit):
-    """What the tests' handler of SIGTERM raises."""
-
-
-def interrupted(rank: int, size: int) -> list[dict[str, Any]]:
-    """A signal reaches one rank at every point: before it arrives, and while it waits."""
-    job = Job.start(rank, bound=FAR, backend="faulty")
-    found = []
-    for index, point in enumerate(OFFLOAD_POINTS + RELOAD_POINTS):
-        if point.startswith("reload"):
-            reloadpg.offload()
-        if rank == FAULTY:
-            interfere(
-                point,
-                signalling(signal.SIGTERM, Terminated(143))
-                if index % 2
-                else signalling(signal.SIGINT, KeyboardInterrupt()),
-            )
-        operation = point.split(".")[0]
-        seen = attempt(getattr(reloadpg, operation))
-        stop_interfering()
-        states = job.states()
-        again = attempt(getattr(reloadpg, operation))
-        last = attempt(reloadpg.reload)
-        found.append(
-            {
-                "point": point,
-                "seen": seen,
-                "states": states,
-                "again": again,
-                "last": last,
-                "sums": job.sums(),
-                "generation": reloadpg.status().generation,
-            }
-        )
-    return found
-
-
-@pytest.fixture(scope="module")
-def signalled() -> list[list[dict[str, Any]]]:
-    return run_ranks(interrupted, 4, timeout=240)
-
-
-@pytest.mark.matrix
-class TestOneRankIsInterrupted:
-    """KeyboardInterrupt, or the SystemExit of a SIGTERM handler, in the middle of each phase."""
-
-    def test_its_own_exception_comes_out(self, signalled: Any) -> None:
-        """The interrupted rank raises what its handler raised."""
-        for index, found in enumerate(signalled[FAULTY]):
-            kind = ("KeyboardInterrupt", "Terminated")[index % 2]
-            assert found["seen"].kind == kind, found
-
-    def test_the_others_hear_of_it_at_once(self, signalled: Any) -> None:
-        """They raise an error that names it and its exception, far before the bound.
-
-        Where it has created groups, it goes with its side of them before the others have heard of
-        it: one that is still connecting to it fails itself.
-        """
-        for rank in (0, 2, 3):
-            for index, found in enumerate(signalled[rank]):
-                seen = found["seen"]
-                if seen.kind != "RebuildError" or found["point"] not in AFTER_CREATIONS:
-                    assert seen.kind == "PeerFailedError", found
-                    assert seen.rank == FAULTY
-                assert seen.names(FAULTY), found
-                assert ("KeyboardInterrupt", "Terminated")[index % 2] in seen.text
-                assert seen.seconds < ALLOWANCE, found
-
-    def test_all_ranks_are_left_in_the_same_state_and_go_on(self, signalled: Any) -> None:
-        """The states agree, and both operations complete afterwards."""
-        for steps in zip(*signalled, strict=True):
-            assert len({frozenset(found["states"]) for found in steps}) == 1, steps
-            assert len({found["generation"] for found in steps}) == 1, steps
-            for found in steps:
-                assert (found["again"].kind, found["last"].kind) == ("", ""), found
-                assert found["sums"], found
-
-
-def interrupted_while_counted(rank: int, size: int) -> list[dict[str, Any]]:
-    """One rank is interrupted just after it was counted at a barrier; the others pass it."""
-    job = Job.start(rank, bound=15, subgroups=((0, 1), (1, 2), (0, 1, 2)))
-    if rank == FAULTY:  # then all barriers are there
-        reloadpg.on_offload(lambda: None)
-        reloadpg.on_reload(lambda: None)
-    found = []
-    for operation, phases in (
-        ("offload", ("enter", "quiesced", "released")),
-        ("reload", ("enter", "rebuilt", "done")),
-    ):
-        for phase in phases:
-            if operation == "reload":
-                reloadpg.offload()
-            if rank == FAULTY:
-                moments.at("counted", interrupt, barrier=f"{operation}.{phase}")
-            seen = attempt(getattr(reloadpg, operation))
-            moments.restore()
-            states = job.states()
-            after = [attempt(reloadpg.offload), attempt(reloadpg.reload)]
-            found.append(
-                {
-                    "at": (operation, phase),
-                    "seen": seen.kind,
-                    "states": states,
-                    "after": after,
-                    "sums": job.sums(),
-                    "status": reloadpg.status().generation,
-                    "cycles": reloadpg.status().cycles,
-                }
-            )
-    return found
-
-
-@pytest.fixture(scope="module")
-def counted() -> list[list[dict[str, Any]]]:
-    return run_ranks(interrupted_while_counted, 3, timeout=240)
-
-
-class TestInterruptedAtTheMomentTheOthersPass:
-    """The outcome on the store, not what the interrupted rank has seen, says what happened."""
-
-    def test_all_ranks_end_in_the_same_state(self, counted: Any) -> None:
-        """Untouched, failed, or, at the last barrier, complete on all ranks."""
-        for steps in zip(*counted, strict=True):
-            assert len({frozenset(found["states"]) for found in steps}) == 1, steps
-            _, phase = steps[0]["at"]
-            others = "" if phase in ("released", "done") else "PeerFailedError"
-            assert [found["seen"] for found in steps] == [others, "KeyboardInterrupt", others]
-            if phase == "done":
-                assert steps[0]["states"] == {"live"}
-            elif phase == "released":
-                assert steps[0]["states"] == {"offloaded"}
-
-    def test_the_job_goes_on(self, counted: Any) -> None:
-        """The next offload and reload agree and complete."""
-        for steps in zip(*counted, strict=True):
-            assert len({(found["status"], found["cycles"]) for found in steps}) == 1, steps
-            for found in steps:
-                assert [call.kind for call in found["after"]] == ["", ""], found
-                assert found["sums"]
+def test_a_rank_whose_death_makes_another_fail_first() -> None:
+    """The neighbour's failure ends the wait before the timeout, and the dead rank is named."""
+    outcomes = run_ranks(one_dies_and_one_fails, 4, timeout=120, check=False)
+    assert outcomes[VICTIM].signal == signal.SIGKILL
+    for rank in (0, 1, 3):
+        seen = outcomes[rank].result
+        assert seen.kind == ("RebuildError" if rank == FAULTY else "PeerFailedError")
+        assert seen.seconds < FAR
+        assert seen.names(VICTIM), seen
+    assert "injected" in outcomes[FAULTY].result.cause

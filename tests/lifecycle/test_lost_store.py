@@ -43,12 +43,11 @@ def on_a_store_of_its_own(
     rank: int, size: int, port: int, server: int, point: str, number: int
 ) -> dict[str, Any]:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
-    job = Job.start(
+    job = Job(
         rank,
         subgroups=((0, 1), (1, 2)),
         backend=backend_for(point),
-        store=store,
-        size=size,
+        store=(store, size),
     )
     if point.startswith("reload"):
         reloadpg.offload()

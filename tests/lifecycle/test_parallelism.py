@@ -115,26 +115,6 @@ def test_so_many_at_a_time(parallelism: int) -> None:
     assert seen == [dict.fromkeys(("release", "create", "connect"), parallelism)] * 2
 
 
-def _fault(rank: int, world_size: int, action: str) -> tuple[str, set[str], int, int, list[float]]:
-    simulated.register()
-    reloadpg.install(timeout=timedelta(seconds=4), parallelism=8)
-    worlds.init("sim")
-    groups = [dist.new_group([0, 1], group_desc=f"g{k}") for k in range(12)]
-    for group in groups:
-        summed(group, rank)
-    fault = simulated.Fault("release", action, group="g7", operation="shutdown", rank=1)  # type: ignore[arg-type]
-    with simulated.inject(fault):
-        try:
-            reloadpg.offload()
-            text = ""
-        except reloadpg.ReloadpgError as error:
-            text = f"{type(error).__name__}: {error}"
-        states = {str(status.state) for status in reloadpg.status().groups}
-        held = simulated.stats().held_bytes
-    reloadpg.reload()
-    return text, states, held, reloadpg.status().generation, [summed(g, rank) for g in groups]
-
-
 def _shared_options(rank: int, world_size: int) -> tuple[int, list[str], bool]:
     """Groups with the same options object: how many at a time, in which order, and the object."""
     simulated.register()
@@ -204,27 +184,6 @@ def test_creations_behind_one_that_hangs_end_when_they_are_abandoned() -> None:
     assert run_ranks(_behind_a_hanging_creation, 2, timeout=120) == [(1, 3.0)] * 2
 
 
-def _creation_fault(
-    rank: int, world_size: int, action: str
-) -> tuple[str, set[str], int, list[float]]:
-    simulated.register()
-    reloadpg.install(timeout=timedelta(seconds=4), parallelism=8)
-    worlds.init("sim")
-    groups = [dist.new_group([0, 1], group_desc=f"g{k}") for k in range(12)]
-    name = groups[7].group_name
-    reloadpg.offload()
-    fault = simulated.Fault("create", action, group=f"{name}@*", rank=1)  # type: ignore[arg-type]
-    with simulated.inject(fault):
-        try:
-            reloadpg.reload()
-            text = ""
-        except reloadpg.ReloadpgError as error:
-            text = f"{type(error).__name__}: {error}"
-    states = {str(status.state) for status in reloadpg.status().groups}
-    reloadpg.reload()
-    return text, states, reloadpg.status().generation, [summed(g, rank) for g in groups]
-
-
 def _still_creating(rank: int, world_size: int) -> list[str]:
     """The groups whose abandoned creations are under way after a reload that has failed."""
     simulated.register()
@@ -263,15 +222,6 @@ def test_each_abandoned_creation_is_named_once() -> None:
         for k, text in enumerate(named):
             assert f"<ReloadableProcessGroup '{k + 1}'" in text
             assert text.count("ReloadableProcessGroup") == 1
-
-
-@pytest.mark.parametrize("action", sampled(["raise", "stall"], "raise"))
-def test_a_creation_that_fails_beside_others(action: str) -> None:
-    """It is named on all ranks; all groups end failed, and the next reload brings them back."""
-    for text, states, generation, sums in run_ranks(_creation_fault, 2, args=(action,)):
-        assert "(g7)" in text
-        assert (states, generation) == ({"failed"}, 1)
-        assert sums == [3.0] * 12
 
 
 def _consequence(rank: int, world_size: int) -> tuple[str, str]:
@@ -318,30 +268,6 @@ def test_a_failure_is_told_before_other_groups_are_dropped() -> None:
     assert "rank 1 failed" in other
     assert "injected fault" in other
     assert state == "live"
-
-
-@pytest.mark.parametrize("action", sampled(["raise", "stall"], "raise"))
-def test_a_release_that_fails_beside_others(action: str) -> None:
-    """It is named on all ranks; all groups end without a communicator, and come back."""
-    for text, states, held, generation, sums in run_ranks(_fault, 2, args=(action,)):
-        assert "g7" in text
-        assert (states, held, generation) == ({"failed"}, 0, 1)
-        assert sums == [3.0] * 12
-
-
-def _different(rank: int, world_size: int) -> str:
-    moments.wait_for_answers()
-    reloadpg.install(backends={worlds.BACKEND}, timeout=BOUND, parallelism=rank + 1)
-    worlds.init()
-    with pytest.raises(reloadpg.DisagreementError) as caught:
-        reloadpg.offload()
-    return str(caught.value)
-
-
-def test_all_ranks_work_at_equally_many() -> None:
-    """A window of another width is refused before anything is touched."""
-    for text in run_ranks(_different, 2):
-        assert "parallelism is 1 on rank 0 and 2 on rank 1" in text
 
 
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "8", None])

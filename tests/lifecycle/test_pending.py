@@ -86,60 +86,34 @@ def _cycle(rank: int, world_size: int) -> dict[str, Any]:
     return facts
 
 
-@pytest.fixture(scope="module")
-def cycle() -> list[dict[str, Any]]:
-    return run_ranks(_cycle, 2, timeout=240)
-
-
-@pytest.mark.parametrize("operation", ["offload", "reload"])
-def test_the_caller_goes_on_at_once(cycle: list[dict[str, Any]], operation: str) -> None:
-    """While the operation is held in the middle, the handle says so, and queries answer."""
-    for rank, facts in enumerate(cycle):
-        seen = facts[operation]
-        assert (seen["done"], seen["shown"]) == (False, f"<Pending {operation}, running>")
-        assert seen["queries"] == [rank, 2]
-        assert seen["early"].startswith(f"PendingError: {operation}(wait=False) is still running")
-
-
 @pytest.mark.matrix
-@pytest.mark.parametrize("operation", ["offload", "reload"])
-def test_groups_refuse_until_it_has_ended(cycle: list[dict[str, Any]], operation: str) -> None:
-    """Those, too, that are not released yet, or are built already."""
-    for facts in cycle:
-        assert True in facts[operation]["live"]
-        assert False in facts[operation]["live"]
-        for text in facts[operation]["refused"]:
-            assert text.startswith("GroupOffloadedError: allreduce on ")
-            assert f"{operation} is running" in text
-            assert "Call result()" in text
-    for facts in cycle:
+def test_an_operation_that_is_held_in_the_middle() -> None:
+    """Its caller continues: the handle says so, queries answer, and other operations raise.
+
+    Groups refuse collectives until it has ended, those too that are not released yet, or are built
+    already. Callbacks run in its thread and use the groups. The result is the report, as often as
+    it is asked for.
+    """
+    for rank, facts in enumerate(run_ranks(_cycle, 2, timeout=240)):
+        for operation in ("offload", "reload"):
+            seen = facts[operation]
+            assert (seen["done"], seen["shown"]) == (False, f"<Pending {operation}, running>")
+            assert seen["queries"] == [rank, 2]
+            assert "(wait=False) is still running" in seen["early"]
+            assert {*seen["live"]} == {True, False}
+            for text in seen["refused"]:
+                assert text.startswith("GroupOffloadedError: allreduce on ")
+                assert f"{operation} is running" in text
+                assert "Call result()" in text
+            for called, text in zip(("offload", "reload"), seen["others"], strict=True):
+                assert f"{called} was called while {operation} is running" in text
+            assert seen["report"] == (operation, True, 4)
+            assert seen["again"]
+            assert seen["ended"] == (True, f"<Pending {operation}, ended>")
         assert "reloadpg.reload()" in facts["offload"]["after"]
         assert facts["reload"]["after"] == ""
         assert facts["sums"] == [3.0] * 4
-
-
-@pytest.mark.parametrize("operation", ["offload", "reload"])
-def test_another_operation_meanwhile_raises(cycle: list[dict[str, Any]], operation: str) -> None:
-    """And changes nothing."""
-    for facts in cycle:
-        for called, text in zip(("offload", "reload"), facts[operation]["others"], strict=True):
-            assert f"{called} was called while {operation} is running" in text
         assert facts["generation"] == 1
-
-
-@pytest.mark.parametrize("operation", ["offload", "reload"])
-def test_the_result_is_the_report(cycle: list[dict[str, Any]], operation: str) -> None:
-    """As often as it is asked for."""
-    for facts in cycle:
-        seen = facts[operation]
-        assert seen["report"] == (operation, True, 4)
-        assert seen["again"]
-        assert seen["ended"] == (True, f"<Pending {operation}, ended>")
-
-
-def test_callbacks_run_in_its_thread_and_use_the_groups(cycle: list[dict[str, Any]]) -> None:
-    """The caller's thread is busy with other things."""
-    for facts in cycle:
         assert facts["callbacks"] == [3.0, 3.0]
         assert not facts["thread"]
 
@@ -200,24 +174,6 @@ def test_what_changed_nothing_gives_the_groups_back() -> None:
         assert failed.startswith(("PeerFailedError", "ReloadpgError")[rank])
         assert disagreed.startswith("DisagreementError: ")
         assert live == [3.0] * 4
-
-
-def _missing(rank: int, world_size: int) -> str:
-    _start(bound=2.0)
-    store = dist.group.WORLD.get_group_store()
-    if rank == 0:
-        text = _raised(reloadpg.offload(wait=False).result)
-        store.set("over", "1")
-        return text
-    store.wait(["over"], timedelta(seconds=HANG_S))
-    return ""
-
-
-def test_its_waits_are_bounded() -> None:
-    """A rank that does not call is named."""
-    text, _ = run_ranks(_missing, 2)
-    assert text.startswith("RendezvousTimeoutError: ")
-    assert "missing: rank 1" in text
 
 
 def _beside(rank: int, world_size: int) -> tuple[list[float], bool, str, bool, int]:

@@ -8,14 +8,16 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import moments
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 from fault_job import FaultJob, all_reduce, connections, cut, impatient
-from recovery_job import attempt, base_store, interfere, stop_interfering
+from recovery_job import BOUND, Seen, attempt, base_store, interfere, stop_interfering
 from sampling import sampled
 from torch.torch_version import TorchVersion
 
@@ -215,53 +217,32 @@ class TestOneFaultAfterTheOther:
             assert keys[-1] - keys[0] <= 5 * len(keys), keys
 
     def test_each_rank_saw_what_the_fault_makes_it_see(self, survived: Any) -> None:
-        """So that none of the faults was one in name only."""
+        """On the rank that is at fault, and on the others."""
         for rank, found in enumerate(survived):
             for name, facts in found.items():
-                check = CHECKS.get(name)
-                if check is not None:
-                    check(facts, rank == FAULTY)
+                assert _seen(name, facts, rank == FAULTY), (rank, name, facts)
 
 
-def _check_cut(facts: Facts, faulty: bool) -> None:
-    assert facts["cut"] == (3 if faulty else 0)
-    assert "onnection" in facts["error"]  # closed, or reset while something was on its way
-    assert "Timed out" not in facts["error"]
-
-
-def _check_skipped(facts: Facts, faulty: bool) -> None:
+def _seen(name: str, facts: Facts, faulty: bool) -> bool:
+    """Whether a rank saw what the fault makes it see: that none was one in name only."""
+    if name == "connections_cut":  # closed, or reset while something was on its way
+        found = facts["cut"] == (3 if faulty else 0), "onnection" in facts["error"]
+        return all(found) and "Timed out" not in facts["error"]
+    if name == "collective_skipped":
+        (late,) = [fault.rank for fault in facts["report"].faults if fault.late]
+        error = facts.get("error", "")
+        flag = not facts.get("before") and facts.get("called")
+        return late == FAULTY and (flag if faulty else "Timed out" in error or "onnection" in error)
+    if name == "offload_failed":
+        return facts["pending"] and facts["kind"] == (
+            "ReleaseError" if faulty else "PeerFailedError"
+        )
     if faulty:
-        assert (facts["before"], facts["called"]) == (False, True)
-    else:
-        assert "Timed out" in facts["error"] or "onnection" in facts["error"]
-    (fault,) = [fault for fault in facts["report"].faults if fault.late]
-    assert fault.rank == FAULTY
-
-
-def _check_half_way(facts: Facts, faulty: bool) -> None:
-    if not faulty:
-        assert facts["kind"] == "PeerFailedError"
-        assert f"rank {FAULTY} has called recover()" in facts["text"]
-        assert facts["states"] == {"live"}
-
-
-def _check_failed(facts: Facts, faulty: bool) -> None:
-    assert facts["kind"] == ("ReleaseError" if faulty else "PeerFailedError")
-    assert facts["pending"]
-
-
-def _check_stopped(facts: Facts, faulty: bool) -> None:
-    if not faulty:
-        assert facts["error"]
-
-
-CHECKS = {
-    "connections_cut": _check_cut,
-    "collective_skipped": _check_skipped,
-    "offload_half_way": _check_half_way,
-    "offload_failed": _check_failed,
-    "stopped": _check_stopped,
-}
+        return True
+    if name == "offload_half_way":
+        said = f"rank {FAULTY} has called recover()" in facts["text"]
+        return said and (facts["kind"], facts["states"]) == ("PeerFailedError", {"live"})
+    return bool(facts["error"]) if name == "stopped" else True
 
 
 def heard(rank: int, size: int) -> Facts:
@@ -288,57 +269,88 @@ def test_rank_0_warns_of_a_recovery_and_only_reload_callbacks_are_called() -> No
             assert re.search(r"^recover: 4 groups in [\d.]+ ms, generation 1; rank 1: a link", text)
 
 
-# -- faults of the recovery itself --------------------------------------------------------------
-
-POINTS = (
-    "recover.enter",
-    "recover.agreed",
-    "recover.group0",
-    "recover.group2",
-    "recover.rebuilt",
-    "recover.done",
-)
+# -- one recovery after the other -----------------------------------------------------------------
 
 
-def fail_while_recovering(rank: int, size: int, points: list[str]) -> list[Facts]:
-    """One rank fails at a point of the recovery; all call it again."""
-    job = FaultJob(rank, size, "faulty")
-    found = []
-    for point in points:
-        if rank == FAULTY:
-            interfere(point, _raise)
-        seen = attempt(lambda: reloadpg.recover("first"))
-        stop_interfering()
-        states, pending = {str(group.state) for group in job.groups}, reloadpg.fault_pending()
-        report = reloadpg.recover("again")
-        found.append(
-            {
-                "seen": seen,
-                "states": states,
-                "pending": pending,
-                "faults": len(report.faults),
-                "after": job.whole(),
-            }
-        )
-        job.meet(point)
+def several(rank: int, size: int) -> list[tuple[str, Facts]]:
+    """Recoveries with nothing between them, with an offload between them, and on one rank first."""
+    job = FaultJob(rank, size)
+    found = [("at once", [reloadpg.recover(f"number {n}").generation for n in range(3)])]
+
+    def end(name: str, generation: int) -> None:
+        found.append((name, {**job.whole(), "at least": generation}))
+        job.meet(name)
+
+    end("at once", 3)
+    reloadpg.recover("before")
+    reloadpg.offload()
+    reloadpg.recover("while offloaded")
+    reloadpg.recover("and again")
+    end("offloaded", 6)
+    reloadpg.recover("together")
+    if rank == FAULTY:  # it is in trouble again before the others have begun anything
+        seen = attempt(lambda: reloadpg.recover("alone", wait_for_ranks=0.5))
+        assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (0, 2, 3)), seen
+    job.meet("one is in trouble")
+    assert reloadpg.fault_pending()
+    reloadpg.recover()
+    end("once more", 8)
+    if rank != FAULTY:  # the work is dropped at once, as gloo needs it
+        dist.all_reduce(torch.ones(1), group=job.ring, async_op=True)
+    reloadpg.recover("the next collective hangs")
+    reloadpg.recover("so does the one after")
+    end("end", 10)
     return found
 
 
-@pytest.mark.parametrize(
-    "points", sampled([("recover.group2",), POINTS], ("recover.group2",)), ids=len
-)
-def test_a_recovery_that_fails_is_called_again(points: tuple[str, ...]) -> None:
-    """All ranks raise, all groups are failed, the flag is up; the second call succeeds."""
-    for rank, found in enumerate(run_ranks(fail_while_recovering, 4, args=(points,), timeout=280)):
-        for point, facts in zip(points, found, strict=True):
-            own = "RebuildError" if "group" in point else "OSError"
-            assert facts["seen"].kind == (own if rank == FAULTY else "PeerFailedError"), point
-            assert facts["states"] == {"failed"}, point
-            assert facts["pending"], point
-            assert facts["faults"] == 4
-            assert facts["after"]["sums"], point
-            assert facts["after"]["states"] == {"live"}, point
-            assert not facts["after"]["pending"], point
+def test_recoveries_one_after_the_other() -> None:
+    """Twice and three times in a row, offloaded or not, and by a rank that is alone."""
+    results = run_ranks(several, 4, timeout=280)
+    for (_, first), *ends in results:
+        assert first == [1, 2, 3]
+        for (name, after), (_, same) in zip(ends, results[0][1:], strict=True):
+            generation = same["generation"]
+            assert generation >= after["at least"], name
+            assert after == {
+                "same": True,
+                "states": {"live"},
+                "sums": True,
+                "generation": generation,
+                "generations": {generation},
+                "pending": False,
+                "at least": after["at least"],
+            }, name
+
+
+def loop_where_one_dies(rank: int, size: int) -> tuple[Seen, list[tuple[int, int]], list[str]]:
+    """A loop whose second step one rank does not survive."""
+    reloadpg.install(backends={worlds.BACKEND}, timeout=BOUND)
+    worlds.init(timeout=timedelta(seconds=5))
+    recoveries: list[str] = []
+    reloadpg.on_report(lambda report: recoveries.append(report.operation))
+    attempts = []
+
+    def loop() -> None:
+        for step in reloadpg.retrying(range(3)):
+            with step:
+                attempts.append((step.number, step.attempt))
+                if rank == 2 and step.number == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                dist.all_reduce(torch.ones(1))
+
+    return attempt(loop), attempts, recoveries
+
+
+@pytest.mark.slow
+def test_a_loop_ends_when_a_rank_has_died() -> None:
+    """It recovers once, waits for the rank as long as that does, and names it."""
+    outcomes = run_ranks(loop_where_one_dies, 4, timeout=280, check=False)
+    assert outcomes[2].signal == signal.SIGKILL
+    for outcome in (outcomes[0], outcomes[1], outcomes[3]):
+        seen, attempts, recoveries = outcome.result
+        assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (2,)), seen
+        assert attempts == [(0, 1), (1, 1)]
+        assert recoveries == ["recover"]
 
 
 # -- ranks that do not come, and jobs without groups ----------------------------------------------

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
-from fault_job import RING
-from recovery_job import attempt, meet
-from sampling import sampled
+from recovery_job import Job, attempt, meet
 
 import reloadpg
 from reloadpg.testing import run_ranks, simulated
@@ -29,25 +26,17 @@ OURS = "*@*"
 """Groups that the library has built: torch's own names have no generation in them."""
 
 
-class SimulatedJob:
+class SimulatedJob(Job):
     """One rank's part of a job of overlapping simulated groups, all of them connected."""
 
     def __init__(self, rank: int, parallelism: int) -> None:
         simulated.register()
         simulated.configure(bytes_per_communicator=BYTES)
-        reloadpg.install(timeout=PATIENCE, parallelism=parallelism)
-        worlds.init("sim", timeout=PATIENCE)
-        self.rank = rank
-        made = [dist.new_group(list(ranks), timeout=PATIENCE) for ranks in RING]
-        self.groups: list[Any] = [dist.group.WORLD]
-        self.groups += [g for g, ranks in zip(made, RING, strict=True) if rank in ranks]
+        limit = PATIENCE.total_seconds()
+        super().__init__(
+            rank, bound=limit, backend="sim", parallelism=parallelism, timeout=PATIENCE
+        )
         self.ring = self.groups[-1]
-        self.sums()
-        self.ids = [id(group) for group in self.groups]
-
-    def sums(self) -> bool:
-        """Whether each group sums over its own members."""
-        return worlds.sums_right(*self.groups)
 
     def account(self) -> dict[str, Any]:
         """What the accelerator holds now, by its own count and by each group."""
@@ -67,9 +56,9 @@ class SimulatedJob:
         account = self.account()
         return {
             "account": account,
-            "same": [id(group) for group in self.groups] == self.ids,
-            "live": {str(group.state) for group in self.groups},
-            "generations": {group.generation for group in self.groups},
+            "same": self.same(),
+            "live": self.states(),
+            "generations": self.generations(),
             "sums": self.sums(),
             "unfinished": reloadpg.status().unfinished,
         }
@@ -129,6 +118,7 @@ def offloaded_meanwhile(job: SimulatedJob) -> str:
         return attempt(reloadpg.offload).text
 
 
+SLOW = pytest.mark.slow
 CORE = (collective_raises, fails_in("create", 3))
 ALL = (
     collective_raises,
@@ -156,53 +146,37 @@ def recover_after_each(rank: int, size: int, parallelism: int, which: str) -> li
     return found
 
 
-@pytest.fixture(
-    scope="module", params=sampled([(8, "core"), (1, "all"), (8, "all")], (8, "core")), ids=str
+@pytest.mark.parametrize(
+    ("parallelism", "which"),
+    [(8, "core"), pytest.param(1, "all", marks=SLOW), pytest.param(8, "all", marks=SLOW)],
 )
-def recovered(request: pytest.FixtureRequest) -> list[list[dict[str, Any]]]:
-    """What each rank has seen before any fault, after each, and while offloaded at the end."""
-    return run_ranks(recover_after_each, RANKS, args=request.param, timeout=280)
+def test_the_accelerator_holds_what_it_held_before(parallelism: int, which: str) -> None:
+    """After each of several faults in one job, before the groups are used again.
 
-
-class TestMemory:
-    """One fault after the other in one job."""
-
-    def test_each_fault_was_seen(self, recovered: Any) -> None:
-        """On the rank that has it, by the text of its own error."""
-        for found in recovered[FAULTY][1:-1]:
-            assert found["text"], found["name"]
-            if found["name"] != "collective_stalls":
-                assert "injected fault" in found["text"], found
-
-    def test_the_accelerator_holds_what_it_held_before(self, recovered: Any) -> None:
-        """Before the groups are used again: the canary has connected each of them."""
-        for seen in recovered:
-            before = seen[0]["after"]["account"]
-            assert before["held"] == before["by group"] == BYTES * len(before["names"])
-            for found in seen[1:-1]:
-                account = found["after"]["account"]
-                for name in ("held", "by group", "live", "names"):
-                    assert account[name] == before[name], (found["name"], name, account)
-
-    def test_nothing_is_left_of_the_failed_generation(self, recovered: Any) -> None:
-        """Each communicator is of the generation that the groups are in; none was dropped."""
-        for seen in recovered:
-            for found in seen[1:-1]:
-                account, (generation,) = found["after"]["account"], found["after"]["generations"]
-                assert account["generations"] == {str(generation)}, found
-                assert account["states"] == {SimState.CONNECTED}
-                assert account["leaked"] == 0
-                # Gloo has no abort: who waits for a rank that has failed waits for its timeout.
-                assert not [text for text in found["after"]["unfinished"] if "destroyed" in text]
-
-    def test_the_groups_are_the_same_and_right(self, recovered: Any) -> None:
-        """By value, over their own members; and all can be offloaded afterwards."""
-        for seen in recovered:
-            for found in seen[:-1]:
-                assert found["after"]["same"]
-                assert found["after"]["sums"], found["name"]
-                assert found["after"]["live"] == {"live"}
-            assert seen[-1] == {"held": 0, "leaked": 0}
+    The canary has connected each of them; each communicator is of the generation that the groups
+    are in, and none was dropped.
+    """
+    results = run_ranks(recover_after_each, RANKS, args=(parallelism, which), timeout=280)
+    for rank, (start, *after, offloaded) in enumerate(results):
+        before = start["after"]["account"]
+        assert before["held"] == before["by group"] == BYTES * len(before["names"])
+        assert offloaded == {"held": 0, "leaked": 0}
+        for found in after:
+            if rank == FAULTY:  # the fault was seen, by the text of the rank's own error
+                assert found["text"], found["name"]
+                said = "injected fault" in found["text"]
+                assert said or found["name"] == "collective_stalls", found
+            account, (generation,) = found["after"]["account"], found["after"]["generations"]
+            for name in ("held", "by group", "live", "names"):
+                assert account[name] == before[name], (found["name"], name, account)
+            assert account["generations"] == {str(generation)}, found
+            assert account["states"] == {SimState.CONNECTED}
+            assert account["leaked"] == 0
+            # Gloo has no abort: who waits for a rank that has failed waits for its timeout.
+            assert not [text for text in found["after"]["unfinished"] if "destroyed" in text]
+            assert found["after"]["same"]
+            assert found["after"]["sums"], found["name"]
+            assert found["after"]["live"] == {"live"}
 
 
 def abort_stalls(rank: int, size: int, parallelism: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import worlds
 
 import reloadpg
@@ -70,43 +69,30 @@ def listen(rank: int, size: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def listened() -> list[dict[str, Any]]:
-    return run_ranks(listen, 2, timeout=60)
+def test_reports_of_operations_that_complete_and_of_one_that_fails() -> None:
+    """The report that is returned is the one that callbacks get, until they are removed.
 
-
-def test_the_report_that_is_returned_is_the_one_that_is_given(listened: Any) -> None:
-    """Of two calls that succeed and one that fails; none after the callback was taken off."""
-    for rank, seen in enumerate(listened):
+    Phases, waits and groups lie within the call. A callback that raises is logged, and the
+    operation succeeds. The status has the last error until an operation completes; from within an
+    operation it answers without memory, for which no communicator is asked then.
+    """
+    for rank, seen in enumerate(run_ranks(listen, 2, timeout=60)):
         error = "ReloadpgError" if rank == 1 else "PeerFailedError"
         assert seen["same"] == [True, True]
         assert seen["kinds"] == [("offload", ""), ("reload", ""), ("offload", error)]
         assert seen["who"] == {(rank, 2)}
-
-
-def test_times_lie_within_the_call(listened: Any) -> None:
-    """Phases, waits and groups start after the call and end before it does."""
-    for seen in listened:
         assert seen["spans"] == [
             "wait.enter", "callbacks", "device", "wait.quiesced", "groups", "wait.released"
         ]  # fmt: skip
         assert seen["inside"]
         assert seen["groups"] == [(True, True)] * 2
         assert seen["started"]
-
-
-def test_a_broken_callback_is_logged_and_harms_nobody(listened: Any) -> None:
-    """The operation has succeeded; the log says whose fault it was."""
-    for seen in listened:
         assert seen["logged"].count("a callback registered with reloadpg.on_report failed") == 3
-
-
-def test_status_remembers_the_last_error(listened: Any) -> None:
-    """Until the next operation has succeeded."""
-    for rank, seen in enumerate(listened):
-        assert seen["kind"] == ("ReloadpgError" if rank == 1 else "PeerFailedError")
+        assert seen["kind"] == error
         assert "ZeroDivisionError" in seen["failed"]
         assert seen["afterwards"] == ""
+        assert seen["memory"] == ([0], [None])
+        assert seen["after"] == [0, 0, 0]  # whoever gets the report can ask again
 
 
 def warned(rank: int, size: int) -> list[tuple[str, str]]:
@@ -137,13 +123,6 @@ def test_a_warning_is_logged_once_whatever_its_figures() -> None:
         assert [level for level, _ in same] == ["WARNING", "DEBUG", "DEBUG"]
         assert text in same[0][1]
         assert [level for level, line in logged if "something else" in line] == ["WARNING"]
-
-
-def test_no_communicator_is_asked_for_memory_while_an_operation_runs(listened: Any) -> None:
-    """Status answers from within an operation, or from another thread, without that figure."""
-    for seen in listened:
-        assert seen["memory"] == ([0], [None])
-        assert seen["after"] == [0, 0, 0]  # whoever gets the report can ask again
 
 
 def _report(rank: int, size: int, released: int, error: str = "") -> Report:

@@ -157,12 +157,6 @@ def every_case(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def cases() -> list[dict[str, Any]]:
-    """What each rank has seen, by case."""
-    return run_ranks(every_case, 4, timeout=280)
-
-
 ONCE = [(0, 1), (1, 1), (2, 1), (3, 1)]
 
 EXPECTED: dict[str, tuple[Log, str, str]] = {
@@ -180,28 +174,23 @@ EXPECTED: dict[str, tuple[Log, str, str]] = {
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("case", EXPECTED)
-class TestAStep:
-    """Whatever happens in it on one rank, all ranks end it alike."""
+def test_all_ranks_end_a_step_alike() -> None:
+    """Whatever happens in it on one rank: the same attempts, also of ranks that had finished it.
 
-    def test_all_ranks_make_the_same_attempts(self, cases: Any, case: str) -> None:
-        """Also the ranks that had finished the step. A loader that fails ends its own loop."""
-        log, _, _ = EXPECTED[case]
-        for rank, found in enumerate(cases):
-            mine = log[:-1] if case == "items_fail" and rank == FAULTY else log
-            assert found[case]["log"] == mine, (rank, found[case]["seen"])
-
-    def test_each_rank_raises_its_own_error_or_names_the_rank(self, cases: Any, case: str) -> None:
-        """With the text of the error; the groups are live afterwards, on all ranks."""
-        _, own, others = EXPECTED[case]
-        for rank, found in enumerate(cases):
-            seen = found[case]["seen"]
-            assert seen.kind == (own if rank == FAULTY else others), (rank, seen)
-            if others and rank != FAULTY:
+    That rank raises its own error, and the others name it; the groups are live afterwards.
+    """
+    cases = run_ranks(every_case, 4, timeout=280)
+    for case, (log, own, others) in EXPECTED.items():
+        for rank, found in enumerate(result[case] for result in cases):
+            seen, faulty = found["seen"], rank == FAULTY
+            # A loader that fails ends its own loop.
+            assert found["log"] == (log[:-1] if case == "items_fail" and faulty else log), seen
+            assert seen.kind == (own if faulty else others), (case, rank, seen)
+            if others and not faulty:
                 assert seen.rank == FAULTY
                 assert own in seen.text
-            assert found[case]["sums"]
-            assert found[case]["generation"] == cases[0][case]["generation"]
+            assert found["sums"], case
+            assert found["generation"] == cases[0][case]["generation"]
 
 
 def fail_with_work(job: FaultJob) -> None:

@@ -27,7 +27,7 @@ RINGS = ((0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (1, 3))
 def cycles(rank: int, size: int, backend: str, topology: Any, local: bool) -> list[bool]:
     if backend == "sim":
         simulated.register()
-    job = Job.start(rank, subgroups=() if local else topology, bound=20, backend=backend)
+    job = Job(rank, subgroups=() if local else topology, bound=20, backend=backend)
     if local:
         # The names are hashes of the members, so their order is none that a rank created them in.
         # Torch puts the number of known groups into the hash: members must count alike.
@@ -53,7 +53,7 @@ def test_three_cycles(backend: str, topology: Any, local: bool) -> None:
 
 def first_op_is_partial(rank: int, size: int) -> dict[str, float]:
     """After a reload, the first op on WORLD is point-to-point between some of its ranks."""
-    Job.start(rank, subgroups=(), bound=20)
+    Job(rank, subgroups=(), bound=20)
     reloadpg.offload()
     reloadpg.reload()
     got = {}

@@ -196,9 +196,3 @@ def test_a_transition_that_does_nothing_is_found(
     """The rank gets its reply, and stops there."""
     monkeypatch.setitem(protocol.REPLIES, at, lambda state, _: protocol._idle(state))
     assert is_caught((scenario,))
-
-
-def test_each_transition_is_shown() -> None:
-    """None is left out of the table above."""
-    shown = {At[name] for names in SHOWN_IN.values() for name in names.split()}
-    assert shown == {*protocol.REPLIES}

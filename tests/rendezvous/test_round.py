@@ -16,7 +16,6 @@ from watched_store import Watch, WatchedStore
 
 from reloadpg import c10d
 from reloadpg.errors import (
-    DisagreementError,
     PeerFailedError,
     ReloadpgError,
     RendezvousTimeoutError,
@@ -182,28 +181,6 @@ def test_keys_are_retired() -> None:
     assert counts[2:] == [counts[2]] * 4
 
 
-def test_a_second_job_on_a_store_reads_no_key_of_the_first() -> None:
-    """The outcome of the first one's last barrier is still there, under the same name."""
-    job = tcp_job(3)
-
-    def one_barrier(rdv: Rendezvous, seconds: float = FAR) -> str:
-        rdv.open("offload", ("released",), seconds).barrier("released")
-        return "passed"
-
-    assert [result for result, _ in job.run(one_barrier)] == ["passed"] * 3
-    arrived = threading.Event()
-    watched = WatchedStore(job.store.clone(), answered=signals_arrival(arrived, 1)[1])
-    second = Job([job.store, watched, job.store.clone()])
-
-    def one_more(rdv: Rendezvous) -> str:
-        assert rdv.rank == 1 or arrived.wait(SOON)
-        return one_barrier(rdv, FAR if rdv.rank == 1 else 0.5)
-
-    for error, _ in second.run(one_more, ranks=[0, 1]):
-        assert isinstance(error, RendezvousTimeoutError)
-        assert error.missing == (2,)
-
-
 def test_keys_of_proposals_are_retired() -> None:
     """Whoever made them; none of a barrier is left when all ranks are at the second after it."""
     job = tcp_job(3)
@@ -219,39 +196,6 @@ def test_keys_of_proposals_are_retired() -> None:
     before = job.store.num_keys()
     for _ in range(3):
         assert [result for result, _ in job.run(proposing)] == [None] * 3
-    assert job.store.num_keys() == before
-
-
-@pytest.mark.slow
-def test_keys_of_failed_rounds_are_retired() -> None:
-    """A time-out, a failure and a disagreement leave nothing once a round has passed."""
-    job = tcp_job(3)
-
-    def fails(rdv: Rendezvous) -> None:
-        round_ = rdv.open("offload", ("enter", "released"), FAR)
-        if rdv.rank == 1:
-            round_.fail(ReloadpgError("broken"))
-        else:
-            round_.agree("enter", PLAN)
-
-    def differs(rdv: Rendezvous) -> None:
-        plan = Plan("offload", {"generation": str(rdv.rank)})
-        rdv.open("offload", ("enter", "released"), FAR).agree("enter", plan)
-
-    def late(rdv: Rendezvous) -> None:
-        rdv.open("offload", ("enter",), 0.3).agree("enter", PLAN)
-
-    job.run(three_barriers)
-    before = 0
-    for number in range(4):
-        assert isinstance(job.run(fails)[0][0], PeerFailedError)
-        assert isinstance(job.run(differs)[0][0], DisagreementError)
-        job.run(late, ranks=[0, 2])
-        job.run(late, ranks=[1])
-        assert [result for result, _ in job.run(three_barriers)] == ["passed"] * 3
-        job.run(three_barriers)
-        if number == 0:  # a job's first long wait makes the counter of its progress
-            before = job.store.num_keys()
     assert job.store.num_keys() == before
 
 
@@ -278,25 +222,6 @@ def test_a_time_out_names_the_missing_ranks(absent: list[int]) -> None:
         assert (error.arrived, error.missing) == (len(present), tuple(absent))
         assert seconds < SOON
         assert f"{len(present)} of 8 ranks arrived" in str(error)
-
-
-def test_a_late_rank_reads_the_same_outcome_at_once() -> None:
-    """It does not wait for a bound of its own, and is told that it came too late."""
-    arrived = threading.Event()
-    job = tcp_job(3, signals_arrival(arrived, 1))
-
-    def arrive(rdv: Rendezvous) -> None:
-        assert rdv.rank != 0 or arrived.wait(SOON)
-        rdv.open("reload", ("enter",), FAR if rdv.rank else 1.0).agree("enter", PLAN)
-
-    (first, _), _ = job.run(arrive, ranks=[0, 1])
-    ((error, seconds),) = job.run(arrive, ranks=[2])
-    assert isinstance(error, RendezvousTimeoutError)
-    assert error.missing == first.missing == (2,)
-    assert "too late" in str(error)
-    assert "too late" not in str(first)
-    assert seconds < SOON
-    assert [result for result, _ in job.run(three_barriers)] == ["passed"] * 3
 
 
 @pytest.fixture
@@ -374,22 +299,6 @@ def test_a_failure_that_another_one_came_before_names_it() -> None:
     ]
 
 
-@pytest.mark.usefixtures("all_answer")
-def test_a_disagreement_is_told_to_all() -> None:
-    """The same text on all ranks, and the next round passes."""
-    job = tcp_job(5)
-
-    def differs(rdv: Rendezvous) -> None:
-        plan = Plan("offload", {"strategy": "a" if rdv.rank != 3 else "b"})
-        rdv.open("offload", ("enter",), FAR).agree("enter", plan)
-
-    results = job.run(differs)
-    assert {str(error) for error, _ in results} == {str(results[0][0])}
-    assert "strategy is a on rank 0 and b on rank 3" in str(results[0][0])
-    assert max(seconds for _, seconds in results) < SOON
-    assert [result for result, _ in job.run(three_barriers)] == ["passed"] * 5
-
-
 def test_proposals_reach_those_who_look_them_up() -> None:
     """What any rank has proposed, whoever looks; nothing where nobody has proposed anything."""
     job = tcp_job(3)
@@ -424,21 +333,6 @@ def test_a_rank_alone_reads_its_own_proposals() -> None:
     round_ = Rendezvous(None, 0, 1).open("reload", ("enter",), 20)
     proposals = [Proposal("a", "1"), Proposal("b", "2")]
     assert round_.agree("enter", PLAN, proposals, ["b", "c"]) == {"b": "2"}
-
-
-@pytest.mark.parametrize("last", [0, 1])
-def test_a_proposal_reaches_all_ranks_whoever_arrives_last(last: int) -> None:
-    """Also if the rank that writes the outcome has brought nothing itself."""
-    first_is_here = threading.Event()
-    job = tcp_job(2, signals_arrival(first_is_here, 1 - last))
-
-    def agree(rdv: Rendezvous) -> dict[str, str]:
-        if rdv.rank == last:
-            assert first_is_here.wait(SOON)
-        proposals = [Proposal("a", "x")] if rdv.rank == 0 else []
-        return rdv.open("offload", ("enter",), FAR).agree("enter", PLAN, proposals, ["a"])
-
-    assert [result for result, _ in job.run(agree)] == [{"a": "x"}] * 2
 
 
 def test_work_that_does_not_end_is_told_from_ranks_that_are_gone() -> None:
@@ -484,19 +378,6 @@ def test_abandoned_work_is_told_that_it_is_not_wanted() -> None:
 def test_a_rank_alone_passes_without_a_store() -> None:
     """A job of one, or one on the fake backend, meets nobody."""
     assert three_barriers(Rendezvous(None, 0, 1)) == "passed"
-
-
-def test_an_error_after_the_last_barrier_finds_the_operation_complete() -> None:
-    """The operation has ended on all ranks."""
-    job = tcp_job(2)
-
-    def body(rdv: Rendezvous) -> str | None:
-        round_ = rdv.open("reload", ("enter", "done"), FAR)
-        round_.agree("enter", PLAN)
-        round_.barrier("done")
-        return round_.fail(KeyboardInterrupt())
-
-    assert [result for result, _ in job.run(body)] == [None, None]
 
 
 class Counting:
@@ -575,17 +456,6 @@ def test_an_error_says_what_to_do_next(kind: str, operation: str, step: str) -> 
     assert step in str(error)
     raised = "raise install(timeout=...)" in str(error)
     assert raised is (kind == "timeout" and operation == "reload")
-
-
-def test_the_remedy_for_a_dead_peer_is_a_restart() -> None:
-    """Not a retry once that rank is able to."""
-    failed = Decision("failed", 1, text="connection closed by peer", silent=(2,))
-    text = str(failed.error("reload", "rebuilt", seconds=3, rank=0, size=3))
-    assert "if rank 2 has ended, restart the job" in text
-    assert "rank 1 is removed" not in text
-    missing = Decision("timeout", 1, missing=(2,))
-    text = str(missing.error("reload", "rebuilt", seconds=3, rank=0, size=3))
-    assert "if rank 2 has ended, restart the job" in text
 
 
 def test_progress_extends_the_wait() -> None:
@@ -736,17 +606,6 @@ def test_a_job_begins_in_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None
     hangs = counting.is_alive()
     ended.set()
     assert not hangs
-
-
-def test_a_silent_store_is_an_error_of_the_library_in_a_recovery_too() -> None:
-    """What a rank reads between two barriers."""
-    job, stores = silent_job(1)
-    rdv = job.ranks[0]
-    rdv.recover(("enter",), "a fault", "{}", FAR)
-    stores[0].silent.set()
-    with pytest.raises(RendezvousTimeoutError, match="does not respond"):
-        rdv.summary(0.1)
-    stores[0].ended.set()
 
 
 @pytest.mark.parametrize("early", [True, False])
