@@ -286,9 +286,9 @@ def _in_background(rank: int, world_size: int) -> tuple[str, float, bool, float]
         raised = type(error).__name__
     value = torch.ones(1)
     dist.all_reduce(value, group=group)
-    same = group._get_backend(torch.device("cpu")) is backend
     freed = standins.communicators() == 0
     reloadpg.reload(wait=False).result()
+    same = group._get_backend(torch.device("cpu")) is backend
     return raised, value.item(), same and freed, summed(group, rank)
 
 
