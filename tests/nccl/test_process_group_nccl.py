@@ -273,6 +273,32 @@ def test_a_reload_after_a_failed_recovery_rebuilds_mixed_groups_whole(
     assert ranks(_recovery_that_fails, 2) == [(True, 2.0, 3.0, "live")] * 2
 
 
+def _in_background(rank: int, world_size: int) -> tuple[str, float, bool, float]:
+    start(rank, backend="cpu:gloo,cuda:nccl")
+    group: Any = dist.new_group([0, 1])
+    summed(group, rank)
+    backend = group._get_backend(torch.device("cpu"))
+    reloadpg.offload(wait=False).result()
+    raised = ""
+    try:
+        summed(group, rank)
+    except reloadpg.GroupOffloadedError as error:
+        raised = type(error).__name__
+    value = torch.ones(1)
+    dist.all_reduce(value, group=group)
+    freed = standins.communicators() == 0
+    reloadpg.reload(wait=False).result()
+    same = group._get_backend(torch.device("cpu")) is backend
+    return raised, value.item(), same and freed, summed(group, rank)
+
+
+def test_the_cpu_side_of_a_mixed_group_works_while_it_is_offloaded_in_the_background(
+    ranks: Callable[..., list[Any]],
+) -> None:
+    """Only NCCL's communicators are released and rebuilt."""
+    assert ranks(_in_background, 2) == [("GroupOffloadedError", 2.0, True, 3.0)] * 2
+
+
 def _wrong_values(rank: int, world_size: int) -> tuple[str, float]:
     start(rank, recoverable=True)
     group: Any = dist.group.WORLD
