@@ -13,9 +13,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from itertools import count
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import counted
@@ -23,7 +21,6 @@ from .console import (
     CommandError,
     Line,
     Page,
-    follow_lines,
     positive,
     progress,
     say,
@@ -96,11 +93,9 @@ def _run(options: argparse.Namespace) -> int:
     cycles, groups = counted(options.cycles, "cycle"), counted(options.groups, f"{backend} group")
     what = f"{cycles} of {groups} on {counted(ranks, 'rank')}"
     try:
-        with progress(what, options.cycles + 1) as update:
-            done = count(1)
-            with follow_lines(lambda _: update(next(done))) as lines:
-                given = (backend, options.groups, options.cycles, str(lines))
-                seen = run_ranks(_rank, ranks, args=given, timeout=options.timeout)
+        with progress(what):
+            given = (backend, options.groups, options.cycles)
+            seen = run_ranks(_rank, ranks, args=given, timeout=options.timeout)
     except RanksFailedError as error:
         raise CommandError(_failure(error, options.timeout), 1) from None
     except KeyboardInterrupt:
@@ -145,9 +140,8 @@ def _failure(error: RanksFailedError, timeout: float) -> str:
 
 
 def _rank(
-    rank: int, world_size: int, backend: str, groups: int, cycles: int, lines: str
+    rank: int, world_size: int, backend: str, groups: int, cycles: int
 ) -> list[dict[str, Any]]:
-    """Run one rank of the command; rank 0 appends a line to ``lines`` after each cycle."""
     import torch
     import torch.distributed as dist
 
@@ -163,26 +157,15 @@ def _rank(
         simulated.register()
     reloadpg.uninstall()  # RELOADPG_AUTOINSTALL=1 may have installed it with other options
 
-    def cycled() -> None:
-        if rank == 0:
-            with Path(lines).open("a") as file:
-                file.write("cycle\n")
-
     with reloadpg.install(backends={backend}, min_size=1):
         dist.init_process_group(backend)
         device = "cuda" if backend == "nccl" else "cpu"
-        rows = measure(groups, cycles, device=device, cycled=cycled)
+        rows = measure(groups, cycles, device=device)
         dist.destroy_process_group()
     return rows
 
 
-def measure(
-    groups: int,
-    cycles: int,
-    *,
-    device: str | None = None,
-    cycled: Callable[[], object] = lambda: None,
-) -> list[dict[str, Any]]:
+def measure(groups: int, cycles: int, *, device: str | None = None) -> list[dict[str, Any]]:
     """Offload and reload groups of all ranks, including WORLD. Collective, blocking.
 
     Requires a default group and an installation of reloadpg. The first cycle, which opens
@@ -193,7 +176,6 @@ def measure(
         cycles: number of cycles that count.
         device: run an all-reduce of a tensor on this device over every group before each offload,
             so that its communicator exists, and check the sum; None uses no group.
-        cycled: called after each cycle.
 
     Returns:
         One dictionary per cycle: milliseconds and bytes from this rank's reports, and
@@ -214,7 +196,6 @@ def measure(
             if len(report.groups) != groups:
                 raise RuntimeError(f"{report} is not about {groups} groups")
         rows.append({**_figures(offload), **_figures(reload), "reload_cpu_ms": cpu_s * 1e3})
-        cycled()
     _use([world, *held], device)
     if world is not dist.group.WORLD:
         raise RuntimeError("the default group is another object after a reload")

@@ -223,24 +223,15 @@ def terminal_size() -> tuple[int, int] | None:
 
 
 @contextmanager
-def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Show how far a long task is; yields a function that takes how much is done.
-
-    On stderr, if that is a terminal and rich is installed: a bar, or a spinner where the total is
-    unknown. The function may be called from any one thread.
-    """
+def progress(what: str) -> Iterator[None]:
+    """Show on stderr that a long task runs, if that is a terminal and rich is installed."""
     if not sys.stderr.isatty() or find_spec("rich") is None:
-        yield lambda done: None
+        yield
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-    from rich.progress import TimeElapsedColumn as Elapsed
 
-    bars = [BarColumn(), MofNCompleteColumn()] if total is not None else []
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), *bars, Elapsed())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=done)
+    with Console(file=sys.stderr).status(what):
+        yield
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The picture of a job's offloads and reloads: one lane a rank, time from left to right.
 
 An operation takes milliseconds, and minutes lie between two of them: each has a separate axis, and
-the time between two axes is cut out and named. Drawn by matplotlib (extra ``trace``).
+the time between two axes is cut out and named. Drawn by matplotlib (extra ``cli``).
 """
 
 from __future__ import annotations

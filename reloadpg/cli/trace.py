@@ -188,7 +188,7 @@ def add(subcommands: Any) -> None:
         metavar="N",
         help="maximum number of ranks, the lowest ones (default: 32)",
     )
-    parser.set_defaults(run=_run, needs={"matplotlib": "trace"})
+    parser.set_defaults(run=_run, needs={"matplotlib": "cli"})
 
 
 def _picture(name: str) -> Path:

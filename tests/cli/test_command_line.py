@@ -57,7 +57,7 @@ def test_help_lists_all_commands_and_imports_no_torch(capsys):
         ("rich", ["bench"], "pip install 'reloadpg[cli]'"),
         ("rich", ["doctor"], "--json needs none of it. It comes with: pip install 'reloadpg[cli]'"),
         ("rich", ["status", "."], "pip install 'reloadpg[cli]'"),
-        ("matplotlib", ["trace", "."], "pip install 'reloadpg[trace]'"),
+        ("matplotlib", ["trace", "."], "pip install 'reloadpg[cli]'"),
         ("torch", ["explain", __file__, "--world-size", "2"], "pip install 'reloadpg[cli]'"),
     ],
 )
