@@ -7,9 +7,11 @@ import signal
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from fault_job import FaultJob, all_reduce
+from fault_job import PATIENCE, FaultJob, all_reduce
+from recovery_job import base_store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import reloadpg
@@ -24,9 +26,16 @@ class Injected(Exception):
     """The error of a fault that the tests bring about."""
 
 
-def with_children(rank: int, size: int) -> dict[str, Any]:
-    """Each rank has a child that lives through a fault."""
+def with_children(rank: int, size: int, other: bool) -> dict[str, Any]:
+    """Each rank has a child that lives through a fault; and a group of gloo besides, if asked to.
+
+    Which connections are that group's is not known, so an abort only closes those of the others.
+    """
     job = FaultJob(rank, size)
+    if other:
+        store = dist.PrefixStore("other", base_store())
+        besides = dist.ProcessGroupGloo(store, rank, size, timeout=PATIENCE)
+        besides.allreduce([torch.ones(1)]).wait()
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -53,9 +62,10 @@ def with_children(rank: int, size: int) -> dict[str, Any]:
     return {"raised": raised, "sums": sums}
 
 
-def test_peers_of_an_abort_are_woken() -> None:
+@pytest.mark.parametrize("other", [False, True])
+def test_peers_of_an_abort_are_woken(other: bool) -> None:
     """Their connections end though children have inherited them; nobody waits for a timeout."""
-    for rank, found in enumerate(run_ranks(with_children, 4, timeout=280)):
+    for rank, found in enumerate(run_ranks(with_children, 4, args=(other,), timeout=280)):
         assert found["sums"]
         assert len(found["raised"]) == (rank != FAULTY)
         assert "Timed out" not in "".join(found["raised"])

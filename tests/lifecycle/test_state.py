@@ -180,13 +180,13 @@ def pipelined(rank: int, size: int, fails: str) -> Any:
     torch.manual_seed(rank)
     layer = torch.nn.Linear(WIDTH, WIDTH)
     stage = PipelineStage(layer, rank, size, torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, 2, torch.nn.MSELoss())
+    schedule = ScheduleGPipe(stage, 4, torch.nn.MSELoss())
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     calls: list[int] = []
 
     def fault(*_: object) -> None:
         calls.append(1)
-        if len(calls) == 5:  # two calls a step, and on some versions of torch one before
+        if len(calls) == 7:  # four calls a step, and on some versions of torch one before
             raise Injected
 
     if (fails, rank) == ("forward", FAULTY):
