@@ -287,5 +287,5 @@ def _range(item: str, text: str) -> tuple[int, int, int]:
         raise ValueError(f"host list {text!r}: {item!r} is not a number or a range")
     low, high = int(match[1]), int(match[2] or match[1])
     if high < low:
-        raise ValueError(f"host list {text!r}: the range {item!r} is descending")
+        raise ValueError(f"host list {text!r}: the range {item!r} descends")
     return low, high, len(match[1])

@@ -129,10 +129,10 @@ reloadpg.install({strategy})
     ("given", "chosen", "judged"),
     [
         ("", "recreate, the default", False),
-        ("strategy='suspend'", "suspend, by the script, line 4", True),
-        ("strategy=reloadpg.StrategyPolicy('suspend')", "suspend, by the script, line 4", True),
-        ("strategy='recreate'", "recreate, by the script, line 4", False),
-        ("strategy=chosen()", "unknown, by the script, line 4", True),
+        ("strategy='suspend'", "suspend, from the script, line 4", True),
+        ("strategy=reloadpg.StrategyPolicy('suspend')", "suspend, from the script, line 4", True),
+        ("strategy='recreate'", "recreate, from the script, line 4", False),
+        ("strategy=chosen()", "unknown, from the script, line 4", True),
     ],
 )
 def test_what_the_strategy_does_not_use_is_not_judged(tmp_path, given, chosen, judged):
