@@ -195,7 +195,7 @@ def _launch(
     from ..testing import run_ranks
 
     variables: dict[str, str | None] = {n: os.environ.get(n, v) for n, v in ENVIRONMENT.items()}
-    variables["RELOADPG_AUTOINSTALL"] = None  # ranks install with options of their own
+    variables["RELOADPG_AUTOINSTALL"] = None  # ranks install with separate options
     variables["RELOADPG_SIM_BYTES"] = str(COMMUNICATOR_BYTES)
     if not devices:
         variables["CUDA_VISIBLE_DEVICES"] = ""

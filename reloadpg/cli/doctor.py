@@ -257,7 +257,7 @@ def check_torch() -> Findings:
     found = re.match(r"(\d+)\.(\d+)", text)
     version = (int(found[1]), int(found[2])) if found else None
     if version is None:
-        why = f"version {text!r} cannot be parsed, so it is unknown whether it is supported"
+        why = f"version {text!r} cannot be read, so it is unknown whether it is supported"
         yield Finding("torch", "problem", why, f"use a torch of version {supported}")
     elif version < OLDEST:
         why = f"version {text} is too old: {supported} are supported"

@@ -121,7 +121,7 @@ def _check(options: argparse.Namespace) -> None:
 
     if options.rank >= options.world_size:
         ranks = f"{options.world_size} ranks"
-        raise CommandError(f"--rank {options.rank} is out of range in a job of {ranks}")
+        raise CommandError(f"--rank {options.rank} is not in a job of {ranks}")
     if not options.module and not Path(options.script).is_file():
         raise CommandError(
             f"there is no file {options.script!r}; nothing was run. For a module use -m."

@@ -318,7 +318,7 @@ def _patch_tensors() -> None:
     kinds.get_device = lambda self: -1 if self.device.index is None else self.device.index
     address = torch.UntypedStorage.data_ptr
     storage: Any = torch.UntypedStorage
-    storage.data_ptr = lambda self: address(self) or self._cdata  # tied weights are told by it
+    storage.data_ptr = lambda self: address(self) or self._cdata  # identifies tied weights
     wrapt.wrap_function_wrapper(torch.nn.Module, "_apply", _apply)
     torch.utils.swap_tensors = _swap
     from torch.distributed.tensor import DTensor

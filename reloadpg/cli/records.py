@@ -363,7 +363,7 @@ def _ask(endpoint: str) -> Any:
     try:
         connection = http.client.HTTPConnection(endpoint, timeout=ENDPOINT_TIMEOUT_S)
     except http.client.InvalidURL as error:
-        return f"not HOST:PORT ({error})"
+        return f"no HOST:PORT ({error})"
     try:
         connection.request("POST", HANDLER, body=b"", headers={"Content-Length": "0"})
         response = connection.getresponse()

@@ -155,7 +155,7 @@ def _check_agreement(read: Variables, launcher: Identity) -> None:
         listed = ", ".join(f"{name}={read.text(name)!r}, not {said[name]}" for name in differing)
         raise read.error(
             f"The torchrun variables are only partly set: missing "
-            f"{', '.join(name for name in ENV if name not in read)}; the others contradict "
+            f"{', '.join(name for name in ENV if name not in read)}; the rest contradicts "
             f"{launcher.source}: {listed}",
             *differing,
             call=f"Set {', '.join(ENV)}, or unset {', '.join(differing)}.",

@@ -410,7 +410,7 @@ def _control(name: str) -> Callable[..., Any]:
 for _name in dispatch.dispatched():
     setattr(_Forwarding, _name, _operation(_name) if _name in OPERATIONS else _control(_name))
 for _name in vars(dispatch.Dispatch):
-    if _name.startswith("supports_"):  # C++ looks for a backend of its own, and raises
+    if _name.startswith("supports_"):  # C++ looks for a C++ backend and raises
         setattr(_Forwarding, _name, False)
 
 

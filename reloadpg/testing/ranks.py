@@ -156,7 +156,7 @@ def run_ranks(
         standins: Run on stand-ins for CUDA and NCCL, without a GPU: backend `nccl` is torch's own
             ProcessGroupNCCL (`reloadpg.testing.standins`). Each run is a separate job, unless
             this is a `Job`. None: as the calling process does. The supervisor of the run imports
-            torch anew if the calling process does not use them.
+            torch again if the calling process does not use them.
         check: Raise if a rank fails. If False, return one `RankOutcome` per rank instead, and let
             the other ranks continue after a failure.
 
@@ -377,7 +377,7 @@ def _run_directory() -> Iterator[Path]:
 
 
 def _run(job: Job) -> tuple[list[RankOutcome], list[int]]:
-    """Return the outcome of each rank, and the ids of processes that could not be killed."""
+    """Return the `RankOutcome` of each rank, and the ids of processes that could not be killed."""
     started, timed_out, lost = 0.0, False, True
     pids: list[int] = []
     left: list[int] = []

@@ -161,7 +161,7 @@ def test_a_reader_that_leaves_is_exit_code_141(tmp_path, arguments):
         (["bench", "--groups", "0"], "argument --groups: 0 is less than 1"),
         (["demo", "--ranks", "two"], "argument --ranks: 'two' is not a whole number"),
         (["demo", "--accelerator", "tpu"], "argument --accelerator: invalid choice: 'tpu'"),
-        (["demo", "--json", "/no/such/directory/x"], "is no file name in an existing directory"),
+        (["demo", "--json", "/no/such/directory/x"], "is not a file name in an existing directory"),
         (["explain", "x.py"], "arguments are required: --world-size"),
         (["explain", "x.py", "--world-size", "2", "--rank", "-1"], "-1 is less than 0"),
         (["explain", "x.py", "--world-size", "2", "--timeout", "0"], "is not between 0 and"),
