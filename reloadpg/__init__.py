@@ -12,22 +12,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
-    from .environment import DistributedContext as DistributedContext
-    from .environment import DistributedEnvironment as DistributedEnvironment
     from .environment import barrier as barrier
-    from .environment import configure_network_environment as configure_network_environment
     from .environment import destroy_distributed as destroy_distributed
     from .environment import detect_environment as detect_environment
-    from .environment import detect_ib_interface as detect_ib_interface
     from .environment import ensure_process_group as ensure_process_group
-    from .environment import get_rank as get_rank
     from .environment import init_distributed as init_distributed
-    from .environment import is_rank_zero as is_rank_zero
     from .environment import process_group_scope as process_group_scope
-    from .environment import rank_zero_first as rank_zero_first
-    from .environment import rank_zero_only as rank_zero_only
     from .environment import resolve_mesh_dims as resolve_mesh_dims
-    from .environment import set_seed as set_seed
     from .errors import DisagreementError as DisagreementError
     from .errors import GroupDestroyedError as GroupDestroyedError
     from .errors import GroupOffloadedError as GroupOffloadedError
@@ -42,9 +33,9 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .errors import ReleaseError as ReleaseError
     from .errors import ReloadpgError as ReloadpgError
     from .errors import RendezvousTimeoutError as RendezvousTimeoutError
-    from .groups.manage import manage as manage
     from .groups.proxy import GroupState as GroupState
     from .groups.proxy import ReloadableProcessGroup as ReloadableProcessGroup
+    from .groups.register_group import register_group as register_group
     from .groups.selection import StrategyPolicy as StrategyPolicy
     from .groups.sets import region as region
     from .lifecycle.block import offloaded as offloaded
@@ -59,8 +50,8 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .lifecycle.offload import offload as destroy_process_groups
     from .lifecycle.offload import offload as offload
     from .lifecycle.pending import Pending as Pending
-    from .lifecycle.recover import fault_pending as fault_pending
     from .lifecycle.recover import recover as recover
+    from .lifecycle.recover import recovery_requested as recovery_requested
     from .lifecycle.rejoin import rejoin as rejoin
     from .lifecycle.reload import reload as reload
     from .lifecycle.reload import reload as reload_process_groups
@@ -92,7 +83,7 @@ _HOMES = {
         PeerFailedError PendingError RebuildError ReleaseError ReloadpgError
         RendezvousTimeoutError
     """,
-    "groups.manage": "manage",
+    "groups.register_group": "register_group",
     "groups.proxy": "GroupState ReloadableProcessGroup",
     "groups.selection": "StrategyPolicy",
     "groups.sets": "region",
@@ -101,7 +92,7 @@ _HOMES = {
     "lifecycle.install": "Installation install is_installed uninstall",
     "lifecycle.offload": "offload",
     "lifecycle.pending": "Pending",
-    "lifecycle.recover": "fault_pending recover",
+    "lifecycle.recover": "recovery_requested recover",
     "lifecycle.rejoin": "rejoin",
     "lifecycle.reload": "reload",
     "lifecycle.report": """
@@ -112,17 +103,13 @@ _HOMES = {
 }
 _ALIASES = {"destroy_process_groups": "offload", "reload_process_groups": "reload"}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MORE = """
-    DistributedContext DistributedEnvironment configure_network_environment detect_ib_interface
-    get_rank is_rank_zero rank_zero_first rank_zero_only set_seed
-"""  # of reloadpg.environment: found here too, and not listed
 
 __all__ = sorted([*_HOME_OF, *_ALIASES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
     target = _ALIASES.get(name, name)
-    home = _HOME_OF.get(target) or ("environment" if name in _MORE.split() else None)
+    home = _HOME_OF.get(target)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if home not in ("errors", "environment"):  # detection needs no torch

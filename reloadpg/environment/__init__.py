@@ -7,7 +7,7 @@ torch. Do not assume that bring-up writes ``RANK`` or ``MASTER_ADDR`` to ``os.en
 An evaluator that may or may not run under a launcher::
 
     reloadpg.ensure_process_group()        # gloo if WORLD_SIZE > 1, otherwise nothing
-    results = evaluate(shard=reloadpg.get_rank())
+    results = evaluate(shard=reloadpg.environment.get_rank())
     reloadpg.destroy_distributed()         # nothing if there is no group
 
 A trainer that destroys the group only if it created it::

@@ -8,7 +8,7 @@
 ``proxy``          ``ReloadableProcessGroup``: identity, settings, and its generations
 ``dispatch``       its collectives, each forwarded to the live communicator
 ``offloaded``      the placeholder for a released communicator: it raises
-``manage``         groups created by hand, registered by their user
+``register_group`` groups created by hand, registered by their user
 ``replacement``    groups of a process that replaces another one, created without the other ranks
 ``registry``       the installation, the job, and which groups are managed
 =================  ===============================================================================

@@ -72,7 +72,7 @@ Order = tuple[Any, ...]
 
 WORLD_ORDER: Order = (0,)
 HANDED_OVER: Order = (2,)
-"""First element of the sort keys of groups passed to ``manage()``, which come last."""
+"""First element of the sort keys of groups passed to ``register_group()``, which come last."""
 
 
 def group_order(name: str) -> Order:
@@ -202,7 +202,7 @@ class Construction:
         options: ``pg_options``, from the caller or read from the group.
         timeout: the timeout, from the caller or read from the group; None for torch's default.
         desc: the description.
-        rebuild: recreates a group passed to ``manage()``; called in place of ``call``.
+        rebuild: recreates a group passed to ``register_group()``; called in place of ``call``.
         destroy: destroys the group that torch or ``rebuild`` created; None for its ``shutdown()``.
     """
 
@@ -270,7 +270,7 @@ class Construction:
 
     @property
     def is_handed_over(self) -> bool:
-        """Whether the group was passed to ``manage()``; its ranks are not the job's ranks."""
+        """Whether ``register_group()`` has it; its ranks are not the ranks of the job."""
         return self.rebuild is not None
 
     @property

@@ -431,7 +431,7 @@ def bypass_of(group: ProcessGroup, selection: Selection) -> Bypass | None:
 
 _RAW = (
     "it was created before reloadpg.install(), or by a function that reloadpg does not patch; "
-    "call install() earlier, or pass the group to reloadpg.manage()"
+    "call install() earlier, or pass the group to reloadpg.register_group()"
 )
 
 registry = Registry()

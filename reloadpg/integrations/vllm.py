@@ -1,4 +1,4 @@
-"""vLLM with workers in processes of their own: their groups are offloaded while the engine sleeps.
+"""vLLM with workers in separate processes: their groups are offloaded while the engine sleeps.
 
 ::
 
@@ -7,7 +7,7 @@
     rollout = colocated(WorkerGroups(llm))
 
 Set ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``, too: vLLM (0.32) asks for it before it passes functions
-to workers. The workers (vLLM's ``mp`` executor) are ranks of a job of their own: one call of
+to workers. The workers (vLLM's ``mp`` executor) are ranks of a separate job: one call of
 ``LLM.collective_rpc`` offloads the groups of all of them, and one reloads them. vLLM itself is not
 imported. An engine in the trainer's processes needs no such calls: see ``install(sets=...)``.
 """
@@ -31,7 +31,7 @@ class WorkerGroups:
     Blocking; both calls are idempotent.
 
     Args:
-        llm: the engine, with workers in processes of their own, awake or asleep.
+        llm: the engine, with workers in separate processes, awake or asleep.
 
     Raises:
         InvalidOptionError: the object has no ``collective_rpc``, or the workers were started

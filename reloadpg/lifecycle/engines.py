@@ -1,6 +1,6 @@
 """Communicators that a rollout engine in this process keeps outside of process groups.
 
-vLLM and SGLang give each of their groups a communicator object of their own; on CUDA it holds NCCL
+vLLM and SGLang give each of their groups a separate communicator object; on CUDA it holds NCCL
 communicators and buffers that torch does not know. An offload leaves these as they are.
 """
 

@@ -35,7 +35,7 @@ from .report import Fault, Report
 __all__ = [
     "Meeting",
     "collectives_begun",
-    "fault_pending",
+    "recovery_requested",
     "longest_wait",
     "meet",
     "recover",
@@ -53,7 +53,7 @@ _LEAST_S = 1.0
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _ASK_S = 0.1
-"""Minimum interval between two requests of ``fault_pending`` to the store, in seconds."""
+"""Minimum interval between two requests of ``recovery_requested`` to the store, in seconds."""
 
 
 class Meeting(NamedTuple):
@@ -71,16 +71,16 @@ class Meeting(NamedTuple):
 def recover(
     reason: str | BaseException | None = None,
     *,
-    wait_for_ranks: timedelta | float | None = None,
+    timeout: timedelta | float | None = None,
 ) -> Report:
     """Abort all communicators, and rebuild all groups behind the same objects.
 
     Collective over all ranks of the job; blocking, with a timeout. Call it after a collective
     raised, timed out, or hung, in any state: live, offloaded, failed, or while other ranks are in
     an offload or reload, which then raises ``PeerFailedError`` there. Other ranks notice it through
-    :func:`fault_pending`, or because their collectives fail after their peers' aborts. It may be
-    called again after a failure. Rank 0 logs a warning with the ranks that were stuck, where, and
-    the duration.
+    :func:`recovery_requested`, or because their collectives fail after their peers' aborts. It may
+    be called again after a failure. Rank 0 logs a warning with the ranks that were stuck, where,
+    and the duration.
 
     ``on_offload`` callbacks are not called, since their communicators may be unusable and the other
     ranks wait; ``on_reload`` callbacks are.
@@ -93,7 +93,7 @@ def recover(
         reason: the reason for the reports and logs of all ranks: text or an exception; if None, the
             exception that is being handled. The variables in the frames of its traceback are
             cleared: gloo waits as long as one of them holds a work object.
-        wait_for_ranks: how long to wait for missing ranks. None means as long as a collective may
+        timeout: how long to wait for missing ranks. None means as long as a collective may
             take: the longest timeout of the groups, or that of ``install`` if it is longer. A
             number is in seconds. A process that was restarted joins with :func:`rejoin`; the other
             ranks keep waiting for the remaining time.
@@ -110,12 +110,12 @@ def recover(
         PeerFailedError: another rank failed in the recovery; it names it.
         RebuildError: a group could not be built or connected on this rank; the cause is chained.
         ReloadpgError: the store is lost, and with it the job.
-        InvalidOptionError: ``wait_for_ranks`` is not positive; nothing was changed.
+        InvalidOptionError: ``timeout`` is not positive; nothing was changed.
     """
-    return meet(reason, seconds=seconds_of(wait_for_ranks)).report
+    return meet(reason, seconds=seconds_of(timeout)).report
 
 
-def fault_pending() -> bool:
+def recovery_requested() -> bool:
     """Whether to call :func:`recover`: another rank has called it, or groups failed on this rank.
 
     A group has also failed if its collective was aborted after a timeout or an error (NCCL).
@@ -123,7 +123,7 @@ def fault_pending() -> bool:
     Local; call it once per step. Polls the store at most once per 100 ms, with a timeout; otherwise
     returns the cached answer. False while the store does not respond, and without a job.
     """
-    job = registry.job("fault_pending")
+    job = registry.job("recovery_requested")
     if job is None:
         return False
     for group in c10d.known_groups():
@@ -294,10 +294,10 @@ def longest_wait(group: ReloadableProcessGroup) -> float:
 
 
 def seconds_of(given: timedelta | float | None) -> float | None:
-    """Read ``wait_for_ranks``. Raises InvalidOptionError."""
+    """Read ``timeout``. Raises InvalidOptionError."""
     if given is None:
         return None
-    return as_timedelta(given, "wait_for_ranks", "nothing was changed").total_seconds()
+    return as_timedelta(given, "timeout", "nothing was changed").total_seconds()
 
 
 # -- the steps ----------------------------------------------------------------------------------

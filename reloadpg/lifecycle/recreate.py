@@ -155,8 +155,8 @@ class Rebuilds:
             or c10d.is_known(inner)
         ):
             raise TypeError(
-                f"the rebuild function given to manage() returned {inner!r}; it must return the "
-                "group that it has created"
+                f"the rebuild function given to register_group() returned {inner!r}; it must "
+                "return the group that it has created"
             )
         if isinstance(inner, ReloadableProcessGroup) or inner is group.last_inner:
             raise RuntimeError(

@@ -12,7 +12,7 @@ from .report import Report
 __all__ = ["rejoin"]
 
 
-def rejoin(*, wait_for_ranks: timedelta | float | None = None) -> Report:
+def rejoin(*, timeout: timedelta | float | None = None) -> Report:
     """Join the other ranks' :func:`recover`, if this process replaces one that has ended.
 
     Call it in every process of a recoverable job, after its groups are created and before they are
@@ -28,7 +28,7 @@ def rejoin(*, wait_for_ranks: timedelta | float | None = None) -> Report:
     restores the state of the program (weights, optimizer).
 
     Args:
-        wait_for_ranks: how long to wait for the other ranks, as for :func:`recover`.
+        timeout: how long to wait for the other ranks, as for :func:`recover`.
 
     Returns:
         The report of this rank. ``changed`` is whether this process replaces another one, and
@@ -41,9 +41,9 @@ def rejoin(*, wait_for_ranks: timedelta | float | None = None) -> Report:
         PeerFailedError: another rank failed in the recovery; it names it.
         RebuildError: a group could not be built or connected on this rank; the cause is chained.
         ReloadpgError: the store is lost, and with it the job.
-        InvalidOptionError: ``wait_for_ranks`` is not positive; nothing was changed.
+        InvalidOptionError: ``timeout`` is not positive; nothing was changed.
     """
-    seconds = seconds_of(wait_for_ranks)
+    seconds = seconds_of(timeout)
     if registry.options is None:
         raise NotInstalledError(
             "rejoin() was called, but reloadpg is not installed; nothing was changed. Call "

@@ -32,7 +32,7 @@ from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Job, Position, registry
 from ..rendezvous.worker_thread import Task
 from .connect import await_device
-from .recover import Meeting, fault_pending, longest_wait, meet, seconds_of
+from .recover import Meeting, longest_wait, meet, recovery_requested, seconds_of
 from .report import Fault
 from .snapshot import Snapshot
 
@@ -68,7 +68,7 @@ def retrying(
     *,
     attempts: int = 3,
     on: On | None = None,
-    wait_for_ranks: timedelta | float | None = None,
+    timeout: timedelta | float | None = None,
     state: Any = None,
     replicas: Sequence[int] | None = None,
 ) -> Iterator[Step[T]]:
@@ -104,7 +104,7 @@ def retrying(
         on: the errors after which a step is repeated: types, or a function that is called with the
             error. None means the communication errors of the backends and of this library. A
             collective that fails because another rank has requested a recovery is always repeated.
-        wait_for_ranks: how long a recovery waits for missing ranks, as for :func:`recover`; then
+        timeout: how long a recovery waits for missing ranks, as for :func:`recover`; then
             the loop ends with the error that names them.
         state: the objects that a step may change, one or several: modules (also DDP and FSDP2),
             optimizers, objects with ``state_dict`` and ``load_state_dict``, random generators,
@@ -127,7 +127,7 @@ def retrying(
             :func:`recover`.
         ReloadpgError: this rank has left the loop at a step that must be repeated; or the state
             of a replaced process is lost.
-        InvalidOptionError: ``attempts`` or ``wait_for_ranks`` is not positive, ``on`` holds no
+        InvalidOptionError: ``attempts`` or ``timeout`` is not positive, ``on`` holds no
             exception types, or an object of ``state`` cannot be reset. Nothing was started.
     """
     if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
@@ -135,7 +135,7 @@ def retrying(
             f"retrying(attempts={attempts!r}): not a positive number; nothing was started."
         )
     snapshot = None if state is None else Snapshot(state, replicas)
-    rules = _Rules(attempts, _read_on(on), seconds_of(wait_for_ranks), snapshot)
+    rules = _Rules(attempts, _read_on(on), seconds_of(timeout), snapshot)
     return _steps(iter(items), rules)
 
 
@@ -153,7 +153,7 @@ def _read_on(on: On | None) -> _On | None:
 
 
 class _Rules(NamedTuple):
-    """The arguments of :func:`retrying`; ``seconds`` is ``wait_for_ranks``."""
+    """The arguments of :func:`retrying`; ``seconds`` is ``timeout``."""
 
     attempts: int
     on: _On | None
@@ -413,7 +413,9 @@ class _Progress:
 
     def commit(self) -> None:
         """Wait until all ranks have finished the step. Collective, blocking, with a timeout."""
-        await_device(fault_pending)  # a collective that fails on the device belongs to this step
+        await_device(
+            recovery_requested
+        )  # a collective that fails on the device belongs to this step
         job = registry.job("retrying")
         if job is not None:
             self._barrier()

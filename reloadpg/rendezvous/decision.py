@@ -19,7 +19,7 @@ __all__ = ["Decision", "store_lost", "store_silent"]
 TIMEOUT_SETTING = {
     "offload": "install(timeout=...)",
     "reload": "install(timeout=...)",
-    "recover": "recover(wait_for_ranks=...)",
+    "recover": "recover(timeout=...)",
 }
 """The setting that holds the timeout of an operation, by its name; others take an argument."""
 

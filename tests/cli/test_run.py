@@ -29,7 +29,7 @@ model = torch.nn.parallel.DistributedDataParallel(
     torch.nn.Linear(4, 4), init_sync=False, find_unused_parameters=True
 )
 optimizer = torch.optim.AdamW(model.parameters())
-for step in reloadpg.retrying(range(4), state=(model, optimizer), wait_for_ranks=120):
+for step in reloadpg.retrying(range(4), state=(model, optimizer), timeout=120):
     with step as number:
         if sys.argv[1] == "error" and number == 2:
             raise ValueError("of the program")

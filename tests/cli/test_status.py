@@ -181,7 +181,7 @@ def test_a_wait_is_trouble_only_when_it_is_long(waited):
     )
 
 
-def test_a_wait_for_ranks_that_work_may_be_longer():
+def test_a_wait_for_working_ranks_may_be_longer():
     """They release or rebuild groups; after half a minute it is worth a look."""
     now = time.time()
     for waited, stuck in ((WORKING_S - 1.0, False), (WORKING_S + 1.0, True)):

@@ -14,11 +14,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import reloadpg
+from reloadpg import environment
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    early = (reloadpg.get_rank(), reloadpg.is_rank_zero())
+    early = (environment.get_rank(), environment.is_rank_zero())
     torch_free = "torch" not in sys.modules
     import torch
     import torch.distributed as dist

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from watched_store import WatchedStore
 
 import reloadpg
+from reloadpg import environment
 from reloadpg.environment import GroupNotInitializedError
 from reloadpg.testing import run_ranks, simulated
 
@@ -117,7 +118,7 @@ def bad_calls(rank: int, world_size: int) -> list[str]:
     with pytest.raises(GroupNotInitializedError, match="init_distributed") as no_group:
         reloadpg.barrier(5, "x")
     found.append(str(no_group.value))
-    with pytest.raises(GroupNotInitializedError), reloadpg.rank_zero_first(5):
+    with pytest.raises(GroupNotInitializedError), environment.rank_zero_first(5):
         found.append("ran")
     return found
 
@@ -130,7 +131,7 @@ def test_a_barrier_without_group_or_with_a_bad_bound_says_so_at_once() -> None:
 
 def alone(rank: int, world_size: int) -> str:
     reloadpg.barrier(1, "alone")
-    with reloadpg.rank_zero_first(1):
+    with environment.rank_zero_first(1):
         return "ran"
 
 
@@ -174,7 +175,7 @@ def test_a_signal_is_handled_while_waiting() -> None:
 
 def first(rank: int, world_size: int, path: str) -> list[str]:
     dist.init_process_group("gloo")
-    with reloadpg.rank_zero_first(60):
+    with environment.rank_zero_first(60):
         found = sorted(os.listdir(path))
         if rank == 0:
             for number in range(3):
@@ -192,7 +193,7 @@ def test_rank_0_runs_the_body_first_and_the_others_see_what_it_did(tmp_path: Any
 def first_fails(rank: int, world_size: int) -> str:
     dist.init_process_group("gloo")
     try:
-        with reloadpg.rank_zero_first(300):
+        with environment.rank_zero_first(300):
             if rank == 0:
                 raise FileNotFoundError("no data")
             return "ran"
@@ -208,18 +209,18 @@ def test_if_rank_0_fails_the_others_hear_why_and_do_not_run_the_body() -> None:
     assert "no data" in one
 
 
-@reloadpg.rank_zero_only
+@environment.rank_zero_only
 def only_zero(value: int) -> int:
     return value + 1
 
 
 def ranks_seen(rank: int, world_size: int) -> tuple[Any, ...]:
-    before = (reloadpg.get_rank(), reloadpg.is_rank_zero(), only_zero(1))
+    before = (environment.get_rank(), environment.is_rank_zero(), only_zero(1))
     os.environ["RANK"] = "0"  # stale: from here on the group knows better
     dist.init_process_group(
         "gloo", store=dist.FileStore(os.environ["RENDEZVOUS"], 2), rank=1 - rank, world_size=2
     )
-    return before, (reloadpg.get_rank(), reloadpg.is_rank_zero(), only_zero(1))
+    return before, (environment.get_rank(), environment.is_rank_zero(), only_zero(1))
 
 
 def test_the_rank_is_the_launchers_before_the_group_and_the_groups_afterwards(
@@ -252,6 +253,6 @@ def test_the_rank_under_srun_is_right_before_there_is_a_group(
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert reloadpg.get_rank() == rank
-    assert reloadpg.is_rank_zero() == (rank == 0)
+    assert environment.get_rank() == rank
+    assert environment.is_rank_zero() == (rank == 0)
     assert only_zero(1) == (2 if rank == 0 else None)

@@ -20,6 +20,7 @@ import worlds
 from in_turn import in_each, variables
 
 import reloadpg
+from reloadpg import environment
 from reloadpg.environment import DistributedEnvironmentError, GroupNotInitializedError
 from reloadpg.environment.store import Claim, find_differences
 from reloadpg.testing import run_ranks, simulated
@@ -156,7 +157,11 @@ ALONE = {
 
 
 def come_up_partly(rank: int, world_size: int) -> tuple[Any, ...]:
-    helpers = reloadpg.get_rank(), reloadpg.is_rank_zero(), reloadpg.rank_zero_only(int)("3")
+    helpers = (
+        environment.get_rank(),
+        environment.is_rank_zero(),
+        environment.rank_zero_only(int)("3"),
+    )
     with reloadpg.init_distributed(init_timeout=60) as context:
         value = torch.tensor([1.0])
         dist.all_reduce(value)
@@ -180,7 +185,7 @@ def test_ranks_described_as_for_env_rendezvous_come_up(local: dict[str, str | No
 
 
 def refuse_without_address(rank: int, world_size: int) -> tuple[Any, ...]:
-    known = reloadpg.get_rank(), reloadpg.is_rank_zero()
+    known = environment.get_rank(), environment.is_rank_zero()
     with pytest.raises(DistributedEnvironmentError, match="missing MASTER_ADDR, MASTER_PORT"):
         reloadpg.init_distributed(init_timeout=60)
     with pytest.raises(GroupNotInitializedError):
@@ -742,7 +747,7 @@ def test_an_evaluator_alone_or_without_addresses_gets_nothing() -> None:
 
 def work_alone(rank: int, world_size: int) -> tuple[Any, ...]:
     made = reloadpg.ensure_process_group()
-    shard = reloadpg.get_rank()
+    shard = environment.get_rank()
     reloadpg.destroy_distributed()
     return made, shard
 

@@ -121,7 +121,7 @@ CHECKS: dict[tuple[str, str], tuple[int, Any]] = {
     ("docs/checkpoints.md", "with reloadpg.offloaded()"): (2, the_save_during_a_rollout),
     ("docs/recovery.md", "attempts=3"): (2, the_repeated_steps),
     ("docs/recovery.md", "rejoin()"): (2, the_repeated_steps),
-    ("docs/recovery.md", "fault_pending()"): (2, the_repeated_steps),
+    ("docs/recovery.md", "recovery_requested()"): (2, the_repeated_steps),
     ("docs/testing.md", "simulated.inject"): (2, the_injected_fault),
     ("README.md", "StrategyPolicy("): (2, the_report),
     (RL, "engine.sleep("): (2, the_start_with_the_engine_asleep),

@@ -152,7 +152,7 @@ def _handed_over(rank, world_size):
     with reloadpg.region(None):
         group = dist.new_group(list(range(world_size)))
     with reloadpg.region("weights"):
-        group = reloadpg.manage(group, rebuild=lambda: None)
+        group = reloadpg.register_group(group, rebuild=lambda: None)
     return group.set_name
 
 

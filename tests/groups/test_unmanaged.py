@@ -87,7 +87,7 @@ def test_a_group_made_before_install_is_named_with_what_to_do():
         assert "(before)" in warning
         assert "single" not in warning
         assert "before reloadpg.install()" in warning
-        assert "reloadpg.manage()" in warning
+        assert "reloadpg.register_group()" in warning
         assert len(unmanaged) == 1
         assert "not reloadable: group" in text
         assert bypassed == (1 if rank == 0 else 0)  # the group of one rank
@@ -169,7 +169,7 @@ def _weight_update(rank, world_size, side, handed_over):
         warnings = reloadpg.offload().warnings
         reloadpg.reload()
         return sums, [one for one in warnings if "not reloadable" in one]
-    group = reloadpg.manage(group, rebuild=make)
+    group = reloadpg.register_group(group, rebuild=make)
     dist.new_group([0, 1], timeout=TIMEOUT)
     sums, states = [summed(group, rank)], []
     for _ in range(2):
@@ -190,7 +190,7 @@ def test_a_weight_update_group_is_named(free_port):
         assert sums == [6.0]
         (warning,) = warnings
         assert "'weights'" in warning
-        assert "reloadpg.manage()" in warning
+        assert "reloadpg.register_group()" in warning
 
 
 def test_a_weight_update_group_can_be_handed_over(free_port):
@@ -212,7 +212,7 @@ def _refused_by_manage(rank, world_size):
         for arguments in ({}, {"rebuild": None}, {"rebuild": list, "destroy": 3}):
             group = dist.new_group([0]) if when == "after" else None
             try:
-                reloadpg.manage(group, **{"rebuild": list, **arguments})
+                reloadpg.register_group(group, **{"rebuild": list, **arguments})
                 seen.append("")
             except (reloadpg.ReloadpgError, TypeError) as error:
                 seen.append(type(error).__name__)
@@ -230,7 +230,7 @@ def _wrong_rebuilds(rank, world_size):
     seen = []
     for returned in ("nothing", "text", "WORLD"):
         made = {"nothing": None, "text": "group", "WORLD": dist.group.WORLD}[returned]
-        group = reloadpg.manage(dist.new_group([0]), rebuild=lambda made=made: made)
+        group = reloadpg.register_group(dist.new_group([0]), rebuild=lambda made=made: made)
         reloadpg.offload()
         try:
             reloadpg.reload()
@@ -245,7 +245,7 @@ def test_what_rebuild_must_return():
     (seen,) = run_ranks(_wrong_rebuilds, 1)
     assert len(seen) == 3
     for text in seen:
-        assert "the rebuild function given to manage() returned" in text
+        assert "the rebuild function given to register_group() returned" in text
 
 
 # ---------------------------------------------------------------------------------------------

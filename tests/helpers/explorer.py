@@ -251,7 +251,7 @@ class Explorer:
         over = world.ranks[n]
         if over.life == "over" and over.tries and self.scenario.meets and not over.program:
             number = int(dict(world.store).get(over.state.of_recovery(), "0"))
-            if number > over.state.epoch and over.log[-1:] == ("passed",):  # fault_pending says it
+            if number > over.state.epoch and over.log[-1:] == ("passed",):
                 called = over._replace(program=("recover",), life="runs", tries=over.tries - 1)
                 world = self._with(world, n, called)
         while (rank := world.ranks[n]).life == "runs":

@@ -60,7 +60,7 @@ class FaultJob(Job):
             "sums": self.sums(),
             "generation": reloadpg.status().generation,
             "generations": self.generations(),
-            "pending": reloadpg.fault_pending(),
+            "pending": reloadpg.recovery_requested(),
         }
 
 

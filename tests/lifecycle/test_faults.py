@@ -147,7 +147,7 @@ class Result:
 
 def call(operation: str, seconds: float) -> Seen:
     if operation == "recover":
-        return attempt(lambda: reloadpg.recover("test", wait_for_ranks=seconds))
+        return attempt(lambda: reloadpg.recover("test", timeout=seconds))
     return attempt(getattr(reloadpg, operation))
 
 
@@ -171,7 +171,11 @@ def go_through(rank: int, size: int, batch: Batch) -> list[Result]:
         if rank in scenario.faults:
             bring_about(*scenario.faults[rank], number)
         seen = call(scenario.operation, batch.bound)
-        states, status, pending = job.states(), reloadpg.status().state, reloadpg.fault_pending()
+        states, status, pending = (
+            job.states(),
+            reloadpg.status().state,
+            reloadpg.recovery_requested(),
+        )
         untouched = job.snapshot() == before
         refused = "live" not in states and job.refused()
         gc.collect()
@@ -508,7 +512,9 @@ def one_dies(rank: int, size: int, point: str, victim: int) -> Survived:
     count = 0 if suspends else 2 if operation == "recover" else 1
     recoveries = [call("recover", BOUND) for _ in range(count)]
     refused = bool(recoveries) and job.refused()
-    return Survived(seen, states, untouched, status, recoveries, refused, reloadpg.fault_pending())
+    return Survived(
+        seen, states, untouched, status, recoveries, refused, reloadpg.recovery_requested()
+    )
 
 
 DEATHS = (

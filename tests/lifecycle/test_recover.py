@@ -45,14 +45,14 @@ def connections_cut(job: FaultJob) -> Facts:
 
 def collective_skipped(job: FaultJob) -> Facts:
     """One rank does not take part, and learns of the fault by the flag alone."""
-    before = reloadpg.fault_pending()
+    before = reloadpg.recovery_requested()
     job.meet("all have looked")
     if job.rank != FAULTY:
         return {"error": impatient(job.ring, lambda: all_reduce(job.ring))}
     end = time.monotonic() + 120
-    while not reloadpg.fault_pending() and time.monotonic() < end:
+    while not reloadpg.recovery_requested() and time.monotonic() < end:
         time.sleep(0.01)
-    return {"before": before, "called": reloadpg.fault_pending()}
+    return {"before": before, "called": reloadpg.recovery_requested()}
 
 
 def work_pending(job: FaultJob) -> Facts:
@@ -83,7 +83,7 @@ def offload_failed(job: FaultJob) -> Facts:
         interfere("offload.group0", _raise)
     seen = attempt(reloadpg.offload)
     stop_interfering()
-    return {"kind": seen.kind, "pending": reloadpg.fault_pending()}
+    return {"kind": seen.kind, "pending": reloadpg.recovery_requested()}
 
 
 def rounds_differ(job: FaultJob) -> Facts:
@@ -110,7 +110,7 @@ def stopped(job: FaultJob) -> Facts:
     if job.rank == FAULTY:
         signal.pthread_sigmask(signal.SIG_BLOCK, ())  # where the signal finds it
         end = time.monotonic() + 120
-        while not reloadpg.fault_pending() and time.monotonic() < end:
+        while not reloadpg.recovery_requested() and time.monotonic() < end:
             time.sleep(0.01)
         return {}
     pid = int(store.get(f"test/pid/{FAULTY}"))
@@ -289,10 +289,10 @@ def several(rank: int, size: int) -> list[tuple[str, Facts]]:
     end("offloaded", 6)
     reloadpg.recover("together")
     if rank == FAULTY:  # it is in trouble again before the others have begun anything
-        seen = attempt(lambda: reloadpg.recover("alone", wait_for_ranks=0.5))
+        seen = attempt(lambda: reloadpg.recover("alone", timeout=0.5))
         assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (0, 2, 3)), seen
     job.meet("one is in trouble")
-    assert reloadpg.fault_pending()
+    assert reloadpg.recovery_requested()
     reloadpg.recover()
     end("once more", 8)
     if rank != FAULTY:  # the work is dropped at once, as gloo needs it
@@ -363,20 +363,20 @@ def come_late(rank: int, size: int) -> Facts:
         job.meet("gave up")
         seen = None
     else:
-        seen = attempt(lambda: reloadpg.recover(wait_for_ranks=5))
+        seen = attempt(lambda: reloadpg.recover(timeout=5))
         job.meet("gave up")
-    pending = reloadpg.fault_pending()
+    pending = reloadpg.recovery_requested()
     reloadpg.recover()
     return {"seen": seen, "pending": pending, "after": job.whole()}
 
 
 def test_a_rank_that_does_not_come_is_named_and_may_come_later() -> None:
-    """The bound is ``wait_for_ranks``; all meet in the next call, whoever was in the first."""
+    """The bound is ``timeout``; all meet in the next call, whoever was in the first."""
     for rank, found in enumerate(run_ranks(come_late, 4, timeout=200)):
         if rank != FAULTY:
             assert found["seen"].kind == "RendezvousTimeoutError"
             assert found["seen"].missing == (FAULTY,)
-            assert "recover(wait_for_ranks=...)" in found["seen"].text
+            assert "recover(timeout=...)" in found["seen"].text
         assert found["pending"]
         assert found["after"]["sums"]
         assert not found["after"]["pending"]
@@ -403,7 +403,7 @@ def test_ranks_with_different_groups_cannot_recover() -> None:
 def without_a_job(rank: int, size: int) -> Any:
     reloadpg.install(backends={"gloo"})
     report = reloadpg.recover("nothing")
-    return report.changed, report.note, reloadpg.fault_pending()
+    return report.changed, report.note, reloadpg.recovery_requested()
 
 
 def test_without_a_job_there_is_nothing_to_recover() -> None:
@@ -417,8 +417,8 @@ def test_without_a_job_there_is_nothing_to_recover() -> None:
 @pytest.mark.parametrize("given", [0, -1.0, float("nan")])
 def test_a_bound_that_is_not_positive_is_refused(given: float) -> None:
     """Before anything is touched."""
-    with pytest.raises(reloadpg.InvalidOptionError, match="wait_for_ranks"):
-        reloadpg.recover(wait_for_ranks=given)
+    with pytest.raises(reloadpg.InvalidOptionError, match="timeout"):
+        reloadpg.recover(timeout=given)
 
 
 def _second(store: Any, rank: int, size: int, timeout: Any) -> Any:

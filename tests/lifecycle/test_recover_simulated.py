@@ -81,7 +81,7 @@ def collective_stalls(job: SimulatedJob) -> str:
 
     def stall(_: object) -> None:
         end = time.monotonic() + 120
-        while not reloadpg.fault_pending() and time.monotonic() < end:
+        while not reloadpg.recovery_requested() and time.monotonic() < end:
             time.sleep(0.05)
 
     fault = Fault("collective", "call", rank=FAULTY, operation="allreduce", call=stall)

@@ -81,7 +81,7 @@ class Member:
             "same": [id(group) for group in self.groups] == self.ids,
             "states": {str(group.state) for group in self.groups},
             "sums": self.sums(),
-            "pending": reloadpg.fault_pending(),
+            "pending": reloadpg.recovery_requested(),
         }
 
     def train(
@@ -145,7 +145,7 @@ def one_replaced(rank: int, size: int, dies: bool) -> dict[str, Any]:
             "use": attempt(lambda: job.sum_in(job.groups[1])),
             "offload": attempt(reloadpg.offload),
             "barrier": attempt(lambda: reloadpg.barrier(60, "test")),
-            "pending": reloadpg.fault_pending(),
+            "pending": reloadpg.recovery_requested(),
         }
     report = reloadpg.rejoin()
     found |= {"rejoined": report.changed, "replaced": report.replaced, "note": report.note}
@@ -406,7 +406,7 @@ def comes_first(job: Member, meeting: Any) -> list[Any]:
         return [reloadpg.rejoin().replaced]
     if job.rank == VICTIM:
         die()
-    while not reloadpg.fault_pending():
+    while not reloadpg.recovery_requested():
         meeting.wait(["test/death/1"])
     return [reloadpg.recover().replaced]
 
@@ -418,7 +418,7 @@ def comes_late(job: Member, meeting: Any) -> list[Any]:
     if job.rank == VICTIM:
         meeting.wait(["test/gave up"])
         die()
-    seen = attempt(lambda: reloadpg.recover(wait_for_ranks=5))
+    seen = attempt(lambda: reloadpg.recover(timeout=5))
     if meeting.add("test/count", 1) == RANKS - 1:
         meeting.set("test/gave up", "1")
     return [seen, reloadpg.recover().replaced]
@@ -446,7 +446,7 @@ def dies_as_it_rejoins(job: Member, meeting: Any) -> list[Any]:
 def counted_at_the_barrier(job: Member, meeting: Any) -> list[Any]:
     """It dies at the first barrier of a recovery, where the others will count it."""
     if job.rank == VICTIM and not incarnation():
-        arrive = attempt(lambda: reloadpg.recover(wait_for_ranks=5))
+        arrive = attempt(lambda: reloadpg.recover(timeout=5))
         assert arrive.missing == (0, 1, 3)
         die()
     if not incarnation():
@@ -661,5 +661,5 @@ def test_without_a_job_there_is_nothing_to_rejoin() -> None:
 @pytest.mark.parametrize("given", [0, -1.0, float("nan")])
 def test_a_bound_that_is_not_positive_is_refused(given: float) -> None:
     """Before anything is touched."""
-    with pytest.raises(reloadpg.InvalidOptionError, match=r"wait_for_ranks="):
-        reloadpg.rejoin(wait_for_ranks=given)
+    with pytest.raises(reloadpg.InvalidOptionError, match=r"timeout="):
+        reloadpg.rejoin(timeout=given)

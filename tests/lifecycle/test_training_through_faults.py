@@ -65,7 +65,7 @@ class Fault:
                 dist.all_reduce(tensor, op=dist.ReduceOp.BAND)  # not of floats: raises
             if place == "forward" and self.takes("stalled"):
                 end = time.monotonic() + PATIENCE.total_seconds()
-                while not reloadpg.fault_pending() and time.monotonic() < end:
+                while not reloadpg.recovery_requested() and time.monotonic() < end:
                     time.sleep(0.05)
 
         return hook

@@ -191,7 +191,7 @@ def by_hand():
                     except reloadpg.ReloadpgError as error:
                         errors.append(repr(error)[:2000])
             else:
-                if not reloadpg.fault_pending():
+                if not reloadpg.recovery_requested():
                     break
                 reloadpg.recover()
 

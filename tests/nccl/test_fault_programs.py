@@ -236,7 +236,7 @@ class Player:
                 try:
                     right = self.is_right()
                 finally:  # a call that hangs holds its rank: the others have seen it by now
-                    if attempts > 1 or reloadpg.fault_pending():
+                    if attempts > 1 or reloadpg.recovery_requested():
                         standins.clear_faults()
         self._meetings.meet()
         standins.clear_faults()

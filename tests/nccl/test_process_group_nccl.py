@@ -194,7 +194,7 @@ def _go_wrong(rank: int, group: Any, fault: str) -> None:
     if fault == "late" and rank == 1:
         waited = threading.Event()
         for _ in range(int(HANG_S * 10)):
-            if reloadpg.fault_pending():
+            if reloadpg.recovery_requested():
                 return
             waited.wait(0.1)
         raise AssertionError("rank 0 did not detect that rank 1 is late")

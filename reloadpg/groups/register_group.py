@@ -13,10 +13,10 @@ from .proxy import ReloadableProcessGroup
 from .registry import registry
 from .sets import TRAINER
 
-__all__ = ["manage"]
+__all__ = ["register_group"]
 
 
-def manage(
+def register_group(
     group: ProcessGroup,
     *,
     rebuild: Callable[[], ProcessGroup],
@@ -51,21 +51,22 @@ def manage(
     """
     if registry.options is None:
         raise NotInstalledError(
-            "manage() was called and nothing is installed; nothing was changed. Call "
+            "register_group() was called and nothing is installed; nothing was changed. Call "
             "reloadpg.install() first."
         )
     for name, function in (("rebuild", rebuild), ("destroy", destroy)):
         if not callable(function) and not (name == "destroy" and function is None):
             raise InvalidOptionError(
-                f"manage({name}={function!r}): not callable; nothing was changed. Pass a function."
+                f"register_group({name}={function!r}): not callable; nothing was changed. Pass a "
+                "function."
             )
     if isinstance(group, ReloadableProcessGroup):
         return group
     set_name = registry.options.selection.set_now() or TRAINER
     if not isinstance(group, ProcessGroup) or not c10d.is_known(group) or group is c10d.world():
         raise InvalidOptionError(
-            f"manage({group!r}): not a group of torch.distributed other than the default group; "
-            "nothing was changed. Pass the live group that the creating function returned."
+            f"register_group({group!r}): not a group of torch.distributed other than the default "
+            "group; nothing was changed. Pass the live group that the creating function returned."
         )
     devices = c10d.device_backends(group)
     name = c10d.name_of(group)
