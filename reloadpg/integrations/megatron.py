@@ -47,7 +47,7 @@ def initialize_model_parallel(**options: Any) -> ModelParallel:
     state = _parallel_state()
     if c10d.world() is None:
         raise ReloadpgError(
-            "initialize_model_parallel: torch.distributed is not initialized; nothing was changed. "
+            "initialize_model_parallel: there is no default group; nothing was changed. "
             "Call "
             "reloadpg.init_distributed() or torch.distributed.init_process_group() first."
         )
