@@ -109,9 +109,9 @@ class InProgress:
         )
 
     def findings(self, records: Sequence[RankRecord]) -> Iterator[Finding]:
-        """Statements about it; what is stuck is a problem."""
+        """Yield findings about it; a stuck rank is a problem."""
         begun = f"since {_when(self.started_at)}"
-        at = f", before its barrier {self.phase!r}" if self.phase else ""
+        at = f", before barrier {self.phase!r}" if self.phase else ""
         yield Finding(self.operation, "", f"in progress on {_ranks(self.ranks)}, {begun}{at}")
         if self.groups:
             yield Finding("groups", "", _bar(self.groups_done, self.groups))
@@ -252,16 +252,16 @@ class JobView:
         return {"name": group.name, "desc": group.desc, **where}
 
     def findings(self) -> list[Finding]:
-        """Statements about the job as a whole with their levels, what is going on first."""
+        """Findings about the job as a whole, the running operation first."""
         return [*self.running_findings(), *self.lasting_findings()]
 
     def running_findings(self) -> list[Finding]:
-        """Statements about the operation that is in progress."""
+        """Findings about the running operation."""
         running = self.in_progress
         return [] if running is None else [*running.findings(self.ranks)]
 
     def lasting_findings(self) -> list[Finding]:
-        """Statements about the ranks, and about the last operation."""
+        """Findings about the ranks, and about the last operation."""
         if not self.ranks:
             return []
         ranks = (*self._of_generations(), *self._of_ranks(), *self._of_absent())
@@ -329,7 +329,7 @@ class JobView:
             )
 
     def _of_absent(self) -> Iterator[Finding]:
-        """Statements about ranks that have ended, or that give no sign of life."""
+        """Findings about ranks that have ended, or that do not update their record."""
         exited, gone = self.absent("exited"), self.absent("gone")
         stopped, silent = self.absent("stopped"), self.absent("silent")
         if exited:
@@ -341,9 +341,9 @@ class JobView:
             yield Finding(
                 "gone",
                 "problem",
-                f"{_ids(gone)}: the process is not there any more, and its exit was not an "
-                f"orderly one; last sign of life at {_last_seen(gone)}",
-                "its log, or the kernel's, says what killed it; start the job again",
+                f"{_ids(gone)}: the process has ended without an orderly exit; last update at "
+                f"{_last_seen(gone)}",
+                "see its log, or the kernel's, for the cause; restart the job",
             )
         if stopped:
             yield Finding(
@@ -357,8 +357,8 @@ class JobView:
             yield Finding(
                 "silent",
                 "problem",
-                f"{_ranks(map(_rank, silent))}: no sign of life for up to {age(longest.age_s)}",
-                "it may hang in a call that holds Python's lock, have ended, or be on a host whose "
+                f"{_ranks(map(_rank, silent))}: no update for up to {age(longest.age_s)}",
+                "it may hang in a call that holds Python's GIL, have ended, or be on a host whose "
                 f"clock is behind: {_py_spy(longest)}",
             )
 
@@ -470,7 +470,7 @@ def _last_seen(records: Iterable[RankRecord]) -> str:
 
 
 def _when(at: float) -> str:
-    """A time of day, and how long ago it is by this host's clock."""
+    """A time of day, and its age by this host's clock."""
     return f"{clock(at)} ({age(max(0.0, time.time() - at))} ago)"
 
 

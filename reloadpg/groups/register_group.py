@@ -51,7 +51,7 @@ def register_group(
     """
     if registry.options is None:
         raise NotInstalledError(
-            "register_group() was called and nothing is installed; nothing was changed. Call "
+            "register_group() was called, but reloadpg is not installed; nothing was changed. Call "
             "reloadpg.install() first."
         )
     for name, function in (("rebuild", rebuild), ("destroy", destroy)):

@@ -118,7 +118,7 @@ def test_the_strategy_is_that_of_the_environment_too():
     environ = {"RELOADPG_STRATEGY": "suspend"}
     (said,) = of(diagnose(environ={}), "strategy")
     assert said.startswith("recreate, the default")
-    assert of(diagnose(environ=environ), "strategy") == ["suspend, by RELOADPG_STRATEGY"]
+    assert of(diagnose(environ=environ), "strategy") == ["suspend, from RELOADPG_STRATEGY"]
     chosen = of(diagnose(environ=environ, strategy="recreate"), "strategy")
     assert chosen == ["recreate, as --strategy says"]
 

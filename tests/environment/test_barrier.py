@@ -238,7 +238,8 @@ def test_the_rank_is_the_launchers_before_the_group_and_the_groups_afterwards(
     ("env", "rank"),
     [
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1",
-          "SLURM_LOCALID": "1", "SLURM_JOB_ID": "3", "SLURM_STEP_NODELIST": "n1"}, 1),
+          "SLURM_LOCALID": "1", "SLURM_JOB_ID": "3", "SLURM_STEP_NODELIST": "n1",
+          "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}, 1),
         ({"SLURM_JOB_ID": "3", "SLURM_NTASKS": "8"}, 0),
     ],
     ids=["step", "shell"],

@@ -457,7 +457,7 @@ class Explorer:
     def _arrival(self, n: int, state: State, rank: Rank) -> Arrive:
         shares = self.scenario.shares
         if shares and state.phases[0] == "enter" and rank.running != "recover":
-            return Arrive('["offload", {}, []]', shares[n])
+            return Arrive('["offload", {}, [], {}]', shares[n])
         return Arrive()
 
     def _begin(self, world: World, n: int) -> World:

@@ -328,7 +328,7 @@ def test_a_replaced_process_without_the_items_of_the_others_says_so() -> None:
     found = run_replaced(fewer_items)
     for rank in (0, 1, 3, RANKS):
         assert found[rank].kind == ("ReloadpgError" if rank == RANKS else "PeerFailedError")
-        assert "its items end at 1: the other ranks are at step 2" in found[rank].text
+        assert "its items end at 1, and the other ranks are at step 2" in found[rank].text
 
 
 # -- whose error it is -----------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def test_ranks_agree_on_the_sets():
     """On those that are asked for, and on the set of each group."""
     for (asked, group), found in run_ranks(_disagreements, 2):
         assert "chosen sets is trainer on rank 0 and engine on rank 1" in asked
-        assert "set critic against engine" in group
+        assert "set is critic on rank 0 and engine on rank 1" in group
         assert set(found.values()) == {"live"}
 
 

@@ -87,7 +87,7 @@ def test_three_cycles(strategy: str) -> None:
             assert report.restored_bytes is back.released_bytes is None
             assert [group.bytes for group in report.groups] == [HELD] * count
             assert {*chosen(report).values(), *chosen(back).values()} == {strategy}
-            stay = [f"{left * count / MIB:.1f} MiB stay" in text for text in report.warnings]
+            stay = [f"kept {left * count / MIB:.1f} MiB" in text for text in report.warnings]
             assert stay == [True] * suspends
             assert cycle["refused"]
             assert {state for state, _ in cycle["facts"].values()} == {"offloaded"}
