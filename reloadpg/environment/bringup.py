@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from .. import c10d
-from ..errors import InvalidOptionError, ReloadpgError, as_timedelta, format_ranks
+from ..errors import InvalidOptionError, ReloadpgError, as_timedelta, named_ranks
 from ..groups.registry import registry
 from ..lifecycle.connect import Connect, sum_ranks, validate
 from ..observability.logs import name_rank_in_records
@@ -339,8 +339,8 @@ def _create_mesh(
         if attempt.abandoned or group.size() == 1:
             continue
         kinds = c10d.device_backends(group)
-        desc, ranks = group.group_desc or "group", format_ranks(c10d.ranks_of(group))
-        at[0] = f"connecting {desc!r} of rank {ranks} ({c10d.backend_of(group)})"
+        desc, ranks = group.group_desc or "group", named_ranks(c10d.ranks_of(group))
+        at[0] = f"connecting {desc!r} of {ranks} ({c10d.backend_of(group)})"
         used = device if device.type in kinds else torch.device(next(iter(kinds)))
         total, expected = sum_ranks(group, used)
         if connect == "canary" and total != expected:

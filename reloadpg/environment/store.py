@@ -21,7 +21,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from ..errors import DisagreementError, ReloadpgError, RendezvousTimeoutError, format_ranks
+from ..errors import DisagreementError, ReloadpgError, RendezvousTimeoutError, named_ranks
 from ..rendezvous.store_client import StoreClient, StoreLost, StoreSilent
 from ..rendezvous.worker_thread import Task, Wait
 from .model import DistributedEnvironment
@@ -219,7 +219,7 @@ def find_differences(claims: Sequence[Claim]) -> list[str]:
             holders.setdefault(getattr(claim, field), []).append(claim.rank)
         if len(holders) > 1:
             listed = "; ".join(
-                f"{value} on rank {format_ranks(ranks)}" for value, ranks in holders.items()
+                f"{value} on {named_ranks(ranks)}" for value, ranks in holders.items()
             )
             found.append(f"{field} is {listed}")
     takers: dict[int, list[str]] = {}
@@ -242,8 +242,8 @@ def _shared(claims: Sequence[Claim]) -> str:
     first = claims[0]
     locals_ = ", ".join("not set" if c.local_rank is None else str(c.local_rank) for c in claims)
     return (
-        f"{first.device} on host {first.host} ({first.exclusive}) is the device of rank "
-        f"{format_ranks(claim.rank for claim in claims)}, whose local ranks are {locals_}: assign "
+        f"{first.device} on host {first.host} ({first.exclusive}) is the device of "
+        f"{named_ranks(claim.rank for claim in claims)}, whose local ranks are {locals_}: assign "
         f"a separate device to each rank, with LOCAL_RANK or through the launcher's visible devices"
     )
 
@@ -355,7 +355,7 @@ def _conclude(outcome: Mapping[str, Any], slot: int, mine: Claim, seconds: float
         missing = list(outcome["ranks"])
         raise RendezvousTimeoutError(
             f"init_distributed: {outcome['arrived']} of {mine.world_size} ranks arrived within "
-            f"{seconds:g} s; missing: rank {format_ranks(missing)}. No group was created. See the "
+            f"{seconds:g} s; missing: {named_ranks(missing)}. No group was created. See the "
             f"output of those ranks; raise init_timeout if they are only slow.",
             phase="agree",
             seconds=seconds,

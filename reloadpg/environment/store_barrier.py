@@ -23,7 +23,7 @@ from ..errors import (
     ReloadpgError,
     RendezvousTimeoutError,
     as_timedelta,
-    format_ranks,
+    named_ranks,
 )
 from ..groups.registry import registry
 from ..rendezvous.round import Rendezvous, Round
@@ -245,7 +245,7 @@ def _in_job_ranks(group: ProcessGroup | None, what: str) -> Iterator[None]:
         late = " This rank arrived too late." if dist.get_rank() in missing else ""
         raise RendezvousTimeoutError(
             f"{what}: {error.arrived} of {len(members)} ranks arrived within {error.seconds:g} s; "
-            f"missing: rank {format_ranks(missing)}.{late} No collective was started. Find out "
+            f"missing: {named_ranks(missing)}.{late} No collective was started. Find out "
             f"why they are delayed (py-spy dump on their nodes), then end the job or try again.",
             phase=what,
             seconds=error.seconds,

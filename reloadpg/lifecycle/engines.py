@@ -14,8 +14,9 @@ __all__ = ["communicators"]
 _MODULES = {"vllm": "vLLM", "sglang.srt": "SGLang"}
 """Packages whose ``distributed.parallel_state`` lists its groups in ``_groups``, by unique name.
 
-Seen in vLLM 0.32 and SGLang 0.5.23: weak references to ``GroupCoordinator``. Its communicators are
-attributes that end in ``_comm``: in vLLM of ``device_communicator``, in SGLang of the group.
+Weak references to ``GroupCoordinator``, seen in vLLM 0.32 and read in SGLang's source. Its
+communicators are attributes that end in ``_comm``: in vLLM of ``device_communicator``, in SGLang of
+the group.
 """
 
 _FREED = {

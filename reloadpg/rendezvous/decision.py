@@ -11,7 +11,7 @@ from ..errors import (
     PeerFailedError,
     ReloadpgError,
     RendezvousTimeoutError,
-    format_ranks,
+    named_ranks,
 )
 
 __all__ = ["Decision", "store_lost", "store_silent"]
@@ -110,11 +110,11 @@ class Decision:
         """Return the text that names dead and unresponsive ranks; empty if there are none."""
         text = ""
         if dead := [one for one in self.dead if one != self.rank]:
-            text += f"\nRank {format_ranks(dead)} died: the process has ended."
+            text += f"\nThe process of {named_ranks(dead)} has ended."
         if others := [one for one in self.silent if one != rank]:
             text += (
-                f"\nNo response since then from rank {format_ranks(others)}: it has ended, is "
-                "unreachable, or is still in a callback or collective."
+                f"\nNo response since then from {named_ranks(others)}: ended, unreachable, or still "
+                "in a callback or collective."
             )
         if rank in self.silent:
             text += "\nThis rank responded too late: it was still busy with its own work."
@@ -131,7 +131,7 @@ class Decision:
             return _replace(operation)
         if self.silent:
             return (
-                f"if rank {format_ranks(self.silent)} has ended, {_replace(operation)}; otherwise "
+                f"if {named_ranks(self.silent)} ended, {_replace(operation)}; otherwise "
                 f"{_next_step(operation)}"
             )
         return f"once the cause on rank {self.rank} is removed, {_next_step(operation)}"
@@ -146,10 +146,11 @@ class Decision:
             f"{phase!r}; {arrived} of {size} ranks arrived"
         )
         if self.missing:
-            text += f", missing: rank {format_ranks(self.missing)}"
+            text += f", missing: {named_ranks(self.missing)}"
         text += "."
         if self.stuck:
-            text += f" Rank {format_ranks(self.stuck)} did not finish its own work"
+            whose = "its" if len(self.stuck) == 1 else "their"
+            text += f" {named_ranks(self.stuck).capitalize()} did not finish {whose} own work"
             text += f"; rank {self.stuck[0]} was in: {self.doing}." if self.doing else "."
             if size > 1:
                 text += (
@@ -165,7 +166,7 @@ class Decision:
             )
         steps = f" Find out why they are delayed, then {_next_step(operation)}"
         if self.missing:
-            steps += f"; if rank {format_ranks(self.missing)} has ended, {_replace(operation)}"
+            steps += f"; if {named_ranks(self.missing)} ended, {_replace(operation)}"
         if name in TIMEOUT_SETTING:
             steps += f"; if they only need longer, raise {TIMEOUT_SETTING[name]}"
         return RendezvousTimeoutError(
@@ -184,7 +185,7 @@ def store_silent(
     unknown = tuple(other for other in range(size) if other != rank)
     return RendezvousTimeoutError(
         f"{operation}: rank {rank} waited {seconds:g} s in phase {phase!r}, and the rendezvous "
-        f"store does not respond; it is unknown whether rank {format_ranks(unknown)} arrived. Its "
+        f"store does not respond; it is unknown whether {named_ranks(unknown)} arrived. Its "
         "server, usually in rank 0's process or the launcher's agent, has ended or is unreachable. "
         f"Restart the job.{_host(operation)}",
         phase=phase,

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import ProcessGroup
 
 from .. import c10d
-from ..errors import ReloadpgError, RendezvousTimeoutError, format_ranks
+from ..errors import ReloadpgError, RendezvousTimeoutError, named_ranks
 from .decision import Decision, store_lost, store_silent
 from .peers import Peers
 from .plan import Plan, Proposal
@@ -466,7 +466,7 @@ class Rendezvous:
     def _missing(self, root: Store) -> str:
         state = self._state
         late = absent(root, state.key("here"), state.members) if state.phases else []
-        return f"missing: rank {format_ranks(late)}" if late else ""
+        return f"missing: {named_ranks(late)}" if late else ""
 
 
 class Round:

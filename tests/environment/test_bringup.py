@@ -373,7 +373,7 @@ def test_three_ranks_are_sorted_by_value_and_only_those_that_differ_apart() -> N
     claims = [Claim(rank, 4, "gloo", "none", f"n{rank // 2}", rank % 2) for rank in range(4)]
     assert find_differences(claims) == []
     claims[3] = Claim(3, 4, "nccl", "none", "n1", 1)
-    assert find_differences(claims) == ["backend is gloo on rank 0-2; nccl on rank 3"]
+    assert find_differences(claims) == ["backend is gloo on ranks 0-2; nccl on rank 3"]
     claims[3] = Claim(2, 4, "gloo", "none", "n1", 1)
     assert find_differences(claims) == [
         "rank 2 was taken by 2 processes: on n1 (local rank 0), n1 (local rank 1)"
@@ -600,7 +600,7 @@ def test_a_group_that_does_not_connect_is_an_error_with_group_ranks_and_interfac
     outcomes = run_ranks(connect_badly, 4, args=(fault, options), env=env, timeout=150)
     for rank, (kind, message, left) in enumerate(outcomes):
         assert kind == ("ReloadpgError" if rank == 2 else "PeerFailedError")
-        assert "connecting 'mesh_tp' of rank 2-3 (sim) over ib7 and lo" in message
+        assert "connecting 'mesh_tp' of ranks 2-3 (sim) over ib7 and lo" in message
         assert "no route to host" in message
         assert not left
 
@@ -611,8 +611,8 @@ def test_a_group_that_hangs_while_it_connects_is_named_within_the_bound() -> Non
     outcomes = run_ranks(connect_badly, 4, args=(fault, {"init_timeout": 5}), timeout=150)
     for kind, message, left in outcomes:
         assert kind == "RendezvousTimeoutError"
-        assert "Rank 2-3 did not finish its own work" in message
-        assert "connecting 'mesh_tp' of rank 2-3 (sim) over lo" in message
+        assert "Ranks 2-3 did not finish their own work" in message
+        assert "connecting 'mesh_tp' of ranks 2-3 (sim) over lo" in message
         assert not left
 
 

@@ -146,17 +146,17 @@ PAIRS: dict[str, tuple[Case, list[Placed] | str]] = {
     ),
     "local rank 0 twice": (
         Case(TWO, {"LOCAL_RANK": "0"}),
-        "is the device of rank 0-1, whose local ranks are 0, 0",
+        "is the device of ranks 0-1, whose local ranks are 0, 0",
     ),
     "one visible device twice": (
         Case([["a"], ["a"]]),
-        "is the device of rank 0-1, whose local ranks are 0, 1",
+        "is the device of ranks 0-1, whose local ranks are 0, 1",
     ),
     "other devices are visible": (Case(UNNAMED, own=seen("4,5", "6,7")), [on(0), on(0)]),
     "other order": (Case(UNNAMED, own=seen("4,5", "5,4")), [on(0), on(0)]),
     "other order and index, the same entry": (
         Case(UNNAMED, own=seen("4,5", "5,4", index=1)),
-        "is the device of rank 0-1",
+        "is the device of ranks 0-1",
     ),
 }
 

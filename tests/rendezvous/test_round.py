@@ -352,7 +352,7 @@ def test_work_that_does_not_end_is_told_from_ranks_that_are_gone() -> None:
     for error, seconds in results[:2]:
         assert isinstance(error, RendezvousTimeoutError)
         assert error.missing == (2,)
-        assert "Rank 0-1 did not finish its own work" in str(error)
+        assert "Ranks 0-1 did not finish their own work" in str(error)
         assert "the group of tests" in str(error)
         assert seconds < SOON
 
@@ -410,7 +410,7 @@ def test_a_long_wait_says_so(
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert 2 <= len(lines) <= 8  # it asks each 0.1 s; said at 0.1, 0.2, 0.4, 0.8 and 1.6 s
     assert all(line.startswith("reload, phase enter: waiting for") for line in lines)
-    assert all(line.endswith("missing: rank 1-2") for line in lines)
+    assert all(line.endswith("missing: ranks 1-2") for line in lines)
 
 
 def test_a_store_that_is_gone_is_an_error_within_the_bound() -> None:
