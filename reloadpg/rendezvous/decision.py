@@ -113,8 +113,8 @@ class Decision:
             text += f"\nThe process of {named_ranks(dead)} has ended."
         if others := [one for one in self.silent if one != rank]:
             text += (
-                f"\nNo response since then from {named_ranks(others)}: ended, unreachable, or still "
-                "in a callback or collective."
+                f"\nNo response since then from {named_ranks(others)}: ended, unreachable, or "
+                "still in a callback or collective."
             )
         if rank in self.silent:
             text += "\nThis rank responded too late: it was still busy with its own work."
