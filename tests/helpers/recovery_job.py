@@ -100,8 +100,8 @@ class Seen:
     cause: str = ""
 
     def names(self, rank: int) -> bool:
-        """Whether the message names that rank as ``rank N`` or inside a range."""
-        for listed in re.findall(r"[Rr]ank ((?:\d+(?:-\d+)?(?:, )?)+)", self.text):
+        """Whether the message names that rank as ``rank N`` or within ``ranks 0, 2-3``."""
+        for listed in re.findall(r"[Rr]anks? ((?:\d+(?:-\d+)?(?:, )?)+)", self.text):
             for part in filter(None, listed.split(", ")):
                 low, _, high = part.partition("-")
                 if int(low) <= rank <= int(high or low):
