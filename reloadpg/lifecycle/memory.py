@@ -5,10 +5,7 @@ later) include only part of their memory. Sources, in this order:
 
 * ``device``: used memory of the current accelerator device, from its runtime, over all processes.
 * sources of :func:`add_source`: ``simulated``, the memory of the simulated accelerator.
-* ``nvml``: this process's memory on that device, from NVML (extra ``gpu``). Requires the host's PID
-  namespace in a container.
-* ``rss``: resident memory of this process, from the kernel.
-* ``pinned``: page-locked host memory of torch's allocator.
+* ``rss``: resident memory of this process, from the Linux kernel.
 
 Nothing here initializes an accelerator: its context would take some hundred MB.
 """
@@ -18,10 +15,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
 
 from ..c10d import devices
 
@@ -86,9 +80,7 @@ def in_use() -> dict[str, int]:
     readings = {
         "device": _device_used,
         **{name: source.used for name, source in _sources.added.items()},
-        "nvml": _nvml_used,
         "rss": _resident,
-        "pinned": _pinned,
     }
     found: dict[str, int] = {}
     for name, ask in readings.items():
@@ -158,50 +150,4 @@ def _resident() -> int | None:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * _PAGE
     except OSError:  # not Linux
-        return _psutil_resident()
-
-
-def _psutil_resident() -> int | None:
-    try:
-        import psutil
-    except ImportError:
         return None
-    return int(psutil.Process().memory_info().rss)
-
-
-def _pinned() -> int | None:
-    runtime = devices.runtime()
-    if runtime is None or not hasattr(runtime, "host_memory_stats"):
-        return None
-    with suppress(Exception):  # torch before 2.9 raises until memory was pinned
-        stats = runtime.host_memory_stats()
-        return int(stats.get("allocated_bytes.current", stats.get("active_bytes.current", 0)))
-    return None
-
-
-def _nvml_used() -> int | None:
-    runtime = devices.runtime()
-    if runtime is None or runtime.__name__ != "torch.cuda":
-        return None
-    nvml = _nvml()
-    if nvml is None:
-        return None
-    with suppress(Exception):  # no driver, a MIG slice, or a container with a PID namespace
-        properties = runtime.get_device_properties(runtime.current_device())
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}".encode())
-        for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid == os.getpid() and process.usedGpuMemory is not None:
-                return int(process.usedGpuMemory)
-    return None
-
-
-def _nvml() -> ModuleType | Any | None:
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()  # reference-counted; cheap after the first call
-    except pynvml.NVMLError:
-        return None
-    return pynvml

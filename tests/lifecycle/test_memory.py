@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import types
 from dataclasses import replace
 
@@ -31,15 +30,6 @@ class FakeRuntime(types.ModuleType):
 
     def memory_allocated(self):
         return 10 * GIB
-
-    def host_memory_stats(self):
-        return {"allocated_bytes.current": 3 * GIB}
-
-    def current_device(self):
-        return 0
-
-    def get_device_properties(self, index):
-        return types.SimpleNamespace(uuid="abc")
 
 
 @pytest.fixture
@@ -71,8 +61,8 @@ def test_the_device_comes_first(runtime, added):
     """Then what was added, then the process's own figures."""
     added("other", memory.Source(lambda: 5, lambda: 6))
     seen = memory.in_use()
-    assert list(seen) == ["device", "other", "rss", "pinned"]
-    assert (seen["device"], seen["other"], seen["pinned"]) == (30 * GIB, 5, 3 * GIB)
+    assert list(seen) == ["device", "other", "rss"]
+    assert (seen["device"], seen["other"]) == (30 * GIB, 5)
     assert memory.free_bytes() == (50 * GIB, "device")
 
 
@@ -84,20 +74,6 @@ def test_an_added_source_that_has_nothing_to_say_is_left_out(added):
     added("other", memory.Source(lambda: 7, lambda: 9))
     assert memory.in_use()["other"] == 7
     assert memory.free_bytes() == (9, "other")
-
-
-def test_nvml_is_labelled(runtime, added, monkeypatch):
-    """With nvidia-ml-py installed: this process's memory alone, under its own name."""
-    mine = types.SimpleNamespace(pid=os.getpid(), usedGpuMemory=4 * GIB)
-    other = types.SimpleNamespace(pid=1, usedGpuMemory=9 * GIB)
-    nvml = types.SimpleNamespace(
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetComputeRunningProcesses=lambda handle: [other, mine],
-    )
-    monkeypatch.setattr(memory, "_nvml", lambda: nvml)
-    assert memory.in_use()["nvml"] == 4 * GIB
-    nvml.nvmlDeviceGetHandleByUUID = lambda uuid: 1 / 0  # a driver library that is missing
-    assert "nvml" not in memory.in_use()
 
 
 def test_memory_that_the_allocator_keeps_is_a_warning(runtime, added):
