@@ -231,7 +231,8 @@ def test_inner_group_is_nowhere_but_in_its_proxy(job):
     for facts in job:
         for inner in facts["inner"]:
             assert inner["in tables"] == inner["by own name"] == inner["alive"] == []
-            assert inner["held by"] == ["dict"]  # the proxy's attributes
+            # The proxy's attributes, which from Python 3.14 on lie in the proxy itself.
+            assert inner["held by"] in (["dict"], ["ReloadableProcessGroup"])
 
 
 # ---------------------------------------------------------------------------------------------
