@@ -19,6 +19,8 @@ if WORLD.startswith("nccl") and not os.path.exists("/dev/nvidiactl"):
     from reloadpg.testing import standins
 
     standins.enable()  # before torch is imported
+if WORLD == "torchcomms":
+    os.environ["TORCH_DISTRIBUTED_USE_TORCHCOMMS"] = "1"  # torch reads it when it is imported
 
 pytest.register_assert_rewrite(
     "cli_process",
