@@ -116,6 +116,7 @@ def install(
             ``TORCH_NCCL_ASYNC_ERROR_HANDLING=2`` (also overriding torchrun's default of 1), until
             :func:`uninstall`. With them, a collective that fails or times out is aborted and
             leaves wrong values without an error; :func:`retrying` and :func:`offload` detect this.
+            With TorchComms, sets those of its NCCL backend too, with which nothing has run.
             Each process writes a mark to the job's store, so that another process can replace it
             (:func:`rejoin`).
 

@@ -144,6 +144,10 @@ ROWS: dict[str, Row] = {}
 HANG_ON_NCCL = {"recv[any source]", "irecv[any source]"}
 """NCCL cannot receive from any rank; those that send to one that tries wait indefinitely."""
 
+HANG_ON_TORCHCOMMS = {*HANG_ON_NCCL, "batch_isend_irecv[partial]"}
+"""Its gloo cannot either, and counts a batch as one of the group's collectives: members that have
+no part in a batch then wait in another collective than the others."""
+
 SPACES: dict[str, Any] = {
     "": dist,
     "fc": fc,
@@ -175,6 +179,7 @@ def row(
     names = covers or (name.partition("[")[0],)
     missing = not all(_has(covered) for covered in names)
     missing |= worlds.NCCL and name in HANG_ON_NCCL
+    missing |= worlds.WORLD == "torchcomms" and name in HANG_ON_TORCHCOMMS
     ROWS[name] = Row(name, names, run, expect, ways, modes, groups, missing)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import fault_job
@@ -13,6 +14,7 @@ import recovery_job
 import torch
 import torch.distributed as dist
 import worlds
+from cli_process import command, decoded
 from torch.distributed import distributed_c10d
 
 import reloadpg
@@ -93,6 +95,8 @@ def recovers(rank: int, size: int, how: str) -> tuple[bool, list[str]]:
     groups = start(size, RING, recoverable=True)
     right, texts = worlds.sums_right(*groups), []
     for _ in range(2):
+        cycle()
+        right &= worlds.sums_right(*groups)
         try:
             if rank == 1:
                 if how == "raises":
@@ -110,7 +114,7 @@ def recovers(rank: int, size: int, how: str) -> tuple[bool, list[str]]:
 
 @pytest.mark.parametrize("how", ["cut", "raises"])
 def test_four_ranks_recover_twice(how: str) -> None:
-    """One rank's connections are cut, or it raises while the others wait for it."""
+    """After a cycle, one rank's connections are cut, or it raises while the others wait for it."""
     for right, texts in run_ranks(recovers, 4, args=(how,), timeout=240):
         assert right
         assert len(texts) == 2
@@ -166,7 +170,7 @@ def timeouts(rank: int, size: int) -> list[str]:
 
 def test_a_timeout_that_is_set_holds_in_later_generations() -> None:
     """Set while the group is live, and while it is offloaded; gloo's message names it."""
-    _, (live, offloaded) = run_ranks(timeouts, 2, timeout=120)
+    _, (live, offloaded) = run_ranks(timeouts, 2, timeout=60)
     assert "1234ms" in live
     assert "2345ms" in offloaded
 
@@ -224,3 +228,26 @@ def test_torchcomms_that_is_installed_and_not_enabled_changes_nothing() -> None:
     """Torch then gets the backends of a group that is destroyed, also of one that is offloaded."""
     env = {"TORCH_DISTRIBUTED_USE_TORCHCOMMS": None}
     assert run_ranks(not_enabled, 2, env=env, start_method="spawn", timeout=120) == [True] * 2
+
+
+SCRIPT = """
+import torch.distributed as dist
+import reloadpg
+reloadpg.install(backends={"gloo"})
+dist.init_process_group("gloo")
+dist.new_group([0, 1])
+"""
+
+
+def test_doctor_and_explain_say_what_is_supported(tmp_path: Path) -> None:
+    """In one line, which is the same."""
+    found = decoded(command("doctor", "--json"))
+    (line,) = [one for one in found["findings"] if one["check"] == "torchcomms"]
+    assert line["level"] == "note"
+    assert line["message"] == c10d.TORCHCOMMS_SUPPORT
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    explained = command("explain", script, "--world-size", 2)
+    assert explained.returncode == 0
+    assert "2 of 2 groups of this rank would be reloadable" in explained.stdout
+    assert c10d.TORCHCOMMS_SUPPORT in " ".join(explained.stdout.split())
