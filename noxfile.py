@@ -108,8 +108,9 @@ def torchcomms(session: nox.Session) -> None:
     session.run(".ci/torchcomms", f"{session.bin}/python", external=True)
     command = ("python", "-m", "pytest", "-n", "2", *session.posargs)
     env = {"TEST_WORLD": "torchcomms"}
+    names = ("op_table", "identity", "replay", "while_offloaded")
     session.run(*command, "-m", "torchcomms", "tests/torchcomms", env=env)
-    groups = [f"tests/groups/test_{name}.py" for name in ("op_table", "identity", "replay")]
+    groups = [f"tests/groups/test_{name}.py" for name in names]
     session.run(*command, *groups, "tests/lifecycle/test_topologies.py", env=env)
 
 
