@@ -103,7 +103,7 @@ def nccl(session: nox.Session) -> None:
 
 @nox.session
 def torchcomms(session: nox.Session) -> None:
-    """TorchComms with its gloo backend on the CPU: builds it, in some 10 minutes, and runs it."""
+    """TorchComms with its gloo backend on the CPU: builds it, and runs it."""
     session.install("torch==2.15.0", "-e", ".[test-core]")
     session.run(".ci/torchcomms", f"{session.bin}/python", external=True)
     command = ("python", "-m", "pytest", "-n", "2", *session.posargs)
