@@ -13,4 +13,5 @@ from .creation import *
 from .inspection import *
 from .stores import *
 from .tables import *
+from .torchcomms import *
 from .training import *

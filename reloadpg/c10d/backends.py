@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d as _c10d
 
 from ..errors import GroupDestroyedError, GroupOffloadedError
 from .tables import device_backends, known_groups, label_of
+from .torchcomms import TORCHCOMMS_RECOVERY, is_torchcomm, uses_torchcomms
 
 __all__ = [
     "abort_all",
@@ -64,18 +65,21 @@ def live_backends(group: ProcessGroup, devices: Sequence[str]) -> dict[str, CppB
 def options_of(group: ProcessGroup, devices: Sequence[str]) -> object:
     """The options object of the first of the given backends that has one (NCCL does), or None."""
     for backend in live_backends(group, devices).values():
-        options = getattr(backend, "options", None)
+        options = None if is_torchcomm(backend) else getattr(backend, "options", None)
         if options is not None and not isinstance(options, getattr(_GLOO, "_Options", ())):
             return cast(object, options)
     return None
 
 
 def get_timeouts(group: ProcessGroup, devices: Sequence[str]) -> dict[str, timedelta]:
-    """Current timeouts by device type, as changed by ``_set_pg_timeout`` or ``set_timeout``."""
+    """Current timeouts by device type, as changed by ``_set_pg_timeout`` or ``set_timeout``.
+
+    Without those of TorchComms, whose options always show torch's default.
+    """
     found: dict[str, timedelta] = {}
     for device, backend in live_backends(group, devices).items():
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-        if isinstance(timeout, timedelta):
+        if isinstance(timeout, timedelta) and not is_torchcomm(backend):
             found[device] = timeout
     return found
 
@@ -118,6 +122,8 @@ def suspend_obstacle(backend: CppBackend) -> str:
     name = backend.name()
     if suspend is None:
         return f"torch {torch.__version__} cannot suspend {name} communicators (2.12 and later)"
+    if is_torchcomm(backend):
+        return "TorchComms cannot suspend its communicators"
     if suspend is not getattr(CppBackend, "suspend", None):
         return _cumem_obstacle()  # a backend written in Python that has its own
     if not name.startswith("nccl"):
@@ -221,7 +227,7 @@ def is_communication_error(error: BaseException) -> bool:
 def recovery_settings(
     environ: Mapping[str, str], seconds: float
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the settings with which torch's NCCL engines raise faults in the program. Pure.
+    """Return the settings with which torch's NCCL engines raise faults in the program. Local.
 
     By default the watchdog ends the process after a timeout or an error. With these settings it
     aborts the communicator instead: the device continues *with wrong values*, and only the next
@@ -240,7 +246,8 @@ def recovery_settings(
         those that conflict.
     """
     missing, obstacles = {}, []
-    for name, (value, why) in _RECOVERY_SETTINGS.items():
+    known = _RECOVERY_SETTINGS | (TORCHCOMMS_RECOVERY if uses_torchcomms() else {})
+    for name, (value, why) in known.items():
         given = environ.get(name) or environ.get(name.removeprefix("TORCH_"))
         if name == _MONITORING and given == "1":
             with suppress(ValueError):

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 
 from ..errors import described
+from .torchcomms import own_communicators
 
 __all__ = [
     "NameFreed",
@@ -228,6 +229,7 @@ def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
     Afterwards every ``dist.*`` function finds the proxy, by object and by name, and ``inner`` is
     in no table. Local, not idempotent.
     """
+    own_communicators(inner)
     tables = _c10d._world
     name, tag = tables.pg_names[inner], tables.pg_to_tag.get(inner)
     for table in _tables_by_group():
@@ -254,6 +256,7 @@ def take_generation(inner: ProcessGroup, proxy: ProcessGroup) -> None:
 
     The proxy keeps the store of its first generation, in which users may have keys. Local.
     """
+    own_communicators(inner)
     hooks = _flight_recorder_hooks()
     hook = hooks.pop(inner, None)
     if is_known(inner):
@@ -351,6 +354,7 @@ class NameFreed:
 
 def evict(inner: ProcessGroup) -> None:
     """Remove a group from c10d's tables and from the C++ name registry. Local, idempotent."""
+    own_communicators(inner)
     tables = _c10d._world
     name = tables.pg_names.get(inner)
     tag = tables.pg_to_tag.get(inner)

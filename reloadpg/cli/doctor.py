@@ -47,7 +47,10 @@ SUSPENDS = (2, 29, 7)
 """The first NCCL version that can suspend a communicator."""
 
 STRATEGIES = ("recreate", "suspend")
-REPORTED = ("RELOADPG_", "NCCL_", "TORCH_", "GLOO_", "CUDA_", "HIP_", "PYTORCH_", "OMP_NUM_")
+REPORTED = (
+    *("RELOADPG_", "NCCL_", "TORCH_", "TORCHCOMM_", "GLOO_", "CUDA_", "HIP_", "PYTORCH_"),
+    "OMP_NUM_",
+)
 """Prefixes of the variables in a bug report; others are omitted."""
 
 Version = tuple[int, ...]
@@ -112,6 +115,7 @@ def diagnose(
     checks: list[Check] = [
         *of_job,
         ("torch", check_torch),
+        ("torchcomms", check_torchcomms),
         ("device", check_device),
         ("variables", partial(check_variables, variables)),
         ("autoinstall", partial(check_autoinstall, variables)),
@@ -268,6 +272,17 @@ def check_torch() -> Findings:
         yield Finding("torch", "warning", why, remedy)
     else:
         yield Finding("torch", "ok", f"version {text}")
+
+
+def check_torchcomms() -> Findings:
+    """Say what is supported where torch creates its groups with TorchComms."""
+    from ..c10d import TORCHCOMMS_SUPPORT, torchcomms_obstacle, uses_torchcomms
+
+    if obstacle := torchcomms_obstacle():
+        why, _, remedy = obstacle.partition(". ")
+        yield Finding("torchcomms", "problem", why, remedy)
+    elif uses_torchcomms():
+        yield Finding("torchcomms", "note", TORCHCOMMS_SUPPORT)
 
 
 def check_device() -> Findings:

@@ -396,7 +396,9 @@ class ReloadableProcessGroup(Dispatch):
     def current_timeouts(self) -> dict[str, timedelta]:
         """Return the timeouts by device type: of the live group, or of the next generation."""
         if self.is_live:
-            return c10d.get_timeouts(self._current, tuple(self.construction.devices))
+            # Not every backend tells its timeout; one that was set here is known.
+            told = c10d.get_timeouts(self._current, tuple(self.construction.devices))
+            return {**self._timeouts, **told}
         return dict(self._timeouts)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -453,7 +455,7 @@ class ReloadableProcessGroup(Dispatch):
         self.last_error = ""
 
     def _remember(self, inner: Any) -> None:
-        self._timeouts = c10d.get_timeouts(inner, tuple(self.construction.devices))
+        self._timeouts = self.current_timeouts()
         # A Python backend has no C++ backend, and torch's getter then raises.
         with suppress(RuntimeError):
             self._symm_mem = getattr(inner, "use_pg_for_symm_mem_rendezvous", self._symm_mem)

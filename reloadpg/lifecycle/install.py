@@ -101,7 +101,7 @@ def install(
             number is in seconds. Time during which this process was stopped does not count.
         parallelism: number of groups that a rank releases, or creates and connects, in parallel.
             Equal on all ranks. Each creating thread has a separate store client, so jobs of more
-            than 2,048 ranks use fewer threads.
+            than 2,048 ranks use fewer threads. TorchComms creates one group at a time.
         exclude: a pattern (``fnmatch``), or several, of the description or name of groups that
             bypass, for example ``"*_SERVICE"``. Matched against the name and description at
             creation. Equal on all ranks.
@@ -116,6 +116,7 @@ def install(
             ``TORCH_NCCL_ASYNC_ERROR_HANDLING=2`` (also overriding torchrun's default of 1), until
             :func:`uninstall`. With them, a collective that fails or times out is aborted and
             leaves wrong values without an error; :func:`retrying` and :func:`offload` detect this.
+            With TorchComms, sets those of its NCCL backend too, with which nothing has run.
             Each process writes a mark to the job's store, so that another process can replace it
             (:func:`rejoin`).
 
@@ -125,7 +126,7 @@ def install(
     Raises:
         InvalidOptionError: an option is invalid, or the environment has an unknown variable that
             begins with ``RELOADPG_``; with ``recoverable``, a variable has another value, or NCCL
-            groups were created without these variables.
+            groups were created without these variables; TorchComms is enabled before torch 2.15.
         PatchConflictError: already installed with other options.
     """
     options = _resolved(backends, min_size, world, strategy, timeout, parallelism, exclude, sets)
@@ -210,6 +211,8 @@ def _install(options: Options, *, by_environment: bool) -> Installation:
                 "changed. Call reloadpg.uninstall() first, or install once with the options that "
                 "the whole program needs."
             )
+        if obstacle := c10d.torchcomms_obstacle():
+            raise InvalidOptionError(f"install: {obstacle}. Nothing was installed.")
         variables = _recovery_variables(options) if options.recoverable else {}
         patches = Patches.apply()
         registry.options, registry.patches = options, patches

@@ -323,7 +323,7 @@ def _abort(parts: list[Any]) -> None:
     with suppress(IndexError):  # after an interrupt, two threads may abort the same communicator
         while parts:
             with suppress(RuntimeError):
-                parts[-1].abort()
+                c10d.abort_part(parts[-1])
             parts.pop()
 
 
@@ -331,7 +331,7 @@ def _discard(inner: ProcessGroup) -> None:
     """Destroy a group that no other code has seen, without waiting for other ranks. Local."""
     c10d.evict(inner)
     with suppress(RuntimeError):
-        inner.abort()
+        c10d.abort_part(inner)
 
 
 def _parts(inner: ProcessGroup, construction: Construction) -> list[Any]:

@@ -22,6 +22,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
+from reloadpg.cli.doctor import diagnose
 from reloadpg.groups.registry import registry
 from reloadpg.testing import run_ranks
 
@@ -326,6 +327,18 @@ def test_a_torch_that_was_not_tested_is_warned_of_once(monkeypatch):
         assert all("tested with 2.8 to 2.15" in text and version in text for text in said)
         if said:
             assert caught[0].filename == __file__
+
+
+def test_torchcomms_is_refused_where_torch_hangs_with_it(monkeypatch):
+    """Before 2.15: the switches of torch are set as where torchcomms is installed and enabled."""
+    monkeypatch.setattr(distributed_c10d, "_TORCHCOMM_AVAILABLE", True)
+    monkeypatch.setattr(torch.distributed.config, "use_torchcomms", True)
+    with pytest.raises(reloadpg.InvalidOptionError, match=r"TorchComms .* Nothing was installed"):
+        reloadpg.install()
+    assert not reloadpg.is_installed()
+    (found,) = [one for one in diagnose().findings if one.check == "torchcomms"]
+    assert found.level == "problem"
+    assert "Unset the variable" in found.remedy
 
 
 def test_an_unknown_variable_is_refused_by_install(monkeypatch):

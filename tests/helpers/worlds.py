@@ -25,14 +25,14 @@ CAN_SPLIT = hasattr(dist.ProcessGroup, "split_group")
 
 
 WORLD = os.environ.get("TEST_WORLD", "unbound")
-"""``unbound``, ``bound``, ``nccl`` or ``nccl-bound``: what :func:`init` makes.
+"""``unbound``, ``bound``, ``nccl``, ``nccl-bound`` or ``torchcomms``: what :func:`init` makes.
 
 The tests run in all of them. Most trainers bind the default group to a device, and torch then takes
 other ways. ``nccl`` is torch's own ProcessGroupNCCL over the stand-ins for CUDA and NCCL, or on
-GPUs; tensors are then on the device by default.
+GPUs; tensors are then on the device by default. ``torchcomms`` is gloo by TorchComms, unbound.
 """
-if WORLD not in ("unbound", "bound", "nccl", "nccl-bound"):
-    raise ValueError(f"TEST_WORLD={WORLD}: it is unbound, bound, nccl or nccl-bound")
+if WORLD not in ("unbound", "bound", "nccl", "nccl-bound", "torchcomms"):
+    raise ValueError(f"TEST_WORLD={WORLD}: it is unbound, bound, nccl, nccl-bound or torchcomms")
 
 BOUND = WORLD.endswith("bound") and WORLD != "unbound"
 """Whether :func:`init` binds the default group to a device."""

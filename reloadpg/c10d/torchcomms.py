@@ -1,0 +1,107 @@
+"""TorchComms: the communicators of torch's groups under ``TORCH_DISTRIBUTED_USE_TORCHCOMMS=1``.
+
+Each backend is then a ``_BackendWrapper`` around a communicator of the package ``torchcomms``,
+which torch also keeps in ``_world.comms``. Seen with its gloo backend on torch 2.15.0 (torchcomms
+at 59426ba4b). Of its NCCL backend the source was read; it has not run.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as _c10d
+
+__all__ = [
+    "TORCHCOMMS_RECOVERY",
+    "TORCHCOMMS_SUPPORT",
+    "abort_part",
+    "creates_one_at_a_time",
+    "is_torchcomm",
+    "own_communicators",
+    "torchcomms_obstacle",
+    "uses_torchcomms",
+]
+
+TORCHCOMMS_SUPPORT = (
+    "TorchComms is enabled: its gloo groups are released, rebuilt and recovered, one at a time, "
+    "and never suspended; with its NCCL backend nothing has run"
+)
+
+TORCHCOMMS_RECOVERY = {
+    "TORCHCOMM_ABORT_ON_ERROR": ("0", "TorchComms ends the process after a failed collective"),
+    # How long a failed collective waits for a dump before it raises; 15 s by default.
+    "TORCHCOMM_HEALTH_CHECK_WAIT_MS": ("200", ""),
+}
+"""As the settings of torch's NCCL engines: :func:`~reloadpg.c10d.recovery_settings`."""
+
+
+def uses_torchcomms() -> bool:
+    """Whether torch creates its groups with TorchComms now. Local."""
+    enabled = getattr(_c10d, "_use_torchcomms_enabled", None)
+    return enabled is not None and bool(enabled())
+
+
+def torchcomms_obstacle() -> str:
+    """Say why this torch's groups cannot be rebuilt with TorchComms; empty if they can. Local.
+
+    Before 2.15 torch splits a parent for each new group. On plain torch 2.13 about 60 groups in a
+    row hang, and so does a group of some ranks before one that includes others.
+    """
+    if not uses_torchcomms() or hasattr(_c10d, "_create_torchcomms_backend"):
+        return ""
+    return (
+        f"torch {torch.__version__} hangs when it creates groups with TorchComms "
+        "(TORCH_DISTRIBUTED_USE_TORCHCOMMS=1; seen on plain torch 2.13). Unset the variable, or "
+        "use torch 2.15 or later"
+    )
+
+
+def creates_one_at_a_time() -> bool:
+    """Whether this process can create only one group at a time.
+
+    TorchComms reads its rank and size from the process's environment, into which torch writes them
+    for the time of each creation.
+    """
+    return uses_torchcomms()
+
+
+def is_torchcomm(backend: object) -> bool:
+    return isinstance(backend, getattr(_c10d, "_BackendWrapper", ()))
+
+
+def _communicators(part: Any) -> list[Any]:
+    """The communicators of a group, or of one of its backends; none but those of TorchComms."""
+    if not hasattr(_c10d, "_BackendWrapper"):
+        return []
+    found = [part]
+    with suppress(RuntimeError, AttributeError):  # a backend; a group that has none
+        found = [part._get_backend(device) for device in part._device_types]
+    return [backend.get_comm() for backend in found if is_torchcomm(backend)]
+
+
+def own_communicators(group: ProcessGroup) -> None:
+    """Remove a group's communicators from torch's list, so that they end with it. Local.
+
+    ``finalize()`` frees nothing with gloo. Torch calls it for all in the list when the default
+    group is destroyed, and it raises for a communicator that an offload has finalized.
+    """
+    for comm in _communicators(group):
+        with suppress(ValueError):
+            cast(Any, _c10d._world).comms.remove(comm)
+
+
+def abort_part(part: Any) -> None:
+    """Abort a group, or one of its backends, unless that would end the process. Local.
+
+    TorchComms' gloo cannot abort. Its NCCL, by the source, ends the process in ``abort()``, unless
+    ``TORCHCOMM_ABORT_ON_ERROR=0`` was set when the communicator was created, and not by a split.
+    Both close their connections with the last reference, which the caller drops.
+    """
+    comms = _communicators(part)
+    able = [comm for comm in comms if comm.is_abort_supported()]
+    ends = any(comm.get_options().abort_process_on_timeout_or_error for comm in able)
+    if not comms or (able and not ends):
+        part.abort()
