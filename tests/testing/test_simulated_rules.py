@@ -87,6 +87,8 @@ def test_a_released_group_is_refused_on_every_path_and_released_once() -> None:
         lambda: group._get_backend(CPU),
         lambda: backend.allreduce([torch.ones(1)]),
         lambda: backend.eager_connect_single_device(CPU),
+        backend.suspend,
+        backend.resume,
     ):
         with refused("its communicator was released"):
             call()
