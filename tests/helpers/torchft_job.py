@@ -1,4 +1,4 @@
-"""Groups of torchft beside reloadable ones: torchft's own classes (0.2.0), or their sequence."""
+"""Groups of torchft and reloadable ones: torchft's own classes (0.2.0), or their sequence."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Sequence(dist.ProcessGroup):
 
 
 def beside(rank: int, size: int, real: bool) -> dict[str, Any]:
-    """torchft's group before, in and after an offload of the others; configured anew within it."""
+    """A group of torchft before, in and after an offload of the others, configured twice."""
     reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
     worlds.init("gloo")
     ports: list[Any] = [None]
