@@ -40,7 +40,7 @@ def default_timeout() -> timedelta:
 
 
 class Records(logging.Handler):
-    """The log records of ``reloadpg`` at INFO and above, in a process of its own."""
+    """The log records of ``reloadpg`` at INFO and above, in a separate process."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -391,7 +391,7 @@ def test_time_in_which_the_machine_stands_still_does_not_count_for_the_timeout(
 
 
 UNREACHABLE: dict[str, tuple[dict[str, str], bool, str, tuple[int, ...]]] = {
-    "nobody listens": (
+    "no server": (
         {"RANK": "1", "LOCAL_RANK": "1"},
         False,
         "no store responded at 127.0.0.1:",
@@ -404,15 +404,15 @@ UNREACHABLE: dict[str, tuple[dict[str, str], bool, str, tuple[int, ...]]] = {
         (0,),
     ),
     "no such host, rank 1": (
-        {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "nobody.invalid"},
+        {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "absent.invalid"},
         False,
-        "MASTER_ADDR 'nobody.invalid' cannot be resolved",
+        "MASTER_ADDR 'absent.invalid' cannot be resolved",
         (0,),
     ),
     "no such host": (
-        {"MASTER_ADDR": "nobody.invalid"},
+        {"MASTER_ADDR": "absent.invalid"},
         False,
-        "MASTER_ADDR 'nobody.invalid' cannot be resolved",
+        "MASTER_ADDR 'absent.invalid' cannot be resolved",
         (),
     ),
     "no name": ({"MASTER_ADDR": "a..b"}, False, "MASTER_ADDR 'a..b' cannot be resolved", ()),
@@ -455,7 +455,7 @@ UNREACHED = pytest.mark.ranks(len(UNREACHABLE), env={"TORCHELASTIC_USE_AGENT_STO
 def test_a_store_that_cannot_be_reached_is_reported_at_the_timeout_with_what_to_correct(
     rank: int,
 ) -> None:
-    """Torch waits indefinitely for a server that is silent. Each rank has a case of its own."""
+    """Torch waits indefinitely for a server that is silent. Each rank has another case."""
     refuse_address(list(UNREACHABLE)[rank], 1.5)
 
 
@@ -464,7 +464,7 @@ def test_a_store_that_cannot_be_reached_is_reported_at_the_timeout_with_what_to_
 def test_an_unreachable_store_is_reported_within_the_timeout(rank: int) -> None:
     """Torch tries for twice its own."""
     begun = time.monotonic()
-    refuse_address(("nobody listens", "another host")[rank], 30.0)
+    refuse_address(("no server", "another host")[rank], 30.0)
     assert 29 < time.monotonic() - begun < 50
 
 
@@ -659,7 +659,7 @@ def test_an_evaluator_of_several_ranks_without_a_rank_is_refused() -> None:
 def test_the_interpreter_exits_normally_after_a_store_was_not_reached() -> None:
     """A thread in the store of torch would end it with SIGABRT; no warning of torch is written."""
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # nobody listens there
+        taken.bind(("127.0.0.1", 0))  # and nothing listens there
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
         code = "import reloadpg; reloadpg.init_distributed(device='cpu', init_timeout=2)"

@@ -1,4 +1,4 @@
-"""A new user's path: a script of their own under torchrun, and the lines copied from the README."""
+"""The path of a new user: a torchrun script, and the lines copied from the README."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torchft_job import beside
+from torchft_job import alongside
 from worlds import unbound_only
 
 from reloadpg.testing import run_ranks
@@ -22,7 +22,7 @@ pytestmark = unbound_only  # torch asks the group for the device that the world 
 )
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Two replicas, with the calling sequence of torchft's source, and with torchft itself."""
-    return run_ranks(beside, 2, args=(request.param,), timeout=400)
+    return run_ranks(alongside, 2, args=(request.param,), timeout=400)
 
 
 def test_a_registered_group_is_the_object_of_torchft(ranks: list[dict[str, Any]]) -> None:

@@ -43,7 +43,7 @@ class Setting:
     Attributes:
         backend: the backend of the default group.
         reloadable: whether reloadpg is installed.
-        backends: what ``install`` is told.
+        backends: the option of ``install``.
         late: whether ``install`` comes after ``init_process_group`` instead of before it.
     """
 

@@ -67,7 +67,7 @@ class Sequence(dist.ProcessGroup):
         self._made = name
 
 
-def beside(rank: int, size: int, real: bool) -> dict[str, Any]:
+def alongside(rank: int, size: int, real: bool) -> dict[str, Any]:
     """A group of torchft before, in and after an offload of the others, configured twice."""
     reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
     worlds.init("gloo")

@@ -40,7 +40,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
 }
 HIERARCHY = [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
-"""Hierarchical context parallel groups; megatron-core builds them with a package of its own
+"""Hierarchical context parallel groups; megatron-core builds them with another package
 (einops), so they are put in place here."""
 MEMBERS = {
     "tp2 pp2": {

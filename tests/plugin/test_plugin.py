@@ -132,12 +132,12 @@ def test_every_test_of_the_suite_has_an_expected_result(suite: Suite) -> None:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_test_of_the_suite_ends_as_expected_and_reports_why(suite: Suite, name: str) -> None:
     """A refused test is not run. A test that runs twice passes without reloads."""
-    how, *words = EXPECTED[name]
+    how, *texts = EXPECTED[name]
     if name not in suite.tests:
         assert suite.tests[f"{name}[as-is]"][0] == "passed"
         name += "[reloaded]"
     assert suite.tests[name][0] == how, suite.tests[name]
-    for text in words:
+    for text in texts:
         assert text in suite.tests[name][1]
     for text in ("never run", "words of rank 0", "During handling of"):
         assert text not in suite.tests[name][1]

@@ -592,7 +592,7 @@ def test_runs_leave_no_directories_or_descriptors() -> None:
         found = Counter(os.listdir(folder))
         for pid in (os.getpid(), server):
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-                with suppress(FileNotFoundError):  # closed meanwhile
+                with suppress(FileNotFoundError):  # it was closed
                     found[f"{pid} {descriptor.readlink()}"] += 1
         return found
 
@@ -635,7 +635,7 @@ def folder() -> Iterator[Path]:
 
 
 def start_script(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """Run this file as a script, with a temporary directory of its own; errors go to a file."""
+    """Run this file as a script, with a separate temporary directory; errors go to a file."""
     (folder / "tmp").mkdir()
     with (folder / "errors").open("w") as errors:
         return subprocess.Popen(
@@ -736,7 +736,7 @@ def test_functions_of_a_main_module_run_and_those_of_an_interpreter_are_refused(
 @pytest.mark.slow
 def test_another_reloadpg_in_the_working_directory_is_refused(tmp_path: Path) -> None:
     """The fork server would find it first, although it is not on the path of the caller."""
-    compiled = shutil.ignore_patterns("__pycache__")  # other processes write there meanwhile
+    compiled = shutil.ignore_patterns("__pycache__")  # other processes write there
     shutil.copytree(f"{ROOT}/reloadpg", tmp_path / "reloadpg", ignore=compiled)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "script.py").write_text(
