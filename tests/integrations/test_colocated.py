@@ -331,11 +331,11 @@ def test_weights_are_copied_back_while_the_groups_are_reloaded() -> None:
 
         def before_reload() -> None:
             rebuilds.set()
-            assert copies.wait(200)
+            assert copies.wait(60)
 
         def copy_back() -> None:
             side.log.append("copy")
-            assert rebuilds.wait(200)
+            assert rebuilds.wait(60)
             with pytest.raises(reloadpg.GroupOffloadedError, match="a reload is running"):
                 sums_right(None)
             copies.set()  # the reload goes on

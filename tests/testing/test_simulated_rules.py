@@ -499,10 +499,13 @@ def test_a_fault_can_be_of_one_rank_and_can_come_after_the_step(rank: int) -> No
     group = alone()
     use(group)
     backend = group._get_backend(CPU)
-    for at, state in (("suspend", SimState.SUSPENDED), ("resume", SimState.CONNECTED)):
-        with simulated.inject(Fault(at, moment="after")), pytest.raises(InjectedFaultError):
-            getattr(backend, at)()
-        assert simulated.groups()[-1].state is state
+    states = [SimState.CONNECTED, SimState.SUSPENDED]
+    for at in ("suspend", "resume"):
+        for moment, state in zip(("before", "after"), states, strict=True):
+            with simulated.inject(Fault(at, moment=moment)), pytest.raises(InjectedFaultError):
+                getattr(backend, at)()
+            assert simulated.groups()[-1].state is state
+        states.reverse()
     with (
         simulated.inject(Fault("release", moment="after", operation="abort")),
         pytest.raises(InjectedFaultError),
