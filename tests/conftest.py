@@ -36,7 +36,7 @@ pytest.register_assert_rewrite(
     "test_mesh",
 )
 
-# What makes no world of its own, or always the same one, runs once: not in a bound world again.
+# Tests without a world, or always with the same one, run once: not in a bound world again.
 collect_ignore = [
     f"{name}.py"
     for name in (
@@ -127,7 +127,7 @@ LONGEST = (
 )
 
 # A TCPStore server looks up the host name of each client; one that cannot be found costs it 5 s by
-# default, in which it serves nobody. Read by the C library at its first look-up in a process.
+# default, in which it serves no client. Read by the C library at its first look-up in a process.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
@@ -165,7 +165,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture
 def free_port() -> Iterator[int]:
-    """A port that a store of the test can listen on, and that nobody else is given meanwhile.
+    """A port that a store of the test can listen on, and that no other process is given.
 
     It is bound and not listened on; the store's own socket sets SO_REUSEADDR too.
     """

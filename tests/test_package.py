@@ -15,7 +15,7 @@ def _python(code):
 
 
 def test_importing_the_package_does_not_import_torch():
-    """Nor wrapt; the errors do not need them either."""
+    """Nor wrapt; the errors need neither."""
     done = _python(
         "import sys, reloadpg, reloadpg.errors\n"
         "print(reloadpg.ReloadpgError.__name__, 'torch' in sys.modules, 'wrapt' in sys.modules)"
@@ -24,7 +24,7 @@ def test_importing_the_package_does_not_import_torch():
 
 
 def test_importing_changes_nothing_in_torch():
-    """No import-time side effects: torch's functions are torch's own until install."""
+    """Until ``install`` the functions of torch are unchanged."""
     done = _python(
         "import torch.distributed as dist\n"
         "before = dist.new_group, dist.split_group, dist.init_process_group\n"
@@ -35,8 +35,8 @@ def test_importing_changes_nothing_in_torch():
     assert done.stdout == "True\n", done.stderr
 
 
-def test_every_public_name_can_be_had():
-    """What __all__ lists exists, and the names that RL frameworks use are the same functions."""
+def test_every_public_name_exists():
+    """The names that RL frameworks use are aliases of the same functions."""
     for name in reloadpg.__all__:
         assert getattr(reloadpg, name) is not None
     assert reloadpg.destroy_process_groups is reloadpg.offload
@@ -44,12 +44,11 @@ def test_every_public_name_can_be_had():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    """As for any module."""
     assert not hasattr(reloadpg, "no_such_name")
 
 
 def test_the_lists_of_public_names_agree():
-    """What is found at run time is what is declared for type checkers, and nothing else."""
+    """The names that are found at run time are those declared for type checkers."""
     found = {*reloadpg._HOME_OF, *reloadpg._ALIASES, "__version__"}
     assert set(reloadpg.__all__) == found
     assert len(reloadpg.__all__) == len(found)

@@ -23,7 +23,7 @@ ROOMS = (
     "testing",
     "cli",
 )
-"""Each may import those before it: so the core never imports what is built on it."""
+"""Each may import those before it, so the core never imports a package that builds on it."""
 
 MODULES = {
     ".".join(path.relative_to(HOME).with_suffix("").parts).removesuffix(".__init__"): path
@@ -52,14 +52,14 @@ def imported(name: str) -> Iterator[str]:
 
 
 def test_every_folder_is_a_room() -> None:
-    """A new one has to be given its place in the order."""
+    """A new one needs a place in the order."""
     folders = {path.name for path in HOME.iterdir() if (path / "__init__.py").is_file()}
     assert folders == {*ROOMS} - {"errors"}
 
 
 @pytest.mark.parametrize("room", ROOMS[1:])
 def test_a_room_imports_only_those_before_it(room: str) -> None:
-    """Nowhere in any of its modules, also not for types. Public names are no room."""
+    """In none of its modules, not for types either. Public names of the package are exempt."""
     later = {*ROOMS[ROOMS.index(room) + 1 :]}
     wrong = {
         f"{name} imports {target}"
@@ -72,7 +72,7 @@ def test_a_room_imports_only_those_before_it(room: str) -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Within a room, too. A package's ``__init__`` that only finds names when used is no module."""
+    """Within a room, too. The ``__init__`` of a package, which imports names on use, is exempt."""
     graph = {name: {*imported(name)} & MODULES.keys() for name in MODULES}
     packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     done: set[str] = set()

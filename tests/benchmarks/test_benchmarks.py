@@ -1,4 +1,4 @@
-"""The benchmark scripts run, say what they measured, and fail where a limit is exceeded.
+"""The benchmark scripts run, report what they measured, and fail if a limit is exceeded.
 
 Timing is not tested here: the figures of a quick run mean nothing.
 """
@@ -65,7 +65,7 @@ def test_dispatch_measures_every_path_on_a_subgroup_and_on_world(dispatch: dict[
 
 @pytest.mark.matrix
 def test_dispatch_covers_the_collectives(dispatch: dict[str, Any]) -> None:
-    """Every collective of torch.distributed that the fake backend can do is measured."""
+    """Every collective of torch.distributed that the fake backend supports is measured."""
     python = {row["call"] for row in dispatch["rows"] if row["path"] == "python"}
     assert python >= {
         *("all_reduce", "broadcast", "reduce", "barrier", "all_to_all", "all_to_all_single"),
@@ -89,7 +89,7 @@ def test_dispatch_fails_over_a_limit() -> None:
 
 
 def test_reload_measures_by_number_of_groups(reload: dict[str, Any]) -> None:
-    """Real gloo ranks and the fake backend, each beside torch's own cost."""
+    """Real gloo ranks and the fake backend, each with the cost of torch alone."""
     assert [(row["backend"], row["groups"]) for row in reload["by_groups"]] == [
         ("gloo", 1),
         ("gloo", 3),
@@ -104,7 +104,7 @@ def test_reload_measures_by_number_of_groups(reload: dict[str, Any]) -> None:
 
 
 def test_reload_measures_by_job_size(reload: dict[str, Any]) -> None:
-    """The rank's groups stay as many while the job grows; the baseline replays all of them."""
+    """A rank has as many groups in a larger job; the baseline replays all groups of the job."""
     small, large = reload["by_job_size"]
     assert (small["ranks"], large["ranks"]) == (64, 256)
     assert small["member_groups"] == large["member_groups"] >= 20
@@ -113,13 +113,13 @@ def test_reload_measures_by_job_size(reload: dict[str, Any]) -> None:
         assert row["speedup"] == pytest.approx(row["replay_all_ms"] / row["reload_ms"])
 
 
-def test_no_full_collection_happens_unasked(reload: dict[str, Any]) -> None:
-    """Offload and reload start no full garbage collection (measured with the automatic one off)."""
+def test_an_offload_and_a_reload_start_no_full_garbage_collection(reload: dict[str, Any]) -> None:
+    """Measured with the automatic collection off."""
     assert reload["checks"]["collections"]["value"] == 0
 
 
 def test_reload_fails_over_a_limit() -> None:
-    """Each of the four limits makes the result bad by itself."""
+    """Each of the four limits by itself."""
     code = """
 import reload
 group = {"groups": 50, "offload_own_ms": 1.0, "reload_own_ms": 1.0, "collections": 0}
@@ -137,7 +137,7 @@ print(reload.check_limits([group], [jobs[0], {**jobs[1], "speedup": 49.0}], 50)[
 
 @pytest.mark.matrix
 def test_creation_measures_all_calls_of_a_job(tmp_path: Path) -> None:
-    """The job's, those for groups of other ranks, those for the rank's own: 80, 77 and 3."""
+    """All 80 calls, of which 77 create groups of other ranks and 3 groups of this rank."""
     rows = quick("creation.py", tmp_path / "figures.json")["rows"]
     assert [(row["part"], row["calls"]) for row in rows] == [
         ("job", 80),
@@ -148,7 +148,7 @@ def test_creation_measures_all_calls_of_a_job(tmp_path: Path) -> None:
 
 
 def test_creation_fails_over_a_limit() -> None:
-    """The limit itself passes, and a row without one always does."""
+    """A value equal to the limit passes, and so does a row without a limit."""
     code = """
 import creation
 row = {"part": "others", "ranks": 64, "limit": 1.2}
@@ -168,7 +168,7 @@ def cycle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_cycle_measures_both_ways_on_both_backends(cycle: Path) -> None:
-    """The memory of the simulated communicators is given back: 4 MiB each, two of them."""
+    """The memory of the two simulated communicators, of 4 MiB each, is released."""
     rows = json.loads(cycle.read_text())["by_groups"]
     assert [(row["backend"], row["way"]) for row in rows] == [
         ("sim", "reloadable"),
@@ -182,7 +182,7 @@ def test_cycle_measures_both_ways_on_both_backends(cycle: Path) -> None:
 
 
 def test_plot_draws_what_the_cycle_benchmark_wrote(cycle: Path, tmp_path: Path) -> None:
-    """One picture with a line for each way; equal figures give an equal file."""
+    """One picture with a line for each way; equal figures give equal files."""
     pytest.importorskip("matplotlib")
     pictures = [tmp_path / "one.svg", tmp_path / "two.svg"]
     for picture in pictures:
@@ -195,7 +195,7 @@ def test_plot_draws_what_the_cycle_benchmark_wrote(cycle: Path, tmp_path: Path) 
 
 
 def test_rendezvous_counts_the_store_operations_of_a_barrier(tmp_path: Path) -> None:
-    """A few for each rank, whatever the number of ranks, and hardly a key stays."""
+    """A few for each rank, with any number of ranks, and few keys remain."""
     path = tmp_path / "figures.json"
     arguments = ("--ranks", "2", "8", "--barriers", "3", "--json", str(path))
     done = run(str(BENCHMARKS / "rendezvous.py"), *arguments)
@@ -207,7 +207,7 @@ def test_rendezvous_counts_the_store_operations_of_a_barrier(tmp_path: Path) -> 
 
 
 def test_parallel_measures_every_width_and_the_overlap(tmp_path: Path) -> None:
-    """Reloads at one to eight groups at a time, and one beside a copy."""
+    """Reloads with one to eight groups at a time, and one in parallel with a copy."""
     figures = quick("parallel.py", tmp_path / "figures.json")
     assert list(figures["reload_s"]) == ["1", "2", "4", "8"]
     assert figures["ratio"] == figures["reload_s"]["8"] / figures["reload_s"]["1"]
@@ -215,7 +215,7 @@ def test_parallel_measures_every_width_and_the_overlap(tmp_path: Path) -> None:
 
 
 def test_recovery_measures_a_fault_in_both_ways(tmp_path: Path) -> None:
-    """Each way goes through its fault once, in place or with new processes, to equal weights."""
+    """Once in place and once with new processes, to equal weights."""
     figures = quick("recovery.py", tmp_path / "figures.json")
     assert {way: len(seconds) for way, seconds in figures["seconds"].items()} == {
         "retrying": 1,
@@ -224,3 +224,38 @@ def test_recovery_measures_a_fault_in_both_ways(tmp_path: Path) -> None:
     assert all(seconds > 0 for seconds in figures["medians"].values())
     assert figures["ratio"] == figures["medians"]["retrying"] / figures["medians"]["restart"]
     assert figures["equal"]
+
+
+def test_startup_measures_import_and_install(tmp_path: Path) -> None:
+    """The import does not load torch; install finds an early alias among 3,000 modules."""
+    figures = quick("startup.py", tmp_path / "figures.json")
+    assert figures["facts"]["import_loads_torch"] is False
+    assert figures["facts"]["alias_found"] is True
+    assert 3000 <= figures["facts"]["modules"] < 3100
+    assert [row["what"] for row in figures["rows"]] == ["import", "install", "load"]
+    assert all(row["wall_ms"] > 0 and row["cpu_ms"] > 0 for row in figures["rows"])
+
+
+@pytest.mark.parametrize(
+    ("change", "ok"),
+    [
+        ("", True),
+        ("imports[0]['torch'] = True", False),
+        ("installs[0]['alias_found'] = False", False),
+        ("rows[0]['cpu_ms'] = 50.5", False),
+        ("rows[1]['cpu_ms'] = 20.5", False),
+        ("rows[2]['cpu_ms'] = 500.0", True),
+    ],
+)
+def test_startup_fails_over_a_limit(change: str, ok: bool) -> None:
+    """Each figure has a limit, and each fact must hold."""
+    code = f"""
+import startup
+imports = [{{"import": (1, 49), "torch": False}}]
+installs = [{{"install": (1, 19), "load": (1, 90), "alias_found": True, "modules": 1, "names": 1}}]
+rows = startup.rows_of(imports, ["import"]) + startup.rows_of(installs, ["install", "load"])
+{change}
+print(startup.check_limits(rows, imports, installs)["ok"])
+"""
+    done = run("-c", code)
+    assert done.stdout == f"{ok}\n", done.stderr

@@ -66,7 +66,7 @@ class TestCheckpoint(ConsumerTests):
     consumer = Consumer(checkpoint_program, 2, plain, reloaded, groups=2, kept_sockets=kept)
 
     def test_what_was_saved_before_a_cycle_is_loaded_after_it(self) -> None:
-        """A save on WORLD, a save on a subgroup and an async save all give the model back."""
+        """With a save on WORLD, on a subgroup, and an asynchronous one."""
         for outcome in self.consumer.with_cycles():
             for start in range(0, 12, 4):
                 *loaded, trained = outcome.results["results"][start : start + 4]

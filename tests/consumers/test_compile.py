@@ -94,8 +94,7 @@ class CompiledTests(ConsumerTests):
     graphs = 4
 
     def test_nothing_is_compiled_again(self) -> None:
-        """The graphs made before the first offload serve all cycles; torch refuses to compile
-        another."""
+        """The graphs that were compiled before the first offload serve all cycles."""
         for outcome in self.consumer.with_cycles():
             before, *after = outcome.facts["compiled"]
             assert before["graphs"]["unique_graphs"] == self.graphs

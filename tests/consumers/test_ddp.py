@@ -1,4 +1,4 @@
-"""DistributedDataParallel: its reducer and its hooks keep the group object for life."""
+"""DistributedDataParallel: its reducer and its hooks keep the group object."""
 
 from __future__ import annotations
 
@@ -102,13 +102,13 @@ class TestDDP(ConsumerTests):
     # are WORLD's, of 3 sockets a generation.
     consumer = Consumer(ddp_program, 3, groups=2, kept_sockets=2 * 3)
 
-    def test_gradients_went_through_several_buckets(self) -> None:
-        """A bucket size this small gives a model more than two buckets."""
+    def test_gradients_are_reduced_in_several_buckets(self) -> None:
+        """More than two with this bucket size."""
         for outcome in self.consumer.with_cycles():
             assert outcome.facts["buckets"] > 2
 
-    def test_replicas_agree(self) -> None:
-        """All ranks hold the same parameters: gradients were averaged after every reload."""
+    def test_parameters_are_equal_on_all_ranks(self) -> None:
+        """So gradients were averaged after every reload."""
         ranks = self.consumer.with_cycles()
         for name, result in ranks[0].results.items():
             for key, value in result["state"].items():

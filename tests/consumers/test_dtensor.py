@@ -96,9 +96,8 @@ def dtensor_program(run: Run) -> dict[str, Any]:
 class TestDTensor(ConsumerTests):
     consumer = Consumer(dtensor_program, 4, groups=3)
 
-    def test_old_and_new_meshes_give_the_same(self) -> None:
-        """Operations on an equal mesh made after a cycle, and on tensors of both, equal those on
-        the mesh made before it."""
+    def test_operations_on_old_and_new_meshes_give_the_same(self) -> None:
+        """The new mesh is equal, and was created after a cycle; also with tensors of both."""
         for outcome in self.consumer.with_cycles():
             first = outcome.results["old"][0]
             assert len(outcome.results["again"]) == 6
@@ -110,7 +109,7 @@ class TestDTensor(ConsumerTests):
                 assert torch.allclose(again["old and new"], expected["matmul"], atol=1e-5)
 
     def test_results_stay_the_same_from_cycle_to_cycle(self) -> None:
-        """Tensors made before the cycles give the same after each of them."""
+        """Of operations on tensors that were created before the cycles."""
         for outcome in self.consumer.with_cycles():
             first, *later = outcome.results["old"]
             for after in later:

@@ -98,7 +98,7 @@ class TestFSDP2(ConsumerTests):
     consumer = Consumer(fsdp2_program, 4, groups=3)
 
     def test_gathered_state_is_the_same_on_all_ranks(self) -> None:
-        """An all-gather over the mesh after each cycle gives every rank the same parameters."""
+        """By an all-gather over the mesh after each cycle."""
         first, *others = self.consumer.with_cycles()
         for name in ("shard", "hybrid"):
             for other in others:
@@ -109,7 +109,7 @@ class TestFSDP2(ConsumerTests):
 @pytest.mark.slow
 @pytest.mark.matrix
 class TestFSDP2InstalledLate(ConsumerTests):
-    """``install`` after ``init_process_group``: WORLD is taken over, then sharded on."""
+    """``install`` after ``init_process_group`` takes WORLD over."""
 
     consumer = Consumer(fsdp2_program, 2, reloaded=RELOADED_LATE)
 

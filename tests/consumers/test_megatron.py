@@ -246,12 +246,12 @@ class TestMegatron(ConsumerTests):
         return [outcome.results[phase] for outcome in self.consumer.with_cycles()]
 
     def test_getters_return_the_same_objects(self) -> None:
-        """After each cycle megatron-core's own getters give the objects that they gave before."""
+        """Before and after each cycle, by every getter of megatron-core."""
         for outcome in self.consumer.with_cycles():
             assert outcome.facts["same objects"] == [True] * (3 * len(LAYOUTS))
 
     def test_each_group_sums_over_its_own_ranks(self) -> None:
-        """A sum over each group, by value, is that of the members it names (failure 4)."""
+        """By value (failure 4)."""
         for layouts in self.ranks("layouts"):
             for rounds in layouts.values():
                 for groups in rounds:
@@ -259,8 +259,7 @@ class TestMegatron(ConsumerTests):
                         assert seen["sum"].tolist() == [sum(2.0**rank for rank in seen["ranks"])]
 
     def test_all_kinds_of_groups_took_part(self) -> None:
-        """Tensor, pipeline, data, context, expert and embedding groups exist where a layout has
-        them, the gloo ones where asked for."""
+        """Tensor, pipeline, data, context, expert and embedding groups; gloo ones on request."""
         for outcome in self.consumer.with_cycles():
             seen = outcome.facts["groups"]
             for name in seen:
@@ -272,8 +271,7 @@ class TestMegatron(ConsumerTests):
             assert "get_data_parallel_group(with_context_parallel)" in seen["cp4"]
 
     def test_timeouts_hold_after_a_reload(self) -> None:
-        """The timeout given at creation, then the one set on the live group, is what each rebuilt
-        group has (failure 9)."""
+        """Each rebuilt group has the timeout of its creation, or the one set later (failure 9)."""
         exempt = ("get_expert_data_parallel_group_gloo", "expert_data_parallel_group_gloo(")
         for layouts in self.ranks("layouts"):
             for rounds in layouts.values():
@@ -285,23 +283,22 @@ class TestMegatron(ConsumerTests):
                             assert seen["timeout"] == expected, (number, name)
 
     def test_the_first_operation_on_world_may_be_a_partial_batch(self) -> None:
-        """The first operation on the rebuilt WORLD is a ``batch_isend_irecv`` of two of four
-        ranks, and what the one sends is what the other gets (failure 15)."""
+        """A ``batch_isend_irecv`` of two of four ranks, by value (failure 15)."""
         ranks = self.ranks("pipeline")
         for number in range(3):
             sent = ranks[number]["received"][number]
             assert sent.equal(ranks[number + 1]["received"][number])
 
     def test_overlapping_embedding_groups_are_rebuilt(self) -> None:
-        """Pipeline parallel 4: first and last stage share a group that overlaps the pipeline's,
-        the two between do not have it, and all cycles end (failure 14)."""
+        """The first and the last of four stages share a group that overlaps that of the pipeline;
+        no cycle hangs (failure 14)."""
         assert [
             rank["sums"].get("get_embedding_group", {"ranks": None})["ranks"]
             for rank in self.ranks("pipeline")
         ] == [[0, 3], None, None, [0, 3]]
 
-    def test_layers_learn_through_cycles(self) -> None:
-        """Column-, row- and vocabulary-parallel layers: the loss falls in every step."""
+    def test_the_loss_of_parallel_layers_falls_in_every_step(self) -> None:
+        """Column-, row- and vocabulary-parallel layers, through cycles."""
         for rank in self.ranks("layers"):
             losses = [loss.item() for loss in rank["losses"]]
             assert losses == sorted(losses, reverse=True)

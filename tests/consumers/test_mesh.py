@@ -74,25 +74,24 @@ class TestDeviceMesh(ConsumerTests):
     consumer = Consumer(mesh_program, 4, groups=5)
 
     def test_groups_of_the_mesh_are_reloadable(self) -> None:
-        """Groups that ``init_device_mesh`` and ``_flatten`` make are tracked (failure 8); a
-        dimension of one rank is left alone."""
+        """Likewise those of ``_flatten`` (failure 8). A dimension of one rank bypasses."""
         for outcome in self.consumer.with_cycles():
             kinds = dict(outcome.facts["kinds"])
             assert kinds.pop("three.cp") == "ProcessGroup"
             assert set(kinds.values()) == {"ReloadableProcessGroup"}
 
-    def test_a_mesh_keeps_its_group_objects(self) -> None:
-        """``get_group`` returns the same object before and after each cycle."""
+    def test_get_group_returns_the_same_object_before_and_after_each_cycle(self) -> None:
+        """Likewise WORLD."""
         for outcome in self.consumer.with_cycles():
             assert outcome.facts["same groups"] == [True] * 3
 
-    def test_a_dimension_as_large_as_the_world_is_world(self) -> None:
-        """Such a dimension's group is the default group itself, with cycles and without."""
+    def test_a_dimension_as_large_as_the_world_uses_world(self) -> None:
+        """With cycles and without."""
         for outcome in (*self.consumer.without(), *self.consumer.with_cycles()):
             assert outcome.facts["line is WORLD"]
 
     def test_each_dimension_sums_over_its_own_ranks(self) -> None:
-        """Every sum is the sum over the ranks that the group names, in every round."""
+        """In every round, by ``dist`` and by functional collectives."""
         for outcome in self.consumer.with_cycles():
             for meshes in outcome.results["rounds"]:
                 for dims in meshes.values():

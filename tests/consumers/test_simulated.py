@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor
 
 class SimulatedTests(ConsumerTests):
     def test_old_communicators_are_gone_while_offloaded(self) -> None:
-        """The accelerator holds no memory, and no group but those that bypass; none was dropped
-        without being shut down."""
+        """The accelerator holds only the groups that bypass, and none has leaked."""
         assert self.consumer.each_cycle()
         for _, cycle in self.consumer.each_cycle():
             assert [g.name for g in cycle.groups if not g.inner_gone] == []
@@ -37,7 +36,7 @@ class SimulatedTests(ConsumerTests):
             assert cycle.simulated_offloaded.leaked == 0
 
     def test_a_reload_opens_what_the_groups_need_and_no_more(self) -> None:
-        """A reload creates one communicator a group."""
+        """One communicator for each group."""
         for _, cycle in self.consumer.each_cycle():
             before, after = cycle.simulated_offloaded, cycle.simulated_after
             assert after.created - before.created == cycle.rebuilt
@@ -86,13 +85,13 @@ def checkpoint_program(run: Run) -> dict[str, Any]:
                 state, checkpoint_id=root / f"async{step}", process_group=background
             )
 
-            def meanwhile(state=state, step=step, pending=pending) -> None:
+            def inside(state=state, step=step, pending=pending) -> None:
                 dcp.save(state, checkpoint_id=root / f"offloaded{step}", process_group=gloo)
                 loaded = get_model_state_dict(other)
                 dcp.load(loaded, checkpoint_id=root / f"offloaded{step}", process_group=gloo)
                 pending.result()
 
-            run.cycle(meanwhile)
+            run.cycle(inside)
             for kind in ("offloaded", "async"):
                 loaded = get_model_state_dict(other)
                 dcp.load(loaded, checkpoint_id=root / f"{kind}{step}", process_group=gloo)
@@ -112,7 +111,7 @@ class TestCheckpointWhileOffloaded(SimulatedTests):
     consumer = Consumer(checkpoint_program, 2, plain=SIM_PLAIN, reloaded=SIM_RELOADED)
 
     def test_what_was_saved_while_offloaded_is_what_was_trained(self) -> None:
-        """Both saves hold the trained parameters."""
+        """By a synchronous and by an asynchronous save."""
         for outcome in self.consumer.with_cycles():
             results = outcome.results["results"]
             assert len(results) == 9

@@ -1,4 +1,4 @@
-"""Run by real launchers: comes up, sums the ranks, and writes what it saw to a file of its own.
+"""Run by real launchers: bring up, sum the ranks, and write what was seen to a separate file.
 
 ``python rank_report.py DIRECTORY [NAME OTHER]``: with a NAME, it stays up until the job that is
 called OTHER is up at the same time.

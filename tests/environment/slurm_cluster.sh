@@ -1,5 +1,5 @@
 #!/bin/sh
-# A one-node SLURM in a network and process namespace of its own: nothing of it is reachable from
+# A one-node SLURM in a separate network and process namespace: nothing of it is reachable from
 # outside, and all of it dies with this script. Usage: slurm_cluster.sh DIRECTORY SCRIPT
 set -e
 cd "$1"

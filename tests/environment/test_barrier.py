@@ -1,4 +1,4 @@
-"""The bounded barrier, and what rank 0 does first or alone: on the store, never on a collective."""
+"""The barrier with a timeout, and ``rank_zero_first``: on the store, never by a collective."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import os
 import signal
 import threading
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from in_turn import variables
 from watched_store import WatchedStore
 
 import reloadpg
 from reloadpg import environment
 from reloadpg.environment import GroupNotInitializedError
-from reloadpg.testing import run_ranks, simulated
+from reloadpg.testing import simulated
 
 
 def bring_up(backend: str) -> None:
@@ -31,55 +32,19 @@ def untouched() -> bool:
     return (stats.connected, stats.collectives, stats.held_bytes) == (0, 0, 0)
 
 
-def meet(rank: int, world_size: int, backend: str) -> tuple[bool, bool]:
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_a_barrier_uses_no_collective(backend: str) -> None:
+    """Three barriers create no communicator; the first collective does."""
     bring_up(backend)
     for turn in range(3):
         reloadpg.barrier(60, f"turn {turn}")
-    before = untouched()
+    assert untouched()
     dist.all_reduce(torch.ones(1))
-    return before, untouched()
+    assert untouched() == (backend == "gloo")
 
 
-@pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_ranks_meet_repeatedly_without_any_collective(backend: str) -> None:
-    """Three barriers leave the accelerator without a communicator; its own first call makes one."""
-    assert run_ranks(meet, 3, args=(backend,)) == [(True, backend != "sim")] * 3
-
-
-def miss(
-    rank: int, world_size: int, backend: str, group_ranks: list[int] | None, bounds: list[float]
-) -> tuple[Any, ...]:
-    if backend == "sim":
-        simulated.register()
-    server = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    shared = dist.TCPStore(*server, is_master=False)
-    met = threading.Event()
-
-    def answered(method: str, key: str) -> None:
-        if met.is_set() and method == "set" and "/here/" in key:
-            shared.set(f"rank {rank} is counted", "1")
-
-    store = WatchedStore(shared, answered=answered)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    group = dist.new_group(group_ranks) if group_ranks else None
-    reloadpg.barrier(60, "connected", group)
-    met.set()
-    if rank == 2:
-        # Comes when the others have given up: they say so in the store that all share.
-        shared.wait(["gave up"], timedelta(seconds=150))
-    elif rank == 0 and group is None:
-        shared.wait(["rank 1 is counted"], timedelta(seconds=150))
-    try:
-        reloadpg.barrier(timedelta(seconds=bounds[rank]), "before the checkpoint", group)
-    except TimeoutError as error:
-        assert isinstance(error, reloadpg.RendezvousTimeoutError)
-        shared.set("gave up", "1")
-        reloadpg.barrier(60, "all are here now", group)
-        assert untouched()
-        return str(error), error.missing
-    return "", ()
-
-
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     ("backend", "group_ranks"),
     [
@@ -89,25 +54,54 @@ def miss(
         pytest.param("sim", None, marks=pytest.mark.slow),
     ],
 )
-def test_a_missing_rank_is_named_with_reason_and_seconds_on_all_ranks_also_the_late_one(
-    backend: str, group_ranks: list[int] | None
+def test_a_missing_rank_is_named_on_all_ranks_with_reason_and_timeout(
+    backend: str, group_ranks: list[int] | None, rank: int
 ) -> None:
-    """Ranks are those of the job, in a subgroup too; afterwards the ranks can meet again."""
-    bounds = [1.0, 1.0 if group_ranks else 60.0, 60.0]
-    outcomes = run_ranks(miss, 3, args=(backend, group_ranks, bounds), timeout=150)
-    for rank, (message, missing) in enumerate(outcomes):
-        if group_ranks and rank not in group_ranks:
-            assert message == ""
-            continue
-        assert missing == (2,)
-        assert "'before the checkpoint'" in message
-        assert f" {bounds[rank]:g} s" in message
-        assert "missing: rank 2." in message
-        assert ("This rank arrived too late" in message) == (rank == 2)
+    """Also on the late rank itself, and by its rank in the job where the group is a subgroup.
+
+    Afterwards the ranks can meet again.
+    """
+    if backend == "sim":
+        simulated.register()
+    timeout = [1.0, 1.0 if group_ranks else 60.0, 60.0][rank]
+    server = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = dist.TCPStore(*server, is_master=False)
+    met = threading.Event()
+
+    def answered(method: str, key: str) -> None:
+        if met.is_set() and method == "set" and "/here/" in key:
+            shared.set(f"rank {rank} is counted", "1")
+
+    store = WatchedStore(shared, answered=answered)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=3)
+    group = dist.new_group(group_ranks) if group_ranks else None
+    reloadpg.barrier(60, "connected", group)
+    met.set()
+    if rank == 2:
+        # Comes when the others have given up: they say so in the store that all share.
+        shared.wait(["gave up"], timedelta(seconds=150))
+    elif rank == 0 and group is None:
+        shared.wait(["rank 1 is counted"], timedelta(seconds=150))
+    if group_ranks and rank not in group_ranks:
+        reloadpg.barrier(timeout, "before the checkpoint", group)
+        return
+    with pytest.raises(TimeoutError) as caught:
+        reloadpg.barrier(timedelta(seconds=timeout), "before the checkpoint", group)
+    error, message = caught.value, str(caught.value)
+    assert isinstance(error, reloadpg.RendezvousTimeoutError)
+    assert error.missing == (2,)
+    assert f" {timeout:g} s" in message
+    for words in ("'before the checkpoint'", "missing: rank 2."):
+        assert words in message
+    assert ("This rank arrived too late" in message) == (rank == 2)
+    shared.set("gave up", "1")
+    reloadpg.barrier(60, "all are here now", group)
+    assert untouched()
 
 
-def bad_calls(rank: int, world_size: int) -> list[str]:
-    found: list[str] = []
+@pytest.mark.ranks(1, env={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+def test_a_barrier_without_a_group_or_with_a_bad_timeout_is_refused() -> None:
+    """The launcher has two ranks: without a group it is an error, not a barrier of one."""
     for group in ("foo", 0, [0, 1]):
         with pytest.raises(reloadpg.InvalidOptionError, match=r"barrier\(group="):
             reloadpg.barrier(1, "x", group=group)  # type: ignore[arg-type]
@@ -115,98 +109,70 @@ def bad_calls(rank: int, world_size: int) -> list[str]:
         with pytest.raises(reloadpg.InvalidOptionError) as caught:
             reloadpg.barrier(timeout, "x")  # type: ignore[arg-type]
         assert isinstance(caught.value, ValueError)
-    with pytest.raises(GroupNotInitializedError, match="init_distributed") as no_group:
+    with pytest.raises(GroupNotInitializedError, match="init_distributed"):
         reloadpg.barrier(5, "x")
-    found.append(str(no_group.value))
     with pytest.raises(GroupNotInitializedError), environment.rank_zero_first(5):
-        found.append("ran")
-    return found
+        pytest.fail("the body ran")
 
 
-def test_a_barrier_without_group_or_with_a_bad_bound_says_so_at_once() -> None:
-    """Two ranks by the launcher and no group: an error, not a barrier of one."""
-    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    assert len(run_ranks(bad_calls, 1, env=env)[0]) == 1
+LAUNCHER = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+LAUNCHER += ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def alone(rank: int, world_size: int) -> str:
-    reloadpg.barrier(1, "alone")
-    with environment.rank_zero_first(1):
-        return "ran"
+@pytest.mark.ranks(1)
+def test_a_process_alone_passes_a_barrier_without_a_group() -> None:
+    """With a world of 1 from the launcher, and without a launcher."""
+    for env in ({}, dict.fromkeys(LAUNCHER)):
+        with variables(env):
+            reloadpg.barrier(1, "alone")
+            with environment.rank_zero_first(1):
+                pass
 
 
-@pytest.mark.parametrize("world_size", ["1", None])
-def test_a_process_alone_passes(world_size: str | None) -> None:
-    """A world of 1 needs no group to meet itself."""
-    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-    env = {} if world_size else dict.fromkeys((*names, "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-    assert run_ranks(alone, 1, env=env) == ["ran"]
-
-
-def interrupted(rank: int, world_size: int) -> bool:
+@pytest.mark.ranks(2)
+def test_a_barrier_handles_signals_while_it_waits(rank: int) -> None:
+    """Ctrl-C ends it at once; torch's own store wait delays it until the timeout."""
     dist.init_process_group("gloo")
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["interrupted"], timedelta(seconds=150))
-        return False
+        return
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGALRM, stop)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    with pytest.raises(KeyboardInterrupt):
         reloadpg.barrier(300, "long")
-    except KeyboardInterrupt:
-        return True
-    finally:
-        store.set("interrupted", "1")
-    return False
-
-
-def test_a_signal_is_handled_while_waiting() -> None:
-    """Ctrl-C ends a barrier at once; torch's own store wait holds it until the time-out."""
-    assert run_ranks(interrupted, 2, timeout=150) == [True, False]
+    store.set("interrupted", "1")
 
 
 # ---------------------------------------------------------------------------------------------
 # rank 0 first, and alone
 
 
-def first(rank: int, world_size: int, path: str) -> list[str]:
+@pytest.mark.ranks(3)
+def test_rank_0_runs_the_body_first_and_the_others_see_what_it_did(
+    rank: int, tmp_path: Path
+) -> None:
+    """The others begin when the body of rank 0 has ended."""
     dist.init_process_group("gloo")
     with environment.rank_zero_first(60):
-        found = sorted(os.listdir(path))
-        if rank == 0:
-            for number in range(3):
-                with open(os.path.join(path, f"{number}"), "w") as file:
-                    file.write("data")
-    return found
+        found = sorted(os.listdir(tmp_path))
+        for number in range(3 if rank == 0 else 0):
+            (tmp_path / f"{number}").write_text("data")
+    assert found == ([] if rank == 0 else ["0", "1", "2"])
 
 
-def test_rank_0_runs_the_body_first_and_the_others_see_what_it_did(tmp_path: Any) -> None:
-    """The others begin when rank 0 has ended its body."""
-    outcomes = run_ranks(first, 3, args=(str(tmp_path),))
-    assert outcomes == [[], ["0", "1", "2"], ["0", "1", "2"]]
-
-
-def first_fails(rank: int, world_size: int) -> str:
+@pytest.mark.ranks(2)
+def test_if_rank_0_fails_the_others_raise_its_reason_and_do_not_run_the_body(rank: int) -> None:
+    """No rank waits for the timeout."""
     dist.init_process_group("gloo")
-    try:
-        with environment.rank_zero_first(300):
-            if rank == 0:
-                raise FileNotFoundError("no data")
-            return "ran"
-    except (FileNotFoundError, reloadpg.PeerFailedError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def test_if_rank_0_fails_the_others_hear_why_and_do_not_run_the_body() -> None:
-    """No rank waits for the time-out."""
-    zero, one = run_ranks(first_fails, 2, timeout=150)
-    assert zero == "FileNotFoundError: no data"
-    assert one.startswith("PeerFailedError")
-    assert "no data" in one
+    error = FileNotFoundError if rank == 0 else reloadpg.PeerFailedError
+    with pytest.raises(error, match="no data"), environment.rank_zero_first(300):
+        assert rank == 0, "the body ran"
+        raise FileNotFoundError("no data")
 
 
 @environment.rank_zero_only
@@ -214,24 +180,21 @@ def only_zero(value: int) -> int:
     return value + 1
 
 
-def ranks_seen(rank: int, world_size: int) -> tuple[Any, ...]:
-    before = (environment.get_rank(), environment.is_rank_zero(), only_zero(1))
-    os.environ["RANK"] = "0"  # stale: from here on the group knows better
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(os.environ["RENDEZVOUS"], 2), rank=1 - rank, world_size=2
-    )
-    return before, (environment.get_rank(), environment.is_rank_zero(), only_zero(1))
-
-
-def test_the_rank_is_the_launchers_before_the_group_and_the_groups_afterwards(
-    tmp_path: Any,
+@pytest.mark.ranks(2)
+def test_the_rank_is_the_launchers_before_there_is_a_group_and_then_the_groups(
+    rank: int, tmp_path: Path
 ) -> None:
-    """Looked up at each call, also by ``rank_zero_only``, which was decorated before either."""
-    outcomes = run_ranks(ranks_seen, 2, env={"RENDEZVOUS": str(tmp_path / "store")})
-    assert outcomes == [
-        ((0, True, 2), (1, False, None)),
-        ((1, False, None), (0, True, 2)),
-    ]
+    """It is looked up at each call, also by ``rank_zero_only``."""
+
+    def check(now: int) -> None:
+        assert (environment.get_rank(), environment.is_rank_zero()) == (now, now == 0)
+        assert only_zero(1) == (2 if now == 0 else None)
+
+    check(rank)
+    os.environ["RANK"] = "0"  # outdated: from here on the rank of the group counts
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=1 - rank, world_size=2)
+    check(1 - rank)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +210,7 @@ def test_the_rank_is_the_launchers_before_the_group_and_the_groups_afterwards(
 def test_the_rank_under_srun_is_right_before_there_is_a_group(
     env: dict[str, str], rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where RANK is not set, not every process is rank 0."""
+    """A process without RANK is not rank 0 for that."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMI"))]:
         monkeypatch.delenv(name)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):

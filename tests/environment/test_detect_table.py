@@ -1,4 +1,4 @@
-"""Who am I: a table of environments, each with the exact result or the exact complaint."""
+"""``detect_environment``: a table of environments, each with the result or the error."""
 
 from __future__ import annotations
 
@@ -313,10 +313,8 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_the_environment_is_exactly_this_or_the_complaint_names_variable_and_value(
-    row: Row,
-) -> None:
-    """Every row gives all nine fields from one source, or an error with these words; no mixture."""
+def test_detection_returns_one_identity_or_names_variable_and_value(row: Row) -> None:
+    """Every row gives all nine fields from one source, or an error with these words."""
     variables = row.variables()
     before = dict(variables)
     if isinstance(row.expected, tuple):

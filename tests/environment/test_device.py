@@ -1,4 +1,4 @@
-"""Device and backend of a rank, on an accelerator that is made up: a device module without devices.
+"""Device and backend of a rank, on an invented accelerator: a device module without devices.
 
 Torch's own functions for accelerators of other makers (``rename_privateuse1_backend``,
 ``_register_device_module``, ``Backend.register_backend``) run as they are.
@@ -22,7 +22,7 @@ KIND, BACKEND = "toaster", "bread"
 
 
 class Accelerator(types.ModuleType):
-    """What torch and the library ask an accelerator's module; it notes what was made current."""
+    """What torch and the library ask an accelerator's module; it records the current devices."""
 
     def __init__(self, uuids: list[str]) -> None:
         super().__init__(f"torch.{KIND}")
@@ -80,7 +80,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Placed:
-    """What came of it: the error, or device, backend, and the indices and streams in use."""
+    """The result: the error, or device, backend, and the indices and streams in use."""
 
     error: str = ""
     device: str = ""
@@ -90,7 +90,7 @@ class Placed:
 
 
 def place(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, Placed]:
-    """By case, what came of it on this rank; one case after the other."""
+    """By case, the result on this rank; one case after the other."""
     accelerator = plug_in([])
     placed = {}
     for name, case in cases.items():
@@ -161,9 +161,11 @@ PAIRS: dict[str, tuple[Case, list[Placed] | str]] = {
 }
 
 
-def test_each_rank_has_a_device_of_its_own_or_both_are_told_so() -> None:
-    """The local rank's, or the only one that it sees, made current once, with the backend that is
-    registered for it. A shared one is told before a group is made: device, ranks, local ranks."""
+def test_each_rank_gets_a_separate_device_or_an_error_with_the_ranks_that_share_it() -> None:
+    """It is that of the local rank, or the only visible one, made current once, with its backend.
+
+    A shared device is reported before a group is created.
+    """
     cases = {name: case for name, (case, _) in PAIRS.items()}
     results = run_ranks(place, 2, args=(cases,), timeout=150)
     for name, (_, expected) in PAIRS.items():
@@ -178,7 +180,7 @@ def test_each_rank_has_a_device_of_its_own_or_both_are_told_so() -> None:
 
 
 def test_gloo_may_share_a_device() -> None:
-    """A backend that moves data through the host claims none; NCCL beside it does."""
+    """A backend that moves data through the host claims none; NCCL in a mixed group does."""
     cuda = torch.device("cuda:0")
     assert Placement(cuda, "gloo", None).exclusive() == ""
     assert Placement(cuda, "cpu:gloo,cuda:gloo", None).exclusive() == ""
@@ -222,8 +224,8 @@ CHOICES: dict[str, tuple[dict[str, str | None], dict[str, Any], Placed | str]] =
 }
 
 
-def test_device_and_backend_follow_each_other_or_are_refused() -> None:
-    """Each choice of one rank that sees two devices; what does not fit is named before bring-up."""
+def test_the_device_determines_the_backend_and_the_backend_the_device() -> None:
+    """For one rank with two visible devices. What does not fit is refused before bring-up."""
     cases = {n: Case([["a", "b"]], env, options) for n, (env, options, _) in CHOICES.items()}
     [alone] = run_ranks(place, 1, args=(cases,), timeout=150)
     for name, (_, _, expected) in CHOICES.items():

@@ -1,4 +1,4 @@
-"""Export to the standard variables, its exact undo, and what detection leaves alone."""
+"""Export to the standard variables, its exact undo, and checks of an environment."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_the_exported_variables_are_read_back_as_the_same_environment() -> None:
     assert detect_environment(environ) == replace(ENVIRONMENT, source="torchrun")
 
 
-def test_undo_puts_back_exactly_what_was_there_and_only_once() -> None:
-    """New, equal and overwritten variables are as before; a second undo is idle."""
+def test_undo_restores_all_variables_once() -> None:
+    """New, equal and overwritten variables are as before; a second undo does nothing."""
     environ = {"RANK": "5", "MASTER_ADDR": "old", "WORLD_SIZE": "2", "HOME": "/root"}
     before = dict(environ)
     undo = ENVIRONMENT.export(overwrite=True, environ=environ)
@@ -56,7 +56,7 @@ def test_os_environ_is_the_default_and_the_undo_is_a_context_too(
 
 
 def test_without_overwrite_a_preset_address_stays() -> None:
-    """The user's own meeting point is kept; the rest is written around it."""
+    """The address of the user is kept; only what is missing is written."""
     environ = {"MASTER_ADDR": "n1-ib", "MASTER_PORT": "1"}
     undo = ENVIRONMENT.export(environ=environ)
     assert environ["MASTER_ADDR"] == "n1-ib"
@@ -74,10 +74,10 @@ def test_without_overwrite_another_identity_is_an_error_and_nothing_is_written()
     assert environ == {"RANK": "7"}
 
 
-def test_undo_leaves_what_someone_else_changed_and_says_so(
+def test_undo_keeps_a_variable_that_was_changed_later_and_warns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Only what is still ours is undone."""
+    """It undoes only what still has the exported value."""
     environ: dict[str, str] = {}
     undo = ENVIRONMENT.export(environ=environ)
     environ["RANK"] = "0"
@@ -87,7 +87,7 @@ def test_undo_leaves_what_someone_else_changed_and_says_so(
     assert "RANK was set to '5' by the export but is '0' now" in caplog.text
 
 
-def test_a_write_that_fails_midway_leaves_nothing_behind() -> None:
+def test_an_export_that_fails_midway_writes_nothing() -> None:
     """All variables are written or none."""
 
     class Full(dict[str, str]):
@@ -103,7 +103,7 @@ def test_a_write_that_fails_midway_leaves_nothing_behind() -> None:
 
 
 def test_a_single_process_exports_a_port_that_is_free() -> None:
-    """A world of 1 has no port of its own; the export picks one that can be bound now."""
+    """A world of 1 has no port; the export picks one that can be bound now."""
     port = int(detect_environment({}).variables()["MASTER_PORT"])
     assert 1024 <= port <= 65535
 
@@ -119,7 +119,7 @@ def test_ports_are_in_range_and_differ_between_steps_and_neighbouring_jobs() -> 
         assert len(set(ports)) == len(ports)
 
 
-def test_ranks_that_are_not_consecutive_on_a_node_are_warned_about_not_refused(
+def test_ranks_that_are_not_consecutive_on_a_node_are_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The layout rule, global = node * per node + local, is a check: cyclic jobs run."""
@@ -156,14 +156,14 @@ def test_ranks_that_are_not_consecutive_on_a_node_are_warned_about_not_refused(
     ],
     ids=str,
 )
-def test_an_environment_out_of_range_cannot_be_made(change: dict[str, int]) -> None:
-    """Also one made by hand is checked, and the message has the number."""
+def test_an_environment_out_of_range_is_refused(change: dict[str, int]) -> None:
+    """Also one that is created by hand; the message has the number."""
     with pytest.raises(DistributedEnvironmentError, match=str(next(iter(change.values())))):
         replace(ENVIRONMENT, **change)  # type: ignore[arg-type]
 
 
 def test_importing_detecting_exporting_and_ranks_import_no_torch() -> None:
-    """What a launcher script needs before torch is loaded does not load it."""
+    """A launcher script may need all of this before torch is loaded."""
     script = (
         "import sys, reloadpg\n"
         "import reloadpg.environment as e\n"
@@ -182,8 +182,8 @@ def test_importing_detecting_exporting_and_ranks_import_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_all_public_names_are_there_lazily() -> None:
-    """Every name of ``__all__`` resolves, is listed by ``dir``, and an unknown one says so."""
+def test_public_names_are_loaded_on_first_use() -> None:
+    """Every name of ``__all__`` resolves and is listed by ``dir``; an unknown one is an error."""
     import reloadpg.environment as environment
 
     for name in environment.__all__:

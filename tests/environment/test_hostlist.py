@@ -35,14 +35,14 @@ def _host(nodes: str) -> str:
 
 @pytest.mark.parametrize(("nodes", "host"), FIRST.items(), ids=FIRST)
 def test_ranks_meet_on_the_first_host(nodes: str, host: str) -> None:
-    """Whatever the list has: ranges, suffixes, several brackets, zero padding."""
+    """With ranges, suffixes, several brackets and zero padding."""
     assert _host(nodes) == host
 
 
 @pytest.mark.skipif(shutil.which("scontrol") is None, reason="scontrol (slurm-wlm) not installed")
 @pytest.mark.parametrize("nodes", [t for t in FIRST if not re.search(r"][^,[]", t)])
-def test_the_first_host_is_that_of_scontrol(nodes: str, tmp_path: Path) -> None:
-    """SLURM's own tool says the same, where it is installed; it refuses suffixes (22.05)."""
+def test_the_first_host_is_the_one_that_scontrol_prints_first(nodes: str, tmp_path: Path) -> None:
+    """For lists without suffixes, which it refuses (22.05)."""
     config = tmp_path / "slurm.conf"
     config.write_text("ClusterName=none\nSlurmctldHost=localhost\n")
     done = subprocess.run(
@@ -58,7 +58,7 @@ def test_the_first_host_is_that_of_scontrol(nodes: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nodes", [",", "n[1-2", "n1-2]", "n[[1]]", "n[]", "n[a-b]", "n[1]x y"])
 def test_a_malformed_list_is_an_error_that_quotes_it(nodes: str) -> None:
-    """No guess is made about a broken list."""
+    """There is no guess."""
     with pytest.raises(DistributedEnvironmentError, match="SLURM_STEP_NODELIST") as caught:
         _host(nodes)
     assert repr(nodes) in str(caught.value)

@@ -1,4 +1,4 @@
-"""Real launchers, not dictionaries: torchrun, srun, mpirun, a bare python."""
+"""Bring-up under real launchers: torchrun, srun, mpirun, a bare python."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def test_a_bare_python_is_a_single_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_torchrun(ranks: int, tmp_path: Path) -> None:
-    """torchrun's agent keeps the store; the ranks agree and meet on it."""
+def test_ranks_of_torchrun_meet_on_the_store_of_its_agent(ranks: int, tmp_path: Path) -> None:
     torchrun(ranks, REPORT, tmp_path)
     check(reports(tmp_path), "torchrun", ranks)
 
@@ -52,8 +51,8 @@ OPENMPI = missing("mpirun", "ompi_info")
 
 
 @pytest.mark.skipif(bool(OPENMPI), reason=OPENMPI)
-def test_mpirun_of_openmpi(tmp_path: Path) -> None:
-    """mpirun hands out no address: on one host the ranks meet on the loopback interface."""
+def test_ranks_of_mpirun_on_one_host_meet_on_the_loopback_interface(tmp_path: Path) -> None:
+    """OpenMPI gives no address."""
     root = ["--allow-run-as-root"] if os.getuid() == 0 else []
     launch(
         *("mpirun", *root, "--oversubscribe", "-n", "2", sys.executable, REPORT, str(tmp_path)),
@@ -97,8 +96,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @slurm
 @pytest.mark.parametrize("kind", ["step", "pmi"])
-def test_srun_starts_a_job_of_its_step(cluster: Path, kind: str) -> None:
-    """Each task finds rank, host and port by itself; srun's PMI variables change nothing."""
+def test_each_task_of_srun_finds_rank_host_and_port(cluster: Path, kind: str) -> None:
+    """The PMI variables of srun make no difference."""
     found = reports(cluster / kind)
     check(found, "slurm", 2)
     assert {report["master_addr"] for report in found} == {"localhost"}
@@ -107,14 +106,14 @@ def test_srun_starts_a_job_of_its_step(cluster: Path, kind: str) -> None:
 
 
 @slurm
-def test_a_script_that_exports_slurms_numbers_itself_is_the_same_task(cluster: Path) -> None:
-    """RANK, LOCAL_RANK and WORLD_SIZE without an address say what SLURM says."""
+def test_a_script_may_export_the_numbers_of_slurm_itself(cluster: Path) -> None:
+    """As RANK, LOCAL_RANK and WORLD_SIZE, without an address."""
     check(reports(cluster / "exports"), "slurm", 2)
 
 
 @slurm
-def test_the_users_port_wins_under_srun(cluster: Path) -> None:
-    """MASTER_PORT alone: that port, on the host that SLURM names."""
+def test_master_port_is_used_on_the_host_that_slurm_names(cluster: Path) -> None:
+    """It overrides the port that is derived from the job."""
     found = reports(cluster / "port")
     check(found, "slurm", 2)
     assert {(r["master_addr"], r["master_port"]) for r in found} == {("localhost", 29533)}
@@ -123,15 +122,15 @@ def test_the_users_port_wins_under_srun(cluster: Path) -> None:
 @slurm
 @pytest.mark.parametrize("kind", ["shell", "batch"])
 def test_the_shell_of_an_allocation_is_one_process(cluster: Path, kind: str) -> None:
-    """Under salloc and sbatch, outside any step: rank 0 of 1, not rank 0 of 8."""
+    """Under salloc and sbatch, outside any step: rank 0 of 1 and not of 8."""
     found = reports(cluster / kind)
     assert [(r["rank"], r["world_size"], r["sum"]) for r in found] == [(0, 1, 0.0)]
     assert found[0]["source"] in ("single", "slurm")
 
 
 @slurm
-def test_two_steps_of_one_job_run_at_the_same_time_without_a_port_collision(cluster: Path) -> None:
-    """Both are up together, each with its own port, and neither sees the other's ranks."""
+def test_two_steps_of_one_job_run_at_the_same_time_on_different_ports(cluster: Path) -> None:
+    """Neither sees the ranks of the other."""
     first, second = reports(cluster / "steps", "A"), reports(cluster / "steps", "B")
     check(first, "slurm", 2)
     check(second, "slurm", 2)

@@ -120,7 +120,7 @@ def job(rank: int, world_size: int, reloads: bool) -> dict[str, Any]:
 
 
 def test_a_mesh_with_fsdp2_and_tensor_parallel_modules_works_through_three_reloads() -> None:
-    """Values, timeouts, identity, and old DTensors with new ones, after each cycle."""
+    """Values, timeouts and objects hold, and old DTensors work with new ones, after each cycle."""
     unreloaded = run_ranks(job, 8, args=(False,), timeout=150)
     for rank, seen in enumerate(run_ranks(job, 8, args=(True,), timeout=150)):
         assert list(seen["shape"].items()) == list(SIZES.items())
@@ -144,6 +144,6 @@ def flat(rank: int, world_size: int) -> tuple[bool, Any]:
         return context.mesh.get_group("dp_shard") is dist.group.WORLD, context.mesh.mesh.tolist()
 
 
-def test_a_dimension_as_large_as_the_world_is_world_itself() -> None:
-    """No second communicator over the same ranks."""
+def test_a_dimension_as_large_as_the_world_uses_world() -> None:
+    """There is no second communicator over the same ranks."""
     assert run_ranks(flat, 2) == [(True, [0, 1])] * 2

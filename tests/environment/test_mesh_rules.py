@@ -54,7 +54,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("dims", "world_size", "expected"), GOOD)
-def test_the_mesh_is_exactly_this_in_mesh_order(
+def test_dimensions_are_resolved_in_mesh_order(
     dims: dict[str, int], world_size: int, expected: dict[str, int]
 ) -> None:
     """Order, inference, dropped dimensions of size 1, and the two exceptions."""
@@ -64,7 +64,7 @@ def test_the_mesh_is_exactly_this_in_mesh_order(
 
 
 @pytest.mark.parametrize(("dims", "world_size", "parts"), BAD)
-def test_what_cannot_be_laid_over_the_world_is_a_value_error_with_the_numbers(
+def test_dimensions_that_do_not_fit_the_world_are_refused_with_the_numbers(
     dims: Any, world_size: int, parts: list[str]
 ) -> None:
     """Every error is a ValueError and names dimension and numbers."""
@@ -75,8 +75,8 @@ def test_what_cannot_be_laid_over_the_world_is_a_value_error_with_the_numbers(
         assert part in str(caught.value)
 
 
-def test_every_mesh_of_up_to_64_ranks_keeps_product_order_and_rules() -> None:
-    """For all factorisations: product, order, dropped sizes, and -1 infers the same."""
+def test_every_mesh_of_up_to_64_ranks_follows_the_rules() -> None:
+    """For all factorisations: product, order, dropped sizes, and inference of -1."""
     checked = 0
     for world_size in (1, 2, 6, 8, 12, 64):
         divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]

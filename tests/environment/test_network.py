@@ -1,4 +1,4 @@
-"""Interfaces: real ones, made in a network namespace of the test's own."""
+"""Network interfaces: real ones, created in a network namespace of the test."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_first_usable_infiniband_interface_is_found_and_used(
     assert changes == added == wanted
 
 
-def test_without_the_tool_there_is_no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_iproute2_no_interface_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container without iproute2 gets None, not an exception."""
     monkeypatch.setattr(network.shutil, "which", lambda *_, **__: None)
     assert detect_ib_interface() is None
@@ -113,10 +113,10 @@ def test_without_the_tool_there_is_no_interface(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("tool", ["#!/bin/sh\nexit 3\n", "#!/bin/sh\necho '{['\n", "not a program"])
-def test_a_tool_that_fails_or_babbles_is_no_interface(
+def test_no_interface_is_found_if_ip_fails_or_prints_nonsense(
     tool: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever ``ip`` does, bring-up goes on without it."""
+    """Bring-up continues without one."""
     path = os.path.join(str(tmp_path), "ip")
     with open(path, "w") as file:
         file.write(tool)
@@ -138,18 +138,18 @@ def test_a_tool_that_fails_or_babbles_is_no_interface(
         ("l", None),
     ],
 )
-def test_a_preset_interface_stays_and_is_gloos_only_if_it_is_one_concrete_name(
+def test_a_preset_interface_is_kept_and_copied_for_gloo_only_if_it_is_one_name(
     preset: str, gloo: str | None
 ) -> None:
-    """NCCL's exclusion, exact-match, list and prefix forms (``l`` for ``lo``) are not gloo's."""
+    """Gloo has no exclusion, exact-match, list and prefix forms (``l`` for ``lo``), as NCCL has."""
     environ = {"NCCL_SOCKET_IFNAME": preset}
     changes = configure_network_environment(environ)
     assert changes == ({} if gloo is None else {"GLOO_SOCKET_IFNAME": gloo})
     assert environ == {"NCCL_SOCKET_IFNAME": preset, **changes}
 
 
-def test_a_preset_gloo_interface_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only unset variables are set, preset NCCL or found InfiniBand alike."""
+def test_a_preset_gloo_interface_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only unset variables are set, with a preset NCCL interface and with InfiniBand."""
     environ = {"NCCL_SOCKET_IFNAME": "ib7", "GLOO_SOCKET_IFNAME": "eth0"}
     assert configure_network_environment(environ) == {}
     monkeypatch.setattr(network, "detect_ib_interface", lambda: "ib2")
@@ -162,10 +162,10 @@ def test_a_preset_gloo_interface_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("value", "warns"), [("0", True), ("1", False), ("3", False), (None, False)]
 )
-def test_nccl_error_handling_is_left_to_torch_and_0_is_warned_about(
+def test_nccl_error_handling_is_unchanged_and_0_is_a_warning(
     value: str | None, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """0 is kept, with a warning; nothing is forced to 1, which breaks flight-recorder dumps."""
+    """It is not set to 1, which breaks the dumps of the flight recorder."""
     environ = {"NCCL_SOCKET_IFNAME": "^x"}
     if value is not None:
         environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = value
@@ -208,10 +208,10 @@ BRING_UPS: dict[str, tuple[str, object, dict[str, str], dict[str, str]]] = {
         for name, case in BRING_UPS.items()
     ],
 )
-def test_bring_up_sets_the_network_before_it_connects_and_undoes_it_at_the_end(
+def test_bring_up_sets_network_variables_before_it_connects_and_restores_them(
     name: str, network: object, preset: dict[str, str], expected: dict[str, str]
 ) -> None:
-    """Only what is unset, in one log line, on each of two ranks; undone however it ends."""
+    """Only unset variables, in one log line, on each of two ranks; restored however it ends."""
     ends = ["context"]
     if expected == FOUND:
         ends += ["exception", "destroy", "failure", "context"]

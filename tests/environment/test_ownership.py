@@ -1,4 +1,4 @@
-"""Who made the group ends it: in real processes, with real failures."""
+"""The caller that created a group ends it: in real processes, with real failures."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ import torch.distributed as dist
 import reloadpg
 from reloadpg.testing import run_ranks
 
-BOUND_S = 60.0
-"""Of waits for other ranks, and of runs in which no rank is to wait so long."""
+LIMIT_S = 60.0
+"""Timeout of waits for other ranks, and of runs in which no rank waits that long."""
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
-def enter(kind: str, timeout: float = BOUND_S) -> Any:
-    """A scope around stock bring-up, or the context of our own: the same rules for both."""
+def enter(kind: str, timeout: float = LIMIT_S) -> Any:
+    """A scope around stock bring-up, or the library's own context: the same rules for both."""
     if kind == "scope":
         return reloadpg.process_group_scope(timeout=timeout)
     return reloadpg.init_distributed(init_timeout=timeout)
@@ -36,7 +36,7 @@ def enter(kind: str, timeout: float = BOUND_S) -> Any:
 
 def bring_up(kind: str) -> None:
     if kind == "scope":
-        dist.init_process_group("gloo", timeout=timedelta(seconds=BOUND_S))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S))
 
 
 def total() -> float:
@@ -49,24 +49,23 @@ def total() -> float:
 # success
 
 
-def succeed(rank: int, world_size: int, kind: str) -> tuple[float, bool]:
+@pytest.mark.parametrize("kind", ["scope", "context"])
+@pytest.mark.parametrize(
+    "store",
+    [pytest.param(store, marks=pytest.mark.ranks(4, store=store)) for store in ("parent", "rank0")],
+)
+def test_an_owned_group_is_destroyed_on_all_ranks_after_success(kind: str, store: str) -> None:
+    """Rank 0 does not end while the others need its store."""
     with enter(kind):
         bring_up(kind)
-        result = total()
-    return result, dist.is_initialized()
+        assert total() == 4
+    assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("store", ["parent", "rank0"])
-@pytest.mark.parametrize("kind", ["scope", "context"])
-def test_owned_and_success_ends_in_order_also_where_rank_0_holds_the_store(
-    kind: str, store: Any
-) -> None:
-    """All ranks meet, destroy and leave; rank 0 does not take the store away from the others."""
-    assert run_ranks(succeed, 4, args=(kind,), store=store) == [(4.0, False)] * 4
-
-
-def leave_store_last(rank: int, world_size: int, path: str) -> bool:
-    between = dist.FileStore(path, 2)
+@pytest.mark.ranks(2, store="rank0")
+def test_rank_0_with_the_store_leaves_after_the_others_know_that_all_came(rank: int) -> None:
+    """A slow peer still reads the decision; rank 0 could otherwise end before, with the store."""
+    between = dist.FileStore(os.path.join(os.environ["TMPDIR"], "between"), 2)
 
     def slow() -> None:
         with contextlib.suppress(RuntimeError):  # it does not come: rank 0 is waiting
@@ -75,21 +74,11 @@ def leave_store_last(rank: int, world_size: int, path: str) -> bool:
 
     if rank == 1:
         moments.at("counted", slow, barrier="exit.arrive")
-    with reloadpg.process_group_scope(timeout=BOUND_S):
+    with reloadpg.process_group_scope(timeout=LIMIT_S):
         dist.init_process_group("gloo")
     if rank == 0:
-        knows = bool(between.check(["rank 1 knows"]))
+        assert between.check(["rank 1 knows"])
         between.set("rank 0 is out", "1")
-        return knows
-    return True
-
-
-def test_rank_0_which_holds_the_store_leaves_after_the_others_know_that_all_came(
-    tmp_path: Any,
-) -> None:
-    """A slow peer still reads the outcome; rank 0 could otherwise end with the store before."""
-    path = str(tmp_path / "between")
-    assert run_ranks(leave_store_last, 2, args=(path,), store="rank0") == [True, True]
 
 
 def leave_late(rank: int, world_size: int, kind: str, bound: float) -> str:
@@ -102,7 +91,7 @@ def leave_late(rank: int, world_size: int, kind: str, bound: float) -> str:
             if rank == 0:
                 store.set("has the sum", "1")
             else:
-                store.wait(["has the sum"], timedelta(seconds=BOUND_S))
+                store.wait(["has the sum"], timedelta(seconds=LIMIT_S))
                 os._exit(0)  # never at the barrier, and says nothing to anyone
     except reloadpg.RendezvousTimeoutError as error:
         assert not dist.is_initialized()
@@ -111,8 +100,8 @@ def leave_late(rank: int, world_size: int, kind: str, bound: float) -> str:
 
 
 @pytest.mark.parametrize("kind", ["scope", slow("context")])
-def test_a_peer_that_never_reaches_the_end_is_named_and_the_groups_are_aborted(kind: str) -> None:
-    """The barrier before destroy is bounded: a time-out error with the missing rank, no hang."""
+def test_a_peer_that_never_reaches_the_end_is_named_in_the_timeout_error(kind: str) -> None:
+    """The groups are aborted; the barrier before their end does not hang."""
     bound = 3.0 if kind == "scope" else 20.0  # that of a context is the one of bring-up too
     outcomes = run_ranks(leave_late, 2, args=(kind, bound), check=False)
     assert outcomes[0].ok
@@ -120,19 +109,15 @@ def test_a_peer_that_never_reaches_the_end_is_named_and_the_groups_are_aborted(k
     assert f" {bound:g} s" in outcomes[0].result
 
 
-def nothing_made(rank: int, world_size: int) -> bool:
-    with reloadpg.process_group_scope(timeout=BOUND_S):
+@pytest.mark.ranks(1, env={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+def test_a_scope_in_which_no_group_is_created_does_nothing() -> None:
+    """Neither barrier nor abort, although the launcher has two ranks and one is absent."""
+    with reloadpg.process_group_scope(timeout=LIMIT_S):
         pass
     with contextlib.suppress(ValueError), reloadpg.process_group_scope():
         raise ValueError("unrelated")
     reloadpg.destroy_distributed()
-    return dist.is_initialized()
-
-
-def test_a_scope_in_which_nothing_was_made_does_nothing() -> None:
-    """Neither barrier nor abort, although the launcher speaks of two ranks and one is not there."""
-    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    assert run_ranks(nothing_made, 1, env=env) == [False]
+    assert not dist.is_initialized()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -206,15 +191,16 @@ SLOW_FAILURES = {
         ]
     ],
 )
-def test_an_exception_on_one_rank_comes_out_as_it_is_and_ends_the_peers_within_the_bound(
+def test_an_exception_on_one_rank_is_raised_unchanged_and_ends_the_peers(
     kind: str, how: str, where: str, store: Any
 ) -> None:
-    """Same object, own traceback, logged first, exit code not 0; peers computing or at exit.
+    """It is logged before the cleanup, with its traceback. The peers are in a collective or at
+    their exit, and end before their timeout.
 
     The failing rank is 0; where it holds the store, its peer loses that too.
     """
     outcomes = run_ranks(
-        fail_on, 2, args=(kind, 0, how, where), check=False, timeout=BOUND_S, store=store
+        fail_on, 2, args=(kind, 0, how, where), check=False, timeout=LIMIT_S, store=store
     )
     failed, peer = outcomes
     assert not failed.timed_out
@@ -250,8 +236,8 @@ def fail_in_cleanup(rank: int, world_size: int) -> str:
     return "same"
 
 
-def test_errors_of_the_cleanup_are_logged_never_raised_over_the_original() -> None:
-    """The caller sees what went wrong first."""
+def test_an_error_of_the_cleanup_is_logged_and_does_not_replace_the_original() -> None:
+    """The caller sees the first error."""
     outcome = run_ranks(fail_in_cleanup, 1, check=False)[0]
     assert outcome.result == "same", outcome.exception
     assert "could not be aborted: OSError: the abort failed too" in outcome.output
@@ -261,98 +247,83 @@ def test_errors_of_the_cleanup_are_logged_never_raised_over_the_original() -> No
 # adopted and nested
 
 
-def stay(rank: int, world_size: int) -> list[tuple[str, bool, bool, float]]:
+@pytest.mark.ranks(2)
+def test_an_adopted_group_is_unchanged_after_success_and_after_an_exception() -> None:
+    """A caller that did not create it does not end it: it is the same object, and works."""
     dist.init_process_group("gloo")
-    world, found = dist.group.WORLD, []
+    world = dist.group.WORLD
     for kind in ("scope", "context"):
         for fails in (False, True):
             with contextlib.suppress(ValueError), enter(kind):
                 if fails:
                     raise ValueError("not the group's")
-            found.append((kind, fails, dist.group.WORLD is world, total()))
-    return found
+            assert dist.group.WORLD is world
+            assert total() == 2
 
 
-def test_an_adopted_group_is_left_as_found_after_success_and_after_an_exception() -> None:
-    """Who did not make it does not end it: the same object, still working."""
-    ends = [(kind, fails) for kind in ("scope", "context") for fails in (False, True)]
-    assert run_ranks(stay, 2) == [[(*end, True, 2.0) for end in ends]] * 2
-
-
-def nest(rank: int, world_size: int) -> list[bool]:
-    states = []
-    with reloadpg.process_group_scope(timeout=BOUND_S):
+@pytest.mark.ranks(2)
+def test_nested_scopes_end_the_group_once_where_it_was_created() -> None:
+    """The context that created it owns it; those inside adopt it, those outside find nothing."""
+    with reloadpg.process_group_scope(timeout=LIMIT_S):
         with (
-            reloadpg.process_group_scope(timeout=BOUND_S),
-            reloadpg.init_distributed(init_timeout=BOUND_S) as context,
+            reloadpg.process_group_scope(timeout=LIMIT_S),
+            reloadpg.init_distributed(init_timeout=LIMIT_S) as context,
         ):
-            states.append(context.owned)
+            assert context.owned
             with (
-                reloadpg.process_group_scope(timeout=BOUND_S),
-                reloadpg.init_distributed(init_timeout=BOUND_S) as inner,
+                reloadpg.process_group_scope(timeout=LIMIT_S),
+                reloadpg.init_distributed(init_timeout=LIMIT_S) as inner,
             ):
-                states.append(inner.owned)
+                assert not inner.owned
             total()
-            states.append(dist.is_initialized())
-        states.append(dist.is_initialized())
-    return states
-
-
-def test_nested_scopes_end_the_group_once_where_it_was_made() -> None:
-    """The context that made it owns it; those inside adopt it, those outside find nothing."""
-    assert run_ranks(nest, 2) == [[True, False, True, False]] * 2
+            assert dist.is_initialized()
+        assert not dist.is_initialized()
 
 
 # ---------------------------------------------------------------------------------------------
 # offloaded
 
 
-def leave_offloaded(rank: int, world_size: int, kind: str, fails: bool) -> tuple[Any, ...]:
-    with reloadpg.install(backends={"gloo"}):
-        seen: list[BaseException] = []
-        try:
-            with enter(kind):
-                bring_up(kind)
-                group = dist.new_group([0, 1])
-                world = dist.group.WORLD
-                total()
-                reloadpg.offload()
-                reloadpg.reload()
-                same = dist.group.WORLD is world and total() == world_size
-                reloadpg.offload()
-                reloadpg.barrier(BOUND_S, "while offloaded")
-                reloadpg.barrier(BOUND_S, "while offloaded", group)
-                if fails:
-                    seen.append(ValueError("while offloaded"))
-                    raise seen[0]
-        except ValueError as error:
-            assert error is seen[0]
-        return same, type(world).__name__, dist.is_initialized()
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("kind", ["scope", "context"])
-def test_ownership_holds_through_offload_and_reload_and_an_exit_while_offloaded(
-    kind: str, fails: bool
-) -> None:
-    """WORLD is the same proxy throughout, and leaving while offloaded ends it all the same."""
-    expected = (True, "ReloadableProcessGroup", False)
-    assert run_ranks(leave_offloaded, 2, args=(kind, fails)) == [expected] * 2
+def test_an_owned_group_is_ended_by_an_exit_while_offloaded(kind: str, fails: bool) -> None:
+    """Until then WORLD is the same proxy, and barriers work while offloaded."""
+    error = ValueError("while offloaded")
+    with (
+        reloadpg.install(backends={"gloo"}),
+        pytest.raises(ValueError) if fails else contextlib.nullcontext() as caught,
+        enter(kind),
+    ):
+        bring_up(kind)
+        group = dist.new_group([0, 1])
+        world = dist.group.WORLD
+        assert type(world) is reloadpg.ReloadableProcessGroup
+        total()
+        reloadpg.offload()
+        reloadpg.reload()
+        assert dist.group.WORLD is world
+        assert total() == 2
+        reloadpg.offload()
+        reloadpg.barrier(LIMIT_S, "while offloaded")
+        reloadpg.barrier(LIMIT_S, "while offloaded", group)
+        if fails:
+            raise error
+    assert not fails or caught.value is error
+    assert not dist.is_initialized()
 
 
-def destroy_offloaded(rank: int, world_size: int) -> tuple[bool, float, bool]:
+@pytest.mark.ranks(2)
+def test_a_job_can_be_destroyed_while_offloaded_and_brought_up_again() -> None:
+    """No group is left, and the next bring-up is reloadable like the first."""
     with reloadpg.install(backends={"gloo"}):
-        reloadpg.init_distributed(init_timeout=BOUND_S)
+        reloadpg.init_distributed(init_timeout=LIMIT_S)
         reloadpg.offload()
         reloadpg.destroy_distributed()
-        gone = dist.is_initialized()
-        with reloadpg.init_distributed(init_timeout=BOUND_S):
-            return gone, total(), isinstance(dist.group.WORLD, reloadpg.ReloadableProcessGroup)
-
-
-def test_destroying_while_offloaded_works_and_the_job_can_come_up_again() -> None:
-    """No group is left, and the next bring-up is reloadable like the first."""
-    assert run_ranks(destroy_offloaded, 2) == [(False, 2.0, True)] * 2
+        assert not dist.is_initialized()
+        with reloadpg.init_distributed(init_timeout=LIMIT_S):
+            assert total() == 2
+            assert isinstance(dist.group.WORLD, reloadpg.ReloadableProcessGroup)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -363,43 +334,7 @@ def sizes() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
-def make_inside(rank: int, world_size: int, how: str, ends: str) -> tuple[Any, ...]:
-    if how == "installed":
-        reloadpg.install(backends={"gloo"})
-    dist.init_process_group("gloo")
-    before = dist.new_group([0, 1])
-    world = dist.group.WORLD
-    counted = sizes()
-    seen: list[BaseException] = []
-    try:
-        with reloadpg.process_group_scope(timeout=BOUND_S):
-            if how == "taken over":
-                reloadpg.install(backends={"gloo"})
-            inside = dist.new_group([0, 1])
-            dist.new_group([1])  # not every rank is a member
-            with reloadpg.process_group_scope(timeout=BOUND_S):
-                dist.new_group([1, 0])
-            within = sizes() - counted
-            if how != "plain":
-                reloadpg.offload()
-                if ends == "offloaded":
-                    raise StopIteration
-                reloadpg.reload()
-            dist.all_reduce(torch.ones(1), group=inside)
-            if ends == "exception":
-                seen.append(ValueError("inside"))
-                raise seen[0]
-    except ValueError as error:
-        assert error is seen[0]
-    except StopIteration:
-        reloadpg.reload()
-    left = sizes() - counted
-    same = how == "taken over" or dist.group.WORLD is world
-    total_before = torch.ones(1)
-    dist.all_reduce(total_before, group=before)
-    return within, left, same, total(), total_before.item()
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("how", "ends"),
     [
@@ -412,70 +347,88 @@ def make_inside(rank: int, world_size: int, how: str, ends: str) -> tuple[Any, .
         ("taken over", "exception"),
     ],
 )
-def test_groups_made_inside_a_scope_are_destroyed_and_those_of_before_are_not(
-    how: str, ends: str
+def test_a_scope_destroys_the_groups_created_inside_and_no_earlier_ones(
+    how: str, ends: str, rank: int
 ) -> None:
     """Over a WORLD that existed: it and its groups work on; also where install takes it over."""
-    outcomes = run_ranks(make_inside, 2, args=(how, ends))
-    assert outcomes == [(rank + 1, 0, True, 2.0, 2.0) for rank in range(2)]
-
-
-def fail_inside(rank: int, world_size: int) -> str:
+    if how == "installed":
+        reloadpg.install(backends={"gloo"})
     dist.init_process_group("gloo")
+    before = dist.new_group([0, 1])
+    world = dist.group.WORLD
+    counted = sizes()
+    error = ValueError("inside")
     try:
-        with reloadpg.process_group_scope(timeout=60):
-            dist.new_group([0, 1, 2])
-            reloadpg.barrier(60, "all have made it")
-            if rank == 1:
-                raise ValueError("inside")
-    except (ValueError, reloadpg.PeerFailedError) as error:
-        reloadpg.barrier(60, "all are out")
-        return f"{type(error).__name__} {sizes()}"
-    return ""
+        with reloadpg.process_group_scope(timeout=LIMIT_S):
+            if how == "taken over":
+                reloadpg.install(backends={"gloo"})
+            inside = dist.new_group([0, 1])
+            dist.new_group([1])  # not every rank is a member
+            with reloadpg.process_group_scope(timeout=LIMIT_S):
+                dist.new_group([1, 0])
+            assert sizes() == counted + rank + 1
+            if how != "plain":
+                reloadpg.offload()
+                if ends == "offloaded":
+                    raise StopIteration
+                reloadpg.reload()
+            dist.all_reduce(torch.ones(1), group=inside)
+            if ends == "exception":
+                raise error
+    except ValueError as raised:
+        assert raised is error
+    except StopIteration:
+        reloadpg.reload()
+    assert sizes() == counted
+    assert how == "taken over" or dist.group.WORLD is world
+    assert total() == 2
+    value = torch.ones(1)
+    dist.all_reduce(value, group=before)
+    assert value.item() == 2
 
 
-def test_peers_that_wait_at_the_exit_of_a_group_are_told_of_a_failure() -> None:
-    """They raise at once and abort the group; WORLD works on for all."""
-    outcomes = run_ranks(fail_inside, 3)
-    assert outcomes == ["PeerFailedError 1", "ValueError 1", "PeerFailedError 1"]
-
-
-def remake_world(rank: int, world_size: int) -> bool:
+@pytest.mark.ranks(3)
+def test_peers_that_wait_at_the_exit_of_a_group_are_notified_of_a_failure(rank: int) -> None:
+    """They raise at once and abort the group; WORLD works on for all ranks."""
     dist.init_process_group("gloo")
-    reloadpg.barrier(BOUND_S, "connected")  # a peer that still connects must not lose its other end
-    with reloadpg.process_group_scope(timeout=BOUND_S):
+    with (
+        pytest.raises(ValueError if rank == 1 else reloadpg.PeerFailedError),
+        reloadpg.process_group_scope(timeout=60),
+    ):
+        dist.new_group([0, 1, 2])
+        reloadpg.barrier(60, "all have created it")
+        if rank == 1:
+            raise ValueError("inside")
+    reloadpg.barrier(60, "all are out")
+    assert sizes() == 1
+
+
+@pytest.mark.ranks(2)
+def test_a_default_group_that_is_recreated_inside_a_scope_is_destroyed() -> None:
+    """The one that existed is gone, and this one was created inside."""
+    dist.init_process_group("gloo")
+    reloadpg.barrier(LIMIT_S, "connected")  # a peer that connects must not lose its other end
+    with reloadpg.process_group_scope(timeout=LIMIT_S):
         dist.destroy_process_group()
-        reloadpg.init_distributed(init_timeout=BOUND_S)
+        reloadpg.init_distributed(init_timeout=LIMIT_S)
         total()
-    return dist.is_initialized()
+    assert not dist.is_initialized()
 
 
-def test_a_default_group_that_was_made_anew_inside_is_destroyed() -> None:
-    """The one that existed is gone; this one was made inside."""
-    assert run_ranks(remake_world, 2, store="parent") == [False] * 2
-
-
-def mesh_again(rank: int, world_size: int) -> list[int]:
+@pytest.mark.ranks(4)
+def test_the_groups_of_a_mesh_over_an_existing_world_end_with_their_context() -> None:
+    """Also by an exception: consecutive meshes leave nothing behind, and WORLD is unchanged."""
     dist.init_process_group("gloo")
-    counts = []
     for fails in (False, True) * 2:
-        with (
-            contextlib.suppress(ValueError),
-            reloadpg.init_distributed(
-                mesh_dims={"pp": 2, "tp": 2}, adopt=True, init_timeout=60
-            ) as context,
-        ):
+        context = reloadpg.init_distributed(
+            mesh_dims={"pp": 2, "tp": 2}, adopt=True, init_timeout=60
+        )
+        with contextlib.suppress(ValueError), context:
             assert context.mesh is not None
             value = torch.ones(1)
             dist.all_reduce(value, group=context.mesh.get_group("tp"))
-            counts.append(sizes())
+            assert sizes() == 4
             if fails:
                 raise ValueError("on all ranks")
-        counts.append(sizes())
-        assert total() == world_size
-    return counts
-
-
-def test_the_groups_of_a_mesh_over_an_existing_world_end_with_their_context() -> None:
-    """Also by an exception: meshes one after the other leave nothing, and WORLD as it was."""
-    assert run_ranks(mesh_again, 4) == [[4, 1] * 4] * 4
+        assert sizes() == 1
+        assert total() == 4

@@ -1,4 +1,4 @@
-"""Seeds: equal where ranks draw alike, distinct where they must not; checked exhaustively."""
+"""Seeds: equal where ranks must draw the same numbers, distinct elsewhere; for every mesh."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def meshes_up_to(ranks: int) -> list[dict[str, int]]:
         ),
     ],
 )
-def test_seeds_are_equal_across_other_dimensions_and_pairwise_distinct_across_these(
+def test_seeds_differ_exactly_across_the_distinct_dimensions(
     distinct: tuple[str, ...], ranks: int
 ) -> None:
-    """Every mesh of four dimensions with so many ranks at most, every rank, no exception."""
+    """For every rank of every mesh of four dimensions with at most this many ranks."""
     meshes = meshes_up_to(ranks)
     assert len(meshes) > 15 * ranks
     for sizes in meshes:
@@ -71,8 +71,8 @@ def test_seeds_are_equal_across_other_dimensions_and_pairwise_distinct_across_th
         assert len(set.union(*by_place.values())) == len(by_place), sizes
 
 
-def test_seeds_stay_distinct_for_numpy_too_and_at_the_upper_end() -> None:
-    """Modulo 2**32, and past 2**64, neighbouring stages still differ."""
+def test_seeds_of_neighbouring_stages_differ_modulo_2_32_and_beyond_2_64() -> None:
+    """NumPy takes seeds of 32 bits."""
     sizes = {"pp": 64}
     for seed in (2**32 - 1, 2**64 - 1):
         seeds = [seed_for(seed, sizes, {"pp": pp}, ("pp",)) for pp in range(64)]
@@ -84,8 +84,8 @@ def draws() -> tuple[float, float, float]:
     return random.random(), float(numpy.random.rand()), float(torch.rand(1))
 
 
-def test_python_numpy_and_torch_are_seeded_each() -> None:
-    """The three generators repeat after the same seed and differ after another."""
+def test_python_numpy_and_torch_are_seeded() -> None:
+    """Each generator repeats after the same seed and differs after another one."""
     assert set_seed(7) == 7
     first = draws()
     assert set_seed(7) == 7
@@ -94,8 +94,8 @@ def test_python_numpy_and_torch_are_seeded_each() -> None:
     assert all(a != b for a, b in zip(draws(), first, strict=True))
 
 
-def test_the_mesh_coordinate_moves_the_seed_and_a_dropped_dimension_does_not() -> None:
-    """Stage 1 draws otherwise than stage 0; a mesh without pp is fine with the default."""
+def test_the_seed_depends_on_the_stage_and_not_on_an_absent_dimension() -> None:
+    """A mesh without pp works with the default."""
     assert set_seed(7, Mesh({"pp": 2, "dp_shard": 2}, (0, 1))) == 7  # type: ignore[arg-type]
     stage_0 = draws()
     assert set_seed(7, Mesh({"pp": 2, "dp_shard": 2}, (1, 1))) == 8  # type: ignore[arg-type]
@@ -105,8 +105,8 @@ def test_the_mesh_coordinate_moves_the_seed_and_a_dropped_dimension_does_not() -
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 1.5, "7", True, None])
-def test_a_bad_seed_is_a_value_error_and_seeds_nothing(seed: object) -> None:
-    """The generators go on as they were."""
+def test_a_bad_seed_is_refused_and_seeds_nothing(seed: object) -> None:
+    """The generators continue unchanged."""
     set_seed(7)
     expected = draws()
     set_seed(7)
@@ -117,28 +117,28 @@ def test_a_bad_seed_is_a_value_error_and_seeds_nothing(seed: object) -> None:
 
 @pytest.mark.parametrize("seed", [numpy.int64(5), numpy.uint8(5), 5])
 def test_any_integer_is_a_seed(seed: int) -> None:
-    """NumPy's too; what comes back is a plain one."""
+    """Also one of NumPy; the returned one is a plain int."""
     assert type(set_seed(seed)) is int
     assert set_seed(seed) == 5
 
 
 @pytest.mark.parametrize("mesh", [None, Mesh({"pp": 2}, (0,))], ids=["no mesh", "mesh"])
 @pytest.mark.parametrize("distinct", ["pp", None, 1, (1,), ("pp", None)])
-def test_dimensions_that_are_no_names_are_a_value_error_with_and_without_a_mesh(
+def test_dimensions_that_are_not_names_are_refused_with_and_without_a_mesh(
     mesh: object, distinct: object
 ) -> None:
-    """A script that is wrong with a mesh is wrong without."""
+    """So a script fails alike on one rank and on many."""
     with pytest.raises(InvalidOptionError, match="distinct_dims="):
         set_seed(5, mesh, distinct)  # type: ignore[arg-type]
 
 
-def test_without_a_mesh_any_name_will_do() -> None:
-    """A script whose mesh has names of its own also runs where there is none."""
+def test_without_a_mesh_any_dimension_name_is_accepted() -> None:
+    """A script with its own dimension names also runs without a mesh."""
     assert set_seed(5, None, ("stage",)) == set_seed(5, None, ()) == 5
     assert set_seed(5, Mesh({"stage": 2}, (1,)), ("stage",)) == 6  # type: ignore[arg-type]
 
 
-def test_an_unknown_dimension_or_a_rank_outside_the_mesh_is_a_value_error() -> None:
+def test_an_unknown_dimension_or_a_rank_outside_the_mesh_is_refused() -> None:
     """A misspelt dimension would silently give equal seeds."""
     assert "pipeline" not in MESH_ORDER
     with pytest.raises(InvalidOptionError, match="pipeline"):

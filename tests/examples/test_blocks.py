@@ -1,7 +1,7 @@
 """Every Python block of the README, of docs/ and of an environment docstring is run as printed.
 
-A block that has no check of its own below is run all the same, on two ranks. A block that has a
-``__main__`` of its own is run as a script. What stands for the user's code is in ``stubs``.
+A block without a check below runs on two ranks. A block with a ``__main__`` runs as a script.
+Placeholders for the user's code are in ``stubs``.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ BLOCKS = [*readme_blocks(), *page_blocks(), *docstring_blocks()]
 
 
 def the_colocated_loop(ranks: list[dict[str, Any]]) -> None:
-    """The groups own nothing while the rollout engine works, and all of it while training."""
+    """The groups hold no memory while the rollout engine works."""
     for rank in ranks:
         assert rank["seen"] == [("generate", "offloaded", 0), ("train", "live", 4.0)] * CYCLES
         assert (rank["generation"], rank["groups"]) == (CYCLES, 2)
 
 
 def the_evaluator(ranks: list[dict[str, Any]]) -> None:
-    """A group is made since there are two ranks, and ended."""
+    """A group is created since there are two ranks, and destroyed."""
     for number, rank in enumerate(ranks):
         assert rank["seen"] == [("evaluate", number, 2, 4.0)]
         assert (rank["results"], rank["initialized"]) == ("results", False)
 
 
 def the_owner(ranks: list[dict[str, Any]]) -> None:
-    """The group that the block made is ended by it."""
+    """The group that the block created is destroyed by it."""
     for rank in ranks:
         assert rank["seen"] == [("train", "live", 4.0)]
         assert not rank["initialized"]
@@ -68,7 +68,7 @@ def the_rollout(ranks: list[dict[str, Any]]) -> None:
 
 
 def the_update_while_asleep(ranks: list[dict[str, Any]]) -> None:
-    """The engine's weights wake first; the groups work beside paused memory, and go again."""
+    """The engine's weights wake first; the groups work while memory is paused."""
     cycle = [("pause", "offloaded"), ("wake", "offloaded"), ("disable", "offloaded")]
     cycle += [("wake", "offloaded"), ("generate", "offloaded", 0), ("sleep", "offloaded")]
     cycle += [("resume", "offloaded"), ("train", "live", 4.0)]
@@ -90,7 +90,7 @@ def the_reloaded_mesh(ranks: list[dict[str, Any]]) -> None:
 
 
 def the_save_during_a_rollout(ranks: list[dict[str, Any]]) -> None:
-    """The trainer's groups are offloaded meanwhile; the one that saves is not theirs to release."""
+    """The trainer's groups are offloaded, and the group that saves is not."""
     for rank in ranks:
         assert [seen[:2] for seen in rank["seen"]] == [
             ("generate", "offloaded"),
@@ -100,13 +100,13 @@ def the_save_during_a_rollout(ranks: list[dict[str, Any]]) -> None:
 
 
 def the_injected_fault(ranks: list[dict[str, Any]]) -> None:
-    """The rank that failed says so; after the reload all groups are live."""
+    """The rank that failed raises its own error; after the reload all groups are live."""
     assert [rank["failure"] for rank in ranks] == ["ReleaseError", "PeerFailedError"]
     assert [(rank["state"], rank["generation"]) for rank in ranks] == [("live", 1)] * 2
 
 
 def the_repeated_steps(ranks: list[dict[str, Any]]) -> None:
-    """Without a fault each step is made once, and nothing is made anew."""
+    """Without a fault each step runs once, and no group is recreated."""
     for rank in ranks:
         assert rank["seen"] == [("train", "live", 4.0)] * CYCLES
         assert (rank["generation"], rank["groups"]) == (0, 2)
@@ -143,8 +143,8 @@ def check_of(block: Block) -> tuple[int, Any] | None:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_the_block_does_what_it_shows(block: Block, tmp_path: Path) -> None:
-    """It runs, and what it promises holds where it calls the user's code."""
+def test_a_block_runs_as_printed(block: Block, tmp_path: Path) -> None:
+    """What the page promises holds where the block calls the user's code."""
     if "__main__" in block.code:
         script = tmp_path / "example.py"
         script.write_text(block.code)
@@ -161,15 +161,15 @@ def test_the_block_does_what_it_shows(block: Block, tmp_path: Path) -> None:
     check(run_ranks(run_block, size, args=(block.code, str(block)), timeout=280))
 
 
-def test_each_check_has_its_block() -> None:
-    """None is left over from a block that is no more, and no two are of one block."""
+def test_each_check_has_exactly_one_block() -> None:
+    """A check of a block that was removed is an error."""
     for document, words in CHECKS:
         blocks = [block for block in BLOCKS if block.document == document and words in block.code]
         assert len(blocks) == 1, (document, words)
 
 
 def test_blocks_are_found_in_all_documents() -> None:
-    """The text says how many there are: each fence, each ``::`` line."""
+    """As many as the texts have fences."""
     readme = (ROOT / "README.md").read_text()
     assert len(readme_blocks()) == readme.count("```python") >= 2
     assert len(page_blocks()) == sum(page.read_text().count("```python") for page in PAGES) >= 5

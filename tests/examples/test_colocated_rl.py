@@ -1,4 +1,4 @@
-"""``examples/colocated_rl.py`` is a script that a user can copy and run; the demo compares it."""
+"""``examples/colocated_rl.py`` is a script that a user can copy and run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def as_a_script(rank: int, world_size: int, path: str, *options: str) -> tuple[s
     return output.getvalue(), reloadpg.is_installed()
 
 
-def test_a_copy_runs_alone_with_and_without_reloadpg(tmp_path: Path) -> None:
-    """With the groups of a DeviceMesh; it prints the same numbers both times."""
+def test_a_copy_prints_the_same_numbers_with_and_without_reloadpg(tmp_path: Path) -> None:
+    """Without megatron-core it uses the groups of a DeviceMesh."""
     copy = str(shutil.copy(EXAMPLE, tmp_path / "mine.py"))
     with_it, without = (
         run_ranks(as_a_script, 1, args=(copy, *options), timeout=120)

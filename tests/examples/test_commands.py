@@ -1,4 +1,4 @@
-"""The README's two commands are those that the gate runs."""
+"""The gate runs the two commands of the README."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GATE = (ROOT / ".ci" / "run").read_text()
 
 
 def gate_commands() -> dict[str, str]:
-    """What the gate takes from the README, by the variable that holds it: by its own function."""
+    """By variable of the gate, the command that its own function takes from the README."""
     (function,) = re.findall(r"^readme_command\(\) \{.*?^\}$", GATE, re.MULTILINE | re.DOTALL)
     calls = re.findall(r'^(\w+)=\$\((readme_command "[^"]+")\)$', GATE, re.MULTILINE)
     found = {}
@@ -29,7 +29,7 @@ def gate_commands() -> dict[str, str]:
 
 
 def test_the_gate_runs_the_readmes_commands() -> None:
-    """Word for word, both of them, each in a step of its own."""
+    """Word for word, each in a separate step."""
     commands = gate_commands()
     assert sorted(commands.values()) == sorted(readme_commands())
     assert len(commands) == 2
@@ -37,8 +37,8 @@ def test_the_gate_runs_the_readmes_commands() -> None:
         assert re.search(rf'^step \d+ ".*" bash -c "\${variable}"$', GATE, re.MULTILINE), variable
 
 
-def test_they_are_the_tests_and_the_demo() -> None:
-    """From a clone, in an environment of their own, with the versions that are tested."""
+def test_the_commands_of_the_readme_are_the_tests_and_the_demo() -> None:
+    """From a clone, in a new environment, with the tested versions."""
     for command in readme_commands():
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -c tests/")
     endings = sorted(command.rpartition(" && ")[2] for command in readme_commands())

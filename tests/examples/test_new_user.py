@@ -1,4 +1,4 @@
-"""A new user's path: a script of their own under torchrun, and the lines copied from the README."""
+"""The path of a new user: a torchrun script, and the lines copied from the README."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFN
 
 
 def with_the_lines_of_the_readme() -> str:
-    """The script with the README's lines for a machine without a GPU, none changed otherwise."""
+    """The script with the lines of the README, for gloo."""
     lines = [line.strip() for line in readme_blocks()[0].code.splitlines() if "reloadpg" in line]
     assert len(lines) == 3
     (cpu,) = set(re.findall(r'reloadpg\.install\(backends=\{"gloo"\}\)', README.read_text()))
@@ -36,7 +36,7 @@ def with_the_lines_of_the_readme() -> str:
     ):
         (line,) = [line for line in lines if words in line]
         text = text.replace(place, line.replace("reloadpg.install()", cpu))
-    # Not the user's: what the test looks at.
+    # Not a line of the user: what the test reads.
     return text.replace("    print(json", f"    {OBSERVED}\n    print(json")
 
 
@@ -47,8 +47,8 @@ def as_it_was(rank: int, world_size: int) -> Any:
 
 
 @pytest.mark.slow
-def test_three_cycles_leave_training_as_it_was(tmp_path: Path) -> None:
-    """On both ranks the default group is offloaded three times; losses are equal bit by bit."""
+def test_a_script_with_the_lines_of_the_readme_trains_as_before(tmp_path: Path) -> None:
+    """The default group is offloaded three times, and the losses are equal to the last bit."""
     script = tmp_path / "train.py"
     script.write_text(with_the_lines_of_the_readme())
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The pages in docs/: messages are quoted as the library writes them, links lead somewhere."""
+"""The pages in docs/: quoted messages, links, figures and included examples exist."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def quoted() -> list[str]:
     return re.findall(r"^### [^`]+: `(.+)`$", text, re.MULTILINE)  # after the class of the error
 
 
-def test_quoted_messages_are_the_librarys() -> None:
-    """Word for word; a quotation may end early."""
+def test_quoted_messages_are_those_of_the_library() -> None:
+    """Word for word; a quotation may be cut at its end."""
     written = set(messages())
     assert len(quoted()) >= 15
     unknown = [
@@ -42,7 +42,7 @@ def test_quoted_messages_are_the_librarys() -> None:
 
 
 def test_each_public_error_is_explained() -> None:
-    """By name, in the page or in the README's table."""
+    """By name, on the page or in the table of the README."""
     import reloadpg
 
     errors = {name for name in reloadpg.__all__ if name.endswith("Error")}
@@ -52,7 +52,7 @@ def test_each_public_error_is_explained() -> None:
 
 
 def test_links_and_figures_exist() -> None:
-    """Of the README, of CONTRIBUTING and of the pages, those within the repository."""
+    """Within the repository, in the README, CONTRIBUTING and the pages."""
     broken = []
     for document in DOCUMENTS:
         text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -63,7 +63,7 @@ def test_links_and_figures_exist() -> None:
 
 
 def test_included_examples_exist() -> None:
-    """With the lines at which each excerpt begins and ends."""
+    """Likewise the lines at which each excerpt begins and ends."""
     for page in PAGES:
         for block in re.findall(r"^```\{literalinclude\} (.*?)^```", page.read_text(), re.M | re.S):
             path = (page.parent / block.splitlines()[0].strip()).resolve()

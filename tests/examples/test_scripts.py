@@ -1,4 +1,4 @@
-"""The programs in examples/: each runs on CPU as its head says, and shows what it promises."""
+"""The programs in examples/: each runs on CPU as its docstring says, and shows what it promises."""
 
 from __future__ import annotations
 
@@ -35,47 +35,43 @@ def printed(name: str, ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize("path", SHORT, ids=lambda path: path.stem)
-def test_it_is_short_and_says_how_it_differs_on_gpus(path: Path) -> None:
-    """At most 120 lines, and a paragraph of the head that begins so."""
+def test_an_example_has_at_most_120_lines_and_says_what_differs_on_gpus(path: Path) -> None:
+    """In a paragraph of its docstring that begins with "On GPUs"."""
     text = path.read_text()
     assert len(text.splitlines()) <= 120
     assert re.search(r"^On GPUs\b", text.split('"""')[1], re.MULTILINE)
 
 
 @pytest.mark.slow
-def test_fsdp2_has_the_losses_of_a_run_without_offloads(tmp_path: Path) -> None:
-    """On the mesh of four ranks: three groups, a generation an iteration."""
-    shown = r"step \d: loss (\S+), generation (\d) of 3 groups"
-    numbers = [re.fullmatch(shown, line) for line in printed("fsdp2_torchrun.py", 4)]
+@pytest.mark.parametrize(
+    ("name", "ranks", "groups"),
+    [
+        ("fsdp2_torchrun.py", 4, r"generation (\d) of 3 groups"),
+        ("hf_trainer.py", 2, r"generation (\d), reloadable groups: 1"),
+    ],
+)
+def test_losses_equal_those_of_a_run_without_offloads(
+    name: str, ranks: int, groups: str, tmp_path: Path
+) -> None:
+    """FSDP2 on a mesh, and Hugging Face's Trainer, with a new generation in each of three steps."""
+    numbers = [
+        re.fullmatch(rf"step \d: loss (\S+), {groups}", line) for line in printed(name, ranks)
+    ]
     assert [one and one[2] for one in numbers] == ["1", "2", "3"]
-    text = (EXAMPLES / "fsdp2_torchrun.py").read_text()
+    text = (EXAMPLES / name).read_text()
     assert text.count("reloadpg.offloaded()") == 1
     plain = tmp_path / "plain.py"
     plain.write_text(text.replace("reloadpg.offloaded()", "__import__('contextlib').nullcontext()"))
-    without = run_ranks(as_a_script, 4, args=(str(plain),), timeout=150)[0]
+    without = run_ranks(as_a_script, ranks, args=(str(plain),), timeout=150)[0]
     assert re.findall(r"generation (\d)", without) == ["0", "0", "0"]
-    assert re.findall(r"loss (\S+),", without) == [one[1] for one in numbers if one]
+    losses = re.findall(r"loss (\S+),", without)
+    assert losses == [one[1] for one in numbers if one]
+    assert len(set(losses)) == 3
 
 
 @pytest.mark.slow
-def test_hugging_faces_trainer_has_the_losses_of_a_run_without_offloads(tmp_path: Path) -> None:
-    """DDP's one group, a generation a step; the sequences of each rollout are trained on."""
-    shown = r"step \d: loss (\S+), generation (\d), reloadable groups: 1"
-    numbers = [re.fullmatch(shown, line) for line in printed("hf_trainer.py", 2)]
-    assert [one and one[2] for one in numbers] == ["1", "2", "3"]
-    text = (EXAMPLES / "hf_trainer.py").read_text()
-    assert text.count("reloadpg.offloaded()") == 1
-    plain = tmp_path / "plain.py"
-    plain.write_text(text.replace("reloadpg.offloaded()", "__import__('contextlib').nullcontext()"))
-    without = run_ranks(as_a_script, 2, args=(str(plain),), timeout=150)[0]
-    assert re.findall(r"generation (\d)", without) == ["0", "0", "0"]
-    assert re.findall(r"loss (\S+),", without) == [one[1] for one in numbers if one]
-    assert len({one[1] for one in numbers if one}) == 3
-
-
-@pytest.mark.slow
-def test_megatron_keeps_its_groups() -> None:
-    """Its thirteen groups, and the default group's own, are the same objects after each reload."""
+def test_the_groups_of_megatron_are_the_same_objects_after_each_reload() -> None:
+    """The default group, too."""
     lines = printed("megatron_parallel.py", 4)
     shown = r"step \d: loss \d\.\d{6}, (\d+) groups released, Megatron's are the same objects"
     found = [re.fullmatch(shown, line) for line in lines]
@@ -83,8 +79,8 @@ def test_megatron_keeps_its_groups() -> None:
     assert all(one and int(one[1]) > 4 for one in found), lines
 
 
-def test_slimes_sequence() -> None:
-    """Rollouts happen while the groups are offloaded, and the weight falls step by step."""
+def test_the_sequence_of_slime_rolls_out_while_the_groups_are_offloaded() -> None:
+    """The weight falls in each step."""
     shown = r"step \d: weight (0\.\d{6}), rollout offloaded"
     lines = printed("slime_sequence.py", 2)
     found = [re.fullmatch(shown, line) for line in lines]
@@ -99,8 +95,8 @@ def ray_driver(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.slow
-def test_ray_actors_are_driven() -> None:
-    """Each actor has two groups; the sums over the actors are right after each reload.
+def test_the_sums_over_ray_actors_are_right_after_each_reload() -> None:
+    """Each actor has two groups.
 
     The driver runs as a rank, whose process tree is ended with it whatever happens.
     """
@@ -113,8 +109,8 @@ def test_ray_actors_are_driven() -> None:
 
 
 @pytest.mark.slow
-def test_the_pytest_suite_passes() -> None:
-    """All of it, one test with and without reloads."""
+def test_the_example_of_a_pytest_suite_passes() -> None:
+    """One of its tests runs with and without reloads."""
     settings = ("--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"))
     done = subprocess.run(
         [

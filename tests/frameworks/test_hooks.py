@@ -34,7 +34,7 @@ class Framework(NamedTuple):
     """What trains."""
     hook: str
     cycles: int
-    """Times that the groups go and come back."""
+    """Times that the groups are offloaded and reloaded."""
     equal_weights: bool = True
     """Whether all ranks end with the same weights."""
 
@@ -48,7 +48,7 @@ FRAMEWORKS = (
 
 
 class Runs(NamedTuple):
-    """What the ranks left of a run without reloadpg, and of one with the hook."""
+    """The results of a run without reloadpg, and of one with the hook."""
 
     framework: Framework
     plain: list[dict[str, Any]]
@@ -76,19 +76,19 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def build_deepspeed() -> None:
-    """Build what DeepSpeed compiles at its first use on a CPU: longer than ranks wait."""
+    """Build what DeepSpeed compiles at its first use on a CPU: ranks would not wait that long."""
     code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": PATH}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=800)
 
 
-def test_training_is_equal_to_the_last_bit(runs: Runs) -> None:
-    """Every rank's losses, norms and weights. (JSON keeps a float exactly.)"""
+def test_training_with_the_hook_is_bit_equal_to_training_without(runs: Runs) -> None:
+    """Losses, norms and weights of every rank. (JSON keeps a float exactly.)"""
     assert runs.hooked == runs.plain
 
 
 def test_the_script_trained_in_two_processes(runs: Runs) -> None:
-    """So the comparison says something: two ranks, losses that change, the same weights."""
+    """Two ranks, losses that change, the same weights: so the comparison proves something."""
     assert [rank["ranks"] for rank in runs.plain] == [2, 2]
     assert [facts["installed"] for facts in runs.plain_facts] == [False, False]
     for rank in runs.plain:
@@ -97,8 +97,8 @@ def test_the_script_trained_in_two_processes(runs: Runs) -> None:
     assert (runs.plain[0]["weights"] == runs.plain[1]["weights"]) == runs.framework.equal_weights
 
 
-def test_the_groups_went_and_came_back(runs: Runs) -> None:
-    """Within the hook's phase every group was offloaded and refused a collective."""
+def test_every_group_is_offloaded_within_the_phase_of_the_hook(runs: Runs) -> None:
+    """It refuses a collective there, and is live again at the end."""
     for facts in runs.facts:
         assert facts["installed"]
         assert facts["reloadable"] >= 1
@@ -117,8 +117,8 @@ def table() -> Iterator[list[str]]:
         write_table(Path(target), rows)
 
 
-def test_the_table_says_what_was_seen(runs: Runs, table: list[str]) -> None:
-    """One row a framework."""
+def test_the_table_has_a_row_for_each_framework(runs: Runs, table: list[str]) -> None:
+    """With what was seen in its runs."""
     facts, framework = runs.facts[0], runs.framework
     equal = "yes" if runs.hooked == runs.plain else "no"
     table.append(

@@ -32,15 +32,19 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return check(folder, "torchrun", 0)
 
 
-def test_torchrun(without: list[dict[str, Any]], tmp_path: Path) -> None:
-    """Three cycles; losses and weights equal those of the run without, to the last bit."""
+def test_training_under_torchrun_is_bit_equal_with_three_cycles(
+    without: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Losses and weights equal those of the run without cycles."""
     torchrun(2, SCRIPT, tmp_path, 3)
     assert check(tmp_path, "torchrun", 3) == without
 
 
 @pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)
-def test_srun(without: list[dict[str, Any]], tmp_path: Path) -> None:
-    """The same in a step of a real SLURM, started by the same script without a change."""
+def test_training_under_srun_is_bit_equal_with_three_cycles(
+    without: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """The same script in a step of a real SLURM."""
     results = tmp_path / "results"
     launch(
         *("unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"),

@@ -24,7 +24,7 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(plain_and_cycled, 4, timeout=200, preload=PRELOAD)
 
 
-def test_training_is_equal_to_the_last_bit(ranks: list[dict[str, Any]]) -> None:
+def test_training_with_cycles_is_bit_equal_to_training_without(ranks: list[dict[str, Any]]) -> None:
     """Losses, gradient norms and weights of every rank, dropout and tied embedding included."""
     for rank in ranks:
         assert {name: rank["cycled"][name] for name in RESULTS} == {
@@ -33,8 +33,8 @@ def test_training_is_equal_to_the_last_bit(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_megatron_used_its_own_pipeline(ranks: list[dict[str, Any]]) -> None:
-    """So the comparison says something: the 1F1B schedule ran, the last stage has the losses and
-    they fall, tensor-parallel ranks agree on them and hold different weights."""
+    """The 1F1B schedule ran, the losses on the last stage fall, and tensor-parallel ranks agree on
+    them with different weights: so the comparison proves something."""
     for rank in ranks:
         assert rank["plain"]["schedule"] == "forward_backward_pipelining_without_interleaving"
     first, last = ranks[0]["plain"], ranks[2]["plain"]
@@ -48,9 +48,10 @@ def test_megatron_used_its_own_pipeline(ranks: list[dict[str, Any]]) -> None:
     assert first["weights"][tied[0]] == last["weights"][tied[1]]
 
 
-def test_groups_went_through_three_cycles(ranks: list[dict[str, Any]]) -> None:
-    """Megatron's groups were torch's own in the first run; in the second all of them, WORLD too,
-    were offloaded and reloaded three times."""
+def test_every_group_of_megatron_is_offloaded_and_reloaded_three_times(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """WORLD too. In the first run the groups are those of torch."""
     for rank in ranks:
         assert set(rank["plain"]["groups"].values()) == {(False, 2)}
         assert set(rank["cycled"]["groups"].values()) == {(True, 2)}

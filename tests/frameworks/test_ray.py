@@ -34,25 +34,27 @@ def at(generation: int, uses: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One Ray, through everything but a replacement: starting it is what takes long."""
+    """One Ray for everything but a replacement, since its start takes long."""
     return driven(tmp_path_factory, "loop")
 
 
 @pytest.fixture(scope="module")
 def replaced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A job of which one actor dies, and another takes its place."""
+    """A job in which one actor dies and another one replaces it."""
     return driven(tmp_path_factory, "replace")
 
 
 def driven(tmp_path_factory: pytest.TempPathFactory, part: str) -> dict[str, Any]:
-    """What the driver saw. It runs as a rank, whose process tree is ended with it in any case."""
+    """What the driver saw. It runs as a rank, so its process tree always ends with it."""
     actors = {**activation(tmp_path_factory.mktemp("ray")), "GLOO_SOCKET_IFNAME": "lo"}
     [seen] = run_ranks(ray_job.drive, 1, args=(actors, part), timeout=540, env=RAY)
     return seen
 
 
-def test_actors_become_ranks(seen: dict[str, Any]) -> None:
-    """Each finds rank, size and local rank in its environment, in the order of the list."""
+def test_actors_have_the_variables_of_ranks_in_the_order_of_the_list(
+    seen: dict[str, Any],
+) -> None:
+    """Rank, world size and local rank."""
     assert seen["variables"] == [
         {
             "RANK": str(rank),
@@ -65,17 +67,16 @@ def test_actors_become_ranks(seen: dict[str, Any]) -> None:
     ]
 
 
-def test_three_cycles(seen: dict[str, Any]) -> None:
-    """Between cycles every group sums over its own ranks; while offloaded each refuses; the WORLD
-    object stays the same one, and the generation counts the cycles."""
+def test_the_groups_of_actors_sum_right_between_three_cycles(seen: dict[str, Any]) -> None:
+    """While offloaded each group refuses. WORLD is the same object, and generations count."""
     expected = [at(0, USED)]
     for cycle in range(3):
         expected += [at(cycle, REFUSED), at(cycle + 1, USED)]
     assert seen["uses"] == expected
 
 
-def test_reports_come_back_in_rank_order(seen: dict[str, Any]) -> None:
-    """One for each rank: WORLD and a pair were released, then rebuilt."""
+def test_reports_are_returned_in_rank_order(seen: dict[str, Any]) -> None:
+    """One for each rank; each has WORLD and a pair."""
     assert seen["reports"] == [
         [("offload", True, cycle, 2)] * 4 + [("reload", True, cycle + 1, 2)] * 4
         for cycle in range(3)
@@ -83,8 +84,8 @@ def test_reports_come_back_in_rank_order(seen: dict[str, Any]) -> None:
 
 
 def test_the_actor_that_failed_is_named(seen: dict[str, Any]) -> None:
-    """All four raise, three of them because of the one: that one is blamed, with its words. It
-    failed before anything was touched, so all groups are as they were."""
+    """All four raise, three of them because of the first. It failed before a group was touched, so
+    all groups are unchanged."""
     failed = seen["failed"]
     assert (failed["type"], failed["rank"]) == ("ActorFailedError", 2)
     assert failed["errors"] == [0, 1, 2, 3]
@@ -94,8 +95,8 @@ def test_the_actor_that_failed_is_named(seen: dict[str, Any]) -> None:
 
 
 def test_a_busy_actor_is_named_before_anything_is_touched(seen: dict[str, Any]) -> None:
-    """The bound holds; only the busy one is named, the others' groups are live, and once it is
-    free the next call does what this one did not."""
+    """Within the timeout. The groups of the others are live, and the next call succeeds once the
+    actor is free."""
     late = seen["late"]
     assert (late["type"], late["is a TimeoutError"]) == ("ActorTimeoutError", True)
     assert (late["rank"], late["waiting"]) == (1, [1])
@@ -106,8 +107,8 @@ def test_a_busy_actor_is_named_before_anything_is_touched(seen: dict[str, Any]) 
     assert seen["use after delay"] == at(4, USED)
 
 
-def test_the_same_actors_form_another_job(seen: dict[str, Any]) -> None:
-    """Refused while they are in one; after its end a second set-up gives a job of generation 0."""
+def test_the_same_actors_can_form_another_job_after_the_first(seen: dict[str, Any]) -> None:
+    """It begins with generation 0. While they are in a job, another set-up is refused."""
     refused = seen["second set-up"]
     assert (refused["type"], refused["cause"]) == ("ActorFailedError", "ReloadpgError")
     assert "torch.distributed is already initialized in this actor" in refused["text"]
@@ -116,9 +117,7 @@ def test_the_same_actors_form_another_job(seen: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("when", ["died", "dead"])
 def test_an_actor_that_dies_is_named(seen: dict[str, Any], when: str) -> None:
-    """In the middle of an offload, and at the next call; without waiting for the others' timeout.
-
-    The others wait for it, or have seen that its process has ended."""
+    """In the middle of an offload and at the next call, without a wait for the others' timeout."""
     died = seen[when]
     assert (died["type"], died["rank"]) == ("ActorFailedError", 3)
     assert died["cause"] == "ActorDiedError"
@@ -131,7 +130,7 @@ def test_an_actor_that_dies_is_named(seen: dict[str, Any], when: str) -> None:
 
 @pytest.mark.slow
 def test_an_actor_that_died_is_replaced(replaced: dict[str, Any]) -> None:
-    """Rank 0, killed in the third step: the store is the driver's. All end with the same weight."""
+    """Here rank 0, killed in the third step; the driver has the store. All weights end equal."""
     assert replaced["replaced died"] == "ActorDiedError"
     new, *others = replaced["trained"]
     assert new == {"rejoined": True, "weight": 300.0, "log": [(2, (0,)), (3, ())]}
@@ -149,7 +148,7 @@ def test_an_actor_that_died_is_replaced(replaced: dict[str, Any]) -> None:
         ("no store", "its process hosts the job's store"),
     ],
 )
-def test_a_replacement_that_cannot_be_is_refused(
+def test_an_impossible_replacement_is_refused(
     replaced: dict[str, Any], what: str, said: str
 ) -> None:
     """Before anything is sent to the new actor."""
@@ -161,10 +160,10 @@ def test_a_replacement_that_cannot_be_is_refused(
 @pytest.mark.parametrize(
     ("what", "said"), [("none", "there are no actors"), ("twice", "an actor is listed twice")]
 )
-def test_a_list_of_actors_that_is_no_job_is_refused(
+def test_a_list_of_actors_that_is_not_a_job_is_refused(
     seen: dict[str, Any], what: str, said: str
 ) -> None:
-    """Nothing is sent to anybody."""
+    """Nothing is sent to an actor."""
     assert seen[what]["type"] == "InvalidOptionError"
     assert said in seen[what]["text"]
 
@@ -190,14 +189,14 @@ def test_wrong_arguments_are_refused_in_the_driver(
     assert "nothing was" in seen[what]["text"].lower()
 
 
-def test_nothing_of_ray_is_left(seen: dict[str, Any]) -> None:
-    """Servers, agents and workers, those of dead actors too, end with the driver."""
+def test_all_processes_of_ray_end_with_the_driver(seen: dict[str, Any]) -> None:
+    """Servers, agents and workers, those of dead actors too."""
     assert seen["started"] > ray_job.RANKS
     assert seen["left"] == []
 
 
-def test_ranks_of_a_node_need_not_be_neighbours() -> None:
-    """Local ranks count on each node; nodes are numbered as they appear."""
+def test_local_ranks_are_counted_on_each_node_in_any_order_of_nodes() -> None:
+    """Nodes are numbered as they appear."""
     ranks = job_variables(["b", "a", "b", "b"], "10.0.0.7", 4711)
     names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     assert [tuple(rank[name] for name in names) for rank in ranks] == [

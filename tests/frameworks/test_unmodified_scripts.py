@@ -1,4 +1,4 @@
-"""Scripts of accelerate and Lightning Fabric that know nothing of reloadpg, under torchrun.
+"""Scripts of accelerate and Lightning Fabric that do not use reloadpg, under torchrun.
 
 Both are in the ``test`` extra; without them these tests fail, they are not skipped.
 """
@@ -17,7 +17,7 @@ SCRIPTS = ("with_accelerate.py", "with_fabric.py")
 
 
 class Runs(NamedTuple):
-    """What the ranks left of a script as it is, of the same under cycles, and of the cycles."""
+    """Results of the unchanged script, of the script with cycles, and of the cycles."""
 
     plain: list[dict[str, Any]]
     cycled: list[dict[str, Any]]
@@ -40,14 +40,15 @@ def cycles_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_losses_and_weights_are_equal_to_the_last_bit(runs: Runs) -> None:
-    """Through three cycles: every rank's loss in every step, and the weights in the end. (JSON
-    keeps a float exactly.)"""
+    """The loss of every rank in every step through three cycles, and the weights at the end.
+
+    (JSON keeps a float exactly.)
+    """
     assert runs.cycled == runs.plain
 
 
 def test_the_script_trained_in_two_processes(runs: Runs) -> None:
-    """So the comparison says something: two ranks, with losses of their own that fall, and the
-    same weights on both."""
+    """The losses of the two ranks differ and fall, and the weights are equal."""
     assert [rank["world size"] for rank in runs.plain] == [2, 2]
     losses = runs.plain[0]["losses"]
     assert len(losses) == 16
@@ -57,8 +58,7 @@ def test_the_script_trained_in_two_processes(runs: Runs) -> None:
 
 
 def test_every_group_went_through_three_cycles(runs: Runs) -> None:
-    """In each the groups were released, refused a collective, and were live again; the hook and
-    the installation held to the end."""
+    """In each the groups are released, refuse a collective, and are live again."""
     assert [(rank["installed"], rank["steps"]) for rank in runs.cycles] == [(True, 8)] * 2
     for rank in runs.cycles:
         assert [cycle["generation"] for cycle in rank["cycles"]] == [1, 2, 3]

@@ -31,15 +31,15 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(of_workers, 2, args=(request.param,), timeout=400)
 
 
-def test_groups_go_when_the_weights_are_sent(ranks: list[dict[str, Any]]) -> None:
-    """Gathering needs them; the KV cache gets their memory. Generating leaves them offloaded."""
+def test_groups_are_offloaded_after_the_weights_are_sent(ranks: list[dict[str, Any]]) -> None:
+    """The KV cache gets their memory, and they stay offloaded through the generation."""
     for rank in ranks:
         during = ["profile: offloaded", "rank zero: offloaded", "after: offloaded"]
         assert rank["cases"]["generating"] == [*TRANSFERRED, *during]
 
 
-def test_groups_come_back_with_the_next_call_that_trains(ranks: list[dict[str, Any]]) -> None:
-    """Log probabilities, a checkpoint, another transfer; whatever the generation came to."""
+def test_groups_are_reloaded_by_the_next_call_that_trains(ranks: list[dict[str, Any]]) -> None:
+    """Log probabilities, a checkpoint, or another transfer, with or without a generation."""
     for rank in ranks:
         cases = rank["cases"]
         assert cases["trained"] == cases["saved"] == ["after: live"]
@@ -47,21 +47,25 @@ def test_groups_come_back_with_the_next_call_that_trains(ranks: list[dict[str, A
 
 
 def test_a_transfer_that_fails_leaves_live_groups(ranks: list[dict[str, Any]]) -> None:
-    """Its error goes on."""
+    """Its error is raised."""
     for rank in ranks:
         error = "resume kv_cache on purpose: live"
         assert rank["cases"]["failed"] == [*TRANSFERRED, error, "after: live"]
 
 
-def test_an_engine_that_keeps_its_memory_and_one_elsewhere(ranks: list[dict[str, Any]]) -> None:
-    """The first is not given a KV cache; the second does not share the device."""
+def test_an_engine_that_keeps_its_memory_offloads_without_a_kv_cache(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """One on other machines offloads nothing."""
     for rank in ranks:
         assert rank["cases"]["keeps its memory"] == ["weights: live", "after: offloaded"]
         assert rank["cases"]["elsewhere"] == ["after: live"]
 
 
-def test_remove_gives_the_classes_their_methods_back(ranks: list[dict[str, Any]]) -> None:
-    """And the groups, in the middle of a rollout; the cycles count."""
+def test_remove_restores_the_methods_of_the_classes_and_reloads_the_groups(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """In the middle of a rollout, too."""
     for rank in ranks:
         assert rank["restored"]
         assert rank["cycles"] == 6
@@ -69,8 +73,8 @@ def test_remove_gives_the_classes_their_methods_back(ranks: list[dict[str, Any]]
         assert rank["cases"]["without hook"] == ["weights: live", "after: live"]
 
 
-def test_older_workers_and_sharding_managers(ranks: list[dict[str, Any]]) -> None:
-    """Groups are live again after each generation, also after one that raised."""
+def test_older_workers_have_live_groups_after_each_generation(ranks: list[dict[str, Any]]) -> None:
+    """Sharding managers too; also after a generation that raised."""
     generated = [*TRANSFERRED, "generate: offloaded"]
     slept = [*generated, "release: offloaded", "", "after: live"]
     if "older" not in ranks[0]:
@@ -88,8 +92,8 @@ def test_older_workers_and_sharding_managers(ranks: list[dict[str, Any]]) -> Non
         assert older["cycles"] == [3, 2]
 
 
-def test_what_the_hook_refuses() -> None:
-    """A class that is none of verl's, and one that it was given before: nothing is changed."""
+def test_a_class_that_is_not_of_verl_or_was_passed_before_is_refused() -> None:
+    """Nothing is changed."""
     before = dict(vars(Sequence))
     with pytest.raises(InvalidOptionError, match=r"\(SimpleNamespace\).*nothing was changed"):
         verl.offloaded_rollouts(Sequence, type("SimpleNamespace", (), {}))

@@ -54,7 +54,7 @@ class TestTwentyCycles:
             assert max(befores[1:]) - min(befores[1:]) <= SLACK, befores
 
     def test_the_report_agrees_with_the_device(self, recreated: Any) -> None:
-        """The released bytes are the device's own, up to what others do meanwhile."""
+        """The released bytes are those of the device, up to what other processes do."""
         for seen in recreated:
             for row in seen["rows"]:
                 assert abs(row["reported"] - (row["before"] - row["after"])) <= SLACK

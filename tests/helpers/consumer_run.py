@@ -1,4 +1,4 @@
-"""One program on real ranks, twice: as torch is, and with reloadpg and cycles in between.
+"""One program on real ranks, twice: with torch alone, and with reloadpg and cycles.
 
 A program is a module-level function ``program(run) -> results``. It creates its groups, computes,
 and calls ``run.cycle()`` between its steps. In the plain setting that does nothing; in a reloaded
@@ -43,7 +43,7 @@ class Setting:
     Attributes:
         backend: the backend of the default group.
         reloadable: whether reloadpg is installed.
-        backends: what ``install`` is told.
+        backends: the option of ``install``.
         late: whether ``install`` comes after ``init_process_group`` instead of before it.
     """
 
@@ -103,7 +103,7 @@ class Cycle:
 
 @dataclass
 class Outcome:
-    """What one rank hands back: results to compare, facts to look at, and its cycles."""
+    """The results of one rank, facts about its run, and its cycles."""
 
     results: Any
     facts: dict[str, Any]
@@ -112,7 +112,7 @@ class Outcome:
 
 @dataclass
 class Run:
-    """What a program has in its hands."""
+    """The context of a program on one rank."""
 
     rank: int
     world_size: int
@@ -132,13 +132,13 @@ class Run:
     def reloadable(self) -> bool:
         return self.setting.reloadable
 
-    def cycle(self, meanwhile: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """One offload, ``meanwhile()``, one reload with these options.
+    def cycle(self, inside: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Offload, call ``inside()``, and reload with these options.
 
-        In a plain run ``meanwhile()`` alone.
+        In a plain run, call ``inside()`` alone.
         """
         if not self.reloadable:
-            return meanwhile() if meanwhile is not None else None
+            return inside() if inside is not None else None
         groups = managed()
         seen = set(map(id, tables().pg_map))
         inner = {group.group_name: weakref.ref(group.communicator) for group in groups}
@@ -149,7 +149,7 @@ class Run:
         simulated_offloaded = simulated.stats() if self.backend == "sim" else None
         states = {group.group_name: str(group.state) for group in groups}
         refused = {group.group_name: refusals(group) for group in groups}
-        result = meanwhile() if meanwhile is not None else None
+        result = inside() if inside is not None else None
         rebuilt = reloadpg.reload(**options)
         self.cycles.append(
             Cycle(
@@ -189,7 +189,7 @@ def managed() -> list[reloadpg.ReloadableProcessGroup]:
 
 
 def bypassed() -> list[dist.ProcessGroup]:
-    """The groups that reloadpg leaves alone."""
+    """The groups that bypass."""
     return [g for g in tables().pg_map if not isinstance(g, reloadpg.ReloadableProcessGroup)]
 
 
@@ -325,7 +325,7 @@ def launched(
 def outcomes(
     program: Callable[[Run], Any], world_size: int, setting: Setting = PLAIN
 ) -> list[Outcome]:
-    """What the ranks of a launch hand back, in rank order."""
+    """The outcomes of a launch, in rank order."""
     result = launched(program, world_size, setting)
     if isinstance(result, RanksFailedError):
         raise result.with_traceback(None)

@@ -1,4 +1,4 @@
-"""Tests of every consumer: results as without reloadpg, and cycles that really happened."""
+"""Tests of every consumer: results equal those without reloadpg, and each cycle took place."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Consumer:
 
 
 class ConsumerTests:
-    """Subclass with a ``consumer``: each test looks at the same two launches of ranks."""
+    """Tests of a ``consumer``, which a subclass names; all of them read the same two launches."""
 
     consumer: ClassVar[Consumer]
 
@@ -93,13 +93,12 @@ class ConsumerTests:
             assert cycle.sockets_offloaded <= allowed
 
     def test_a_reload_opens_what_the_groups_need_and_no_more(self) -> None:
-        """The sockets that a reload opens are those of one communicator a group."""
+        """The sockets of one communicator for each group."""
         for _, cycle in self.consumer.each_cycle():
             assert cycle.sockets_after - cycle.sockets_offloaded == cycle.sockets_owned
 
     def test_every_collective_is_refused_while_offloaded(self) -> None:
-        """Nothing computes on an offloaded group, on any path, nor falls back to WORLD
-        (failure 4)."""
+        """On any path, and without a fallback to WORLD (failure 4)."""
         for _, cycle in self.consumer.each_cycle():
             for group in cycle.groups:
                 assert group.state_offloaded == "offloaded"

@@ -1,4 +1,4 @@
-"""Gloo's groups as a backend of their own, in which something goes wrong where a test says so.
+"""Gloo's groups as a separate backend, in which something goes wrong where a test says so.
 
 The backend comes in through torch's ``register_backend``, as users' do, so a fault happens where
 theirs happen: while torch creates a group, in its ``shutdown``, or in a collective. All else is

@@ -20,7 +20,7 @@ from reloadpg.lifecycle import memory
 from reloadpg.testing import simulated
 
 GROUPS = 3
-"""Groups beside WORLD, each over all ranks."""
+"""Groups in addition to WORLD, each over all ranks."""
 
 TIMEOUT = timedelta(minutes=7)
 

@@ -21,7 +21,7 @@ if hasattr(os, "pidfd_open"):
 
 
 def next_call(directory, rank, number):
-    """What to do next; the end if nobody says it for a long time."""
+    """The next command; the end if there is none for a long time."""
     path = Path(directory, f"call-{rank}-{number}")
     end = time.monotonic() + LIMIT_S
     while not path.exists():

@@ -30,12 +30,12 @@ PYTHON_WAYS = ("dist", "alias", "c10d_alias")
 """How a function of torch.distributed is looked up: now, or by names bound before install."""
 
 FUNCTIONAL_WAYS = ("object", "name")
-"""How a functional collective is told its group."""
+"""How a functional collective is given its group."""
 
 
 @dataclass
 class Case:
-    """One group as one of its ranks sees it, and how a row is to be called."""
+    """One group as one of its ranks sees it, and how to call a row."""
 
     group: Any
     members: tuple[int, ...]

@@ -177,7 +177,7 @@ def _loop(ray: Any, ours: Any, folder: Path) -> dict[str, Any]:
     seen["timeout"] = caught(ours.offload_all, actors, timeout="1")
     seen["store"] = caught(ours.setup_actors, actors, store="Driver")
     seen["connect"] = caught(ours.reload_all, actors, connect="zz")
-    ours.setup_actors(actors, timeout=timedelta(seconds=2 * BOUND_S))  # they start meanwhile
+    ours.setup_actors(actors, timeout=timedelta(seconds=2 * BOUND_S))  # includes their start
     seen["variables"] = everywhere("variables")
     everywhere("start")
     seen["second set-up"] = caught(ours.setup_actors, actors, timeout=BOUND_S)

@@ -36,7 +36,7 @@ def incarnation() -> int:
 
 
 def all_here() -> None:
-    """Wait until all ranks that begin the job are here; nobody is replaced before."""
+    """Wait until all ranks that begin the job are here; no rank is replaced before."""
     if incarnation():
         return
     meeting = store()

@@ -202,12 +202,3 @@ class SglangEngine:
 
     def generate(self) -> str:
         return self._engine.generate()
-
-
-def attempt(call: Callable[[], Any]) -> tuple[str, str]:
-    """How a call ended: the error's type and text, or ("", "")."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""

@@ -1,4 +1,4 @@
-"""Runs a command on a terminal of its own, and reads what it draws."""
+"""Runs a command on a separate terminal, and reads what it draws."""
 
 import fcntl
 import os

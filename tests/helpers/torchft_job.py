@@ -1,4 +1,4 @@
-"""Groups of torchft beside reloadable ones: torchft's own classes (0.2.0), or their sequence."""
+"""Groups of torchft and reloadable ones: torchft's own classes (0.2.0), or their sequence."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Sequence(dist.ProcessGroup):
         self._made = name
 
 
-def beside(rank: int, size: int, real: bool) -> dict[str, Any]:
-    """torchft's group before, in and after an offload of the others; configured anew within it."""
+def alongside(rank: int, size: int, real: bool) -> dict[str, Any]:
+    """A group of torchft before, in and after an offload of the others, configured twice."""
     reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
     worlds.init("gloo")
     ports: list[Any] = [None]

@@ -19,7 +19,7 @@ from reloadpg.integrations.verl import offloaded_rollouts
 
 
 class Dispatch(enum.Enum):
-    """As ``verl/single_controller/base/decorator.py`` has it, as far as it is needed."""
+    """The members of the enum in ``verl/single_controller/base/decorator.py`` that are needed."""
 
     ONE_TO_ALL = 1
     DIRECT_ROLLOUT_METHOD = 7
@@ -144,7 +144,7 @@ class Engine:
 
 
 class Rollout:
-    """An engine that notes what it is told, and the state of the groups then."""
+    """An engine that records its calls, and the state of the groups at each."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -172,7 +172,7 @@ class Rollout:
 
 
 class Actor:
-    """The trainer within a worker; all it does needs the groups."""
+    """The trainer within a worker; all of its methods need the groups."""
 
     def __init__(self) -> None:
         self.engine = Engine()
@@ -238,7 +238,7 @@ def of_workers(rank: int, size: int, real: bool) -> dict[str, Any]:
 
 
 def of_worker(cls: type) -> dict[str, Any]:
-    """The worker of 0.9; verl's own is what the hook takes without being told."""
+    """The worker of 0.9; the hook takes verl's own by default."""
     before = dict(vars(cls))
     handle = offloaded_rollouts(cls) if cls is Sequence else offloaded_rollouts()
     worker = worker_of(cls)

@@ -74,7 +74,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def use_device(rank: int | None = None) -> None:
-    """Give this rank a device of its own, on which tensors are made from now on. Idempotent."""
+    """Give this rank a separate device, on which tensors are created from now on. Idempotent."""
     if not NCCL:
         return
     rank = int(os.environ["RANK"]) if rank is None else rank

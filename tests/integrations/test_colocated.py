@@ -7,18 +7,20 @@ only when the communicators and the trainer's memory are gone, and these only wh
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 import worlds
-from stand_ins import BYTES, Device, SglangEngine, StandInSaver, VllmEngine, attempt
+from stand_ins import BYTES, Device, OutOfMemory, SglangEngine, StandInSaver, VllmEngine
 from worlds import sums_right
 
 import reloadpg
 from reloadpg.integrations import ColocationError, MemorySaver, colocated
-from reloadpg.testing import run_ranks, simulated
+from reloadpg.testing import simulated
 
 pytestmark = pytest.mark.matrix
 
@@ -27,311 +29,6 @@ PARAMETERS = 4 * BYTES
 CAPACITY = 6 * BYTES
 """Room for the engine's 6, or for the trainer's 4 and its two communicators."""
 
-
-class Side:
-    """One rank's trainer, device and log."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.log: list[str] = []
-        self.bare = StandInSaver()
-        self.bare.log = self.log
-        self.bare.malloc("parameters", PARAMETERS, tag="trainer")
-        self.device = Device(CAPACITY, self.bare)
-        self.bare.room = self.device.need
-        self.group = dist.new_group([0, 1])
-        self.remove = [
-            reloadpg.on_offload(lambda: self.log.append("callback")),
-            reloadpg.on_reload(lambda: self.log.append("rebuilt")),
-        ]
-
-    def close(self) -> None:
-        for remove in self.remove:
-            remove()
-        dist.destroy_process_group(self.group)
-
-    def right(self) -> bool:
-        return sums_right(None, self.group)
-
-    def state(self) -> tuple[str, int, int, bool]:
-        """Groups, the trainer's active memory, the engine's memory, and whether sums are right."""
-        parameters = self.bare.account["parameters"]
-        active = parameters.size if parameters.active else 0
-        return reloadpg.status().state, active, self.device.engine_bytes, self.right()
-
-
-def cycles(side: Side, engine: Any, **options: Any) -> dict[str, Any]:
-    """Three rollouts, with sums by value in between."""
-    rollout = colocated(engine, saver=MemorySaver(side.bare), **options)
-    seen: dict[str, Any] = {"in": [], "steps": [], "held": [], "connected": [], "states": []}
-    for _ in range(CYCLES):
-        seen["states"].append(side.state())
-        side.log.clear()
-        with rollout as inside:
-            assert inside is rollout
-            for tags in [["weights"], ["kv_cache"]] if options.get("wake_tags") == () else []:
-                rollout.wake_up(tags)
-            seen["in"].append((engine.generate(), reloadpg.status().state))
-            seen["held"].append((simulated.stats().held_bytes, side.bare.active_bytes))
-        seen["connected"].append(simulated.stats().held_bytes)
-        seen["steps"].append([step for step, _ in rollout.steps])
-        assert all(ms >= 0 for _, ms in rollout.steps)
-        seen["log"] = list(side.log)
-    seen["states"].append(side.state())
-    seen["reports"] = (str(rollout.offload_report)[:8], str(rollout.reload_report)[:7])
-    return seen
-
-
-def naive(side: Side) -> dict[str, tuple[str, str]]:
-    """The device has teeth: the engine does not fit beside the trainer."""
-    engine = VllmEngine(side.device, side.log)
-    assert side.right()
-    seen = {"all there": attempt(engine.wake_up)}
-    side.bare.pause("trainer")
-    seen["groups there"] = attempt(engine.wake_up)
-    engine.sleep()
-    side.bare.resume("trainer")
-    with reloadpg.offloaded():
-        seen["parameters there"] = attempt(engine.wake_up)
-        engine.sleep()
-    with reloadpg.offloaded():
-        side.bare.pause()
-        engine.wake_up()
-        seen["back too early"] = attempt(side.bare.resume)
-        engine.sleep()
-        side.bare.resume()
-    return seen
-
-
-def broken(side: Side, step: str) -> dict[str, Any]:
-    """One step fails once, on rank 1; all is as it was after ``restore()`` on both."""
-    engine = VllmEngine(side.device, side.log)
-    rollout = colocated(engine, saver=side.bare)
-    if side.rank == 1:
-        (side.bare.fail if step in ("pause", "resume") else engine.fail).append(step)
-    seen: dict[str, Any] = {"error": None, "body": False}
-    assert side.right()
-    side.log.clear()
-    try:
-        with rollout:
-            seen["body"] = True
-    except ColocationError as error:
-        seen["error"] = str(error)
-        seen["failures"] = [(name, type(cause).__name__) for name, cause in error.failures]
-        seen["cause"] = error.__cause__ is error.failures[0][1]
-        seen["handle"] = error.colocation is rollout
-    seen["log"] = list(side.log)
-    seen["left"] = reloadpg.status().state
-    if step == "answer":  # nothing collective is left to do
-        if side.rank == 1:
-            rollout.restore()
-    else:
-        rollout.restore()
-    rollout.restore()
-    seen["after"] = side.state()
-    with rollout:
-        seen["again"] = engine.generate()
-    seen["end"] = side.state()
-    return seen
-
-
-def raising(side: Side) -> dict[str, Any]:
-    """The body raises, alone and with a step back that fails too."""
-    engine = VllmEngine(side.device, side.log)
-    rollout = colocated(engine, saver=side.bare)
-
-    def body() -> None:
-        with rollout:
-            raise KeyError("body")
-
-    seen = {"body": attempt(body), "after": side.state()}
-    engine.fail.append("sleep")
-    seen["both"] = attempt(body)
-    seen["awake"] = len(engine.awake)
-    rollout.restore()
-    seen["end"] = side.state()
-
-    def nested() -> None:
-        with rollout, rollout:
-            pass
-
-    seen["nested"] = attempt(nested)
-    seen["outside"] = attempt(rollout.wake_up)
-    seen["letters"] = attempt(lambda: rollout.wake_up("weights"))
-    seen["last"] = side.state()
-    return seen
-
-
-def usable(group: Any) -> bool | str:
-    """Whether sums over a group are right, or the error that it raises."""
-    try:
-        return sums_right(group)
-    except reloadpg.GroupOffloadedError as error:
-        return type(error).__name__
-
-
-def with_groups(side: Side) -> dict[str, Any]:
-    """An engine with a group in the trainer's processes."""
-    with reloadpg.region("engine"):
-        group = dist.new_group([0, 1])
-    sizes = {"weights": 2 * BYTES, "kv_cache": 3 * BYTES}  # and one communicator
-    engine = VllmEngine(side.device, side.log, sizes)
-    reloadpg.offload("engine")
-    refused = attempt(lambda: colocated(saver=MemorySaver(side.bare), engine_groups="engine"))
-    rollout = colocated(
-        engine, saver=side.bare, engine_groups="engine", wake_tags=["weights"], connect="eager"
-    )
-    seen: dict[str, Any] = {"refused": refused, "in": [], "out": []}
-    for _ in range(CYCLES):
-        with rollout:
-            awake = rollout.wake_up(["kv_cache"])
-            sums = [usable(one) for one in (group, side.group)]
-            seen["in"].append((awake, engine.generate(), sums))
-        sums = [usable(one) for one in (side.group, group)]
-        seen["out"].append(sums)
-    seen["steps"] = [step for step, _ in rollout.steps]
-    dist.destroy_process_group(group)
-    return seen
-
-
-def without(side: Side) -> dict[str, Any]:
-    """Neither engine nor saver, on rank 1 alone; and an offload that fails on the way in."""
-    engine = VllmEngine(side.device, side.log) if side.rank == 0 else None
-    options = {"saver": side.bare} if side.rank == 0 else {}
-    rollout = colocated(engine, collect=False, **options)
-    with rollout:
-        rollout.wake_up(["weights"])
-    seen: dict[str, Any] = {"steps": [step for step, _ in rollout.steps], "state": side.state()}
-
-    def fail() -> None:
-        raise KeyError("callback")
-
-    remove = reloadpg.on_offload(fail) if side.rank == 1 else (lambda: None)
-    seen["refused"] = attempt(rollout.__enter__)
-    remove()
-    seen["untouched"] = side.state()
-    with rollout:
-        seen["again"] = reloadpg.status().state
-    return seen
-
-
-def copying(side: Side) -> dict[str, Any]:
-    """The weights' copy and the reload begin, each waiting until the other one has begun."""
-    engine = VllmEngine(side.device, side.log)
-    copies, rebuilds = threading.Event(), threading.Event()
-    seen: dict[str, Any] = {}
-
-    def before_reload() -> None:
-        rebuilds.set()
-        seen["copy had begun"] = copies.wait(60)
-
-    def copy_back() -> None:
-        side.log.append("copy")
-        seen["reload had begun"] = rebuilds.wait(60)
-        seen["sum"] = attempt(side.right)
-        copies.set()  # the reload goes on
-
-    rollout = colocated(engine, saver=side.bare, copy_back=copy_back)
-    remove = reloadpg.on_reload(before_reload, before=True)
-    side.log.clear()
-    with rollout:
-        pass
-    remove()
-    return seen | {"log": list(side.log), "steps": rollout.steps[-4:], "after": side.state()}
-
-
-def interrupted(side: Side, error: type[BaseException]) -> dict[str, Any]:
-    """The copy ends in an exception, once, on rank 1."""
-    engine = VllmEngine(side.device, side.log)
-    left = [error("copy")] if side.rank == 1 else []
-
-    def copy_back() -> None:
-        side.log.append("copy")
-        if left:
-            raise left.pop()
-
-    rollout = colocated(engine, saver=side.bare, copy_back=copy_back)
-
-    def block() -> None:
-        with rollout:
-            pass
-
-    side.log.clear()
-    try:
-        block()
-        raised = ""
-    except BaseException as failure:
-        raised = f"{type(failure).__name__}: {failure}"
-    seen: dict[str, Any] = {"raised": raised, "after": side.state()}
-    rollout.restore()
-    rollout.restore()
-    return seen | {"copies": side.log.count("copy")}
-
-
-def not_resumed(side: Side) -> dict[str, Any]:
-    """The saver cannot resume on rank 1, so that there is no memory to copy to."""
-    engine = VllmEngine(side.device, side.log)
-    rollout = colocated(engine, saver=side.bare, copy_back=lambda: side.log.append("copy"))
-    if side.rank == 1:
-        side.bare.fail.append("resume")
-    side.log.clear()
-    seen: dict[str, Any] = {}
-    try:
-        with rollout:
-            pass
-    except ColocationError as error:
-        seen["error"] = str(error)
-    seen["copied"] = side.log.count("copy")
-    rollout.restore()
-    return seen | {"copies": side.log.count("copy"), "after": side.state()}
-
-
-def colocated_job(rank: int, size: int) -> dict[str, Any]:
-    simulated.register()
-    simulated.configure(bytes_per_communicator=BYTES)
-    reloadpg.install(timeout=timedelta(seconds=20))
-    worlds.init("sim")
-    seen: dict[str, Any] = {}
-    scenarios: dict[str, Any] = {
-        "naive": naive,
-        "vllm": lambda side: cycles(side, VllmEngine(side.device, side.log), sleep_level=2),
-        "eager": lambda side: cycles(
-            side, VllmEngine(side.device, side.log), connect="eager", wake_tags=()
-        ),
-        "sglang": lambda side: cycles(side, SglangEngine(side.device, side.log)),
-        "wake_up": lambda side: broken(side, "wake_up"),
-        "sleep": lambda side: broken(side, "sleep"),
-        "answer": lambda side: broken(side, "answer"),
-        "pause": lambda side: broken(side, "pause"),
-        "resume": lambda side: broken(side, "resume"),
-        "raising": raising,
-        "with groups": with_groups,
-        "without": without,
-        "copying": copying,
-        "copy failed": lambda side: interrupted(side, OSError),
-        "copy interrupted": lambda side: interrupted(side, KeyboardInterrupt),
-        "not resumed": not_resumed,
-    }
-    for name, scenario in scenarios.items():
-        side = Side(rank)
-        with side.bare.preloaded():
-            # Communicators that the saver has seen coming.
-            reloadpg.offload()
-            reloadpg.reload()
-            seen[name] = scenario(side)
-            reloadpg.offload()  # nothing of this saver's account is left for the next
-        side.close()
-        reloadpg.reload()
-    dist.destroy_process_group()
-    return seen
-
-
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(colocated_job, 2, timeout=120)
-
-
-LIVE = ("live", PARAMETERS, 0, True)
 STEPS = [
     "synchronize",
     "offload groups",
@@ -345,49 +42,119 @@ STEPS = [
 ]
 
 
-def test_the_device_is_too_small_for_both(ranks: list[dict[str, Any]]) -> None:
-    """Without the order the engine, or the trainer, runs out of memory: groups count, parameters
-    count, and so does coming back before the engine sleeps."""
-    for seen in ranks:
-        for case in ("all there", "groups there", "parameters there", "back too early"):
-            assert seen["naive"][case][0] == "OutOfMemory", case
+class Side:
+    """One rank's trainer, device and log."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.log: list[str] = []
+        self.bare = StandInSaver()
+        self.bare.log = self.log
+        self.bare.malloc("parameters", PARAMETERS, tag="trainer")
+        self.device = Device(CAPACITY, self.bare)
+        self.bare.room = self.device.need
+        self.group = dist.new_group([0, 1])
+        reloadpg.on_offload(lambda: self.log.append("callback"))
+        reloadpg.on_reload(lambda: self.log.append("rebuilt"))
+
+    def engine(self, **options: Any) -> VllmEngine:
+        return VllmEngine(self.device, self.log, **options)
+
+    def check_live(self) -> None:
+        """The groups sum right, the trainer's memory is active, and the engine holds none."""
+        assert reloadpg.status().state == "live"
+        parameters = self.bare.account["parameters"]
+        assert (parameters.size, parameters.active) == (PARAMETERS, True)
+        assert self.device.engine_bytes == 0
+        assert sums_right(None, self.group)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "eager", "sglang"])
-def test_three_rollouts(ranks: list[dict[str, Any]], engine: str) -> None:
-    """In each rollout nothing of the trainer is left on the device and the engine generates; in
-    between the trainer's memory is back, the engine holds none, and sums are right by value."""
-    for seen in ranks:
-        assert seen[engine]["in"] == [("sample", "offloaded")] * CYCLES
-        assert seen[engine]["held"] == [(0, 0)] * CYCLES
-        assert seen[engine]["states"] == [LIVE] * (CYCLES + 1)
-        assert seen[engine]["reports"] == ("offload:", "reload:")
+@contextmanager
+def a_side() -> Iterator[Side]:
+    """A trainer whose communicators a preloaded saver has seen being created."""
+    simulated.register()
+    simulated.configure(bytes_per_communicator=BYTES)
+    reloadpg.install(timeout=timedelta(seconds=20))
+    worlds.init("sim")
+    side = Side()
+    with side.bare.preloaded():
+        reloadpg.offload()
+        reloadpg.reload()
+        side.log.clear()
+        yield side
+    dist.destroy_process_group()
 
 
-def test_the_order_of_steps(ranks: list[dict[str, Any]]) -> None:
-    """The steps, as named, and the calls that were made: callbacks, then the pause, then the
-    engine; the engine asleep, then the resume, then the groups."""
-    for seen in ranks:
-        assert seen["vllm"]["steps"] == [STEPS] * CYCLES
-        order = ["callback", "pause", "wake_up", "generate", "sleep 2", "resume", "rebuilt"]
-        assert seen["vllm"]["log"] == order
-        assert seen["sglang"]["log"] == [s.replace("sleep 2", "sleep 0") for s in order]
+def steps_of(rollout: Any) -> list[str]:
+    assert all(ms >= 0 for _, ms in rollout.steps)
+    return [step for step, _ in rollout.steps]
 
 
-def test_an_engine_woken_in_stages(ranks: list[dict[str, Any]]) -> None:
-    """With ``wake_tags=()`` nothing wakes on entering, and tags wake one by one in the block."""
-    for seen in ranks:
-        assert seen["eager"]["log"][2:4] == ["wake_up weights", "wake_up kv_cache"]
-        assert "wake engine" not in seen["eager"]["steps"][0]
+@pytest.mark.ranks(2)
+def test_without_the_order_of_colocated_the_engine_or_the_trainer_runs_out_of_memory() -> None:
+    """Groups count, parameters count, and so does a resume before the engine sleeps."""
+    with a_side() as side:
+        engine, saver = side.engine(), side.bare
+        assert sums_right(None, side.group)
+        with pytest.raises(OutOfMemory):
+            engine.wake_up()
+        saver.pause("trainer")
+        with pytest.raises(OutOfMemory):
+            engine.wake_up()
+        engine.sleep()
+        saver.resume("trainer")
+        with reloadpg.offloaded():
+            with pytest.raises(OutOfMemory):
+                engine.wake_up()
+            engine.sleep()
+        with reloadpg.offloaded():
+            saver.pause()
+            engine.wake_up()
+            with pytest.raises(OutOfMemory):
+                saver.resume()
+            engine.sleep()
+            saver.resume()
 
 
-def test_connect_eager(ranks: list[dict[str, Any]]) -> None:
-    """``connect="eager"`` has every communicator connected when the block ends; ``none`` none."""
-    for seen in ranks:
-        assert seen["eager"]["connected"] == [2 * BYTES] * CYCLES
-        assert seen["vllm"]["connected"] == [0] * CYCLES
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["vllm", "eager", "sglang"])
+def test_the_engine_generates_in_three_rollouts_with_nothing_of_the_trainer_on_the_device(
+    kind: str,
+) -> None:
+    """In between the trainer's memory is back, the engine holds none, and sums are right by value.
+
+    With ``wake_tags=()`` nothing wakes on entering. ``connect="eager"`` has every communicator
+    connected when the block ends.
+    """
+    with a_side() as side:
+        engine: Any = SglangEngine(side.device, side.log) if kind == "sglang" else side.engine()
+        eager = kind == "eager"
+        options: dict[str, Any] = {"connect": "eager", "wake_tags": ()} if eager else {}
+        if kind == "vllm":
+            options = {"sleep_level": 2}
+        rollout = colocated(engine, saver=MemorySaver(side.bare), **options)
+        for _ in range(CYCLES):
+            side.check_live()
+            side.log.clear()
+            with rollout as inside:
+                assert inside is rollout
+                for tags in [["weights"], ["kv_cache"]] if eager else []:
+                    rollout.wake_up(tags)
+                assert engine.generate() == "sample"
+                assert reloadpg.status().state == "offloaded"
+                assert (simulated.stats().held_bytes, side.bare.active_bytes) == (0, 0)
+            assert simulated.stats().held_bytes == (2 * BYTES if eager else 0)
+            assert steps_of(rollout) == [s for s in STEPS if not eager or s != "wake engine"]
+        side.check_live()
+        woken = ["wake_up weights", "wake_up kv_cache"] if eager else ["wake_up"]
+        asleep = f"sleep { {'vllm': 2, 'eager': 1, 'sglang': 0}[kind] }"
+        order = ["callback", "pause", *woken, "generate", asleep, "resume", "rebuilt"]
+        assert side.log == order
+        assert str(rollout.offload_report).startswith("offload:")
+        assert str(rollout.reload_report).startswith("reload:")
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("step", "name", "log"),
     [
@@ -396,147 +163,246 @@ def test_connect_eager(ranks: list[dict[str, Any]]) -> None:
         ("answer", "put engine to sleep", ["callback", "pause", "wake_up", "sleep 1", "resume"]),
     ],
 )
-def test_a_step_that_fails(
-    ranks: list[dict[str, Any]], step: str, name: str, log: list[str]
+def test_a_step_that_fails_is_named_with_its_cause_and_the_state(
+    step: str, name: str, log: list[str]
 ) -> None:
-    """A step that fails on one rank is named there with its cause and the state; every later step
-    of the way back is done, the groups are live on both ranks, and restore() does what is left."""
-    other, failed = ranks[0][step], ranks[1][step]
-    assert (other["error"], other["body"]) == (None, True)
-    assert failed["body"] is (step == "answer")
-    assert failed["failures"] == [(name, "MemorySaverError" if step == "pause" else "RuntimeError")]
-    assert f"{name}: " in failed["error"]
-    assert "State now: groups live, saver active" in failed["error"]
-    assert f"engine {'awake' if step == 'answer' else 'asleep'}" in failed["error"]
-    assert failed["cause"]
-    assert failed["handle"]
-    assert failed["log"] == [*log, "rebuilt"]
-    for seen in ranks:
-        assert seen[step]["left"] == "live"
-        assert seen[step]["after"] == LIVE
-        assert (seen[step]["again"], seen[step]["end"]) == ("sample", LIVE)
+    """It fails on rank 1 alone. The steps back are made, and the groups are live on both ranks.
+
+    ``restore()`` does what is left.
+    """
+    with a_side() as side:
+        engine = side.engine()
+        rollout = colocated(engine, saver=side.bare)
+        body = False
+        if side.rank == 1:
+            (side.bare.fail if step == "pause" else engine.fail).append(step)
+            with pytest.raises(ColocationError) as caught, rollout:
+                body = True
+            assert body is (step == "answer")
+            ((failed, cause),) = caught.value.failures
+            kind = "MemorySaverError" if step == "pause" else "RuntimeError"
+            assert (failed, type(cause).__name__) == (name, kind)
+            assert f"{name}: " in str(caught.value)
+            assert "State now: groups live, saver active" in str(caught.value)
+            assert f"engine {'awake' if body else 'asleep'}" in str(caught.value)
+            assert caught.value.__cause__ is cause
+            assert caught.value.colocation is rollout
+            assert side.log == [*log, "rebuilt"]
+        else:
+            with rollout:
+                body = True
+            assert body
+        assert reloadpg.status().state == "live"
+        if step != "answer" or side.rank == 1:  # else nothing collective is left to do
+            rollout.restore()
+        rollout.restore()
+        side.check_live()
+        with rollout:
+            assert engine.generate() == "sample"
+        side.check_live()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("step", "before", "engine"),
+    ("step", "before", "engine_is"),
     [("resume", [], "asleep"), ("sleep", [("put engine to sleep", "RuntimeError")], "awake")],
 )
-def test_a_saver_that_cannot_resume(
-    ranks: list[dict[str, Any]], step: str, before: list[tuple[str, str]], engine: str
+def test_a_saver_that_cannot_resume_fails_the_reload_on_all_ranks(
+    step: str, before: list[tuple[str, str]], engine_is: str
 ) -> None:
-    """A resume that fails on rank 1, by itself or because the engine keeps its memory, fails the
-    reload on both ranks, so that neither waits. Each names its own part, and restore() on both
-    brings all back."""
-    other, failed = ranks[0][step], ranks[1][step]
-    assert other["failures"] == [("reload groups", "PeerFailedError")]
-    assert failed["failures"] == [
-        *before,
-        ("resume saver", "MemorySaverError"),
-        ("reload groups", "ReloadpgError"),
-    ]
-    assert f"State now: groups offloaded, saver paused (*), engine {engine}" in failed["error"]
-    assert "call restore()" in failed["error"]
-    for seen in ranks:
-        assert seen[step]["left"] == "offloaded"
-        assert seen[step]["after"] == LIVE
-        assert (seen[step]["again"], seen[step]["end"]) == ("sample", LIVE)
+    """By itself, or because the engine keeps its memory; no rank waits.
+
+    Each rank names its own part, and ``restore()`` on both restores the state.
+    """
+    with a_side() as side:
+        engine = side.engine()
+        rollout = colocated(engine, saver=side.bare)
+        if side.rank == 1:
+            (side.bare.fail if step == "resume" else engine.fail).append(step)
+        with pytest.raises(ColocationError) as caught, rollout:
+            pass
+        failures = [(name, type(cause).__name__) for name, cause in caught.value.failures]
+        if side.rank == 0:
+            assert failures == [("reload groups", "PeerFailedError")]
+        else:
+            saver = [("resume saver", "MemorySaverError"), ("reload groups", "ReloadpgError")]
+            assert failures == [*before, *saver]
+            state = f"State now: groups offloaded, saver paused (*), engine {engine_is}"
+            assert state in str(caught.value)
+            assert "call restore()" in str(caught.value)
+        assert reloadpg.status().state == "offloaded"
+        rollout.restore()
+        rollout.restore()
+        side.check_live()
+        with rollout:
+            assert engine.generate() == "sample"
+        side.check_live()
 
 
-def test_a_body_that_raises(ranks: list[dict[str, Any]]) -> None:
-    """The body's exception goes on, also when a step back fails too; the way back is gone."""
-    for seen in ranks:
-        found = seen["raising"]
-        assert found["body"] == found["both"] == ("KeyError", "'body'")
-        assert found["after"] == found["end"] == found["last"] == LIVE
-        assert found["awake"] == 2
+@pytest.mark.ranks(2)
+def test_an_exception_of_the_body_is_raised_after_the_way_back() -> None:
+    """Also if a step back fails. Misuse raises an error that says what to call, with all live."""
+    with a_side() as side:
+        engine = side.engine()
+        rollout = colocated(engine, saver=side.bare)
+        for fails in (False, True):
+            if fails:
+                engine.fail.append("sleep")
+            with pytest.raises(KeyError, match="body"), rollout:
+                raise KeyError("body")
+            if not fails:
+                side.check_live()
+        assert len(engine.awake) == 2
+        rollout.restore()
+        side.check_live()
+        twice = pytest.raises(reloadpg.ReloadpgError, match="entered twice; nothing was changed")
+        with twice, rollout, rollout:
+            pass
+        with pytest.raises(reloadpg.ReloadpgError, match=r"within the colocated\(\) block"):
+            rollout.wake_up()
+        said = r"wake_up\(tags='weights'\): not a sequence of tags"
+        with pytest.raises(reloadpg.InvalidOptionError, match=said):
+            rollout.wake_up("weights")
+        side.check_live()
 
 
-def test_misuse(ranks: list[dict[str, Any]]) -> None:
-    """Entered within itself, woken outside: errors that say what to call, and all is live."""
-    for seen in ranks:
-        kind, text = seen["raising"]["nested"]
-        assert kind == "ReloadpgError"
-        assert "entered twice; nothing was changed" in text
-        kind, text = seen["raising"]["outside"]
-        assert kind == "ReloadpgError"
-        assert "Call it within the colocated() block" in text
-        kind, text = seen["raising"]["letters"]
-        assert kind == "InvalidOptionError"
-        assert text.startswith("wake_up(tags='weights'): not a sequence of tags")
-
-
-def test_an_engine_with_groups_in_the_trainers_processes(ranks: list[dict[str, Any]]) -> None:
-    """They are live in the block alone, and are no obstacle to the trainer's saver."""
-    for seen in ranks:
-        found = seen["with groups"]
-        kind, text = found["refused"]
-        assert kind == "InvalidOptionError"
-        assert "sets=" in text
-        for awake, sample, (mine, trainers) in found["in"]:
-            assert (awake, sample, mine) == (True, "sample", True)
-            assert trainers == "GroupOffloadedError"
-        for trainers, engines in found["out"]:
-            assert trainers is True
-            assert engines == "GroupOffloadedError"
+@pytest.mark.ranks(2)
+def test_the_groups_of_an_engine_in_the_trainers_processes_are_live_in_the_block_alone() -> None:
+    """They do not keep the trainer's saver from pausing."""
+    with a_side() as side:
+        with reloadpg.region("engine"):
+            group = dist.new_group([0, 1])
+        sizes = {"weights": 2 * BYTES, "kv_cache": 3 * BYTES}  # and one communicator
+        engine = side.engine(sizes=sizes)
+        reloadpg.offload("engine")
+        with pytest.raises(reloadpg.InvalidOptionError, match="sets="):
+            colocated(saver=MemorySaver(side.bare), engine_groups="engine")
+        rollout = colocated(
+            engine, saver=side.bare, engine_groups="engine", wake_tags=["weights"], connect="eager"
+        )
+        for _ in range(CYCLES):
+            with rollout:
+                assert rollout.wake_up(["kv_cache"])
+                assert engine.generate() == "sample"
+                assert sums_right(group)
+                with pytest.raises(reloadpg.GroupOffloadedError):
+                    sums_right(side.group)
+            assert sums_right(side.group)
+            with pytest.raises(reloadpg.GroupOffloadedError):
+                sums_right(group)
         steps = [*STEPS[:4], "reload engine's groups", *STEPS[4:6], "offload engine's groups"]
-        assert found["steps"] == [*steps, *STEPS[6:]]
+        assert steps_of(rollout) == [*steps, *STEPS[6:]]
 
 
-def test_ranks_without_an_engine(ranks: list[dict[str, Any]]) -> None:
-    """A rank may have neither engine nor saver; an offload that fails leaves all as it was."""
-    bare = [step for step in STEPS if "engine" not in step and "saver" not in step]
-    assert [seen["without"]["steps"] for seen in ranks] == [STEPS, bare]
-    kinds = [seen["without"]["refused"][0] for seen in ranks]
-    assert kinds == ["PeerFailedError", "ReloadpgError"]
-    for seen in ranks:
-        assert seen["without"]["state"] == seen["without"]["untouched"] == LIVE
-        assert seen["without"]["again"] == "offloaded"
+@pytest.mark.ranks(2)
+def test_a_rank_needs_neither_engine_nor_saver() -> None:
+    """Here rank 1 has none. An offload that fails on the way in changes nothing."""
+    with a_side() as side:
+        engine = side.engine() if side.rank == 0 else None
+        options = {"saver": side.bare} if side.rank == 0 else {}
+        rollout = colocated(engine, collect=False, **options)
+        with rollout:
+            rollout.wake_up(["weights"])
+        bare = [step for step in STEPS if "engine" not in step and "saver" not in step]
+        assert steps_of(rollout) == (bare if side.rank else STEPS)
+        side.check_live()
+
+        def fail() -> None:
+            raise KeyError("callback")
+
+        remove = reloadpg.on_offload(fail) if side.rank == 1 else (lambda: None)
+        with pytest.raises(reloadpg.ReloadpgError) as caught:
+            rollout.__enter__()
+        assert isinstance(caught.value, reloadpg.PeerFailedError) == (side.rank == 0)
+        remove()
+        side.check_live()
+        with rollout:
+            assert reloadpg.status().state == "offloaded"
 
 
-def test_weights_come_back_beside_the_reload(ranks: list[dict[str, Any]]) -> None:
-    """Copy and reload go on at the same time, after the saver's resume; groups refuse meanwhile,
-    and when the block ends both are done."""
-    for seen in ranks:
-        found = seen["copying"]
-        assert found["copy had begun"]
-        assert found["reload had begun"]
-        kind, text = found["sum"]
-        assert kind == "GroupOffloadedError"
-        assert "a reload is running" in text
+@pytest.mark.ranks(2)
+def test_weights_are_copied_back_while_the_groups_are_reloaded() -> None:
+    """After the saver's resume. Copy and reload begin, each waiting until the other has begun.
+
+    Groups refuse collectives until both are done, at the end of the block.
+    """
+    with a_side() as side:
+        copies, rebuilds = threading.Event(), threading.Event()
+
+        def before_reload() -> None:
+            rebuilds.set()
+            assert copies.wait(60)
+
+        def copy_back() -> None:
+            side.log.append("copy")
+            assert rebuilds.wait(60)
+            with pytest.raises(reloadpg.GroupOffloadedError, match="a reload is running"):
+                sums_right(None)
+            copies.set()  # the reload goes on
+
+        rollout = colocated(side.engine(), saver=side.bare, copy_back=copy_back)
+        reloadpg.on_reload(before_reload, before=True)
+        with rollout:
+            pass
         order = ["callback", "pause", "wake_up", "sleep 1", "resume", "copy", "rebuilt"]
-        assert found["log"] == order
-        assert [step for step, _ in found["steps"]] == [
-            "empty cache",
-            "begin reload",
-            "copy weights back",
-            "reload groups",
-        ]
-        assert found["after"] == LIVE
+        assert side.log == order
+        last = ["empty cache", "begin reload", "copy weights back", "reload groups"]
+        assert steps_of(rollout)[-4:] == last
+        side.check_live()
 
 
-@pytest.mark.parametrize("how", ["copy failed", "copy interrupted"])
-def test_a_copy_that_fails(ranks: list[dict[str, Any]], how: str) -> None:
-    """The reload completes on all ranks all the same, and restore() copies again, on the rank that
-    failed alone; an interrupt goes on as it is."""
-    for rank, seen in enumerate(ranks):
-        assert seen[how]["after"] == LIVE
-        assert seen[how]["copies"] == 1 + rank
-    assert ranks[0][how]["raised"] == ""
-    if how == "copy interrupted":
-        assert ranks[1][how]["raised"] == "KeyboardInterrupt: copy"
-    else:
-        assert "copy weights back: OSError: copy" in ranks[1][how]["raised"]
-        assert "engine asleep, weights not copied back" in ranks[1][how]["raised"]
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_copy_that_fails_on_one_rank_does_not_stop_the_reload(
+    error: type[BaseException],
+) -> None:
+    """``restore()`` copies again, on that rank alone. An interrupt is raised unchanged."""
+    with a_side() as side:
+        left = [error("copy")] if side.rank == 1 else []
+
+        def copy_back() -> None:
+            side.log.append("copy")
+            if left:
+                raise left.pop()
+
+        rollout = colocated(side.engine(), saver=side.bare, copy_back=copy_back)
+        raised = ""
+        try:
+            with rollout:
+                pass
+        except BaseException as failure:
+            raised = f"{type(failure).__name__}: {failure}"
+        side.check_live()
+        rollout.restore()
+        rollout.restore()
+        assert side.log.count("copy") == 1 + side.rank
+        if side.rank == 0:
+            assert raised == ""
+        elif error is KeyboardInterrupt:
+            assert raised == "KeyboardInterrupt: copy"
+        else:
+            assert "copy weights back: OSError: copy" in raised
+            assert "engine asleep, weights not copied back" in raised
 
 
-def test_nothing_is_copied_to_memory_that_is_paused(ranks: list[dict[str, Any]]) -> None:
-    """Where the saver cannot resume nothing is copied until restore() has resumed it."""
-    for rank, seen in enumerate(ranks):
-        found = seen["not resumed"]
-        assert found["copied"] == 1 - rank
-        assert found["copies"] == 1
-        assert found["after"] == LIVE
-    assert "saver paused (*), engine asleep, weights not copied" in ranks[1]["not resumed"]["error"]
+@pytest.mark.ranks(2)
+def test_nothing_is_copied_to_memory_that_is_paused() -> None:
+    """If the saver cannot resume, on rank 1 here, nothing is copied until ``restore()``."""
+    with a_side() as side:
+        rollout = colocated(
+            side.engine(), saver=side.bare, copy_back=lambda: side.log.append("copy")
+        )
+        if side.rank == 1:
+            side.bare.fail.append("resume")
+        with pytest.raises(ColocationError) as caught, rollout:
+            pass
+        assert side.log.count("copy") == 1 - side.rank
+        if side.rank == 1:
+            state = "saver paused (*), engine asleep, weights not copied"
+            assert state in str(caught.value)
+        rollout.restore()
+        assert side.log.count("copy") == 1
+        side.check_live()
 
 
 class Asynchronous:
@@ -572,7 +438,7 @@ class WithoutTags:
         ({"copy_back": {}}, "copy_back=.*: not callable; nothing was changed"),
     ],
 )
-def test_arguments_that_cannot_be_used(arguments: dict[str, Any], said: str) -> None:
-    """Refused with what to pass, before anything is done."""
+def test_arguments_that_cannot_be_used_are_refused(arguments: dict[str, Any], said: str) -> None:
+    """With what to pass, before anything is done."""
     with pytest.raises(reloadpg.InvalidOptionError, match=said):
         colocated(**arguments)

@@ -13,11 +13,10 @@ import reloadpg
 from reloadpg.integrations import colocated
 from reloadpg.integrations.trl import offloaded_generation
 from reloadpg.integrations.vllm import WorkerGroups
-from reloadpg.testing import run_ranks
 
 
 class Llm:
-    """A ``vllm.LLM`` with tensor parallelism; it notes its calls and what is live in them."""
+    """A ``vllm.LLM`` with tensor parallelism; it records its calls and the states of the sets."""
 
     def __init__(self, tp_group: Any) -> None:
         self.calls: list[tuple[str, str, str]] = []
@@ -65,55 +64,46 @@ class Generation:
         return outputs, place
 
 
-def _generations(rank: int, world_size: int) -> dict[str, Any]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "case", ["sleeps", "awake", "peft", "generate", "sleep", "wake_up kv_cache"]
+)
+def test_the_engine_of_trl_generates_with_the_trainers_groups_offloaded(
+    case: str, rank: int
+) -> None:
+    """From before the KV cache is allocated until the engine sleeps; also if the engine raises."""
     reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
     worlds.init()
     with reloadpg.region("engine"):
         engine_group = dist.new_group([0, 1])
-    seen: dict[str, Any] = {}
-    for case in ("sleeps", "awake", "peft", "generate", "sleep", "wake_up kv_cache"):
-        llm = Llm(engine_group)
-        generation = Generation(llm, sleeps=case != "awake", peft=case == "peft")
-        trainer = SimpleNamespace(vllm_generation=generation)
-        block = reloadpg.swapped(out="trainer", into="engine")
-        handle = offloaded_generation(trainer, block=block)
+    llm = Llm(engine_group)
+    generation = Generation(llm, sleeps=case != "awake", peft=case == "peft")
+    trainer = SimpleNamespace(vllm_generation=generation)
+    handle = offloaded_generation(trainer, block=reloadpg.swapped(out="trainer", into="engine"))
+    if case in ("sleeps", "awake", "peft"):
+        assert [generation.generate() for _ in range(2)] == [(3.0, rank)] * 2
+        assert handle.cycles == 2
+    else:
         llm.fail = case
-        try:
-            outcome: Any = [generation.generate() for _ in range(2)]
-        except KeyError as error:
-            outcome = str(error)
-        right = worlds.summed(generation.tp_group, rank) == worlds.summed(None, rank) == 3.0
-        seen[case] = (outcome, llm.calls, handle.cycles, right)
-        try:
-            offloaded_generation(trainer)
-        except reloadpg.InvalidOptionError as error:
-            seen["twice"] = str(error)
-        handle.remove()
-        handle.remove()
-        assert generation.llm is llm
-    return seen
-
-
-def test_trls_engine_generates_with_the_trainers_groups_offloaded() -> None:
-    """Before the KV cache is allocated, until the engine sleeps; also if the engine raises."""
-    for rank, seen in enumerate(run_ranks(_generations, 2)):
-        results = [(3.0, rank)] * 2
-        outcome, calls, cycles, right = seen["sleeps"]
-        assert (outcome, cycles, right) == (results, 2, True)
+        with pytest.raises(KeyError, match=case):
+            generation.generate()
+        assert handle.cycles == 1
+        assert llm.calls[-1] == (case, "offloaded", "live")
+    if case == "sleeps":
         rollout = [(f, "offloaded", "live") for f in ("wake_up kv_cache", "generate", "sleep")]
         first, later = (("wake_up weights", "live", state) for state in ("live", "offloaded"))
-        assert calls == [first, *rollout, later, *rollout]
-        outcome, calls, cycles, right = seen["awake"]
-        assert (outcome, cycles, right) == (results, 2, True)
-        assert calls == [("generate", "offloaded", "live")] * 2
-        outcome, calls, cycles, right = seen["peft"]  # TRL uses the default group in between
-        assert (outcome, cycles, right) == (results, 2, True)
-        assert [state for name, state, _ in calls] == ["live", "live", "offloaded", "offloaded"] * 2
-        for case in ("generate", "sleep", "wake_up kv_cache"):
-            outcome, calls, cycles, right = seen[case]
-            assert (outcome, cycles, right) == (repr(case), 1, True)
-            assert calls[-1] == (case, "offloaded", "live")
-        assert "was given before" in seen["twice"]
+        assert llm.calls == [first, *rollout, later, *rollout]
+    elif case == "awake":
+        assert llm.calls == [("generate", "offloaded", "live")] * 2
+    elif case == "peft":  # TRL uses the default group in between
+        states = ["live", "live", "offloaded", "offloaded"]
+        assert [state for _, state, _ in llm.calls] == states * 2
+    assert worlds.summed(generation.tp_group, rank) == worlds.summed(None, rank) == 3.0
+    with pytest.raises(reloadpg.InvalidOptionError, match="was given before"):
+        offloaded_generation(trainer)
+    handle.remove()
+    handle.remove()
+    assert generation.llm is llm
 
 
 def test_a_trainer_without_an_engine_is_refused() -> None:
@@ -138,33 +128,26 @@ class Workers:
         return tags is None
 
 
-def _workers(rank: int, world_size: int) -> Any:
+@pytest.mark.ranks(2)
+def test_the_groups_of_workers_are_offloaded_while_the_engine_sleeps() -> None:
+    """They are offloaded after the engine's ``sleep``, and reloaded before its ``wake_up``."""
     reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
     worlds.init()
     workers = Workers()
     engine = WorkerGroups(workers)
     colocated(engine)  # accepted
-    reports = [engine.sleep(), engine.sleep()]
-    awake = engine.wake_up(["weights"]), engine.wake_up()
-    states = [reloadpg.status().state]
+    assert [engine.sleep()[0]["offload/groups"] for _ in range(2)] == [1, 0]
+    assert (engine.wake_up(["weights"]), engine.wake_up()) == (False, True)
+    assert reloadpg.status().state == "live"
     engine.sleep(level=2)
-    states.append(reloadpg.status().state)
-    return [report[0]["offload/groups"] for report in reports], awake, states, workers.calls
-
-
-def test_workers_groups_are_offloaded_while_the_engine_sleeps() -> None:
-    """They are offloaded after the engine's ``sleep``, and reloaded before its ``wake_up``."""
-    for groups, awake, states, calls in run_ranks(_workers, 2):
-        assert groups == [1, 0]
-        assert awake == (False, True)
-        assert states == ["live", "offloaded"]
-        assert calls == [
-            ("sleep 1", "live"),
-            ("sleep 1", "offloaded"),
-            ("wake_up ['weights']", "live"),
-            ("wake_up None", "live"),
-            ("sleep 2", "live"),
-        ]
+    assert reloadpg.status().state == "offloaded"
+    assert workers.calls == [
+        ("sleep 1", "live"),
+        ("sleep 1", "offloaded"),
+        ("wake_up ['weights']", "live"),
+        ("wake_up None", "live"),
+        ("sleep 2", "live"),
+    ]
 
 
 def test_workers_without_an_installation_are_refused() -> None:

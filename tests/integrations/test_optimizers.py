@@ -14,25 +14,22 @@ from torch.nn.parallel import DistributedDataParallel
 import reloadpg
 from reloadpg.errors import InvalidOptionError, ReloadpgError
 from reloadpg.integrations import deepspeed, lightning, optimizers, transformers, trl
-from reloadpg.testing import run_ranks
 
 STEPS = 6
 
 
-def train(rank: int, every: int) -> dict[str, Any]:
-    """Two optimizers, each of half of a DDP model; the first one's steps count."""
+def train(rank: int, every: int) -> tuple[list[float], list[Any]]:
+    """Train two optimizers, each of half of a DDP model; the first one's steps count."""
     torch.manual_seed(7)
     model = DistributedDataParallel(
         torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 1))
     )
     first, second = (torch.optim.AdamW(part.parameters(), lr=0.05) for part in model.module)
-    seen: list[str] = []
 
     def phase() -> None:
-        try:
+        assert reloadpg.status().state == "offloaded"
+        with pytest.raises(reloadpg.GroupOffloadedError):
             dist.all_reduce(torch.ones(1))
-        except RuntimeError as error:
-            seen.append(f"{type(error).__name__} {reloadpg.status().state}")
 
     handle = optimizers.every(every, phase) if every else None
     losses = []
@@ -45,23 +42,31 @@ def train(rank: int, every: int) -> dict[str, Any]:
         first.step()
         second.step()
         losses.append(loss.item())
-    result = {"losses": losses, "weights": [p.tolist() for p in model.parameters()]}
+    weights = [p.tolist() for p in model.parameters()]
     if handle is not None:
         handle.remove()
         handle.remove()
         first.step()  # counts no more
-        assert handle.cycles == len(seen)
-    return {"result": result, "seen": seen, "generation": reloadpg.status().generation}
+        assert handle.cycles == reloadpg.status().generation == STEPS // every
+    return losses, weights
 
 
-def plain_and_cycled(rank: int, size: int) -> list[dict[str, Any]]:
+@pytest.mark.ranks(2)
+def test_training_with_a_phase_after_each_second_step_equals_plain_training(rank: int) -> None:
+    """To the last bit. The groups are offloaded in each phase."""
     reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
     worlds.init("gloo")
-    return [train(rank, 0), train(rank, 2), named(rank), raising(rank)]
+    plain = train(rank, 0)
+    assert reloadpg.status().generation == 0
+    assert len(set(plain[0])) == STEPS
+    assert train(rank, 2) == plain
 
 
-def named(rank: int) -> dict[str, Any]:
-    """The steps of one optimizer, while another one steps too."""
+@pytest.mark.ranks(2)
+def test_only_the_steps_of_a_named_optimizer_count_and_only_within_the_handles_block() -> None:
+    """7 of them make two cycles."""
+    reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
+    worlds.init("gloo")
     one, other = (torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1) for _ in range(2))
     with optimizers.every(3, optimizer=one) as handle:
         for _ in range(7):
@@ -70,11 +75,14 @@ def named(rank: int) -> dict[str, Any]:
             one.step()
     one.step()
     one.step()
-    return {"cycles": handle.cycles}
+    assert handle.cycles == 2
 
 
-def raising(rank: int) -> dict[str, Any]:
-    """A phase that raises on all ranks: the groups are back, the error goes on."""
+@pytest.mark.ranks(2)
+def test_a_phase_that_raises_leaves_live_groups() -> None:
+    """Its error is raised, and the cycle does not count."""
+    reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
+    worlds.init("gloo")
 
     def phase() -> None:
         raise KeyError("on purpose")
@@ -82,35 +90,8 @@ def raising(rank: int) -> dict[str, Any]:
     turn = optimizers.OffloadedPhase(phase)
     with pytest.raises(KeyError, match="on purpose"):
         turn()
-    value = torch.ones(1)
-    dist.all_reduce(value)
-    return {"sum": value.item(), "cycles": turn.cycles, "calls": turn.calls}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> list[list[dict[str, Any]]]:
-    return run_ranks(plain_and_cycled, 2, timeout=120)
-
-
-def test_training_is_equal_to_the_last_bit(ranks: list[list[dict[str, Any]]]) -> None:
-    """After each second step the groups go and come back: three times."""
-    for plain, cycled, *_ in ranks:
-        assert cycled["result"] == plain["result"]
-        assert len(set(plain["result"]["losses"])) == STEPS
-        assert cycled["seen"] == ["GroupOffloadedError offloaded"] * 3
-        assert (plain["generation"], cycled["generation"]) == (0, 3)
-
-
-def test_the_steps_of_a_named_optimizer_count(ranks: list[list[dict[str, Any]]]) -> None:
-    """7 of them make two cycles; none after the handle's block."""
-    for _, _, seen, _ in ranks:
-        assert seen["cycles"] == 2
-
-
-def test_a_phase_that_raises_leaves_live_groups(ranks: list[list[dict[str, Any]]]) -> None:
-    """Its error goes on and the cycle does not count."""
-    for *_, seen in ranks:
-        assert seen == {"sum": 2.0, "cycles": 0, "calls": 1}
+    assert worlds.sums_right(None)
+    assert (turn.cycles, turn.calls) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +143,7 @@ class Order:
 
 
 def test_a_rollout_is_prepared_with_live_groups() -> None:
-    """First the weights, then the block, in it the rollout, with what TRL gave."""
+    """The weights come first, then the block, and within it the rollout with TRL's arguments."""
     order = Order()
     rollout = trl.offloaded_rollout(
         lambda prompts, trainer: order.seen.append(f"rollout {prompts} {trainer}") or "done",
@@ -173,8 +154,8 @@ def test_a_rollout_is_prepared_with_live_groups() -> None:
     assert order.seen == ["prepare trainer", "enter", "rollout prompts trainer", "exit"]
 
 
-def test_a_deepspeed_engine_drops_its_handles_before_its_groups_go() -> None:
-    """The engine's own call, before the block; entered again and again."""
+def test_a_deepspeed_engine_drops_its_handles_before_its_groups_are_offloaded() -> None:
+    """By a call of the engine before the block, each time that it is entered."""
     order = Order()
 
     class Engine:

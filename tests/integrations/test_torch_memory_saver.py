@@ -11,221 +11,150 @@ import gc
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 import worlds
-from stand_ins import BYTES, StandInSaver, attempt
+from stand_ins import BYTES, StandInSaver
 from worlds import sums_right
 
 import reloadpg
 from reloadpg.groups.registry import registry
 from reloadpg.integrations import MemorySaver, colocated
-from reloadpg.testing import run_ranks, simulated
+from reloadpg.integrations.torch_memory_saver import MemorySaverError
+from reloadpg.testing import simulated
 
 pytestmark = pytest.mark.matrix
 
 CYCLES = 3
+ACTIVE = 8 * BYTES + 8 * BYTES + 2 * BYTES
+"""The trainer's two allocations and the communicators."""
 
 
-def fresh(group: Any) -> StandInSaver:
-    """A saver whose account has the trainer's memory; the communicators are connected."""
-    saver = StandInSaver()
-    saver.malloc("parameters", 8 * BYTES)
-    saver.malloc("gradients", 8 * BYTES, tag="gradients")
-    return saver
-
-
-def connected(group: Any) -> None:
-    """Communicators that a preloaded saver has seen coming."""
-    reloadpg.offload()
-    reloadpg.reload()
-    assert sums_right(None, group)
-
-
-def ordered(group: Any, tags: list[str] | None) -> dict[str, Any]:
-    """Three rollouts with weight updates, each update twice and once within another."""
-    bare = fresh(group)
-    seen: dict[str, Any] = {"asleep": [], "update": [], "awake": []}
-    with bare.preloaded():
-        connected(group)
-        saver = MemorySaver(bare, tags=tags)
-        rollout = colocated(saver=saver)
-        seen["too early"] = attempt(rollout.groups_live().__enter__)
-        for _ in range(CYCLES):
-            with rollout:
-                held = simulated.stats().held_bytes
-                seen["asleep"].append((held, bare.active_bytes, saver.paused))
-                for _ in range(2):
-                    with rollout.groups_live():
-                        with rollout.groups_live():
-                            pass
-                        seen["update"].append(sums_right(None, group))
-                        bare.malloc("a block that the caching allocator keeps", BYTES)
-                    seen["update"].append(simulated.stats().held_bytes == 0)
-            seen["awake"].append((sums_right(None, group), bare.active_bytes, saver.paused))
-        saver.close()
-    seen["calls"] = bare.calls
-    return seen
-
-
-def refused(group: Any) -> dict[str, Any]:
-    """Each wrong order through MemorySaver, and that the job goes on."""
-    bare = fresh(group)
-    seen: dict[str, Any] = {}
-    with bare.preloaded():
-        connected(group)
-        saver = MemorySaver(bare)
-        seen["pause"] = attempt(saver.pause)
-        seen["untouched"] = bare.calls == [] and sums_right(None, group)
-        reloadpg.offload()
-        bare.fail.append("pause")
-        seen["failed"] = attempt(saver.pause_all), saver.paused
-        saver.pause_all()
-        seen["reload"] = attempt(reloadpg.reload)
-        seen["state"] = reloadpg.status().state
-        saver.resume_all()
-        reloadpg.reload()
-        seen["end"] = sums_right(None, group), saver.paused, bare.active_bytes
-        seen["calls"] = bare.calls
-        saver.close()
-    return seen
-
-
-def paused_first(group: Any) -> dict[str, Any]:
-    """One rank has paused before there were groups."""
-    saver = MemorySaver(fresh(group))
-    if dist.get_rank() == 1:
-        saver._switch(None, saver._saver.pause, "pause")
-    assert sums_right(None, group)
-    seen = {"offload": attempt(reloadpg.offload)}
-    seen["still"] = sums_right(None, group), reloadpg.status().state
-    saver.resume()
-    reloadpg.offload()
-    saver.close()
-    return seen
-
-
-def forgotten(group: Any) -> list[tuple[str, str]]:
-    """A MemorySaver that nobody holds watches no more."""
-    callbacks = registry.callbacks
-    before = len(callbacks.offload), len(callbacks.before_reload)
-    saver = MemorySaver(StandInSaver())
-    during = len(callbacks.offload), len(callbacks.before_reload)
-    del saver
-    gc.collect()
-    return [before, during, (len(callbacks.offload), len(callbacks.before_reload))]
-
-
-def saver_job(rank: int, size: int) -> dict[str, Any]:
+@contextmanager
+def a_job() -> Iterator[tuple[StandInSaver, Any]]:
+    """A preloaded saver whose account has the trainer's memory; the communicators are connected."""
     simulated.register()
     simulated.configure(bytes_per_communicator=BYTES)
     reloadpg.install(timeout=timedelta(seconds=20))
     worlds.init("sim")
     group = dist.new_group([0, 1])
-    seen: dict[str, Any] = {"paused": paused_first(group)}
-    for name, scenario in {
-        "ordered": lambda group: ordered(group, None),
-        "tags": lambda group: ordered(group, ["gradients", "default"]),
-        "one tag": lambda group: ordered(group, ["default"]),
-        "refused": refused,
-        "forgotten": forgotten,
-    }.items():
-        seen[name] = scenario(group)
-        reloadpg.reload()  # whatever a wrong order has left behind
+    bare = StandInSaver()
+    bare.malloc("parameters", 8 * BYTES)
+    bare.malloc("gradients", 8 * BYTES, tag="gradients")
+    with bare.preloaded():
         assert sums_right(None, group)
+        yield bare, group
     dist.destroy_process_group()
-    return seen
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(saver_job, 2, timeout=280)
+CASES: dict[str, tuple[list[str] | None, list[str]]] = {
+    "all memory": (None, ["pause", "resume"]),
+    "tags": (
+        ["gradients", "default"],
+        ["pause gradients", "pause default", "resume default", "resume gradients"],
+    ),
+    "one tag": (["default"], ["pause default", "resume default"]),
+}
+"""By case: the tags of the saver, and the calls of a cycle. Tags are resumed in reverse order."""
 
 
-class TestFailure28RightOrder:
-    """With MemorySaver, the same saver never goes wrong, and the memory is really gone."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", CASES)
+def test_failure_28_three_rollouts_with_weight_updates_keep_the_right_order(case: str) -> None:
+    """Sums are right by value, and between updates neither communicators nor tags hold memory.
 
-    @pytest.mark.parametrize("case", ["ordered", "tags", "one tag"])
-    def test_three_cycles(self, ranks: list[dict[str, Any]], case: str) -> None:
-        """Three rollouts with weight updates: sums are right by value, and between the updates
-        neither communicators nor paused tags hold memory."""
-        left = 8 * BYTES if case == "one tag" else 0
-        paused = {"ordered": ("*",), "tags": ("gradients", "default"), "one tag": ("default",)}
-        for seen in ranks:
-            found = seen[case]
-            assert found["asleep"] == [(0, left, paused[case])] * CYCLES
-            assert found["update"] == [True] * (4 * CYCLES)
-            assert found["awake"] == [(True, 18 * BYTES, ())] * CYCLES
-
-    def test_groups_are_live_only_within_a_rollout(self, ranks: list[dict[str, Any]]) -> None:
-        """Outside it they are live anyway, and nothing may offload them: refused."""
-        for seen in ranks:
-            assert seen["ordered"]["too early"][0] == "ReloadpgError"
-            assert "within the colocated() block" in seen["ordered"]["too early"][1]
-            assert seen["ordered"]["calls"] == ["pause", "resume"] * CYCLES
-
-    def test_tags_are_resumed_in_reverse(self, ranks: list[dict[str, Any]]) -> None:
-        """Tags are paused in the order given and resumed in the reverse; others are left alone."""
-        for seen in ranks:
-            assert seen["tags"]["calls"] == [
-                "pause gradients",
-                "pause default",
-                "resume default",
-                "resume gradients",
-            ] * (CYCLES)
-            assert seen["one tag"]["calls"] == ["pause default", "resume default"] * CYCLES
+    Each update happens twice and once within another. Outside a rollout ``groups_live`` is refused.
+    """
+    tags, calls = CASES[case]
+    with a_job() as (bare, group):
+        saver = MemorySaver(bare, tags=tags)
+        rollout = colocated(saver=saver)
+        with pytest.raises(reloadpg.ReloadpgError, match=r"within the colocated\(\) block"):
+            rollout.groups_live().__enter__()
+        for _ in range(CYCLES):
+            with rollout:
+                left = 8 * BYTES if case == "one tag" else 0
+                assert (simulated.stats().held_bytes, bare.active_bytes) == (0, left)
+                assert saver.paused == (tuple(tags) if tags else ("*",))
+                for _ in range(2):
+                    with rollout.groups_live():
+                        with rollout.groups_live():
+                            pass
+                        assert sums_right(None, group)
+                        bare.malloc("a block that the caching allocator keeps", BYTES)
+                    assert simulated.stats().held_bytes == 0
+            assert sums_right(None, group)
+            assert (bare.active_bytes, saver.paused) == (ACTIVE, ())
+        assert bare.calls == calls * CYCLES
+        saver.close()
 
 
-class TestFailure28Refused:
-    """A wrong order through MemorySaver is an error that says what to call, on all ranks."""
+@pytest.mark.ranks(2)
+def test_failure_28_a_wrong_order_is_refused_with_the_call_to_make() -> None:
+    """A pause with live groups and a reload with paused memory; the job goes on afterwards.
 
-    def test_pause_with_live_groups(self, ranks: list[dict[str, Any]]) -> None:
-        """pause() while groups are live changes nothing."""
-        for seen in ranks:
-            kind, text = seen["refused"]["pause"]
-            assert kind == "MemorySaverError"
-            assert "2 groups are live" in text
-            assert "Call reloadpg.offload() on all ranks first" in text
-            assert seen["refused"]["untouched"]
-
-    def test_reload_while_paused(self, ranks: list[dict[str, Any]]) -> None:
-        """reloadpg.reload() itself fails while memory is paused, and works once it is resumed."""
-        for seen in ranks:
-            kind, text = seen["refused"]["reload"]
-            assert kind in ("ReloadpgError", "PeerFailedError")
-            assert "reload while * is paused" in text
-            assert "Call resume_all() first" in text
-            assert seen["refused"]["state"] == "offloaded"
-            assert seen["refused"]["end"] == (True, (), 18 * BYTES)
-
-    def test_a_saver_that_fails_is_named(self, ranks: list[dict[str, Any]]) -> None:
-        """A pause that fails says what is paused, and a second one goes on where it stopped."""
-        for seen in ranks:
-            (kind, text), paused = seen["refused"]["failed"]
-            assert (kind, paused) == ("MemorySaverError", ())
-            assert "pause(tag=None): the memory saver failed: RuntimeError" in text
-            assert seen["refused"]["calls"] == ["pause", "resume"]
-
-    def test_offload_while_one_rank_is_paused(self, ranks: list[dict[str, Any]]) -> None:
-        """reloadpg.offload() fails on all ranks before a group is touched."""
-        assert [seen["paused"]["offload"][0] for seen in ranks] == [
-            "PeerFailedError",
-            "ReloadpgError",
-        ]
-        for seen in ranks:
-            assert "offload while * is paused" in seen["paused"]["offload"][1]
-            assert seen["paused"]["still"] == (True, "live")
+    After a pause that failed the next one continues where it stopped.
+    """
+    with a_job() as (bare, group):
+        saver = MemorySaver(bare)
+        said = r"(?s)2 groups are live.*Call reloadpg.offload\(\) on all ranks first"
+        with pytest.raises(MemorySaverError, match=said):
+            saver.pause()
+        assert bare.calls == []
+        assert sums_right(None, group)
+        reloadpg.offload()
+        bare.fail.append("pause")
+        failed = r"pause\(tag=None\): the memory saver failed: RuntimeError"
+        with pytest.raises(MemorySaverError, match=failed):
+            saver.pause_all()
+        assert saver.paused == ()
+        saver.pause_all()
+        said = r"(?s)reload while \* is paused.*Call resume_all\(\) first"
+        with pytest.raises(reloadpg.ReloadpgError, match=said):
+            reloadpg.reload()
+        assert reloadpg.status().state == "offloaded"
+        saver.resume_all()
+        reloadpg.reload()
+        assert sums_right(None, group)
+        assert (saver.paused, bare.active_bytes) == ((), ACTIVE)
+        assert bare.calls == ["pause", "resume"]
+        saver.close()
 
 
-def test_a_saver_that_nobody_holds_is_forgotten(ranks: list[dict[str, Any]]) -> None:
-    """A MemorySaver registers one callback on each side, and both go with it."""
-    for seen in ranks:
-        before, during, after = seen["forgotten"]
-        assert during == (before[0] + 1, before[1] + 1)
-        assert after == before
+@pytest.mark.ranks(2)
+def test_failure_28_an_offload_while_one_rank_is_paused_fails_on_all_ranks(rank: int) -> None:
+    """Before a group is touched."""
+    with a_job() as (_, group):
+        saver = MemorySaver(StandInSaver())
+        if rank == 1:
+            saver._switch(None, saver._saver.pause, "pause")
+        with pytest.raises(reloadpg.ReloadpgError, match=r"offload while \* is paused") as caught:
+            reloadpg.offload()
+        assert isinstance(caught.value, reloadpg.PeerFailedError) == (rank == 0)
+        assert sums_right(None, group)
+        assert reloadpg.status().state == "live"
+        saver.resume()
+        reloadpg.offload()
+        saver.close()
+
+
+def test_a_memory_saver_without_a_reference_registers_no_callbacks() -> None:
+    """It registers one on each side, and both are removed with it."""
+
+    def counts() -> tuple[int, int]:
+        return len(registry.callbacks.offload), len(registry.callbacks.before_reload)
+
+    before = counts()
+    saver = MemorySaver(StandInSaver())
+    assert counts() == (before[0] + 1, before[1] + 1)
+    del saver
+    gc.collect()
+    assert counts() == before
 
 
 @pytest.mark.parametrize(
@@ -236,14 +165,14 @@ def test_a_saver_that_nobody_holds_is_forgotten(ranks: list[dict[str, Any]]) -> 
         ({"saver": StandInSaver(), "tags": []}, "not a sequence of tags"),
     ],
 )
-def test_arguments_that_cannot_be_used(arguments: dict[str, Any], said: str) -> None:
-    """A saver that cannot pause, and tags that are none, are refused with what to pass."""
+def test_arguments_that_cannot_be_used_are_refused(arguments: dict[str, Any], said: str) -> None:
+    """A saver that cannot pause, and tags that are not tags, with what to pass."""
     with pytest.raises(reloadpg.InvalidOptionError, match=re.escape(said)):
         MemorySaver(**arguments)
 
 
-def test_mixed_tags_are_not_paused_at_once() -> None:
-    """All memory asked for while one tag is paused would end the process: refused, by tag works."""
+def test_pausing_all_memory_while_one_tag_is_paused_is_refused() -> None:
+    """It would end the process. Pausing by tag works."""
     bare = StandInSaver()
     for tag in ("a", "b"):
         bare.malloc(tag, 1, tag)
@@ -265,8 +194,8 @@ def test_mixed_tags_are_not_paused_at_once() -> None:
     assert saver.paused == ()
 
 
-def test_all_else_is_the_savers_own() -> None:
-    """Other methods and settings are read from and set on the saver itself."""
+def test_other_methods_and_settings_are_those_of_the_saver() -> None:
+    """They are read from the saver itself, and set on it."""
     bare = StandInSaver()
     saver = MemorySaver(bare)
     saver.memory_margin_bytes = 7
@@ -277,8 +206,10 @@ def test_all_else_is_the_savers_own() -> None:
 
 
 def test_importing_the_package_imports_no_framework() -> None:
-    """``reloadpg.integrations`` loads neither torch nor a framework; its names load when used, and
-    without torch_memory_saver ``MemorySaver()`` says what to install."""
+    """Its names load when they are used.
+
+    Without torch_memory_saver, ``MemorySaver()`` says what to install.
+    """
     program = """
 import sys
 import reloadpg.integrations as integrations

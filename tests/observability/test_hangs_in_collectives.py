@@ -20,7 +20,7 @@ LATE = 2
 
 
 def skipped(rank: int, size: int, directory: str) -> list[Any]:
-    """Rank 2 does not come to a collective, and reads what is shown until that is seen."""
+    """Rank 2 skips a collective, and reads the findings until they name it."""
     reloadpg.install(backends={"gloo"})
     worlds.init("gloo")
     end = publish_status(directory)
@@ -38,8 +38,8 @@ def skipped(rank: int, size: int, directory: str) -> list[Any]:
     return [(one.level, one.message, one.remedy) for one in found] + [group.group_name]
 
 
-def test_who_is_behind_in_which_group_is_shown(tmp_path: Path) -> None:
-    """With how long it lasts, and where in their programs the ranks are."""
+def test_a_rank_that_skips_a_collective_is_named_with_the_group(tmp_path: Path) -> None:
+    """With the duration, and the lines of the program at which the ranks are."""
     results = run_ranks(skipped, 4, args=(str(tmp_path),), timeout=180)
     (level, message, remedy), name = results[LATE]
     assert level == "problem"

@@ -1,4 +1,4 @@
-"""A real job as observers see it: one job of two ranks, looked at from all sides.
+"""A real job as observers see it: one job of two ranks, through every exporter.
 
 It offloads and reloads twice, and then fails an offload on all ranks and reloads.
 """
@@ -129,8 +129,8 @@ def ranks(directory: Path) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------
 
 
-def test_every_record_has_the_rank(ranks: list[dict[str, Any]]) -> None:
-    """Also those of loggers below ``reloadpg``, at a handler of the root logger."""
+def test_every_log_record_has_the_rank(ranks: list[dict[str, Any]]) -> None:
+    """At a handler of the root logger, for child loggers of ``reloadpg`` too."""
     for rank, seen in enumerate(ranks):
         lines = seen["log"].splitlines()
         assert f"rank {rank} reloadpg INFO" in lines
@@ -138,8 +138,10 @@ def test_every_record_has_the_rank(ranks: list[dict[str, Any]]) -> None:
         assert all(line.startswith(f"rank {rank} ") for line in lines)
 
 
-def test_the_status_file_has_the_last_state(ranks: list[dict[str, Any]], directory: Path) -> None:
-    """Of each rank, as the CLI reads it: the status, and the report of the last operation."""
+def test_the_status_file_of_a_rank_has_its_last_state_and_report(
+    ranks: list[dict[str, Any]], directory: Path
+) -> None:
+    """As the CLI reads it."""
     for rank, seen in enumerate(ranks):
         record = json.loads((directory / f"rank-{rank}.json").read_text())
         assert set(record) == {
@@ -156,23 +158,21 @@ def test_the_status_file_has_the_last_state(ranks: list[dict[str, Any]], directo
         assert record["time"] >= last["started_at"] + last["total_ms"] / 1e3 - 0.01
 
 
-def test_publishing_ends_when_it_is_told_to(ranks: list[dict[str, Any]]) -> None:
-    """Its thread is gone, and no part of a file is left."""
+def test_publishing_leaves_neither_threads_nor_partial_files(
+    ranks: list[dict[str, Any]], directory: Path
+) -> None:
+    """After its end, the directory has whole files alone."""
     assert [seen["threads"] for seen in ranks] == [0, 0]
-
-
-def test_no_part_of_a_file_is_left(ranks: list[dict[str, Any]], directory: Path) -> None:
-    """What is in the directory are whole files."""
     assert sorted(file.name for file in directory.iterdir()) == [
         *("rank-0.json", "rank-1.json", "trace-rank-0.json", "trace-rank-1.json"),
         *("trace-rank0.json", "trace-rank1.json"),
     ]
 
 
-def test_the_debug_server_answers_with_the_same_record(
+def test_the_debug_server_responds_with_the_same_record(
     ranks: list[dict[str, Any]], directory: Path
 ) -> None:
-    """Each rank's own, over HTTP, from torch's server; torch 2.8 has none."""
+    """For each rank, over HTTP, from the server of torch; torch 2.8 has none."""
     if TorchVersion(torch.__version__) < (2, 9):
         assert [seen["http"] for seen in ranks] == [None, None]
         return
@@ -182,7 +182,7 @@ def test_the_debug_server_answers_with_the_same_record(
 
 
 def test_the_trace_has_every_operation(ranks: list[dict[str, Any]], directory: Path) -> None:
-    """A track a rank, each operation with its groups and waits inside, at the same time."""
+    """One track for each rank; each operation contains its groups and waits."""
     paths = [directory / f"trace-rank{rank}.json" for rank in (0, 1)]
     found = [event for one in paths for event in json.loads(one.read_text())["traceEvents"]]
     events = [event for event in found if event["ph"] == "X"]
@@ -212,8 +212,8 @@ def test_the_trace_has_every_operation(ranks: list[dict[str, Any]], directory: P
         assert max(one[0], other[0]) < min(one[1], other[1])
 
 
-def test_metrics_add_up(ranks: list[dict[str, Any]]) -> None:
-    """Calls, failures, seconds and states, with the rank on each sample."""
+def test_metrics_count_calls_failures_seconds_and_states(ranks: list[dict[str, Any]]) -> None:
+    """With the rank on each sample."""
     for rank, seen in enumerate(ranks):
         metrics, label = seen["metrics"], ("rank", str(rank))
         offload, reload = ("operation", "offload"), ("operation", "reload")
@@ -245,8 +245,8 @@ def test_metrics_add_up(ranks: list[dict[str, Any]]) -> None:
         assert all(label in key for key in metrics)
 
 
-def test_spans_stand_where_things_happened(ranks: list[dict[str, Any]]) -> None:
-    """One for each call, below the caller's own span; phases and groups below it; errors marked."""
+def test_each_call_has_a_span_below_the_one_of_its_caller(ranks: list[dict[str, Any]]) -> None:
+    """Phases and groups have spans below it, and errors are marked."""
     for rank, seen in enumerate(ranks):
         spans = seen["spans"]
         calls = [span for span in spans if span["name"].startswith("reloadpg.")]
@@ -267,8 +267,8 @@ def test_spans_stand_where_things_happened(ranks: list[dict[str, Any]]) -> None:
         assert [call["parent"] for call in failed] == [step["id"]]
 
 
-def test_a_failed_operation_is_reported(ranks: list[dict[str, Any]]) -> None:
-    """Everything above saw one report with an error, that the call raised too."""
+def test_a_failed_operation_has_a_report_with_its_error(ranks: list[dict[str, Any]]) -> None:
+    """The same error that the call raised."""
     for seen in ranks:
         errors = [report["error"] for report in seen["reports"]]
         assert [bool(error) for error in errors] == [False] * 4 + [True, False]

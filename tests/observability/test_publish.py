@@ -1,4 +1,4 @@
-"""Publishing and exporting beside a job: they never break it, never delay it, and end with it."""
+"""Publishing and exporting never break or delay a job, and end with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMIT_S = 120.0
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    """Ask again until it holds; the bound is for a test that would fail."""
+    """Wait until a condition holds; the limit is for a test that would fail."""
     deadline = time.monotonic() + LIMIT_S
     while not (value := condition()):
         assert time.monotonic() < deadline, "it did not come to be"
@@ -73,8 +73,8 @@ def _heartbeat(rank, world_size, directory):
     return not_yet["installed"], with_world[0]["desc"], later > first
 
 
-def test_the_heartbeat_sees_what_no_operation_reports(tmp_path: Path) -> None:
-    """Before any operation: the installation, groups that come and go, and the time."""
+def test_the_heartbeat_publishes_groups_before_any_operation(tmp_path: Path) -> None:
+    """The installation, groups that are created and destroyed, and the time."""
     assert run_ranks(_heartbeat, 1, args=(str(tmp_path / "new"),)) == [(False, "default_pg", True)]
 
 
@@ -104,8 +104,8 @@ def _stuck_disk(rank, world_size, directory):
     return cycled, nothing, read(file)["status"]["cycles"]
 
 
-def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
-    """The job goes through a cycle while the write of its file does not return."""
+def test_a_disk_that_hangs_does_not_delay_the_job(tmp_path: Path) -> None:
+    """The job runs a cycle while the write of its file does not return."""
     assert run_ranks(_stuck_disk, 1, args=(str(tmp_path),)) == [(True, True, 1)]
 
 
@@ -127,8 +127,8 @@ def _no_directory(rank, world_size, file):
     return [text for text in messages if "status file" in text], record["rank"]
 
 
-def test_a_directory_that_cannot_be_had_is_one_warning(tmp_path: Path) -> None:
-    """The job goes on; when the directory can be had, the file is there."""
+def test_a_directory_that_cannot_be_created_is_one_warning(tmp_path: Path) -> None:
+    """The job continues, and the file is written once the directory can be created."""
     (tmp_path / "file").touch()
     (((warning,), rank),) = run_ranks(_no_directory, 1, args=(str(tmp_path / "file"),))
     assert "cannot be written" in warning
@@ -179,13 +179,18 @@ def _fork(rank, world_size, directory):
     return codes, untouched, record["pid"] == os.getpid(), read(own / "rank-0.json")["rank"]
 
 
-def test_a_forked_child_leaves_the_parents_file_alone(tmp_path: Path) -> None:
-    """It has no thread of it, publishes only as a rank of its own, and the parent goes on."""
+def test_a_forked_child_does_not_write_the_file_of_its_parent(tmp_path: Path) -> None:
+    """It has no publishing thread until it is a rank itself, and the parent continues."""
     assert run_ranks(_fork, 1, args=(str(tmp_path),)) == [([0, 0], True, True, 0)]
 
 
-def test_the_last_record_is_written_at_the_end_of_the_process(tmp_path: Path) -> None:
-    """A process that ends right after an operation leaves its report, and does not hang."""
+@pytest.mark.parametrize("ends", ["right after an operation", "in order"])
+def test_the_last_record_is_written_at_the_end_of_the_process(ends: str, tmp_path: Path) -> None:
+    """A process that ends right after an operation leaves its report, and does not hang.
+
+    The figures stay after an orderly end: not generation 0 and an unknown number of ranks.
+    """
+    in_order = ends == "in order"
     code = (
         "import torch.distributed as dist, reloadpg\n"
         "from reloadpg import observability\n"
@@ -193,52 +198,31 @@ def test_the_last_record_is_written_at_the_end_of_the_process(tmp_path: Path) ->
         "publish._LAST_WRITE_S = 60\n"  # at most: the wait is over when the record is there
         "reloadpg.install(backends={'gloo'}, min_size=1)\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "observability.publish_status()\n"
-        "reloadpg.offload()\n"
     )
+    code += "" if in_order else "observability.publish_status()\n"
+    code += "reloadpg.offload()\n"
+    code += "reloadpg.reload()\ndist.destroy_process_group()\n" if in_order else ""
     env = {**os.environ, "RELOADPG_STATUS_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    env |= {"RANK": "0"} if in_order else {}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
     record = read(tmp_path / "rank-0.json")
-    assert record["last_report"]["operation"] == "offload"
-    assert record["status"]["state"] == "offloaded"
-
-
-def test_the_last_figures_stay_after_an_orderly_end(tmp_path: Path) -> None:
-    """A job that has destroyed its groups and ended is not one of generation 0 and of ? ranks."""
-    code = (
-        "import torch.distributed as dist, reloadpg\n"
-        "from reloadpg.observability import publish\n"
-        "publish._LAST_WRITE_S = 60\n"
-        "reloadpg.install(backends={'gloo'}, min_size=1)\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "reloadpg.offload()\n"
-        "reloadpg.reload()\n"
-        "dist.destroy_process_group()\n"
-    )
-    env = {
-        **os.environ,
-        "RELOADPG_STATUS_DIR": str(tmp_path),
-        "PYTHONPATH": ":".join(sys.path),
-        "RANK": "0",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
-    record = read(tmp_path / "rank-0.json")
-    assert record["exited"]
-    assert not record["status"]["initialized"]
-    assert (record["world_size"], record["status"]["generation"]) == (1, 1)
-    assert [group["desc"] for group in record["status"]["groups"]] == ["default_pg"]
+    if in_order:
+        assert record["exited"]
+        assert not record["status"]["initialized"]
+        assert (record["world_size"], record["status"]["generation"]) == (1, 1)
+        assert [group["desc"] for group in record["status"]["groups"]] == ["default_pg"]
+    else:
+        assert record["last_report"]["operation"] == "offload"
+        assert record["status"]["state"] == "offloaded"
 
 
 def test_without_the_variable_nothing_is_published(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """No thread, no file; a process that is no rank writes none either."""
+    """Neither a thread nor a file. A process that is not a rank writes none either."""
     monkeypatch.delenv("RELOADPG_STATUS_DIR", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     observability.publish_status()
@@ -278,8 +262,8 @@ def _while_busy(rank, world_size, directory):
     return inside, "MainThread" in looks
 
 
-def test_no_other_thread_asks_for_the_status_during_an_operation(tmp_path: Path) -> None:
-    """Communicators are not asked for their memory while they may be released."""
+def test_only_the_thread_of_an_operation_reads_the_status_during_it(tmp_path: Path) -> None:
+    """So the memory of communicators is not read while they may be released."""
     assert run_ranks(_while_busy, 1, args=(str(tmp_path),)) == [([], True)]
 
 
@@ -301,8 +285,8 @@ def _look_while_it_is_encoded(rank, world_size):
     return [json.loads(text)["status"]["state"] for text in texts]
 
 
-def test_a_look_while_the_record_is_encoded_is_not_lost() -> None:
-    """The thread that writes encodes what it has, and the next record has what came meanwhile."""
+def test_a_change_while_the_record_is_encoded_is_in_the_next_record() -> None:
+    """The thread that writes encodes the record that it has."""
     assert run_ranks(_look_while_it_is_encoded, 1) == [["live", "offloaded"]]
 
 
@@ -324,13 +308,15 @@ def _first_offload(rank, world_size, directory):
     )
 
 
-def test_the_first_operation_is_published_as_it_begins(tmp_path: Path) -> None:
-    """Also where no heartbeat has seen the groups before: nobody looks while it runs."""
+def test_the_first_operation_is_published_when_it_begins(tmp_path: Path) -> None:
+    """Also if no heartbeat has seen the groups before."""
     assert run_ranks(_first_offload, 1, args=(str(tmp_path),)) == [("live", 1, "offload")]
 
 
-def test_an_exporter_that_fails_is_off(caplog: pytest.LogCaptureFixture) -> None:
-    """One warning, and no further call."""
+def test_an_exporter_that_fails_is_disabled_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is not called again."""
     calls, before = [], list(registry.callbacks.report)
 
     def broken(_: object) -> None:
@@ -357,8 +343,8 @@ ReloadpgCollector()
 """
 
 
-def test_what_is_optional_may_be_missing() -> None:
-    """Spans: nothing happens; Prometheus: an error that names the extra."""
+def test_without_the_optional_packages_spans_do_nothing_and_metrics_name_the_extra() -> None:
+    """OpenTelemetry and the Prometheus client may both be missing."""
     env = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT], env=env, capture_output=True, text=True, timeout=280
@@ -377,8 +363,8 @@ def _files_of_a_job(rank, world_size, directory):
     dist.destroy_process_group()
 
 
-def test_files_are_for_their_user_alone_and_follow_no_link(tmp_path: Path) -> None:
-    """Whatever the umask says; a link in the place of a file is replaced, its target untouched."""
+def test_files_are_readable_by_their_user_alone_and_follow_no_link(tmp_path: Path) -> None:
+    """With any umask. A link in the place of a file is replaced, and its target is unchanged."""
     run_ranks(_files_of_a_job, 1, args=(str(tmp_path),), timeout=LIMIT_S)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "status").iterdir()}
     assert modes == {"rank-0.json": 0o600, "trace-rank-0.json": 0o600}

@@ -30,7 +30,7 @@ def ends(event: dict[str, Any]) -> float:
 
 
 def test_times_are_unix_microseconds(tmp_path: Path) -> None:
-    """An event stands where its clock says, so that ranks need no alignment."""
+    """So the tracks of ranks need no alignment."""
     write_trace([report()], tmp_path / "trace.json")
     found = named(tmp_path / "trace.json")
     start = 1_700_000_000.25 * SECOND_US
@@ -39,8 +39,8 @@ def test_times_are_unix_microseconds(tmp_path: Path) -> None:
     assert (found["group 1"]["ts"], found["group 1"]["dur"]) == (start + 4_000, 3_000)
 
 
-def test_events_say_what_they_are(tmp_path: Path) -> None:
-    """Scalars of the report on the operation, and what the group is on the group's event."""
+def test_events_have_the_scalars_of_their_operation_or_group(tmp_path: Path) -> None:
+    """And a category."""
     write_trace([report(error="RuntimeError: no")], tmp_path / "trace.json")
     found = named(tmp_path / "trace.json")
     assert found["offload"]["args"]["error"] == "RuntimeError: no"
@@ -62,7 +62,7 @@ def test_events_say_what_they_are(tmp_path: Path) -> None:
 
 
 def test_events_of_a_track_nest(tmp_path: Path) -> None:
-    """Whatever the clock readings: each pair is one within the other or one after the other."""
+    """With any clock readings, each two events are nested or consecutive."""
     spans = (
         Span("connect", 5.0, 4.0),  # around two groups
         Span("wait.enter", 0.0, 3.0),
@@ -86,8 +86,8 @@ def test_events_of_a_track_nest(tmp_path: Path) -> None:
     assert by_name["connect"]["ts"] < by_name["group 1"]["ts"] < ends(by_name["connect"])
 
 
-def test_one_track_a_rank(tmp_path: Path) -> None:
-    """The file has a process for each rank, named and in order."""
+def test_each_rank_has_a_track(tmp_path: Path) -> None:
+    """As a named process, in order of the ranks."""
     reports = [report(name, rank=rank) for rank in (1, 0) for name in ("offload", "reload")]
     write_trace(reports, tmp_path / "all.json")
     found = events(tmp_path / "all.json")
@@ -111,14 +111,14 @@ def test_one_track_a_rank(tmp_path: Path) -> None:
     ],
 )
 def test_each_rank_has_a_file(tmp_path: Path, path: str, size: int, expected: str) -> None:
-    """No rank writes another's, and missing folders are made."""
+    """Missing folders are created."""
     with TraceWriter(tmp_path / path) as writer:
         writer.add(report(rank=1, world_size=size))
     assert [str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*.json")] == [expected]
 
 
-def test_a_file_holds_the_latest_operations(tmp_path: Path) -> None:
-    """A job of any length leaves a file that a viewer can open."""
+def test_a_file_keeps_the_latest_operations(tmp_path: Path) -> None:
+    """So a viewer can open that of a long job."""
     with TraceWriter(tmp_path / "trace.json", kept=2) as writer:
         for generation in range(5):
             writer.add(report(world_size=1, spans=(), groups=(), note=str(generation)))
@@ -127,7 +127,7 @@ def test_a_file_holds_the_latest_operations(tmp_path: Path) -> None:
 
 
 def test_the_file_is_valid_at_every_moment_and_after_a_kill(tmp_path: Path) -> None:
-    """It is read while another process writes it, and when that was killed in the middle."""
+    """While another process writes it, and after that process was killed during a write."""
     code = (
         "from reports import report\n"
         "from reloadpg.observability import TraceWriter\n"

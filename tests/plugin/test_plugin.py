@@ -1,6 +1,6 @@
-"""The pytest plugin, used as another project uses it: in a pytest of its own, on real ranks.
+"""The pytest plugin as another project uses it: in a separate pytest, on real ranks.
 
-Each suite in ``suites`` runs once, in a process; the tests here look at what came of its tests.
+Each suite in ``suites`` runs once, in a process; the tests here check the results of its tests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SUITES = Path(__file__).parent / "suites"
 
 
 def run_pytest(directory: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Pytest in a process of its own, with this plugin alone; it finds the helpers of tests."""
+    """Pytest in a separate process, with this plugin alone; it finds the helpers of tests."""
     environ = {
         **os.environ,
         **env,
@@ -48,7 +48,7 @@ def run_pytest(directory: Path, *arguments: str, **env: str) -> subprocess.Compl
 
 @dataclass(frozen=True)
 class Suite:
-    """What came of a suite: by test, (passed, failed, error or skipped) and why."""
+    """The results of a suite: by test, (passed, failed, error or skipped) and why."""
 
     tests: dict[str, tuple[str, str]]
     output: str
@@ -124,29 +124,27 @@ def plain(names: Iterable[str]) -> set[str]:
     return {name.removesuffix("[as-is]").removesuffix("[reloaded]") for name in names}
 
 
-def test_every_test_of_the_suite_is_looked_at(suite: Suite) -> None:
-    """None is missing, and none is left out here."""
+def test_every_test_of_the_suite_has_an_expected_result(suite: Suite) -> None:
+    """And every expected result has a test."""
     assert plain(suite.tests) == plain(EXPECTED)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_outcome(suite: Suite, name: str) -> None:
-    """Each test of the suite ends as it should, and a failure says why; what is refused is not
-    run. A test that runs twice passes without reloads."""
-    how, *words = EXPECTED[name]
+def test_a_test_of_the_suite_ends_as_expected_and_reports_why(suite: Suite, name: str) -> None:
+    """A refused test is not run. A test that runs twice passes without reloads."""
+    how, *texts = EXPECTED[name]
     if name not in suite.tests:
         assert suite.tests[f"{name}[as-is]"][0] == "passed"
         name += "[reloaded]"
     assert suite.tests[name][0] == how, suite.tests[name]
-    for text in words:
+    for text in texts:
         assert text in suite.tests[name][1]
     for text in ("never run", "words of rank 0", "During handling of"):
         assert text not in suite.tests[name][1]
 
 
-def test_a_failure_is_told_once_with_its_reason_first(suite: Suite) -> None:
-    """Rank and reason open the report of the test, and its line in the summary; the ranks'
-    tracebacks come once, without the library's own frames."""
+def test_a_failure_is_reported_once_with_rank_and_reason_first(suite: Suite) -> None:
+    """In the report and in the summary; tracebacks have no frames of the library."""
     report = suite.output.partition("test_fails_on_one_rank ____")[2].partition("\n____")[0]
     assert report.splitlines()[1] == "rank 1: AssertionError: assert 2 == 7; 1 of 2 ranks failed"
     assert suite.output.count("words of rank 1") == report.count("=====\nTraceback") == 1
@@ -154,8 +152,8 @@ def test_a_failure_is_told_once_with_its_reason_first(suite: Suite) -> None:
     assert "test_fails_on_one_rank - Failed: rank 1: AssertionErr" in suite.output
 
 
-def test_a_failed_body_is_not_asked_for_leaks(suite: Suite) -> None:
-    """Its own error is what there is to read."""
+def test_a_failed_body_is_not_checked_for_leaks(suite: Suite) -> None:
+    """Only its own error is reported."""
     report = suite.tests["test_body_failure_is_told_first"][1]
     assert "left behind" not in report
     assert "still exist" not in report
@@ -173,7 +171,7 @@ def test_a_failed_body_is_not_asked_for_leaks(suite: Suite) -> None:
     ],
 )
 def test_reloads_come_before_each_phase(suite: Suite, name: str, ranks: int, cycles: int) -> None:
-    """On every rank as many as there are phases, and none in the run as it is."""
+    """On every rank, one for each phase, and none in the unchanged run."""
     found = {f.name: f.read_text() for f in suite.records.glob(f"{name}-*")}
     expected = {
         f"{name}-reloaded-{r}": f"{cycles} cycles, generation {cycles}" for r in range(ranks)
@@ -186,15 +184,14 @@ def test_reloads_come_before_each_phase(suite: Suite, name: str, ranks: int, cyc
 
 @pytest.mark.slow
 def test_ranks_are_installed_as_their_test_says(tmp_path: Path) -> None:
-    """Whatever the shell has set, with both start methods; the mark's own ``env`` counts."""
+    """With any variables of the shell and both start methods; only ``env`` of the mark counts."""
     ran = run_suite(tmp_path, "autoinstall", RELOADPG_AUTOINSTALL="1")
     assert len(ran.tests) == 6
     assert {how for how, _ in ran.tests.values()} == {"passed"}, ran.output
 
 
 def test_loading_the_plugin_imports_no_torch(tmp_path: Path) -> None:
-    """Every project of an environment loads it; a test that asks for nothing pays nothing. The
-    marks are declared, so ``--strict-markers`` accepts them."""
+    """Every project of an environment loads it. ``--strict-markers`` accepts its marks."""
     (tmp_path / "test_plain.py").write_text(
         "import sys\n"
         "def test_plain(request):\n"

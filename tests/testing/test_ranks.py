@@ -1,4 +1,4 @@
-"""``run_ranks``: real ranks, what they see, how their failures are told, and that nothing stays."""
+"""``run_ranks``: real ranks, their environment, reports of failures, and the cleanup."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def seen(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
 
 
 def test_results_come_in_rank_order_from_separate_processes(seen: Any) -> None:
-    """Arguments and results are of any picklable type; each rank is a process of its own."""
+    """Arguments and results are of any picklable type."""
     ranks = seen[1]
     assert [rank["call"] for rank in ranks] == [(0, 2, 5, "k"), (1, 2, 5, "k")]
     assert [rank["point"].x for rank in ranks] == [0, 1]
@@ -164,8 +164,8 @@ def test_results_come_in_rank_order_from_separate_processes(seen: Any) -> None:
     assert len({os.getpid(), *(rank["pid"] for rank in ranks)}) == 3
 
 
-def test_environment_of_a_rank(seen: Any) -> None:
-    """The caller's own and ``env``, but not the job that the caller runs in; nothing of ours."""
+def test_a_rank_has_the_environment_of_its_caller_and_env(seen: Any) -> None:
+    """But not the variables of a job that the caller is a rank of."""
     for rank, found in enumerate(seen[1]):
         environment = found["environment"]
         expected = parsed(
@@ -178,8 +178,8 @@ def test_environment_of_a_rank(seen: Any) -> None:
         assert found["interpreter"][:3] == (sys.path, sys.argv, os.getcwd())
 
 
-def test_a_run_has_its_own_temporary_folder_and_caches(seen: Any) -> None:
-    """The folder ends with the run; the compilers' caches are the calling process's own."""
+def test_a_run_has_a_temporary_folder_that_is_removed(seen: Any) -> None:
+    """The caches of compilers are those of the calling process."""
     for found in seen[1]:
         environment = found["environment"]
         assert Path(found["temporary"]).parent == Path(environment["TMPDIR"])
@@ -189,11 +189,8 @@ def test_a_run_has_its_own_temporary_folder_and_caches(seen: Any) -> None:
         assert environment["TRITON_CACHE_DIR"] == "7"  # the caller had said so
 
 
-def test_start_methods(seen: Any) -> None:
-    """A forked rank has torch from the process it is forked from; a spawned one starts afresh.
-
-    Both compute on as many threads, and install themselves, as their environment says.
-    """
+def test_a_forked_rank_has_torch_imported_and_a_spawned_rank_has_not(seen: Any) -> None:
+    """Both take the number of threads and the installation from their environment."""
     method, ranks = seen
     for found in ranks:
         assert (found["threads"], found["sum"], found["installed"]) == (2, 3, True)
@@ -211,7 +208,7 @@ def imported(rank: int, world_size: int) -> int:
 def test_modules_are_imported_before_the_ranks_are_forked(
     method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once for all ranks; one that cannot be imported is the rank's business, if it wants it."""
+    """Once for all ranks. A broken module is an error only where a rank imports it."""
     (tmp_path / "imported_once.py").write_text("import os\nPROCESS = os.getpid()\n")
     (tmp_path / "broken.py").write_text("raise OSError\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -232,15 +229,15 @@ def reduce_and_nest(rank: int, world_size: int, closed: str) -> list[int]:
 
 
 def test_groups_can_be_initialised_again_with_the_store_in_rank_0(tmp_path: Path) -> None:
-    """It dies with the group, so a second one reads no old keys. A rank can run ranks itself."""
+    """The store ends with the group, so there are no old keys. A rank can run ranks itself."""
     args = (str(tmp_path / "closed"),)
     results = run_ranks(reduce_and_nest, 2, args=args, store="rank0", timeout=LIMIT)
     assert results == [[3, 3, 3, 3], [3, 3]]
 
 
 @pytest.mark.parametrize("store", ["parent", "rank0"])
-def test_concurrent_runs_do_not_meet(store: Any) -> None:
-    """Runs at the same time have ports of their own: each reduces over its own ranks only."""
+def test_concurrent_runs_reduce_over_their_own_ranks_only(store: Any) -> None:
+    """Each has a separate port."""
     sizes = [2, 3, 2, 3, 2, 3]
     with ThreadPoolExecutor(3) as pool:
         results = pool.map(lambda n: run_ranks(reduce_ranks, n, store=store, timeout=LIMIT), sizes)
@@ -248,7 +245,7 @@ def test_concurrent_runs_do_not_meet(store: Any) -> None:
 
 
 def outlive_rank_0(rank: int, world_size: int) -> bool:
-    """Kill rank 0; return whether the store answers then. Nobody else gets its port before."""
+    """Kill rank 0; return whether the store responds then. Until then its port is in use."""
     if rank == 0:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("", int(os.environ["MASTER_PORT"])))
@@ -268,8 +265,8 @@ def outlive_rank_0(rank: int, world_size: int) -> bool:
 
 
 @pytest.mark.parametrize(("store", "answers"), [("parent", True), ("rank0", False)])
-def test_who_hosts_the_store(store: Any, answers: bool) -> None:
-    """A store in the parent survives rank 0; one in rank 0 does not."""
+def test_a_store_in_the_parent_survives_rank_0(store: Any, answers: bool) -> None:
+    """One in rank 0 does not."""
     killed, survivor = run_ranks(outlive_rank_0, 2, store=store, check=False, timeout=LIMIT)
     assert killed.signal == signal.SIGKILL, killed
     assert survivor.result is answers, survivor
@@ -280,7 +277,7 @@ def test_who_hosts_the_store(store: Any, answers: bool) -> None:
 
 
 def leave_at_once(rank: int, world_size: int, fate: str, folder: str) -> bool:
-    """Rank 0 returns; rank 2 looks whether its process is there; rank 1 does as it is told."""
+    """Rank 0 returns; rank 2 checks whether its process exists; rank 1 ends as `fate` says."""
     looked = Path(folder, "looked")
     if rank == 0:
         report(folder, os.getpid())
@@ -300,8 +297,10 @@ def leave_at_once(rank: int, world_size: int, fate: str, folder: str) -> bool:
 
 
 @pytest.mark.parametrize("fate", ["return", "raise", "die"])
-def test_a_rank_that_has_returned_stays(fate: str, tmp_path: Path) -> None:
-    """Its connections are there until all have returned; or one has failed, and then it ends."""
+def test_a_rank_that_has_returned_keeps_its_connections_until_all_have(
+    fate: str, tmp_path: Path
+) -> None:
+    """Or until one has failed."""
     args = (fate, str(tmp_path))
     started = time.monotonic()
     outcomes = run_ranks(leave_at_once, 3, args=args, timeout=LIMIT, check=False)
@@ -344,10 +343,12 @@ def end_in_all_ways(rank: int, world_size: int, ways: list[str]) -> Any:
         slow("spawn", ["returns", "raises", "sys.exit(0)"]),
     ],
 )
-def test_every_way_to_end(method: Any, ways: list[str], capfd: Any) -> None:
-    """Exit code, signal, reason and output are the rank's own; a missing result is no success.
+def test_an_outcome_has_exit_code_signal_reason_and_output(
+    method: Any, ways: list[str], capfd: Any
+) -> None:
+    """For every way to end. A missing result is a failure.
 
-    With ``check=False`` the others go on, so that one run shows all.
+    With ``check=False`` the other ranks continue, so one run shows all.
     """
     outcomes: list[RankOutcome] = run_ranks(
         end_in_all_ways,
@@ -392,9 +393,8 @@ def fail_in_turn(rank: int, world_size: int) -> None:
     store.wait(["never"])
 
 
-def test_first_failure_comes_first() -> None:
-    """The message opens with rank and reason of the first failure; then come its traceback, what
-    followed from it, and the ranks that hang with their stacks."""
+def test_the_message_begins_with_rank_and_reason_of_the_first_failure() -> None:
+    """Then come its traceback, later failures, and the stacks of ranks that hang."""
     with pytest.raises(RanksFailedError, match=r"no process is left") as caught:
         run_ranks(fail_in_turn, 3, preload=["supervising"], timeout=LIMIT)
     message = str(caught.value)
@@ -440,8 +440,8 @@ def wait_in_helper(folder: str, ends: bool = False) -> None:
     threading.Event().wait()
 
 
-def test_ranks_that_hang_show_their_python_stacks(tmp_path: Path) -> None:
-    """At the time limit those are named that have not returned, with all their threads."""
+def test_ranks_that_hang_are_named_at_the_time_limit_with_their_stacks(tmp_path: Path) -> None:
+    """The stacks of all their threads."""
     started = time.monotonic()
     with pytest.raises(RanksFailedError, match="the time limit of 280 s; 2 of 3 ranks") as caught:
         run_ranks(hang, 3, args=(str(tmp_path),), preload=["supervising"], timeout=LIMIT)
@@ -458,8 +458,10 @@ def test_ranks_that_hang_show_their_python_stacks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", START_METHODS)
-def test_time_limit_before_the_ranks_are_up(method: Any, tmp_path: Path) -> None:
-    """Ranks that are still starting at the time limit count as hung, without stacks."""
+def test_ranks_that_are_starting_at_the_time_limit_count_as_hung(
+    method: Any, tmp_path: Path
+) -> None:
+    """Without stacks."""
     settings: Any = {"start_method": method, "timeout": 1e-6, "check": False}
     outcomes = run_ranks(hang, 2, args=(str(tmp_path),), **settings)
     assert (outcomes[1].timed_out, outcomes[1].signal) == (True, signal.SIGKILL)
@@ -476,8 +478,8 @@ def stay_after_return(rank: int, world_size: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_does_not_end_after_its_function_is_told(tmp_path: Path) -> None:
-    """A fresh interpreter that waits for a thread after the function returned has failed."""
+def test_a_process_that_does_not_end_after_its_function_has_failed(tmp_path: Path) -> None:
+    """Here a spawned one that waits for a thread."""
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(stay_after_return, 2, args=(str(tmp_path),), start_method="spawn", timeout=LIMIT)
     outcome = caught.value.outcomes[0]
@@ -503,10 +505,10 @@ def test_a_process_that_does_not_end_after_its_function_is_told(tmp_path: Path) 
         ({"kwargs": {"f": lambda: None}}, TypeError, "kwargs cannot be pickled"),
     ],
 )
-def test_wrong_arguments_start_nothing(
+def test_wrong_arguments_are_refused_before_a_process_is_started(
     arguments: dict[str, Any], error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Arguments that cannot work are refused before any process is started."""
+    """With what is wrong."""
     monkeypatch.setattr(BaseProcess, "start", lambda _: pytest.fail("started"))
     with pytest.raises(error, match=text):
         run_ranks(**{"fn": hang, "world_size": 1, **arguments})
@@ -533,7 +535,7 @@ def leave_them_and_fail(rank: int, world_size: int, folder: str) -> None:
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_grandchildren_end_with_the_run(tmp_path: Path, hangs: bool) -> None:
-    """Children of ranks are gone after the run, even daemons in sessions of their own."""
+    """Even daemons in separate sessions."""
     if hangs:
         with pytest.raises(RanksFailedError, match=r"^rank 2: ValueError: 2; "):
             run_ranks(leave_them_and_fail, 3, args=(str(tmp_path),), timeout=LIMIT)
@@ -558,9 +560,11 @@ def server_and_variable(rank: int, world_size: int) -> tuple[int, str | None]:
 
 
 @pytest.mark.slow
-def test_killed_supervisors_and_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A supervisor that is killed takes its ranks and their children along, and the run fails; a
-    server that is killed is replaced. Ranks have the caller's environment, not the server's."""
+def test_a_run_fails_with_its_supervisor_and_a_killed_server_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of a killed supervisor end, with their children. Ranks have the environment of the
+    caller, not of the server."""
     with pytest.raises(RanksFailedError, match="lost: the process that supervises the ranks"):
         args, preload = (str(tmp_path),), ["supervising"]
         run_ranks(kill_supervisor, 1, args=args, preload=preload, timeout=LIMIT)
@@ -575,8 +579,8 @@ def test_killed_supervisors_and_servers(tmp_path: Path, monkeypatch: pytest.Monk
     assert run_ranks(server_and_variable, 1, timeout=LIMIT) == [(other, None)]
 
 
-def test_directories_and_descriptors_do_not_pile_up() -> None:
-    """After runs that succeed or fail, this process and the server hold nothing that is new."""
+def test_runs_leave_no_directories_or_descriptors() -> None:
+    """In this process and in the server, after runs that succeed or fail."""
     server, folder = run_ranks(server_and_folder, 1, timeout=LIMIT)[0]
 
     def held() -> Counter[str]:
@@ -588,7 +592,7 @@ def test_directories_and_descriptors_do_not_pile_up() -> None:
         found = Counter(os.listdir(folder))
         for pid in (os.getpid(), server):
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-                with suppress(FileNotFoundError):  # closed meanwhile
+                with suppress(FileNotFoundError):  # it was closed
                     found[f"{pid} {descriptor.readlink()}"] += 1
         return found
 
@@ -613,8 +617,10 @@ def cache(rank: int, world_size: int, killed: bool) -> str:
     return os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 
-def test_a_killed_rank_poisons_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs share a compilers' cache until a rank is killed, which may leave half a file in it."""
+def test_runs_share_a_compiler_cache_until_a_rank_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A killed rank may leave half a file in it."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     first, second = (run_ranks(cache, 1, args=(False,), timeout=LIMIT) for _ in range(2))
     run_ranks(cache, 1, args=(True,), timeout=LIMIT, check=False)
@@ -629,7 +635,7 @@ def folder() -> Iterator[Path]:
 
 
 def start_script(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """Run this file as a script, with a temporary directory of its own; errors go to a file."""
+    """Run this file as a script, with a separate temporary directory; errors go to a file."""
     (folder / "tmp").mkdir()
     with (folder / "errors").open("w") as errors:
         return subprocess.Popen(
@@ -640,10 +646,12 @@ def start_script(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, slow(signal.SIGINT)])
-def test_death_of_the_caller_ends_everything(folder: Path, number: int) -> None:
-    """Ranks, their children, supervisor and files of the run end with a caller that is killed or
-    interrupted, though a process that it forked meanwhile holds copies of its descriptors; the
-    fork server ends when that process does, too."""
+def test_a_run_ends_with_its_caller(folder: Path, number: int) -> None:
+    """Ranks, their children, the supervisor and all files, if the caller is killed or interrupted.
+
+    Also if a process that the caller has forked holds copies of its descriptors. The fork server
+    ends with that process.
+    """
     with start_script(folder, "forkserver") as script:
         bystander, *ranks = sorted(reported(folder, 3), key=len)
         pids = {pid for rank in ranks for pid in rank[:4]}
@@ -663,7 +671,7 @@ def test_death_of_the_caller_ends_everything(folder: Path, number: int) -> None:
 
 @pytest.mark.slow
 def test_ranks_end_with_their_supervisor(folder: Path) -> None:
-    """Also where the caller can do nothing about it; then their children are left (documented)."""
+    """Also if the caller is stopped; then the children of the ranks stay (documented)."""
     with start_script(folder, "spawn") as script:
         bystander, *ranks = sorted(reported(folder, 3), key=len)
         script.send_signal(signal.SIGSTOP)
@@ -676,8 +684,8 @@ def test_ranks_end_with_their_supervisor(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_forked_child_of_the_caller_can_run_ranks(folder: Path) -> None:
-    """After ``os.fork`` both processes can, though the fork server is the parent's."""
+def test_a_forked_child_of_the_caller_can_run_ranks(folder: Path) -> None:
+    """Although the fork server is that of the parent."""
     with start_script(folder) as script:
         assert script.wait(LIMIT) == 0, (folder / "errors").read_text()
     assert list((folder / "tmp").iterdir()) == []
@@ -701,10 +709,13 @@ def run_python(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.slow
-def test_main_modules(tmp_path: Path) -> None:
-    """A package's ``__main__`` works, here in a folder that the fork server cannot use; a script
-    that calls at its top level and a function that was typed into an interpreter are refused, and
-    start no cascade of processes."""
+def test_functions_of_a_main_module_run_and_those_of_an_interpreter_are_refused(
+    tmp_path: Path,
+) -> None:
+    """The ``__main__`` of a package runs, here with a folder that the fork server cannot use.
+
+    A script that calls at its top level is refused, and starts no cascade of processes.
+    """
     call = "from reloadpg.testing import run_ranks\ndef fn(rank, size):\n    return rank\n"
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text(
@@ -724,8 +735,8 @@ def test_main_modules(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_another_reloadpg_in_the_working_directory_is_refused(tmp_path: Path) -> None:
-    """The fork server would find it first, though the caller's path does not have it."""
-    compiled = shutil.ignore_patterns("__pycache__")  # other processes write there meanwhile
+    """The fork server would find it first, although it is not on the path of the caller."""
+    compiled = shutil.ignore_patterns("__pycache__")  # other processes write there
     shutil.copytree(f"{ROOT}/reloadpg", tmp_path / "reloadpg", ignore=compiled)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "script.py").write_text(
@@ -736,11 +747,10 @@ def test_another_reloadpg_in_the_working_directory_is_refused(tmp_path: Path) ->
     assert f"found {tmp_path}/reloadpg/testing/_rank.py, but the caller uses" in done.stderr
 
 
-def test_the_callers_module_wins_over_another_of_its_name(
+def test_a_rank_loads_the_module_of_the_caller_and_not_another_one_of_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If an import of the function's module name finds another file, the right one is loaded; if
-    it calls ``run_ranks`` while it is imported, the ranks say so."""
+    """If it calls ``run_ranks`` while a rank imports it, the error says so."""
     for folder in ("right", "wrong"):
         (tmp_path / folder).mkdir()
         source = f"def fn(rank, world_size):\n    return {folder!r}\n"
@@ -830,8 +840,8 @@ def crash_of_one(rank, world_size, directory):
     ctypes.string_at(0)
 
 
-def test_a_crash_is_reported_first_and_frames_of_libraries_are_folded(tmp_path):
-    """The rank that crashed is the cause; the user's own frame and the last one stay."""
+def test_a_crash_is_reported_before_an_earlier_exception(tmp_path):
+    """It is the cause. Frames of libraries are folded, up to the last one."""
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(crash_of_one, 2, args=(str(tmp_path),), timeout=LIMIT)
     message = str(caught.value)

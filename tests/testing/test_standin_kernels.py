@@ -1,4 +1,4 @@
-"""Operators on the stand-in device give what torch's CPU kernels give, to the last bit."""
+"""Operators on the stand-in device give the results of torch's CPU kernels, bit by bit."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _details(rank: int, size: int) -> dict[str, Any]:
     }
 
 
-def test_details() -> None:
+def test_operators_beyond_training_give_the_results_of_the_cpu() -> None:
     """Printing, out=, strides, conversion, selection, random values, in-place, streams, refusal."""
     (seen,) = run_ranks(_details, 1, standins=True)
     assert "device='cuda:0'" in seen["repr"]

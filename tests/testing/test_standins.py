@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from nccl_job import ENGINES, NEW_ENGINE, engine_variables
 
 from reloadpg.testing import run_ranks, standins
 
@@ -22,20 +22,38 @@ pytestmark = [
     pytest.mark.standins,
     pytest.mark.skipif(not CUDA_BUILD, reason=f"torch {torch.__version__} is built without CUDA"),
 ]
-NEW_ENGINE = hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
-ENGINES = ("legacy", "default") if NEW_ENGINE else ("default",)
 MIB = 1 << 20
 LIMIT = timedelta(minutes=5)
+LEGACY = {"TORCH_DIST_USE_NCCL2": "0"}
+NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+
+
+def on_ranks(size: int, env: dict[str, str]) -> Any:
+    return pytest.mark.ranks(size, standins=True, timeout=240, env=env)
+
+
+def on_engines(size: int, **env: str) -> Any:
+    """Run the body on ranks, once with each of torch's implementations of the backend."""
+    params = [
+        pytest.param(one, marks=on_ranks(size, {**engine_variables(one), **env})) for one in ENGINES
+    ]
+    return pytest.mark.parametrize("engine", params)
+
+
+def connects_at_creation(engine: str) -> bool:
+    return NEW_ENGINE and engine == "default"
+
+
+def ranks(fn: Callable[..., Any], size: int, *args: Any, env: dict[str, str]) -> list[Any]:
+    """The outcomes of ranks of which some end early."""
+    settings: Any = {"standins": True, "timeout": 240.0, "env": env, "check": False}
+    return run_ranks(fn, size, args=args, **settings)
 
 
 @pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    """Variables that choose torch's implementation of the backend; 2.15 has two."""
-    return {"TORCH_DIST_USE_NCCL2": "0" if request.param == "legacy" else None}
-
-
-def ranks(fn: Callable[..., Any], size: int = 2, *args: Any, **settings: Any) -> list[Any]:
-    return run_ranks(fn, size, args=args, standins=True, **{"timeout": 240.0, **settings})
+def engine(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Variables that choose torch's implementation of the backend."""
+    return engine_variables(request.param)
 
 
 def start(rank: int, *, bound: bool = False, timeout: timedelta = LIMIT) -> None:
@@ -78,118 +96,77 @@ def eventually(condition: Callable[[], bool]) -> bool:
 # collectives
 
 
-def collectives(rank: int, n: int, bound: bool) -> list[str]:
+LACKING = (
+    *("all_reduce[B", "all_gather_coalesced", "fc.permute_tensor"),
+    *("gather_into_tensor", "gather_single", "_coalescing_manager"),
+)
+"""Operations that NCCL lacks, by the start of their names; a coalescing on the CPU is one."""
+
+
+def check_operations(rank: int, n: int, bound: bool) -> None:
+    """Every row of the operation table, and what it has no row for."""
+    import op_table
+
+    torch.set_default_device(torch.device("cuda", rank))
     start(rank, bound=bound)
-    wrong = []
-
-    def check(name: str, found: torch.Tensor | list[torch.Tensor], expected: list[float]) -> None:
-        one = found if isinstance(found, torch.Tensor) else torch.cat([x.cpu() for x in found])
-        if one.cpu().tolist() != expected:
-            wrong.append(f"{name}: {one.cpu().tolist()}, not {expected}")
-
-    integers = (torch.int32, torch.int64, torch.uint8)
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, *integers):
+    lacking = set()
+    for row, key, case in op_table.cases({"world": (None, range(n))}, rank, 1):
+        if key[1] != row.ways[0] or row.name.startswith("monitored_barrier"):
+            continue
+        outcome = op_table.run_row(row, case)
+        if outcome.error:
+            lacking.add(row.name)
+        else:
+            assert outcome.value == outcome.expected, key
+    assert {name for name in lacking if not name.startswith(LACKING)} == set()
+    for dtype in (torch.float16, torch.bfloat16, torch.int32, torch.uint8):
         x = on_device(rank + 1, 2, dtype=dtype)
         dist.all_reduce(x)
-        check(f"all_reduce {dtype}", x, [n * (n + 1) / 2, 2 * n])
-    operations = {
-        dist.ReduceOp.MAX: n,
-        dist.ReduceOp.MIN: 1,
-        dist.ReduceOp.PRODUCT: math.factorial(n),
-        dist.ReduceOp.AVG: (n + 1) / 2,
-        dist._make_nccl_premul_sum(0.5): n * (n + 1) / 4,
-    }
-    for operation, expected in operations.items():
-        x = on_device(rank + 1)
-        dist.all_reduce(x, op=operation)
-        check(f"all_reduce {operation}", x, [expected])
-    x = on_device(rank)
-    dist.broadcast(x, 1)
-    check("broadcast", x, [1])
+        assert x.tolist() == [n * (n + 1) / 2, 2 * n], dtype
     x = on_device(rank + 1)
-    dist.reduce(x, 0)
-    check("reduce", x, [n * (n + 1) / 2 if rank == 0 else rank + 1])
-    parts = [on_device(0) for _ in range(n)]
-    dist.all_gather(parts, on_device(rank))
-    check("all_gather", parts, [*range(n)])
-    x = torch.empty(n, device="cuda")
-    dist.all_gather_into_tensor(x, on_device(rank))
-    check("all_gather_into_tensor", x, [*range(n)])
-    x = torch.empty(1, device="cuda")
-    dist.reduce_scatter_tensor(x, on_device(*range(n)))
-    check("reduce_scatter_tensor", x, [n * rank])
-    x = on_device(0)
-    dist.reduce_scatter(x, [on_device(i) for i in range(n)])
-    check("reduce_scatter", x, [n * rank])
-    x = torch.empty(n, device="cuda")
-    dist.all_to_all_single(x, on_device(*(10 * rank + i for i in range(n))))
-    check("all_to_all_single", x, [10 * i + rank for i in range(n)])
-    parts = [on_device(0) for _ in range(n)]
-    dist.all_to_all(parts, [on_device(10 * rank + i) for i in range(n)])
-    check("all_to_all", parts, [10 * i + rank for i in range(n)])
-    parts = [on_device(0) for _ in range(n)]
-    dist.gather(on_device(rank), parts if rank == 0 else None, 0)
-    check("gather", parts, [*range(n)] if rank == 0 else [0] * n)
-    x = on_device(0)
-    dist.scatter(x, [on_device(i) for i in range(n)] if rank == 0 else None, 0)
-    check("scatter", x, [rank])
-    together = [on_device(rank + 1), on_device(2)]
-    with dist._coalescing_manager(device=x.device, async_ops=True) as works:
-        for each in together:
-            dist.all_reduce(each)
-    works.wait()
-    check("coalesced", together, [n * (n + 1) / 2, 2 * n])
-    dist.barrier()
+    dist.all_reduce(x, op=dist._make_nccl_premul_sum(0.5))
+    assert x.item() == n * (n + 1) / 4
     dist.destroy_process_group()
-    return wrong
 
 
 @pytest.mark.parametrize("bound", [False, True], ids=["unbound", "bound"])
-def test_every_collective_has_the_right_value(engine: Any, bound: bool) -> None:
-    assert ranks(collectives, 3, bound, env=engine) == [[], [], []]
+@on_engines(3, TEST_WORLD="nccl")
+def test_every_operation_gives_the_right_value(engine: str, bound: bool, rank: int) -> None:
+    """As in the operation table; what NCCL lacks raises."""
+    check_operations(rank, 3, bound)
 
 
-def test_collectives_of_communicators_that_connect_without_blocking() -> None:
-    env = {"TORCH_DIST_USE_NCCL2": "0", "TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}
-    assert ranks(collectives, 2, True, env=env) == [[], []]
+@on_ranks(2, {**LEGACY, "TEST_WORLD": "nccl", "TORCH_NCCL_USE_COMM_NONBLOCKING": "1"})
+def test_every_operation_gives_the_right_value_on_nonblocking_communicators(rank: int) -> None:
+    check_operations(rank, 2, True)
 
 
-def transfers(rank: int, n: int) -> tuple[Any, ...]:
+@on_engines(3)
+def test_sends_and_receives_pair_up(engine: str, rank: int, world_size: int) -> None:
+    """Large ones, of different sizes, in a ring."""
     start(rank)
-    x = on_device(5 if rank == 0 else 0)
-    if rank == 0:
-        dist.send(x, 1)
-    if rank == 1:
-        dist.recv(x, 0)
-    a, b = on_device(*range(100_000 + rank)), torch.empty(100_000 + (rank - 1) % n, device="cuda")
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    a, b = on_device(*range(100_000 + rank)), torch.empty(100_000 + before, device="cuda")
     works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, a, (rank + 1) % n), dist.P2POp(dist.irecv, b, (rank - 1) % n)]
+        [dist.P2POp(dist.isend, a, after), dist.P2POp(dist.irecv, b, before)]
     )
     for work in works:
         work.wait()
-    last = b.cpu()[-1].item()
+    assert b.cpu()[-1].item() == 100_000 + before - 1
     dist.destroy_process_group()
-    return x.item(), last
 
 
-def test_sends_and_receives_pair_up(engine: Any) -> None:
-    assert ranks(transfers, 3, env=engine) == [(5, 100001), (5, 99999), (0, 100000)]
-
-
-def splits(rank: int, n: int) -> list[float]:
+@on_engines(4)
+def test_groups_split_from_a_bound_world_reduce_over_their_own_members(
+    engine: str, rank: int
+) -> None:
     start(rank, bound=True)
     halves = dist.split_group(split_ranks=[[0, 2], [1, 3]])
-    x = on_device(rank)
+    x, y = on_device(rank), on_device(rank)
     dist.all_reduce(x, group=halves)
-    whole = dist.new_group([3, 2, 1, 0])
-    y = on_device(rank)
-    dist.all_reduce(y, group=whole)
+    dist.all_reduce(y, group=dist.new_group([3, 2, 1, 0]))
+    assert (x.item(), y.item()) == (2 * (rank % 2) + 2, 6)
     dist.destroy_process_group()
-    return [x.item(), y.item()]
-
-
-def test_split_groups_of_a_bound_world_reduce_their_own_members(engine: Any) -> None:
-    assert ranks(splits, 4, env=engine) == [[2, 6], [4, 6], [2, 6], [4, 6]]
 
 
 def different(rank: int, n: int) -> bool:
@@ -204,8 +181,7 @@ def different(rank: int, n: int) -> bool:
 
 
 def test_collectives_that_differ_are_reported() -> None:
-    env = {"TORCH_DIST_USE_NCCL2": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    outcomes = ranks(different, check=False, env=env)
+    outcomes = ranks(different, 2, env={**LEGACY, **NO_WATCHDOG})
     assert "rank 0 calls AllReduce of 1 elements" in outcomes[0].output
     assert "rank 1 AllReduce of 2" in outcomes[0].output
 
@@ -214,7 +190,8 @@ def test_collectives_that_differ_are_reported() -> None:
 # streams, events, copies, kernels
 
 
-def streams(rank: int, n: int) -> tuple[bool, ...]:
+@on_engines(2)
+def test_a_collective_waits_on_its_stream_and_not_on_the_host(engine: str, rank: int) -> None:
     start(rank)
     store = signals()
     dist.all_reduce(on_device(1))
@@ -225,15 +202,17 @@ def streams(rank: int, n: int) -> tuple[bool, ...]:
     work = dist.all_reduce(x, async_op=True)
     before = torch.cuda.Event(enable_timing=True)
     side = torch.cuda.Stream()
-    side_before = side.query()
+    assert rank == 1 or side.query()
     before.record(side)
     work.wait()  # the current stream waits, not the host
     after = torch.cuda.Event(enable_timing=True)
     after.record()
     if rank == 1:
         torch.cuda.synchronize()
-        return ()
-    found = (side_before, before.query(), after.query(), torch.cuda.current_stream().query())
+        return
+    assert before.query()
+    assert not after.query()
+    assert not torch.cuda.current_stream().query()
     # A copy from pageable memory behind the collective is of the values at the call.
     y, source = torch.empty(1, device="cuda"), torch.ones(1)
     y.copy_(source, non_blocking=True)
@@ -241,39 +220,32 @@ def streams(rank: int, n: int) -> tuple[bool, ...]:
     side.wait_event(after)
     store.set("pending", "")
     side.synchronize()
-    late = (after.query(), before.elapsed_time(after) >= 0, x.item() == 2, y.item() == 1)
-    return (*found, *late)
+    assert after.query()
+    assert before.elapsed_time(after) >= 0
+    assert (x.item(), y.item()) == (2, 1)
 
 
-def test_a_collective_waits_on_its_stream_and_not_on_the_host(engine: Any) -> None:
-    first, _ = ranks(streams, env=engine)
-    assert first == (True, True, False, False, True, True, True, True)
-
-
-def kernels(rank: int, n: int) -> list[Any]:
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        pytest.param(one, marks=on_ranks(1, {"RELOADPG_STANDIN_KERNELS": one}))
+        for one in ("refuse", "skip")
+    ],
+)
+def test_a_kernel_without_a_stand_in_is_refused_by_name_or_skipped_on_request(kernels: str) -> None:
     torch.cuda.set_device(0)
     x = torch.full((5,), 2.0, device="cuda")
     x += torch.ones(5, device="cuda")
     x += 1
-    found: list[Any] = [x.cpu().tolist(), torch.cuda.get_device_name()]
-    try:
+    assert x.cpu().tolist() == [4.0] * 5
+    assert torch.cuda.get_device_name() == "stand-in for CUDA (no GPU)"
+    if kernels == "skip":
         torch.sigmoid(x)
-    except RuntimeError as error:
-        found.append(str(error).splitlines()[0])
-    return found
-
-
-def test_a_kernel_that_it_does_not_have_is_refused_by_name() -> None:
-    values, name, error = ranks(kernels, 1, env={"RELOADPG_STANDIN_KERNELS": "refuse"})[0]
-    assert values == [4.0] * 5
-    assert name == "stand-in for CUDA (no GPU)"
-    assert "not supported by the stand-in for CUDA" in error
-    assert "sigmoid" in error
-
-
-def test_a_kernel_that_it_does_not_have_is_skipped_on_request() -> None:
-    skipped = ranks(kernels, 1, env={"RELOADPG_STANDIN_KERNELS": "skip"})[0]
-    assert len(skipped) == 2
+    else:
+        said = r"(?s)sigmoid.*not supported by the stand-in for CUDA|"
+        said += r"not supported by the stand-in for CUDA.*sigmoid"
+        with pytest.raises(RuntimeError, match=said):
+            torch.sigmoid(x)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -308,60 +280,59 @@ def memory(rank: int, n: int) -> list[int]:
     return found
 
 
-def test_memory_is_counted_over_all_processes_and_given_back_by_a_killed_one() -> None:
-    first, second = ranks(memory, check=False, env={"RELOADPG_STANDIN_DEVICE_MIB": "100"})
+def test_memory_is_counted_over_all_processes_and_that_of_a_killed_one_is_freed() -> None:
+    first, second = ranks(memory, 2, env={"RELOADPG_STANDIN_DEVICE_MIB": "100"})
     assert second.signal == 9
     assert first.result == [0, 22, 0, -1], first.exception
 
 
-def communicator_memory(rank: int, n: int) -> list[int]:
+def without_cache(rank: int) -> int:
+    """MiB in use on a device, without those that torch's allocator keeps."""
+    return used_mib(rank) - torch.cuda.memory_reserved() // MIB
+
+
+@on_engines(2, RELOADPG_STANDIN_COMM_MIB="100")
+def test_a_communicator_holds_memory_from_its_creation_to_its_end(engine: str, rank: int) -> None:
     torch.cuda.set_device(rank)
     start(rank)
-    found = [used_mib(rank)]
-    x = on_device(1)
-    dist.all_reduce(x)
+    assert used_mib(rank) == (100 if connects_at_creation(engine) else 0)
+    dist.all_reduce(on_device(1))
     torch.cuda.synchronize()
-    found.append(used_mib(rank) - torch.cuda.memory_reserved() // MIB)
+    assert without_cache(rank) == 100
     dist.destroy_process_group()
-    found.append(used_mib(rank) - torch.cuda.memory_reserved() // MIB)
-    return found
+    assert without_cache(rank) == 0
 
 
-def test_a_communicator_holds_memory_from_its_creation_to_its_end(engine: Any) -> None:
-    env = {**engine, "RELOADPG_STANDIN_COMM_MIB": "100"}
-    eager = NEW_ENGINE and engine["TORCH_DIST_USE_NCCL2"] is None  # it connects when it is created
-    assert ranks(communicator_memory, env=env) == [[100 if eager else 0, 100, 0]] * 2
+needs_suspend = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason=f"torch {torch.__version__} has no Backend.suspend"
+)
 
 
-def suspends(rank: int, n: int) -> list[Any]:
+@needs_suspend
+@on_engines(2)
+def test_a_suspended_communicator_releases_memory_until_it_is_resumed(
+    engine: str, rank: int
+) -> None:
     start(rank, bound=True)
     x = on_device(1)
     dist.all_reduce(x)
     torch.cuda.synchronize()
-    kept = torch.cuda.memory_reserved() // MIB
-    found: list[Any] = [used_mib(rank) - kept]
+    assert without_cache(rank) == 64
     backend().suspend()
-    found.append(used_mib(rank) - kept)
+    assert without_cache(rank) == 4
     backend().resume()
-    found.append(used_mib(rank) - kept)
+    assert without_cache(rank) == 64
     dist.all_reduce(x)
-    found.append(x.item())
+    assert x.item() == 4
     dist.destroy_process_group()
-    return found
-
-
-@pytest.mark.skipif(not hasattr(dist.Backend, "suspend") and not CUDA_BUILD, reason="no CUDA")
-def test_a_suspended_communicator_gives_memory_back_until_it_is_resumed(engine: Any) -> None:
-    if torch.__version__ < "2.12":
-        pytest.skip(f"torch {torch.__version__} has no Backend.suspend")
-    assert ranks(suspends, env=engine) == [[64, 4, 64, 4.0]] * 2
 
 
 # ---------------------------------------------------------------------------------------------
 # ends
 
 
-def aborts(rank: int, n: int) -> tuple[bool, bool]:
+@on_engines(2, **NO_WATCHDOG)
+def test_an_abort_is_local_and_frees_the_stream(engine: str, rank: int) -> None:
     start(rank)
     store = signals()
     dist.all_reduce(on_device(1))
@@ -370,23 +341,18 @@ def aborts(rank: int, n: int) -> tuple[bool, bool]:
         store.wait(["aborted"])
         work = dist.all_reduce(on_device(1), async_op=True)
         time.sleep(0.5)
-        done = work.is_completed()
+        assert not work.is_completed()
         backend().abort()
-        return done, True
+        return
     work = dist.all_reduce(on_device(1), async_op=True)
-    before = work.is_completed()
+    assert not work.is_completed()
     backend().abort()
     torch.cuda.synchronize()  # the operation has left the stream
     store.set("aborted", "")
-    return before, True
 
 
-def test_an_abort_is_local_and_frees_the_stream(engine: Any) -> None:
-    env = {**engine, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    assert ranks(aborts, env=env) == [(False, True)] * 2
-
-
-def captures(rank: int, n: int) -> list[Any]:
+@on_ranks(2, LEGACY)
+def test_a_communicator_ends_only_after_the_graphs_that_hold_it(rank: int) -> None:
     start(rank, bound=True)
     x = on_device(1)
     group = dist.new_group([0, 1])
@@ -398,7 +364,7 @@ def captures(rank: int, n: int) -> list[Any]:
     graph.replay()
     graph.replay()
     torch.cuda.synchronize()
-    found: list[Any] = [x.item()]
+    assert x.item() == 8
     ended = threading.Event()
 
     def destroy() -> None:
@@ -408,20 +374,16 @@ def captures(rank: int, n: int) -> list[Any]:
 
     thread = threading.Thread(target=destroy)
     thread.start()
-    found.append(ended.wait(1))
+    assert not ended.wait(1)
     graph.reset()
     del graph
-    found.append(ended.wait(60))
+    assert ended.wait(60)
     thread.join()
-    return found
 
 
-def test_a_communicator_ends_only_after_the_graphs_that_hold_it() -> None:
-    legacy = {"TORCH_DIST_USE_NCCL2": "0"}
-    assert ranks(captures, env=legacy) == [[8.0, False, True]] * 2
-
-
-def cycles(rank: int, n: int) -> list[tuple[int, int]]:
+@on_engines(2)
+def test_nothing_is_left_after_many_communicators(engine: str, rank: int) -> None:
+    """Neither threads nor descriptors, files or memory."""
     start(rank)
     dist.all_reduce(on_device(1))
     torch.cuda.synchronize()
@@ -441,13 +403,11 @@ def cycles(rank: int, n: int) -> list[tuple[int, int]]:
     for _ in range(30):
         cycle()
     eventually(lambda: "standin-stream" not in thread_names())
-    last = count()
-    folder = standins.current_job()
-    assert folder is not None
-    left = [path.name for path in folder.folder.iterdir() if path.name.startswith("comm-")]
-    assert left == []
-    assert used_mib(rank) - torch.cuda.memory_reserved() // MIB == 64
-    return [first, last]
+    assert count() == first
+    job = standins.current_job()
+    assert job is not None
+    assert [path.name for path in job.folder.iterdir() if path.name.startswith("comm-")] == []
+    assert without_cache(rank) == 64
 
 
 def thread_names() -> set[str]:
@@ -458,11 +418,6 @@ def thread_names() -> set[str]:
         except OSError:  # it has ended
             continue
     return names
-
-
-def test_nothing_is_left_after_many_communicators(engine: Any) -> None:
-    for first, last in ranks(cycles, env=engine):
-        assert last == first
 
 
 # ---------------------------------------------------------------------------------------------
@@ -489,8 +444,8 @@ def failing(rank: int, n: int, call: str) -> str:
     return "no error"
 
 
-def test_an_injected_failure_is_torchs_error(engine: Any) -> None:
-    message = ranks(failing, 2, "init", env=engine, check=False)[0].result
+def test_an_injected_failure_is_an_error_of_torch(engine: dict[str, str]) -> None:
+    message = ranks(failing, 2, "init", env=engine)[0].result
     assert "system error" in message
 
 
@@ -546,19 +501,20 @@ FAULTY = {
 
 
 @pytest.mark.parametrize("call", FAULTY)
-def test_each_call_fails_as_injected(engine: Any, call: str) -> None:
+def test_each_call_fails_as_injected(engine: dict[str, str], call: str) -> None:
     """Torch raises the error of that call, and the call has had no effect."""
     if call in ("suspend", "resume") and torch.__version__ < "2.12":
         pytest.skip(f"torch {torch.__version__} has no Backend.suspend")
-    outcome = ranks(faulty, 2, call, env=engine, check=False)[0]
+    outcome = ranks(faulty, 2, call, env=engine)[0]
     message, mib = outcome.result
     # ProcessGroupNCCL2 (torch 2.15) drops the errors of a shutdown, and destroys after the first.
-    silent = NEW_ENGINE and engine["TORCH_DIST_USE_NCCL2"] is None and call in SHUTDOWN
+    silent = NEW_ENGINE and engine != LEGACY and call in SHUTDOWN
     assert message == "" if silent else "system error" in message
     assert mib == (0 if silent and call == "finalize" else FAULTY[call])
 
 
-def hanging(rank: int, n: int) -> list[Any]:
+@on_engines(2)
+def test_a_hang_ends_when_the_fault_is_cleared(engine: str, rank: int) -> None:
     start(rank)
     store = signals()
     x = on_device(1)
@@ -568,7 +524,7 @@ def hanging(rank: int, n: int) -> list[Any]:
         dist.all_reduce(x)
         torch.cuda.synchronize()
         store.wait(["end"])
-        return []
+        return
     returned = threading.Event()
 
     def call() -> None:
@@ -580,35 +536,25 @@ def hanging(rank: int, n: int) -> list[Any]:
     with standins.inject(standins.Fault("hang", "collective", rank=0)):
         thread = threading.Thread(target=call)
         thread.start()
-        held = not returned.wait(1)
-    found = [held, returned.wait(60), x.item()]
+        assert not returned.wait(1)
+    assert returned.wait(60)
+    assert x.item() == 4
     store.set("end", "")
-    return found
 
 
-def test_a_hang_ends_when_the_fault_is_cleared(engine: Any) -> None:
-    assert ranks(hanging, env=engine)[0] == [True, True, 4.0]
-
-
-def delayed(rank: int, n: int) -> list[float]:
+@on_ranks(2, {})
+def test_a_delay_applies_to_the_calls_that_it_names(rank: int) -> None:
     start(rank)
     x = on_device(1)
     dist.all_reduce(x)
     torch.cuda.synchronize()
     with standins.inject(standins.Fault("delay", "collective", skip=1, times=1, seconds=0.5)):
-        times = []
-        for _ in range(3):
+        for number in range(3):
             begun = time.monotonic()
             dist.all_reduce(x)
-            times.append(time.monotonic() - begun)
+            assert number != 1 or time.monotonic() - begun >= 0.5
             torch.cuda.synchronize()
         dist.barrier()  # before the fault is cleared for the other rank, too
-    return times
-
-
-def test_a_delay_concerns_the_calls_that_it_names() -> None:
-    for _, second, _ in ranks(delayed):
-        assert second >= 0.5
 
 
 def asynchronous(rank: int, n: int) -> bool:
@@ -628,8 +574,8 @@ def asynchronous(rank: int, n: int) -> bool:
 
 
 def test_an_asynchronous_error_reaches_torchs_watchdog() -> None:
-    env = {"TORCH_DIST_USE_NCCL2": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    assert [x.exitcode for x in ranks(asynchronous, check=False, env=env)] == [0, 0]
+    outcomes = ranks(asynchronous, 2, env={**LEGACY, **NO_WATCHDOG})
+    assert [outcome.exitcode for outcome in outcomes] == [0, 0]
 
 
 def fault_from_outside(rank: int, n: int) -> str:
@@ -659,9 +605,8 @@ def peer_errors(rank: int, n: int) -> None:
 
 
 def test_the_end_of_a_peer_is_noticed_on_request() -> None:
-    env = {"TORCH_DIST_USE_NCCL2": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    env["RELOADPG_STANDIN_PEER_ERRORS"] = "1"
-    noticed = ranks(peer_errors, check=False, env=env)
+    env = {**LEGACY, **NO_WATCHDOG, "RELOADPG_STANDIN_PEER_ERRORS": "1"}
+    noticed = ranks(peer_errors, 2, env=env)
     assert (noticed[0].exitcode, noticed[1].signal) == (0, 9), noticed[0].exception
 
 
@@ -672,20 +617,12 @@ def test_a_misspelt_setting_is_refused() -> None:
         run_ranks(no_job, 1, standins=True, env={"RELOADPG_STANDIN_KERNELS": "ignore"})
 
 
-def same_device(rank: int, n: int) -> str:
+@on_ranks(2, LEGACY)  # the other engine takes the device of the rank's number
+def test_two_members_on_one_device_are_refused_as_by_nccl() -> None:
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", timeout=LIMIT)
-    try:
+    with pytest.raises(RuntimeError, match="Duplicate GPU detected"):
         dist.all_reduce(on_device(1))
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_two_members_on_one_device_are_refused_as_by_nccl() -> None:
-    legacy = {"TORCH_DIST_USE_NCCL2": "0"}  # the other engine takes the device of the rank's number
-    for message in ranks(same_device, env=legacy):
-        assert "Duplicate GPU detected" in message
 
 
 def no_job(rank: int, n: int) -> tuple[bool, str]:

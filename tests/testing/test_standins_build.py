@@ -1,4 +1,4 @@
-"""Building the stand-ins for CUDA and NCCL: what is refused, what is kept, whose layouts."""
+"""Building the stand-ins for CUDA and NCCL: refusals, the cache, and the layouts of structures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(CUDA_BUILD, reason="torch is the CUDA build")
-def test_a_torch_without_cuda_is_refused_with_what_to_install() -> None:
+def test_a_torch_without_cuda_is_refused_with_the_package_to_install() -> None:
     with pytest.raises(standins.StandinsError, match="is a build without CUDA") as caught:
         standins.build()
     plain = torch.__version__.partition("+")[0]

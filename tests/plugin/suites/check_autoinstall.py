@@ -1,4 +1,4 @@
-"""Tests of somebody else's project, run by ``test_plugin.py`` with RELOADPG_AUTOINSTALL=1."""
+"""Tests of another project, run by ``test_plugin.py`` with RELOADPG_AUTOINSTALL=1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of somebody else's project, run by ``test_plugin.py``: on ranks, with leaks, with reloads.
+"""Tests of another project, run by ``test_plugin.py``: on ranks, with leaks, with reloads.
 
 Where it matters what each rank did, the ranks write files, for the outer test to look at.
 """
@@ -35,7 +35,7 @@ def summed(group=None):
     return tensor.item()
 
 
-def wait_for_ever():
+def wait_indefinitely():
     dist.TCPStore("127.0.0.1", 0, is_master=True).wait(["never"])
 
 
@@ -102,7 +102,7 @@ def test_hangs_on_one_rank(rank):
 
         supervising.await_return()
         supervising.advance(60)
-        wait_for_ever()
+        wait_indefinitely()
 
 
 @pytest.mark.ranks(2)
@@ -159,7 +159,7 @@ def test_reloads_without_ranks():
 
 def where(rank, world_size):
     if world_size == 1:
-        wait_for_ever()
+        wait_indefinitely()
     return tempfile.gettempdir()
 
 
