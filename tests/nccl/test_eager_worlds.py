@@ -99,8 +99,8 @@ def test_split_groups_go_and_come_back_and_leave_nothing(
 ) -> None:
     """No communicator is left in an offload, sums and timeouts are right after each cycle.
 
-    Communicators, bytes, threads and descriptors are those of the fifth cycle, and keys in the store
-    but for those of the last barriers, which a rank may not have deleted yet.
+    Communicators, bytes, threads and descriptors are those of the fifth cycle. So are keys in the
+    store, but for those of the last barriers, which a rank may not have deleted yet.
     """
     for rank, seen in enumerate(ranks(_cycles, made_by, how)):
         row, column = [next(sum(p) + 2.0 for p in axis if rank in p) for axis in (ROWS, COLUMNS)]
