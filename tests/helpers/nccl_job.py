@@ -68,14 +68,14 @@ class Meetings:
     def __init__(self, size: int) -> None:
         self._store = signals()
         self._size = size
-        self._number = 0
+        self.number = 0
 
     def meet(self) -> None:
         """Wait for all ranks."""
-        self._number += 1
-        if self._store.add(f"{self._number}/count", 1) == self._size:
-            self._store.set(f"{self._number}/all", "")
-        self._store.wait([f"{self._number}/all"])
+        self.number += 1
+        if self._store.add(f"{self.number}/count", 1) == self._size:
+            self._store.set(f"{self.number}/all", "")
+        self._store.wait([f"{self.number}/all"])
 
 
 class Held(NamedTuple):
