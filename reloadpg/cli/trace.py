@@ -216,9 +216,8 @@ def _run(options: argparse.Namespace) -> int:
     if len(lanes) < len(ranks):
         note = ". ".join(filter(None, (note, f"The first {len(lanes)} of {len(ranks)} ranks")))
     draw(shown, lanes, options.output, note=note)
-    say(
-        f"{options.output}: {counted(len(clusters(shown)), 'operation')}{f'. {note}' if note else ''}"
-    )
+    number = counted(len(clusters(shown)), "operation")
+    say(f"{options.output}: {number}{f'. {note}' if note else ''}")
     return 0
 
 
