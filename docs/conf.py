@@ -14,6 +14,8 @@ myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = f"reloadpg {release}"
+html_static_path = ["_static"]
+html_css_files = ["figures.css"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -2,8 +2,8 @@
 
 Tensors of the device are torch's fake tensors: they have a shape, a type and a device, but no
 values and no memory. The host reads ones (``False`` for booleans); CPU tensors are real.
-Collectives and kernels of torch return immediately. Other kernels (Triton, Transformer Engine) read
-addresses and raise.
+Collectives and kernels of torch return immediately, and kernels of Triton do nothing. Other kernels
+(Transformer Engine) read addresses and raise.
 
 Only ``reloadpg explain`` uses this, in a forked process, since it changes torch permanently. Seen
 on torch 2.13. Torch 2.8 lacks required functions, and torch 2.15 ends the process with SIGABRT.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import ctypes
+import importlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -60,6 +61,7 @@ def pretend(devices: int) -> None:
     _provide_guard()
     _patch_tensors()
     _patch_module(devices)
+    _patch_compilers()
     functions, run = _Indexed(), threading.Thread.run
 
     def run_in_mode(self: threading.Thread) -> None:
@@ -75,6 +77,14 @@ def pretend(devices: int) -> None:
         entered: Any = one
         entered.__enter__()
     _FAKE_ATTRIBUTES.update(vars(torch.empty(0, device="cuda")))
+
+
+def _patch_compilers() -> None:
+    """Run compiled functions eagerly, and skip Triton's kernels, which need a driver."""
+    torch.compile = partial(torch.compile, disable=True)  # type: ignore[assignment]
+    with contextlib.suppress(ImportError):
+        jit: Any = importlib.import_module("triton.runtime.jit")
+        jit.KernelInterface.__getitem__ = lambda self, grid: lambda *_, **__: None
 
 
 def _provide_guard() -> None:
@@ -155,6 +165,10 @@ class _PretendedCuda(_MODE):  # type: ignore[misc]
         elif known and sum(one.numel() for one in tensors) <= _KEPT:
             with contextlib.suppress(Exception):  # a kernel that the CPU lacks
                 _keep(made, _on_values(func, args, kwargs))
+        elif name == "_to_copy" and made.dtype is torch.bool and args[0].dtype is not torch.bool:
+            _keep(
+                made, torch.ones((), dtype=torch.bool).expand(made.shape)
+            )  # an unknown number is 1
         elif _is_decided(name.rstrip("_"), args):  # a generation ends at its maximum length
             _keep(made, torch.full(made.shape, "or" in name))
         elif func._schema.is_mutable:
@@ -164,8 +178,10 @@ class _PretendedCuda(_MODE):  # type: ignore[misc]
 
     def _of_kernel(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor; on the device, if a function in C++ made it where it believes to be."""
-        if isinstance(tensor, FakeTensor) or not tensor.is_meta:
+        if isinstance(tensor, FakeTensor):
             return tensor
+        if not tensor.is_meta:  # torch's conversion of a view would call this mode for its base
+            return tensor.clone() if tensor._is_view() else tensor
         return self._empty_like(tensor, _indexed("cuda"))
 
     def _empty_like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -321,6 +337,9 @@ def _patch_tensors() -> None:
     storage.data_ptr = lambda self: address(self) or self._cdata  # identifies tied weights
     wrapt.wrap_function_wrapper(torch.nn.Module, "_apply", _apply)
     torch.utils.swap_tensors = _swap
+    # Torch groups tensors by device in C++.
+    foreach: Any = torch.utils._foreach_utils
+    foreach._get_foreach_kernels_supported_devices = lambda: ["cuda", _DEVICE_OF_C.type]
     from torch.distributed.tensor import DTensor
 
     local: Any = DTensor

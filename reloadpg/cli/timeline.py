@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import counted
 
-__all__ = ["Part", "Run", "draw"]
+__all__ = ["Part", "Run", "clusters", "draw"]
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ _GUTTER, _MARGIN, _GAP = 0.95, 0.25, 0.84
 _TOP, _BOTTOM = 1.0, 1.15
 _BAR, _STRIP, _WORDS, _PAD = 0.2, 0.24, 0.16, 0.1
 """Heights in a lane: of an operation, of the memory below it, of a line of text, and between."""
-_ALL, _NARROWEST, _WITH_WORDS = 9.6, 1.3, 3.2
+_ALL, _NARROWEST, _WITH_WORDS = 9.6, 1.3, 4.8
 """Widths: of all axes together, and at least of one, without and with a line of text."""
 _LETTER = 0.058
 """Width of a letter of the smallest text, a wide guess."""
-_CLOSE_S, _CLOSE_PART = 0.005, 0.2
-"""Operations that are closer, in seconds or in parts of their length, share an axis."""
+_CLOSE_S = 0.005
+"""Seconds between the runs of two ranks that may be one operation: their clocks differ."""
 
 _INK, _FAINT, _ERROR, _MEMORY, _WORK = "#222222", "#6b7280", "#c0392b", "#6a3d9a", "#d5d9e0"
 _PHASES = {
@@ -77,7 +77,7 @@ _PHASES = {
     "device": ("#e69f00", "device: its queued work"),
     "callbacks": ("#cc79a7", "callbacks"),
     "collect": ("#009e73", "garbage collection"),
-    "store": ("#56b4e9", "store"),
+    "store": ("#56b4e9", "store: connecting to it"),
 }
 _OTHER_PHASE = ("#8c6d31", "other phase")
 _WAIT: dict[str, Any] = {"facecolor": "white", "edgecolor": _FAINT, "hatch": "//////", "lw": 0}
@@ -108,16 +108,16 @@ def draw(runs: Sequence[Run], ranks: Collection[int], path: Path, *, note: str =
 def _figure(runs: Sequence[Run], ranks: Sequence[int], note: str) -> Any:
     from matplotlib.figure import Figure
 
-    clusters = _clusters(runs)
-    spans = [(cluster[0].start, max(run.end for run in cluster)) for cluster in clusters]
+    operations = clusters(runs)
+    spans = [(cluster[0].start, max(run.end for run in cluster)) for cluster in operations]
     # Longer ones are wider, but not by as much: the shortest must be legible next to them.
     weights = [max(end - start, 1e-6) ** 0.5 for start, end in spans]
     widths = [
         max(_WITH_WORDS if _troubled(cluster) else _NARROWEST, _ALL * weight / sum(weights))
-        for cluster, weight in zip(clusters, weights, strict=True)
+        for cluster, weight in zip(operations, weights, strict=True)
     ]
     levels = [size for run in runs for _, size in run.memory]
-    words = any(map(_troubled, clusters))
+    words = any(map(_troubled, operations))
     lane = _BAR + _PAD + _STRIP * bool(levels) + _WORDS * words
     width = max(_GUTTER + sum(widths) + _GAP * (len(widths) - 1) + _MARGIN, 7.6)
     height = _TOP + lane * len(ranks) + _BOTTOM
@@ -129,7 +129,7 @@ def _figure(runs: Sequence[Run], ranks: Sequence[int], note: str) -> Any:
     subtitle = ". ".join(filter(None, (f"From {begun}", note)))
     figure.text(left, 1 - 0.42 / height, subtitle, va="top", color=_FAINT)
     at = _GUTTER
-    for index, (cluster, (start, end)) in enumerate(zip(clusters, spans, strict=True)):
+    for index, (cluster, (start, end)) in enumerate(zip(operations, spans, strict=True)):
         box = (at / width, _BOTTOM / height, widths[index] / width, lane * len(ranks) / height)
         axes = figure.add_axes(box, facecolor="#f6f7f9")
         axes.set(xlim=(start, max(end, start + 1e-6)), ylim=(lane * len(ranks), 0))
@@ -144,7 +144,7 @@ def _figure(runs: Sequence[Run], ranks: Sequence[int], note: str) -> Any:
             _draw_lane(axes, cluster, rank, number * lane, _axis(levels), widths[index] + _GAP / 2)
         if index == 0:
             _draw_ranks(axes, ranks, lane, _axis(levels) if levels else None)
-        if index + 1 < len(clusters):
+        if index + 1 < len(operations):
             _draw_gap(axes, cluster, spans[index + 1][0] - end)
         at += widths[index] + _GAP
     _draw_legend(figure, runs, _MARGIN / width, height)
@@ -155,19 +155,18 @@ def _troubled(cluster: Sequence[Run]) -> bool:
     return any(run.error or run.running for run in cluster)
 
 
-def _clusters(runs: Sequence[Run]) -> list[list[Run]]:
-    """Group runs that are close in time, such as those of ranks that wait for each other."""
-    clusters: list[list[Run]] = []
+def clusters(runs: Sequence[Run]) -> list[list[Run]]:
+    """Group runs of different ranks that overlap: one operation of the job each. Pure."""
+    found: list[list[Run]] = []
     end = 0.0
     for run in sorted(runs, key=lambda one: one.start):
-        begun = clusters[-1][0].start if clusters else 0.0
-        if clusters and run.start - end <= max(_CLOSE_S, _CLOSE_PART * (end - begun)):
-            clusters[-1].append(run)
-            end = max(end, run.end)
-        else:
-            clusters.append([run])
+        ranks = {one.rank for one in found[-1]} if found else {run.rank}
+        if run.rank in ranks or run.start > end + _CLOSE_S:
+            found.append([])
             end = run.end
-    return clusters
+        found[-1].append(run)
+        end = max(end, run.end)
+    return found
 
 
 def _draw_names(axes: Any, cluster: Sequence[Run], width: float) -> None:

@@ -14,7 +14,7 @@ from ..errors import STATUS_DIR, counted
 from .console import CommandError, new_file, positive, say
 from .records import UNREADABLE, RankRecord, decoded, read_directory, typed
 from .status import job_directory
-from .timeline import Part, Run, draw
+from .timeline import Part, Run, clusters, draw
 
 __all__ = ["add", "read_runs"]
 
@@ -179,7 +179,7 @@ def add(subcommands: Any) -> None:
         type=positive,
         default=6,
         metavar="N",
-        help="the last N operations of each rank (default: 6)",
+        help="the last N operations (default: 6)",
     )
     parser.add_argument(
         "--ranks",
@@ -216,16 +216,13 @@ def _run(options: argparse.Namespace) -> int:
     if len(lanes) < len(ranks):
         note = ". ".join(filter(None, (note, f"The first {len(lanes)} of {len(ranks)} ranks")))
     draw(shown, lanes, options.output, note=note)
-    say(f"{options.output}: {counted(len(shown), 'operation')}{f'. {note}' if note else ''}")
+    number = counted(len(clusters(shown)), "operation")
+    say(f"{options.output}: {number}{f'. {note}' if note else ''}")
     return 0
 
 
 def _selected(runs: Sequence[Run], last: int, ranks: Sequence[int]) -> tuple[list[Run], str]:
-    """The latest operations of these ranks, and what is left out."""
-    by_rank: dict[int, list[Run]] = {rank: [] for rank in ranks}
-    for run in sorted(runs, key=lambda one: one.start):
-        if run.rank in by_rank:
-            by_rank[run.rank].append(run)
-    longest = max(map(len, by_rank.values()))
-    note = f"The last {last} of {longest} operations" if longest > last else ""
-    return [run for mine in by_rank.values() for run in mine[-last:]], note
+    """The runs of these ranks in the latest operations, and what is left out."""
+    operations = clusters([run for run in runs if run.rank in ranks])
+    note = f"The last {last} of {len(operations)} operations" if len(operations) > last else ""
+    return [run for operation in operations[-last:] for run in operation], note

@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+import types
 from contextlib import suppress
 
 import psutil
@@ -13,7 +14,7 @@ from cli_process import LIMIT, called, command, decoded
 import reloadpg
 from reloadpg.cli import main
 from reloadpg.cli.explain import explain
-from reloadpg.cli.pretended_cuda import can_pretend
+from reloadpg.cli.pretended_cuda import can_pretend, pretend
 from reloadpg.testing import run_ranks
 
 # Every way to create a group that gloo has, so that a real job can run the same script.
@@ -304,6 +305,13 @@ flags = torch.tensor([7, 0], device="cuda")
 dist.broadcast(flags, 0)
 assert flags.tolist() == [7, 0]  # what a rank sends, it also has
 assert torch.ones(3, device="cuda").cpu().sum() == 3
+assert torch.arange(16)[:8].to("cuda").shape == (8,)  # a view of a CPU tensor
+large = torch.randn(128, 128, device="cuda")
+kept = (large.argmax(-1) <= 5).int().bool().cpu()  # as a trainer that masks what it generated
+assert large.argmax(-1).cpu()[kept].numel() == 128
+assert torch.nn.utils.get_total_norm([large, large], foreach=True).is_cuda
+sine = torch.compile(torch.sin, fullgraph=True)
+assert sine(torch.ones(2, device="cuda")).is_cuda
 told = [None] * dist.get_world_size()
 dist.all_gather_object(told, "mine")
 unfinished, length = torch.ones(4, dtype=torch.bool, device="cuda"), 0
@@ -328,6 +336,30 @@ def test_a_trainer_for_gpus_runs_to_its_end_where_there_are_none(explained):
     assert ranks["mesh_replicate"] == list(range(5, 64, 8))
     assert ranks["mesh_shard"] == list(range(8, 16))
     assert {one["backend"] for one in found["groups"]} == {"nccl"}
+
+
+class Kernel:
+    """As Triton's, which ask for a driver at the first launch."""
+
+    def __getitem__(self, grid):
+        raise RuntimeError("libcuda.so cannot be found")
+
+
+def _launch(rank, world_size):
+    import torch._dynamo  # it asks for much of Triton, if Triton can be imported
+
+    names = ("triton", "triton.runtime", "triton.runtime.jit")
+    sys.modules.update({name: types.ModuleType(name) for name in names})
+    sys.modules[names[-1]].KernelInterface = Kernel
+    pretend(1)
+    return Kernel()[(1,)](torch.ones(2, device="cuda"), 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.skipif(not can_pretend(), reason="this torch cannot pretend a CUDA device")
+def test_kernels_of_triton_are_skipped():
+    """Here a stand-in for Triton, which the tests do not install."""
+    assert run_ranks(_launch, 1, timeout=180) == [None]
 
 
 RAISES = """

@@ -13,7 +13,7 @@ from rank_files import record, running, write_rank
 
 import reloadpg
 from reloadpg.cli import main
-from reloadpg.cli.timeline import Part, Run, draw
+from reloadpg.cli.timeline import Part, Run, clusters, draw
 from reloadpg.cli.trace import read_runs
 from reloadpg.observability import TraceWriter, publish_status
 from reloadpg.testing import run_ranks, simulated
@@ -102,7 +102,7 @@ def test_a_picture_is_written(job, tmp_path, capsys, suffix):
     """A lane a rank, the failure, and memory as a line; equal operations give an equal picture."""
     output = tmp_path / f"timeline.{suffix}"
     assert main(["trace", str(job[0] / "status"), "-o", str(output), "--last", "4"]) == 0
-    assert "8 operations. The last 4 of 5 operations" in capsys.readouterr().out
+    assert "4 operations. The last 4 of 5 operations" in capsys.readouterr().out
     written = output.read_bytes()
     assert {"svg": b"<svg ", "png": b"PNG", "pdf": b"%PDF"}[suffix] in written
     if suffix == "svg":
@@ -130,6 +130,20 @@ def test_the_rank_that_did_not_call_is_marked_in_its_lane(tmp_path):
     assert {"offload 400 ms", "reload failed", "offloaded", "60.0 s"} <= {*words}
     draw(ended, range(3), output)
     assert not any("did not call" in one for one in texts(output))
+
+
+def test_operations_that_follow_each_other_closely_have_separate_axes(tmp_path):
+    """So an error is not drawn over another, and a rank that missed one of them is marked."""
+    done = [run(rank, 1000.0, 0.05) for rank in range(3)]
+    failed = [run(rank, 1000.1, 0.05, "reload", error=f"First of {rank}") for rank in range(3)]
+    again = [run(rank, 1000.2, 5.0, error=f"Second of {rank}") for rank in (0, 1)]
+    assert clusters([*again, *failed, *done]) == [done, failed, again]
+    output = tmp_path / "picture.svg"
+    draw([*done, *failed, *again], range(3), output)
+    words = texts(output)
+    assert {"offload 50 ms", "reload failed", "offload failed"} <= {*words}
+    assert {f"First of {rank}" for rank in range(3)} <= {*words}
+    assert words["did not call offload"] == pytest.approx(words["rank 2"], abs=5)
 
 
 # -- the files ------------------------------------------------------------------------------------
