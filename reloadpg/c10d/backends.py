@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import select
 import socket
 import stat
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -28,6 +30,7 @@ __all__ = [
     "abort_groups",
     "aborted_groups",
     "add_backends",
+    "await_peers",
     "drop_inherited_connections",
     "get_timeouts",
     "group_of_backends",
@@ -278,19 +281,26 @@ def drop_inherited_connections() -> None:
         os.close(null)
 
 
-def shut_connections(groups: int) -> None:
-    """Shut the gloo connections of this process down, so that the peers' collectives fail. Local.
+def shut_connections(groups: Sequence[ProcessGroup], others: int = 0) -> list[socket.socket]:
+    """Make the pending collectives of gloo groups fail, here and on their peers. Local.
 
     Gloo cannot abort, and a connection stays open as long as anything refers to work that was begun
-    on it: a variable, a graph of autograd, the reducer of ``DistributedDataParallel``. Only the
-    sending side is shut, as all ranks do: with both, this process's own work was not woken, and the
-    group's destructor waited for its timeout (seen on 2.13).
+    on it: a variable, a graph of autograd, the reducer of ``DistributedDataParallel``.
+
+    Gloo loses a send if its connection breaks while it is written: the collective then waits for
+    its timeout, and the group's destructor for the collective (torch 2.13 and 2.15). So a
+    connection's own collectives end before it is shut, and only its sending side is shut. The peers
+    can still write to it until they have read its end.
 
     Args:
-        groups: how many groups are aborted. Does nothing if more groups have connections: it is
-            unknown which connection belongs to which group.
+        groups: the groups. Blocks for a connection that a group with lazy connections has not made.
+        others: how many other groups are aborted, whose objects are unknown. Their connections are
+            shut if no other group has connections.
+
+    Returns:
+        The connections that were shut, for :func:`await_peers`.
     """
-    found = []
+    devices = []
     for sockets in _gloo_sockets():
         connections = []
         for descriptor, inode in sockets.items():
@@ -299,15 +309,61 @@ def shut_connections(groups: int) -> None:
                 with suppress(OSError):
                     one.getpeername()  # a socket that listens has none
                     if os.fstat(one.fileno()).st_ino == inode:
-                        connections.append(one)
+                        connections.append((one, descriptor))
                         continue
                 one.close()
-        found.append(connections)
-    shuts = sum(map(bool, found)) <= groups
-    for one in [one for connections in found for one in connections]:
-        with one, suppress(OSError):
-            if shuts:
+        devices.append(connections)
+    for group in groups:
+        _fail_pending(group)
+    shuts = sum(map(bool, devices)) <= len(groups) + others
+    shut = []
+    for one, descriptor in [one for connections in devices for one in connections]:
+        if shuts or not _is_open(descriptor, one):
+            shut.append(one)
+            with suppress(OSError):
                 one.shutdown(socket.SHUT_WR)
+        else:
+            one.close()
+    return shut
+
+
+def await_peers(connections: Sequence[socket.socket], seconds: float) -> None:
+    """Close connections that were shut once the peers have, or after a timeout. Blocking."""
+    waiting = select.poll()
+    for one in connections:
+        waiting.register(one, select.POLLRDHUP)
+    left, end = len(connections), time.monotonic() + seconds
+    while left and (pause := end - time.monotonic()) > 0:
+        for descriptor, _ in waiting.poll(1e3 * pause):
+            waiting.unregister(descriptor)
+            left -= 1
+    for one in connections:
+        one.close()
+
+
+def _fail_pending(group: ProcessGroup) -> None:
+    """End the pending collectives of a group's gloo backends, and close their connections. Local.
+
+    A receive that times out does so, in all of gloo's collectives on the same connections.
+    """
+    devices = [one.type for one in getattr(group, "_device_types", ())]
+    for backend in live_backends(group, devices).values():
+        for peer in range(group.size()) if isinstance(backend, _GLOO or ()) else ():
+            with suppress(RuntimeError):
+                if peer != group.rank():
+                    work = backend.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
+                    work.wait(timedelta(milliseconds=1))
+
+
+_UNUSED_TAG = 2**31 - 1
+
+
+def _is_open(descriptor: int, one: socket.socket) -> bool:
+    """Whether a descriptor still is that of a connection of which this is a duplicate."""
+    try:
+        return os.fstat(descriptor).st_ino == os.fstat(one.fileno()).st_ino
+    except OSError:
+        return False
 
 
 def _gloo_sockets() -> list[dict[int, int]]:
