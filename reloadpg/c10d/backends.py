@@ -351,7 +351,9 @@ def _fail_pending(group: ProcessGroup) -> None:
         for peer in range(group.size()) if isinstance(backend, _GLOO or ()) else ():
             with suppress(RuntimeError):
                 if peer != group.rank():
-                    work = backend.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
+                    work = cast(Any, backend).recv(
+                        [torch.empty(1, device="cpu")], peer, _UNUSED_TAG
+                    )
                     work.wait(timedelta(milliseconds=1))
 
 
