@@ -292,39 +292,54 @@ def shut_connections(groups: Sequence[ProcessGroup], others: int = 0) -> list[so
     connection's own collectives end before it is shut, and only its sending side is shut. The peers
     can still write to it until they have read its end.
 
+    A connection that gloo has closed and that is still open elsewhere, here in a duplicate, is
+    seen by the thread of a device that is being destroyed; it then ends the process with SIGABRT.
+    So only the connections of live groups are kept, and no lazy ones: gloo destroys their device
+    first.
+
     Args:
-        groups: the groups. Blocks for a connection that a group with lazy connections has not made.
+        groups: the groups.
         others: how many other groups are aborted, whose objects are unknown. Their connections are
             shut if no other group has connections.
 
     Returns:
-        The connections that were shut, for :func:`await_peers`.
+        The connections that the peers can still write to, for :func:`await_peers`.
     """
-    devices = []
-    for sockets in _gloo_sockets():
-        connections = []
-        for descriptor, inode in sockets.items():
-            with suppress(OSError):
-                one = socket.socket(fileno=os.dup(descriptor))
-                with suppress(OSError):
-                    one.getpeername()  # a socket that listens has none
-                    if os.fstat(one.fileno()).st_ino == inode:
-                        connections.append((one, descriptor))
-                        continue
-                one.close()
-        devices.append(connections)
-    for group in groups:
-        _fail_pending(group)
-    shuts = sum(map(bool, devices)) <= len(groups) + others
+    backends = {group: found for group in groups if (found := _connected_gloo(group))}
+    devices = _gloo_sockets()
+    own = [one for sockets in devices for one in _connections(sockets)] if backends else []
+    for backend in [one for found in backends.values() for one in found]:
+        _fail_pending(backend)
     shut = []
-    for one, descriptor in [one for connections in devices for one in connections]:
-        if shuts or not _is_open(descriptor, one):
+    for one, descriptor in own:
+        if _is_open(descriptor, one):
+            one.close()
+        else:
             shut.append(one)
             with suppress(OSError):
                 one.shutdown(socket.SHUT_WR)
-        else:
-            one.close()
+    rest = [found for sockets in devices if (found := _connections(sockets))]
+    shuts = len(rest) <= len(groups) - len(backends) + others
+    for one, _ in [one for found in rest for one in found]:
+        with one, suppress(OSError):
+            if shuts:
+                one.shutdown(socket.SHUT_WR)
     return shut
+
+
+def _connections(sockets: Mapping[int, int]) -> list[tuple[socket.socket, int]]:
+    """Duplicates of the sockets that are connected, with the descriptors of the originals."""
+    found = []
+    for descriptor, inode in sockets.items():
+        with suppress(OSError):
+            one = socket.socket(fileno=os.dup(descriptor))
+            with suppress(OSError):
+                one.getpeername()  # a socket that listens has none
+                if os.fstat(one.fileno()).st_ino == inode:
+                    found.append((one, descriptor))
+                    continue
+            one.close()
+    return found
 
 
 def await_peers(connections: Sequence[socket.socket], seconds: float) -> None:
@@ -341,20 +356,24 @@ def await_peers(connections: Sequence[socket.socket], seconds: float) -> None:
         one.close()
 
 
-def _fail_pending(group: ProcessGroup) -> None:
-    """End the pending collectives of a group's gloo backends, and close their connections. Local.
+def _connected_gloo(group: ProcessGroup) -> list[Any]:
+    """The gloo backends of a group that connected all members when they were created. Local."""
+    devices = [one.type for one in getattr(group, "_device_types", ())]
+    lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() not in ("", "0", "false", "off", "n")
+    found = live_backends(group, devices).values()
+    return [] if lazy else [one for one in found if type(one) is _GLOO]
+
+
+def _fail_pending(backend: Any) -> None:
+    """End the pending collectives of a gloo backend, and close its connections. Local.
 
     A receive that times out does so, in all of gloo's collectives on the same connections.
     """
-    devices = [one.type for one in getattr(group, "_device_types", ())]
-    for backend in live_backends(group, devices).values():
-        for peer in range(group.size()) if isinstance(backend, _GLOO or ()) else ():
-            with suppress(RuntimeError):
-                if peer != group.rank():
-                    work = cast(Any, backend).recv(
-                        [torch.empty(1, device="cpu")], peer, _UNUSED_TAG
-                    )
-                    work.wait(timedelta(milliseconds=1))
+    for peer in range(backend.size()):
+        with suppress(RuntimeError):
+            if peer != backend.rank():
+                work = backend.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
+                work.wait(timedelta(milliseconds=1))
 
 
 _UNUSED_TAG = 2**31 - 1

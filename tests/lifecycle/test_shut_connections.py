@@ -118,3 +118,17 @@ def test_no_pending_work_waits_for_its_timeout(what: str) -> None:
     own, peer = run_ranks(aborts, 2, args=(what,), timeout=240)
     assert own == {"closed"}
     assert peer <= {"complete", "closed"}
+
+
+def keeps(rank: int, size: int) -> int:
+    """How many connections an abort keeps open."""
+    dist.init_process_group("gloo", timeout=LIMIT)
+    dist.all_reduce(torch.ones(1))
+    return len(c10d.shut_connections([dist.group.WORLD]))
+
+
+@pytest.mark.parametrize("lazy", ["0", "1"])
+def test_lazy_connections_are_not_kept(lazy: str) -> None:
+    """Gloo's thread would end the process over one that is kept while its device is destroyed."""
+    kept = run_ranks(keeps, 2, timeout=240, env={"TORCH_GLOO_LAZY_INIT": lazy})
+    assert kept == ([0, 0] if lazy == "1" else [1, 1])
