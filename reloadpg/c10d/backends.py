@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import select
 import socket
 import stat
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -29,6 +31,7 @@ __all__ = [
     "abort_groups",
     "aborted_groups",
     "add_backends",
+    "await_peers",
     "drop_inherited_connections",
     "get_timeouts",
     "group_of_backends",
@@ -285,36 +288,110 @@ def drop_inherited_connections() -> None:
         os.close(null)
 
 
-def shut_connections(groups: int) -> None:
-    """Shut the gloo connections of this process down, so that the peers' collectives fail. Local.
+def shut_connections(groups: Sequence[ProcessGroup], others: int = 0) -> list[socket.socket]:
+    """Make the pending collectives of gloo groups fail, here and on their peers. Local.
 
     Gloo cannot abort, and a connection stays open as long as anything refers to work that was begun
-    on it: a variable, a graph of autograd, the reducer of ``DistributedDataParallel``. Only the
-    sending side is shut, as all ranks do: with both, this process's own work was not woken, and the
-    group's destructor waited for its timeout (seen on 2.13).
+    on it: a variable, a graph of autograd, the reducer of ``DistributedDataParallel``.
+
+    Gloo loses a send if its connection breaks while it is written: the collective then waits for
+    its timeout, and the group's destructor for the collective (torch 2.13 and 2.15). So a
+    connection's own collectives end before it is shut, and only its sending side is shut. The peers
+    can still write to it until they have read its end.
+
+    A connection that gloo has closed and that is still open elsewhere, here in a duplicate, is
+    seen by the thread of a device that is being destroyed; it then ends the process with SIGABRT.
+    So only the connections of live groups are kept, and no lazy ones: gloo destroys their device
+    first.
 
     Args:
-        groups: how many groups are aborted. Does nothing if more groups have connections: it is
-            unknown which connection belongs to which group.
+        groups: the groups.
+        others: how many other groups are aborted, whose objects are unknown. Their connections are
+            shut if no other group has connections.
+
+    Returns:
+        The connections that the peers can still write to, for :func:`await_peers`.
     """
-    found = []
-    for sockets in _gloo_sockets():
-        connections = []
-        for descriptor, inode in sockets.items():
+    backends = {group: found for group in groups if (found := _connected_gloo(group))}
+    devices = _gloo_sockets()
+    own = [one for sockets in devices for one in _connections(sockets)] if backends else []
+    for backend in [one for found in backends.values() for one in found]:
+        _fail_pending(backend)
+    shut = []
+    for one, descriptor in own:
+        if _is_open(descriptor, one):
+            one.close()
+        else:
+            shut.append(one)
             with suppress(OSError):
-                one = socket.socket(fileno=os.dup(descriptor))
-                with suppress(OSError):
-                    one.getpeername()  # a socket that listens has none
-                    if os.fstat(one.fileno()).st_ino == inode:
-                        connections.append(one)
-                        continue
-                one.close()
-        found.append(connections)
-    shuts = sum(map(bool, found)) <= groups
-    for one in [one for connections in found for one in connections]:
+                one.shutdown(socket.SHUT_WR)
+    rest = [found for sockets in devices if (found := _connections(sockets))]
+    shuts = len(rest) <= len(groups) - len(backends) + others
+    for one, _ in [one for found in rest for one in found]:
         with one, suppress(OSError):
             if shuts:
                 one.shutdown(socket.SHUT_WR)
+    return shut
+
+
+def _connections(sockets: Mapping[int, int]) -> list[tuple[socket.socket, int]]:
+    """Duplicates of the sockets that are connected, with the descriptors of the originals."""
+    found = []
+    for descriptor, inode in sockets.items():
+        with suppress(OSError):
+            one = socket.socket(fileno=os.dup(descriptor))
+            with suppress(OSError):
+                one.getpeername()  # a socket that listens has none
+                if os.fstat(one.fileno()).st_ino == inode:
+                    found.append((one, descriptor))
+                    continue
+            one.close()
+    return found
+
+
+def await_peers(connections: Sequence[socket.socket], seconds: float) -> None:
+    """Close connections that were shut once the peers have, or after a timeout. Blocking."""
+    waiting = select.poll()
+    for one in connections:
+        waiting.register(one, select.POLLRDHUP)
+    left, end = len(connections), time.monotonic() + seconds
+    while left and (pause := end - time.monotonic()) > 0:
+        for descriptor, _ in waiting.poll(1e3 * pause):
+            waiting.unregister(descriptor)
+            left -= 1
+    for one in connections:
+        one.close()
+
+
+def _connected_gloo(group: ProcessGroup) -> list[Any]:
+    """The gloo backends of a group that connected all members when they were created. Local."""
+    devices = [one.type for one in getattr(group, "_device_types", ())]
+    lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() not in ("", "0", "false", "off", "n")
+    found = live_backends(group, devices).values()
+    return [] if lazy else [one for one in found if type(one) is _GLOO]
+
+
+def _fail_pending(backend: Any) -> None:
+    """End the pending collectives of a gloo backend, and close its connections. Local.
+
+    A receive that times out does so, in all of gloo's collectives on the same connections.
+    """
+    for peer in range(backend.size()):
+        with suppress(RuntimeError):
+            if peer != backend.rank():
+                work = backend.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
+                work.wait(timedelta(milliseconds=1))
+
+
+_UNUSED_TAG = 2**31 - 1
+
+
+def _is_open(descriptor: int, one: socket.socket) -> bool:
+    """Whether a descriptor still is that of a connection of which this is a duplicate."""
+    try:
+        return os.fstat(descriptor).st_ino == os.fstat(one.fileno()).st_ino
+    except OSError:
+        return False
 
 
 def _gloo_sockets() -> list[dict[int, int]]:

@@ -154,8 +154,11 @@ class _Host:
                 "init_process_group(), and run the steps in reloadpg.retrying()",
                 sys.stderr,
             )
+        lost = self._lost_state(rank)
+        if lost:
+            self.give_up(lost)
         # The state of the job is in the processes that were not restarted.
-        if first and self._store.add(f"{_KEYS}/lost", 1) == self._size:
+        elif first and self._store.add(f"{_KEYS}/lost", 1) == self._size:
             self.give_up(f"rank {rank} ended with {how}, after all others had ended")
         elif self._store.add(f"{_KEYS}/complete", 0):
             self.give_up(
@@ -172,6 +175,13 @@ class _Host:
             of = f"{self._restarts} of {self._options.max_restarts}"
             say(f"reloadpg run: rank {rank} ended with {how}; restart {of}", sys.stderr)
             self._start(local)
+
+    def _lost_state(self, rank: int) -> str:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        from ..rendezvous.predecessor import lost_state
+
+        return lost_state(PrefixStore(_DEFAULT_GROUP, self._store), rank)
 
     def _is_recoverable(self, rank: int) -> bool:
         """Whether a process of this rank has begun a recoverable job."""

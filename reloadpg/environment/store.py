@@ -334,11 +334,15 @@ class _Exchange:
         if wait.left > _LAST_S:
             with suppress(RuntimeError):
                 wait.pause(wait.left - _LAST_S, lambda s: store.wait([key], timedelta(seconds=s)))
-        while not store.check([key]):  # raises if the store itself is gone
-            if wait.left == 0:
-                return False
-            wait.pause(pause, time.sleep)
-        return True
+
+        def arrived(seconds: float) -> bool:
+            time.sleep(seconds)
+            return bool(store.check([key]))  # raises if the store itself is gone
+
+        found = arrived(0)
+        while not found and wait.left:
+            found = wait.pause(pause, arrived)  # the process may be stopped in the request, too
+        return found
 
 
 def _claim(store: Store, slot: int) -> Claim:

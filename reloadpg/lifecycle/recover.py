@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from ..c10d import devices
 from ..errors import PeerFailedError, as_timedelta
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Job, Position, registry
-from ..rendezvous.worker_thread import Wait
+from ..rendezvous.worker_thread import Task, Wait
 from .failure import await_unfinished, perform
 from .operation import PHASES, Operation
 from .recreate import abort, rebuild
@@ -49,6 +50,12 @@ _MOST = 32
 
 _LEAST_S = 1.0
 """Minimum timeout, in seconds, for a recovery that a replacement process requests again."""
+
+_SHUT_S = 1.0
+"""Seconds in which the connections of gloo groups are shut."""
+
+_PEERS_S = 10.0
+"""Seconds in which the peers of a shut connection can still write to it."""
 
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -311,9 +318,20 @@ def _abort_all(op: Operation, job: Job, reason: str) -> None:
         job.creation_stores = job.creation_stores.replaced()
     for group in op.groups:
         c10d.close_coalescing(group)
-    c10d.shut_connections(len(op.groups) + len(job.unfinished))  # those being created, too
+    _shut_connections(op, job)
     abort(job, list(reversed(op.groups)), GroupState.FAILED, reason, whole=True)
     gc.collect()  # gloo's connections stay open while a reference cycle holds a work object
+
+
+def _shut_connections(op: Operation, job: Job) -> None:
+    """Make the pending collectives of gloo groups fail, here and on their peers. Local."""
+    parts = [g.communicator if g.is_live else g.kept for g in op.groups]
+    inner = [one for one in parts if one is not None]
+    unseen = len(op.groups) - len(inner) + len(job.unfinished)  # those being created, too
+    task = Task(partial(c10d.shut_connections, inner, max(0, unseen)), "shut")
+    del inner, parts  # the thread that aborts a group must hold its last reference
+    if task.wait(_SHUT_S):
+        Task(partial(c10d.await_peers, task.result(), _PEERS_S), "close")
 
 
 class _Agreed(NamedTuple):

@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import c10d
 from ..c10d import devices
 from ..errors import InvalidOptionError, ReloadpgError, format_ranks
+from ..groups.registry import registry
 
 __all__ = ["Snapshot"]
 
@@ -97,7 +98,10 @@ class Snapshot:
         for new in sorted(same & {*replaced}):
             if new == rank:
                 if not sources:
-                    raise ReloadpgError(_lost(rank, same))
+                    reason = _lost(rank, same)
+                    if (job := registry.known_job) is not None:
+                        job.rendezvous.lose_state(reason)
+                    raise ReloadpgError(reason)
                 self.reset()
                 for part, exported in zip(self._parts, _receive(sources[0]), strict=True):
                     part.load(exported)

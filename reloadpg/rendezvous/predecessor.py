@@ -15,7 +15,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from .protocol import base
 
-__all__ = ["Predecessor", "job_keys", "process_mark"]
+__all__ = ["LOST", "Predecessor", "job_keys", "lost_state", "process_mark"]
+
+LOST = "lost"
+"""The key for :func:`lost_state`."""
 
 _tokens: dict[int, str] = {}
 
@@ -64,6 +67,12 @@ def _left(root: Store, rank: int, size: int) -> int:
     if store.get(_begun(rank)).decode() == process_mark():
         return 0  # this process has ended that job and begins another one
     return 0 if store.check([_ended(other) for other in range(size)]) else instance
+
+
+def lost_state(root: Store, rank: int) -> str:
+    """Why the job of a rank cannot continue, if a new process found its state to be lost."""
+    store = job_keys(root, root.add(f"reloadpg/instance/{rank}", 0))
+    return store.get(LOST).decode() if store.check([LOST]) else ""
 
 
 def job_keys(root: Store, instance: int) -> Store:

@@ -24,7 +24,7 @@ from ..errors import ReloadpgError, RendezvousTimeoutError, named_ranks
 from .decision import Decision, store_lost, store_silent
 from .peers import Peers
 from .plan import Plan, Proposal
-from .predecessor import Predecessor, process_mark
+from .predecessor import LOST, Predecessor, process_mark
 from .protocol import (
     Arrive,
     At,
@@ -188,6 +188,11 @@ class Rendezvous:
         if self._mark and not self.alone:
             with suppress(StoreLost, StoreSilent, RuntimeError):
                 self.ask(lambda store: store.set(f"ended/{self.rank}", "1"), Wait("end", _FLAG_S))
+
+    def lose_state(self, reason: str) -> None:
+        """Write that the job cannot continue, for its launcher. Waits a limited time."""
+        with suppress(StoreLost, StoreSilent, RuntimeError):
+            self.ask(lambda store: store.set(LOST, reason), Wait("lost", _TELL_S))
 
     def _join(self, root: Store) -> None:
         """Count this job, unless that is done or another thread is doing it. Blocking."""

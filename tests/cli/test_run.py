@@ -114,6 +114,40 @@ def test_a_job_that_cannot_go_on_ends(program: Path) -> None:
     assert "has used its 0 restarts (--max-restarts)" in output
 
 
+SHARDED = """
+import os, signal
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import reloadpg
+
+reloadpg.install(backends={"gloo"}, recoverable=True, timeout=120)
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+rejoined = reloadpg.rejoin().changed
+for step in reloadpg.retrying(range(4), state=(model,), timeout=120):
+    with step as number:
+        model(torch.ones(2, 4)).sum().backward()
+        if (dist.get_rank(), number, rejoined) == (1, 2, False):
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_job_whose_state_is_lost_ends(tmp_path: Path) -> None:
+    """After the one restart that finds it: no further process could bring the shard back."""
+    path = tmp_path / "program.py"
+    path.write_text(SHARDED)
+    options = ("--nproc-per-node=2", "--master-port=0", "--max-restarts=9")
+    codes, output = ended(started(*options, str(path)))
+    assert codes == [1], output
+    assert "reloadpg run: ended: the state of rank 1 was lost with its process" in output
+    assert "restart 1 of 9" in output
+    assert "restart 2 of 9" not in output
+
+
 def test_a_program_that_is_not_recoverable_is_named(tmp_path: Path) -> None:
     """In one line, once for each rank, with the call that is missing."""
     path = tmp_path / "program.py"

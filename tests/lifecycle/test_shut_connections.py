@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from fault_job import connections
+from recovery_job import base_store
 
 from reloadpg import c10d
 from reloadpg.testing import run_ranks
+
+LIMIT = timedelta(seconds=20)
+"""The timeout of collectives: reached only by one that is not woken."""
 
 
 def closes(rank: int, world_size: int) -> int:
@@ -28,7 +40,7 @@ def closes(rank: int, world_size: int) -> int:
 
     # Only noted: gloo's threads would close what is shut before it can be counted.
     with mock.patch.object(socket.socket, "shutdown") as shut, mock.patch.object(os, "fstat", look):
-        c10d.shut_connections(1)
+        c10d.shut_connections([], 1)
     return len(found) - shut.call_count
 
 
@@ -45,3 +57,78 @@ def has_peer(descriptor: int) -> bool:
 def test_a_connection_that_closes_meanwhile_does_not_keep_the_others_open() -> None:
     """Otherwise the peers wait for their timeouts, and the recovery 10 s for their groups."""
     assert run_ranks(closes, 3, timeout=240) == [1, 1, 1]
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Within this block a process is stopped with all of its threads, as on a loaded machine."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def ended(works: list[Any]) -> set[str]:
+    """How works ended, without the connections' numbers."""
+    found = set()
+    for work in works:
+        try:
+            work.wait()
+            found.add("complete")
+        except RuntimeError as error:
+            found.add("timed out" if "Timed out" in str(error) else "closed")
+    return found
+
+
+def aborts(rank: int, size: int, what: str) -> set[str]:
+    """Rank 0 aborts the group while rank 1 is stopped; how the works of one of them end."""
+    dist.init_process_group("gloo", timeout=LIMIT)
+    dist.all_reduce(torch.ones(1))
+    store, group = base_store().clone(), dist.group.WORLD
+    if rank == 1:
+        sends = range(20) if what == "peer's sends" else ()
+        works = [dist.isend(torch.ones(1), 0, tag=tag) for tag in sends]
+        store.set("pid", str(os.getpid()))
+        store.wait(["aborted"])
+        return ended(works)
+    with stopped(int(store.get("pid"))):
+        if what == "peer's sends":
+            works = [dist.irecv(torch.ones(1), 1, tag=tag) for tag in range(20)]
+        else:
+            works = [dist.all_reduce(torch.ones(1), async_op=True)]
+        held = c10d.shut_connections([group])
+        found = ended(works)
+        del works, group
+        dist.destroy_process_group()
+        gc.collect()
+        store.set("aborted", "1")
+    c10d.await_peers(held, LIMIT.total_seconds())
+    return found
+
+
+@pytest.mark.parametrize("what", ["own collective", "peer's sends"])
+def test_no_pending_work_waits_for_its_timeout(what: str) -> None:
+    """Neither this rank's, whose peers do not respond, nor sends that a peer has begun.
+
+    Gloo forgets a send that it cannot write because the connection is closed.
+    """
+    own, peer = run_ranks(aborts, 2, args=(what,), timeout=240)
+    assert own == {"closed"}
+    assert peer <= {"complete", "closed"}
+
+
+def keeps(rank: int, size: int) -> int:
+    """How many connections an abort keeps open."""
+    dist.init_process_group("gloo", timeout=LIMIT)
+    dist.all_reduce(torch.ones(1))
+    return len(c10d.shut_connections([dist.group.WORLD]))
+
+
+@pytest.mark.parametrize("lazy", ["0", "1"])
+def test_lazy_connections_are_not_kept(lazy: str) -> None:
+    """Gloo's thread would end the process over one that is kept while its device is destroyed."""
+    kept = run_ranks(keeps, 2, timeout=240, env={"TORCH_GLOO_LAZY_INIT": lazy})
+    assert kept == ([0, 0] if lazy == "1" else [1, 1])
