@@ -215,6 +215,16 @@ def without(side: Side) -> dict[str, Any]:
     return seen
 
 
+def shared(side: Side) -> dict[str, Any]:
+    """One engine on the devices of both ranks, which rank 0 alone can call."""
+    engine = VllmEngine(side.device, side.log) if side.rank == 0 else None
+    rollout = colocated(engine, saver=side.bare, engine_groups="server")
+    for _ in range(CYCLES):
+        with rollout:
+            pass
+    return {"steps": [step for step, _ in rollout.steps], "state": side.state()}
+
+
 def copying(side: Side) -> dict[str, Any]:
     """The weights' copy and the reload begin, each waiting until the other one has begun."""
     engine = VllmEngine(side.device, side.log)
@@ -307,6 +317,7 @@ def colocated_job(rank: int, size: int) -> dict[str, Any]:
         "raising": raising,
         "with groups": with_groups,
         "without": without,
+        "shared": shared,
         "copying": copying,
         "copy failed": lambda side: interrupted(side, OSError),
         "copy interrupted": lambda side: interrupted(side, KeyboardInterrupt),
@@ -491,6 +502,18 @@ def test_ranks_without_an_engine(ranks: list[dict[str, Any]]) -> None:
     for seen in ranks:
         assert seen["without"]["state"] == seen["without"]["untouched"] == LIVE
         assert seen["without"]["again"] == "offloaded"
+
+
+def test_an_engine_that_one_rank_calls_on_the_devices_of_others(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """With a set of no group each rank waits for all savers' pauses and for the engine's sleep."""
+    mine = [*STEPS[:4], "reload engine's groups", *STEPS[4:6], "offload engine's groups"]
+    mine += STEPS[6:]
+    calls = ("wake engine", "put engine to sleep")
+    theirs = [step for step in mine if step not in calls]
+    assert [seen["shared"]["steps"] for seen in ranks] == [mine, theirs]
+    assert all(seen["shared"]["state"] == LIVE for seen in ranks)
 
 
 def test_weights_come_back_beside_the_reload(ranks: list[dict[str, Any]]) -> None:
