@@ -136,7 +136,8 @@ class Server:
                 body: bytes = response.read()
                 return body
         except (OSError, HTTPException) as error:  # also HTTPError: a response other than 2xx
-            raise ReloadpgError(f"{method} {url} failed: {error}") from error
+            said = error.read().decode(errors="replace") if isinstance(error, HTTPError) else ""
+            raise ReloadpgError(f"{method} {url} failed: {error} {said}".rstrip()) from error
 
 
 def _is_installed(worker: Any) -> bool:
