@@ -43,6 +43,7 @@ _MODULES = frozenset(
         "transformers",
         "trl",
         "verl",
+        "vllm",
     }
 )
 

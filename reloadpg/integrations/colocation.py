@@ -103,8 +103,10 @@ def colocated(
             after a failed entry. Need not be given on all ranks.
         engine_groups: the set of the engine's groups, if it runs in the trainer's processes; see
             ``install(sets=...)`` and :class:`reloadpg.region`. These groups are live in the block
-            and offloaded outside of it; all others belong to the trainer. Equal on all ranks. None
-            for an engine without reloadable groups in these processes.
+            and offloaded outside of it; all others belong to the trainer. Equal on all ranks. If
+            one rank drives an engine on the devices of several, pass an unused name: every rank
+            then waits until all have released their memory before the engine wakes, and until the
+            engine sleeps before it resumes its memory. Otherwise None.
 
     Raises:
         InvalidOptionError: an argument is invalid; nothing was changed.

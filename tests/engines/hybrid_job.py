@@ -73,6 +73,25 @@ def trainer_of(folder, size):
     return fully_shard(model, mesh=mesh)
 
 
+def gathered(model):
+    """The whole weights, by name; collective."""
+    return {name: one.full_tensor().detach() for name, one in model.state_dict().items()}
+
+
+def train(model, optimizer, samples):
+    batch = torch.tensor(samples)
+    model(input_ids=batch, labels=batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def hash_of(weights):
+    found = hashlib.sha256()
+    for name, one in sorted(weights.items()):
+        found.update(name.encode() + one.numpy().tobytes())
+    return found.hexdigest()
+
+
 def main(folder, case, order):
     from vllm import SamplingParams
 
@@ -92,7 +111,7 @@ def main(folder, case, order):
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     tokens, seconds, states = hashlib.sha256(), [], []
     for step in range(ITERATIONS):
-        weights = {name: one.full_tensor().detach() for name, one in model.state_dict().items()}
+        weights = gathered(model)
         begun = time.perf_counter()
         with rollout():
             seconds.append(time.perf_counter() - begun)
@@ -104,19 +123,12 @@ def main(folder, case, order):
         seconds.append(time.perf_counter() - begun)
         samples = [list(one.outputs[0].token_ids) for one in outputs]
         tokens.update(json.dumps(samples).encode())
-        batch = torch.tensor(samples)
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, samples)
     reloadpg.reload() if case != "plain" else None
-    trained = hashlib.sha256()
-    for name, one in sorted(model.state_dict().items()):
-        trained.update(name.encode() + one.full_tensor().detach().numpy().tobytes())
     sets = [(one.set, one.cycles) for one in reloadpg.status().groups]
     result = {
         "tokens": tokens.hexdigest(),
-        "weights": trained.hexdigest(),
+        "weights": hash_of(gathered(model)),
         "ms": [round(one * 1e3) for one in seconds],
         "states": states,
         "groups": sorted(set(sets)),

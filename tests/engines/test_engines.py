@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib import request
 
 import pytest
+
+import reloadpg
+from reloadpg.integrations import colocated
+from reloadpg.integrations.vllm import Server
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]  # several runs of up to LIMIT_S each
 
@@ -102,6 +112,59 @@ def test_groups_of_an_engine_in_processes_of_its_own_go_while_it_sleeps(model: s
     assert found["groups"]["tokens"] == found["plain"]["tokens"]
     assert all(one > 0 for report in found["groups"]["reports"] for one in report)
     assert found["groups"]["states"] == [["offloaded"] * 2, ["live"] * 2] * 3
+
+
+@pytest.fixture
+def server(model: str, tmp_path: Path) -> Iterator[str]:
+    """The address of vLLM's OpenAI server, whose process ends with the test."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--max-model-len", "64", "--enforce-eager", "--seed", "0"]
+    variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+    log, url = tmp_path / "server.log", f"http://127.0.0.1:{port}"
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            command, env=os.environ | variables, stdout=output, stderr=output
+        ) as process,
+    ):
+        try:
+            for _ in range(LIMIT_S):
+                assert process.poll() is None, log.read_text()[-4000:]
+                with suppress(OSError), request.urlopen(f"{url}/health", timeout=60):
+                    break
+                time.sleep(1)
+            yield url
+        finally:
+            process.terminate()
+
+
+def test_a_server_sleeps_while_the_trainer_has_its_groups(model: str, server: str) -> None:
+    """vLLM's ``/sleep`` and ``/wake_up`` around each rollout, by rank 0 of the trainer."""
+    [plain] = results("server_job.py", model, "plain", server, ranks=2)
+    [found] = results("server_job.py", model, "groups", server, ranks=2)
+    assert (found["tokens"], found["weights"]) == (plain["tokens"], plain["weights"])
+    assert found["seen"] == [True, False, "offloaded"] * 3
+    assert found["awake"] == [False, True]  # by tags, one after the other
+    Server(server).wake_up()
+    with pytest.raises(reloadpg.InvalidOptionError, match="VLLM_SERVER_DEV_MODE=1"):
+        Server(f"{server}/v1")
+
+
+def test_vllms_asynchronous_engine_is_refused() -> None:
+    """When ``colocated`` is called, before anything is offloaded."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    class WithoutModel(AsyncLLM):
+        def __init__(self) -> None: ...
+
+        def __del__(self) -> None: ...
+
+    with pytest.raises(reloadpg.InvalidOptionError, match=r"sleep\(\) is asynchronous"):
+        colocated(WithoutModel())
 
 
 def test_the_example_runs(model: str) -> None:

@@ -13,6 +13,8 @@ import reloadpg
 from reloadpg import InvalidOptionError
 from reloadpg.testing import run_ranks
 
+pytestmark = pytest.mark.matrix
+
 
 def module_of(name, source):
     """A module with functions of another package, as if it were installed."""

@@ -1,7 +1,11 @@
-"""Hooks around engines that stand-ins stand for: TRL's own vLLM, vLLM's workers."""
+"""Hooks around engines that stand-ins stand for: TRL's own vLLM, vLLM's workers and server."""
 
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +16,7 @@ import worlds
 import reloadpg
 from reloadpg.integrations import colocated
 from reloadpg.integrations.trl import offloaded_generation
-from reloadpg.integrations.vllm import WorkerGroups
+from reloadpg.integrations.vllm import Server, WorkerGroups
 
 
 class Llm:
@@ -155,3 +159,74 @@ def test_workers_without_an_installation_are_refused() -> None:
         WorkerGroups(Workers())
     with pytest.raises(reloadpg.InvalidOptionError, match="no collective_rpc"):
         WorkerGroups(object())
+
+
+class Routes(BaseHTTPRequestHandler):
+    """The routes of vLLM's server that ``colocated`` needs; the server keeps the requests."""
+
+    def _respond(self) -> None:
+        route, _, query = self.path.partition("?")
+        if route in ("/is_sleeping", "/sleep", "/wake_up"):
+            self.server.calls.append(f"{self.command} {self.path}")
+            if route != "/is_sleeping":
+                self.server.sleeping = route == "/sleep" or query == "tags=weights"
+            status, body = self.server.status, {"is_sleeping": self.server.sleeping}
+        else:
+            status, body = 404, {}
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    do_GET = do_POST = _respond
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    with HTTPServer(("127.0.0.1", 0), Routes) as routes:
+        routes.calls, routes.sleeping, routes.status = [], False, 200
+        thread = threading.Thread(target=routes.serve_forever)
+        thread.start()
+        yield routes
+        routes.shutdown()
+        thread.join()
+
+
+def test_a_server_is_driven_by_its_routes(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Level and tags are in the query; a proxy of the environment is not used."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    engine = Server(f"http://127.0.0.1:{server.server_port}/")
+    server.calls.clear()
+    colocated(engine, wake_tags=["weights"])  # accepted
+    engine.sleep(level=2)
+    awake = engine.wake_up(["weights"]), engine.wake_up(["weights", "kv_cache"]), engine.wake_up()
+    assert awake == (False, True, True)
+    assert [call for call in server.calls if "is_sleeping" not in call] == [
+        "POST /sleep?level=2",
+        "POST /wake_up?tags=weights",
+        "POST /wake_up?tags=weights&tags=kv_cache",
+        "POST /wake_up",
+    ]
+
+
+def test_a_server_that_refuses_or_is_not_there(server: Any) -> None:
+    """The error names the request; a server without the routes is refused at the beginning."""
+    url = f"http://127.0.0.1:{server.server_port}"
+    with pytest.raises(reloadpg.InvalidOptionError, match="Start vLLM's server with VLLM_SERVER"):
+        Server(f"{url}/v1")
+    engine = Server(url)
+    server.status = 500
+    with pytest.raises(
+        reloadpg.ReloadpgError, match=rf"POST {url}/sleep\?level=1 failed.* 500.*is_slee"
+    ):
+        engine.sleep()
+    with pytest.raises(reloadpg.ReloadpgError, match=r"GET .*/is_sleeping.* failed: .*500"):
+        Server(url)
+    for wrong in ("127.0.0.1:8000", 8000):
+        with pytest.raises(reloadpg.InvalidOptionError, match="not an address"):
+            Server(wrong)
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(reloadpg.ReloadpgError, match=r"failed: .*refused"):
+        Server(url)

@@ -14,6 +14,8 @@ import reloadpg
 from reloadpg import DisagreementError, GroupOffloadedError, InvalidOptionError, PeerFailedError
 from reloadpg.testing import run_ranks
 
+pytestmark = pytest.mark.matrix
+
 
 def groups_of_two_sets(**options):
     """The default group and one more in the trainer's set, and one in the engine's."""
