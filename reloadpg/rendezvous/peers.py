@@ -1,8 +1,8 @@
-"""The processes of the ranks on this host, and which of them have ended.
+"""The ranks on this host: which of their processes have ended, and messages between them.
 
 Each rank appends its process to a key for its host. The key contains the kernel's boot id and the
-PID namespace, so a rank finds only processes in its own namespace. A process is watched with a
-pidfd (Linux 5.3) and identified by its start time, since PIDs are reused.
+PID and network namespaces, so a rank finds only processes that it can watch and connect to. A
+process is watched with a pidfd (Linux 5.3) and identified by its start time, since PIDs are reused.
 """
 
 from __future__ import annotations
@@ -10,52 +10,97 @@ from __future__ import annotations
 import hashlib
 import os
 import select
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 from torch._C._distributed_c10d import Store
 
+from .host_channel import HostChannel
+from .protocol import Gather, Hand, Hear, Meet, OnHost, Publish, Spread
 from .store_client import read
 
 __all__ = ["Peers"]
 
 
+_HEAR_S = 2.0
+"""Seconds after which a rank without a message from the leader of its host reads the store."""
+
+_GATHER_S = 1.0
+"""Maximum of the seconds after which a leader that waits for the other ranks reads the store."""
+
+
 class Peers:
-    """The processes of other ranks on this host.
+    """The other ranks on this host.
 
     Args:
         rank: this rank.
-        watches: whether to watch processes at all.
+        watches: whether to have any.
+
+    Attributes:
+        host: identifier of the host; empty if this rank has no peers.
     """
 
     def __init__(self, rank: int, *, watches: bool = True) -> None:
         self._rank = rank
         self._pidfds: dict[int, int] = {}  # by rank
-        self._host = _host() if watches and hasattr(os, "pidfd_open") else ""
+        self._channel: HostChannel | None = None
+        self.host = _host() if watches and hasattr(os, "pidfd_open") else ""
 
-    @property
-    def watches(self) -> bool:
-        """Whether processes are watched here."""
-        return bool(self._host)
+    def perform(self, store: Store, command: OnHost, pause_s: float) -> Any:
+        """Perform a command of the protocol, and return the reply. Blocking, for at most 2 s."""
+        match command:
+            case Publish(key):
+                return self.publish(store, key)
+            case Meet(key):
+                return self.meet(store, key)
+        channel = self._channel
+        match command:
+            case Hand(key, amount):
+                return channel is not None and channel.hand(key, amount)
+            case Gather(key, waits) if channel is not None:
+                return channel.gather(key, min(pause_s, _GATHER_S) if waits else 0.0)
+            case Gather():
+                return 0, True
+            case Spread(key, text) if channel is not None:
+                channel.spread(key, text)
+            case Hear(key, waits) if channel is not None:
+                return channel.hear(key, _HEAR_S if waits else 0.0)
+        return None
 
-    def publish(self, store: Store) -> None:
-        """Publish this process to the ranks on this host. One request."""
-        with suppress(NotImplementedError):
-            entry = f"{self._rank} {os.getpid()} {_started(os.getpid())}\n"
-            cast(Any, store).append(self._host, entry)
+    def pause(self, seconds: float) -> None:
+        """Sleep until a rank of this host sends a message."""
+        (self._channel.pause if self._channel is not None else time.sleep)(seconds)
 
-    def find(self, store: Store) -> None:
-        """Watch the published processes in place of those watched before. One request."""
-        entries = read(store, self._host)
-        latest = {line.split()[0]: line.split() for line in (entries or "").splitlines()}
-        found = {
-            int(rank): pidfd
-            for rank, pid, started in latest.values()
-            if int(pid) != os.getpid() and (pidfd := _open(int(pid), started)) is not None
-        }
+    def publish(self, store: Store, key: str) -> None:
+        """Append this process to the list of this host. One request."""
         self.forget()
-        self._pidfds = found
+        with suppress(OSError):  # out of file descriptors: arrives alone
+            self._channel = HostChannel(self._rank)
+        address = self._channel.address if self._channel else "-"
+        entry = f"{self._rank} {os.getpid()} {_started(os.getpid())} {address}\n"
+        with suppress(NotImplementedError):
+            cast(Any, store).append(key, entry)
+
+    def meet(self, store: Store, key: str) -> tuple[int, ...]:
+        """Watch the published processes, and connect to their leader. One request.
+
+        Returns:
+            Their ranks, in order.
+        """
+        entries = [line.split() for line in (read(store, key) or "").splitlines()]
+        latest = {int(rank): rest for rank, *rest in entries}
+        ranks = tuple(sorted(latest))
+        for rank, (pid, started, _) in latest.items():
+            if int(pid) != os.getpid() and (pidfd := _open(int(pid), started)) is not None:
+                self._pidfds[rank] = pidfd
+        if self._channel is not None and self._rank in latest:
+            if self._rank == ranks[0]:
+                self._channel.expect(ranks[1:])
+            else:
+                self._channel.follow(latest[ranks[0]][-1])
+        return ranks
 
     def dead(self) -> tuple[int, ...]:
         """List the ranks whose processes have ended. Local, non-blocking."""
@@ -67,10 +112,13 @@ class Peers:
         return tuple(sorted(rank for rank, pidfd in pidfds.items() if pidfd in ended))
 
     def forget(self) -> None:
-        """Stop watching all processes. Local."""
+        """Stop watching all processes, and close all connections. Local."""
         pidfds, self._pidfds = self._pidfds, {}
         for pidfd in pidfds.values():
             os.close(pidfd)
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
     def __del__(self) -> None:
         self.forget()
@@ -91,11 +139,11 @@ def _open(pid: int, started: str) -> int | None:
 
 
 def _host() -> str:
-    """The key of this host; empty if the kernel does not provide it."""
+    """The identifier of this host; empty if the kernel does not provide it."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        text = boot + os.readlink("/proc/self/ns/pid")
-        return f"host/{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+        text = boot + os.readlink("/proc/self/ns/pid") + os.readlink("/proc/self/ns/net")
+        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
     return ""
 
 

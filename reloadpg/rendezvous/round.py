@@ -37,6 +37,7 @@ from .protocol import (
     Join,
     Lost,
     Next,
+    OnHost,
     Poll,
     Recover,
     Reply,
@@ -118,18 +119,16 @@ class Rendezvous:
         self._mark = process_mark() if marks else ""
         self._stepping = threading.Lock()  # held for one protocol step, never during I/O
         self._joined, self._joins = threading.Event(), False
-        self._state = State(rank, tuple(range(size)) if root is not None else (rank,))
+        self._peers = Peers(rank, watches=watches and root is not None)
+        members = tuple(range(size)) if root is not None else (rank,)
+        self._state = State(rank, members, host=self._peers.host)
         if predecessor is not None:
-            self._state = State(
-                rank,
-                self._state.members,
-                predecessor.instance,
+            self._state = self._state._replace(
+                instance=predecessor.instance,
                 confirmed=True,
                 epoch=predecessor.epoch,
                 mark=self._mark,
             )
-        self._peers = Peers(rank, watches=watches and root is not None)
-        self._published = self._found = -1  # epochs of the last publication and search
         self._last = 0
         self._ask_again = 0.0
         self._silent_s = 0.0
@@ -409,12 +408,13 @@ class Rendezvous:
         detail = None if closes else self._missing
 
         def perform_all(root: Store) -> None:
-            self._publish(root)
             number, command = self._step(event)
             while command is not None:
-                reply = perform(root, command, wait, pause_s, detail)
+                if isinstance(command, OnHost):
+                    reply = self._peers.perform(root, command, pause_s)
+                else:
+                    reply = perform(root, command, wait, pause_s, detail, self._peers.pause)
                 number, command = self._step(Reply(number, reply))
-            self._find_peers(root)
 
         died = self.dead if isinstance(event, Arrive) else None
         try:
@@ -435,18 +435,6 @@ class Rendezvous:
         dead = self.dead()
         text = f"its process on the host of rank {self.rank} has ended"
         return Decision("failed", dead[0], text, by=self.rank, dead=dead)
-
-    def _publish(self, root: Store) -> None:
-        """Publish this process, once per epoch, before this rank is counted in it."""
-        if self._peers.watches and self._published != self.epoch:
-            self._published = self.epoch
-            self._peers.publish(PrefixStore(base(self.instance), root))
-
-    def _find_peers(self, root: Store) -> None:
-        """Watch the processes of this host, once all ranks of the epoch have been counted."""
-        if self._peers.watches and self._found != self.epoch and self._state.passed.ok:
-            self._found = self.epoch
-            self._peers.find(PrefixStore(base(self.instance), root))
 
     def _raising(self, call: Callable[[], T], operation: str, phase: str, wait: Wait) -> T:
         try:

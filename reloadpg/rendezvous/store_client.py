@@ -94,6 +94,7 @@ def perform(
     wait: Wait,
     pause_s: float,
     detail: Callable[[Store], str] | None = None,
+    listen: Callable[[float], None] = time.sleep,
 ) -> Any:
     """Perform a command of the protocol, and return the reply. Blocking.
 
@@ -103,6 +104,7 @@ def perform(
         wait: the deadline, which a command may restart.
         pause_s: length of a pause.
         detail: returns a text for the log of a long wait; None to log none.
+        listen: sleeps until there is a message of a rank on this host.
     """
     match command:
         case Add(key, amount):
@@ -128,13 +130,13 @@ def perform(
             # on 2.13), so its result is ignored. The next request finds out if the store is lost.
             with suppress(RuntimeError):
                 wait.pause(first, lambda s: store.wait([key], timedelta(seconds=max(0.01, s))))
-        case Pause(restart, sleeps):
+        case Pause(restart, sleeps, listens):
             if restart:
                 wait.extend()
             if sleeps:
                 if detail is not None:
                     wait.log(partial(detail, store))
-                wait.pause(pause_s, time.sleep)
+                wait.pause(pause_s, listen if listens else time.sleep)
             return wait.left > 0
     return None
 

@@ -53,7 +53,7 @@ OTHER = """
 import sys
 import torch.distributed as dist
 from reloadpg.rendezvous.peers import Peers
-Peers(1).publish(dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False))
+Peers(1).publish(dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False), "host")
 print("here", flush=True)
 input()
 """
@@ -68,11 +68,10 @@ def test_only_the_very_process_that_was_published_is_watched() -> None:
             assert other.stdout is not None
             assert other.stdout.readline() == b"here\n"
             peers, deceived = Peers(0), Peers(2)
-            peers.publish(store)
-            peers.find(store)
-            (key,) = [key for key in store.list_keys() if key.startswith("host/")]
-            store.append(key, f"1 {other.pid} 12345\n")  # as if its id had been another process's
-            deceived.find(store)
+            peers.publish(store, "host")
+            assert peers.meet(store, "host") == (0, 1)
+            store.append("host", f"1 {other.pid} 12345 x\n")  # as if its id had been another's
+            deceived.meet(store, "host")
             alive = peers.dead()
         finally:
             other.kill()

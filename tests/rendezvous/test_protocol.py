@@ -18,6 +18,7 @@ from reloadpg.rendezvous.protocol import At, Delete, State
 OPERATION = ("enter", "released")
 MEET = (OPERATION, "recover")
 STEP = (("enter",), "recover")
+HOSTS = ((0, 1), (2, 3))
 
 SCENARIOS = {
     "two operations": Scenario(2, (OPERATION, OPERATION)),
@@ -46,6 +47,38 @@ SCENARIOS = {
     "a job that begins": Scenario(2, (("enter",),), joins=True, waits=False, meets=True),
     "a job that one rank has begun twice": Scenario(
         2, (("enter",),), joins=True, uneven=(0,), waits=False, meets=True
+    ),
+    "ranks of a host that meet": Scenario(2, (OPERATION, OPERATION), hosts=((0, 1),), waits=False),
+    "two hosts": Scenario(4, (OPERATION,), hosts=HOSTS, met=True, waits=False),
+    "two hosts that disagree": Scenario(
+        4, (("enter",),), hosts=HOSTS, met=True, waits=False, shares=(3, -1, -1, -2)
+    ),
+    "a crash on one of two hosts": Scenario(
+        4, (("enter",),), ("crash",), (0, 1), hosts=HOSTS, met=True
+    ),
+    "a crash of a leader that is seen": Scenario(
+        3, (OPERATION,), ("crash",), (0,), hosts=((0, 1, 2),), met=True, waits=False, watches=True
+    ),
+    "a stall on one of two hosts": Scenario(
+        4, (("enter",),), ("stall",), (0, 1), hosts=HOSTS, met=True
+    ),
+    "a lost connection on a host": Scenario(
+        2, (("enter",), "recover"), ("silent",), hosts=((0, 1),), met=True, meets=True, late=True
+    ),
+    "a lost connection before ranks of a host meet": Scenario(
+        2, (("enter",), ("enter",)), ("silent",), hosts=((0, 1),), again=True
+    ),
+    "an interrupt on a host": Scenario(
+        2, (OPERATION, "recover"), ("interrupt",) * 2, hosts=((0, 1),), met=True, meets=True
+    ),
+    "a failure on a host": Scenario(
+        3, (("enter",),), ("failure",), (0, 1), hosts=((0, 1, 2),), met=True, waits=False
+    ),
+    "a leader that is replaced": Scenario(
+        2, (("enter",), "recover"), ("crash", "replace"), (0,), hosts=((0, 1),), met=True
+    ),
+    "a rank that cannot reach its leader": Scenario(
+        3, (OPERATION,), hosts=((0, 1, 2),), met=True, partial=(1,), waits=False
     ),
 }
 MOST = 5000
