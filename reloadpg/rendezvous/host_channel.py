@@ -27,27 +27,37 @@ _MOST_BYTES = 1 << 18
 """Longest message; the default buffer of a Unix socket is smaller."""
 
 
+HEAR_S = 2.0
+"""Seconds after which a rank without a message from the leader of its host reads the store."""
+
+_GATHER_S = 1.0
+"""Maximum of the seconds after which a leader that waits for the other ranks reads the store."""
+
+
 class HostChannel:
-    """One rank's end. Every rank listens from the start, so that no connection comes too early.
+    """One rank's end, closed at first. A closed one sends and receives nothing.
 
     Args:
         rank: this rank.
-
-    Attributes:
-        address: the name to which other ranks connect.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self.address = f"reloadpg-{secrets.token_hex(8)}"
-        self._listener = _socket()
-        self._listener.bind(f"\0{self.address}")
-        self._listener.listen(1024)
+        self._listener: socket.socket | None = None
         self._leader: socket.socket | None = None
         self._others: dict[int, socket.socket] = {}  # by file descriptor
         self._expected: set[int] = set()
         self._arrived: dict[str, dict[int, int]] = {}  # by key and rank: what was not taken
         self._draining = threading.Lock()  # an abandoned call may still run; never held in a wait
+
+    def listen(self) -> str:
+        """Accept connections, before any rank knows its leader. Return the address, if possible."""
+        address = f"reloadpg-{secrets.token_hex(8)}"
+        with suppress(OSError):
+            self._listener = _socket()
+            self._listener.bind(f"\0{address}")
+            self._listener.listen(1024)
+        return address
 
     def expect(self, ranks: Iterable[int]) -> None:
         """Lead these ranks."""
@@ -55,20 +65,18 @@ class HostChannel:
 
     def follow(self, address: str) -> None:
         """Connect to the leader, if possible."""
-        self._listener.close()
-        leader = _socket()
-        try:
+        self.close()
+        with suppress(OSError):
+            leader = _socket()
             leader.connect(f"\0{address}")
             self._leader = leader
-        except OSError:
-            leader.close()
 
     def close(self) -> None:
         """Close all connections. The other ends notice it."""
         for one in (self._listener, self._leader, *self._others.values()):
             if one is not None:
                 one.close()
-        self._leader, self._others = None, {}
+        self._listener, self._leader, self._others = None, None, {}
 
     def hand(self, key: str, amount: int) -> bool:
         """Hand the leader this rank's arrival; return whether that was possible."""
@@ -76,8 +84,8 @@ class HostChannel:
         return leader is not None and _send(leader, [self._rank, key, amount])
 
     def gather(self, key: str, seconds: float) -> tuple[int, bool]:
-        """Take the arrivals handed to this rank, after a wait for all ranks of the host."""
-        end = time.monotonic() + seconds
+        """Take the arrivals handed to this rank, after a wait of at most a second for all ranks."""
+        end = time.monotonic() + min(seconds, _GATHER_S)
         while True:
             with self._draining:
                 self._drain()
@@ -116,14 +124,15 @@ class HostChannel:
     def pause(self, seconds: float) -> None:
         """Sleep until there is a message."""
         poll = select.poll()
-        for one in (self._leader or self._listener, *list(self._others.values())):
+        for one in (self._leader, self._listener, *list(self._others.values())):
             with suppress(OSError, ValueError):
-                poll.register(one, select.POLLIN)
+                if one is not None:
+                    poll.register(one, select.POLLIN)
         poll.poll(max(0.0, seconds * 1e3))
 
     def _drain(self) -> None:
         with suppress(OSError):
-            while True:
+            while self._listener is not None:
                 other = self._listener.accept()[0]
                 other.setblocking(False)
                 peer = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)

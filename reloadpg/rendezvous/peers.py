@@ -10,25 +10,12 @@ from __future__ import annotations
 import hashlib
 import os
 import select
-import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
-
-from torch._C._distributed_c10d import Store
 
 from .host_channel import HostChannel
-from .protocol import Gather, Hand, Hear, Meet, OnHost, Publish, Spread
-from .store_client import read
 
 __all__ = ["Peers"]
-
-
-_HEAR_S = 2.0
-"""Seconds after which a rank without a message from the leader of its host reads the store."""
-
-_GATHER_S = 1.0
-"""Maximum of the seconds after which a leader that waits for the other ranks reads the store."""
 
 
 class Peers:
@@ -40,66 +27,36 @@ class Peers:
 
     Attributes:
         host: identifier of the host; empty if this rank has no peers.
+        channel: the messages between the ranks of this host.
     """
 
     def __init__(self, rank: int, *, watches: bool = True) -> None:
         self._rank = rank
         self._pidfds: dict[int, int] = {}  # by rank
-        self._channel: HostChannel | None = None
+        self.channel = HostChannel(rank)
         self.host = _host() if watches and hasattr(os, "pidfd_open") else ""
 
-    def perform(self, store: Store, command: OnHost, pause_s: float) -> Any:
-        """Perform a command of the protocol, and return the reply. Blocking, for at most 2 s."""
-        match command:
-            case Publish(key):
-                return self.publish(store, key)
-            case Meet(key):
-                return self.meet(store, key)
-        channel = self._channel
-        match command:
-            case Hand(key, amount):
-                return channel is not None and channel.hand(key, amount)
-            case Gather(key, waits) if channel is not None:
-                return channel.gather(key, min(pause_s, _GATHER_S) if waits else 0.0)
-            case Gather():
-                return 0, True
-            case Spread(key, text) if channel is not None:
-                channel.spread(key, text)
-            case Hear(key, waits) if channel is not None:
-                return channel.hear(key, _HEAR_S if waits else 0.0)
-        return None
-
-    def pause(self, seconds: float) -> None:
-        """Sleep until a rank of this host sends a message."""
-        (self._channel.pause if self._channel is not None else time.sleep)(seconds)
-
-    def publish(self, store: Store, key: str) -> None:
-        """Append this process to the list of this host. One request."""
+    def entry(self) -> str:
+        """Begin an epoch; return the entry of this process in the list of this host. Local."""
         self.forget()
-        with suppress(OSError):  # out of file descriptors: arrives alone
-            self._channel = HostChannel(self._rank)
-        address = self._channel.address if self._channel else "-"
-        entry = f"{self._rank} {os.getpid()} {_started(os.getpid())} {address}\n"
-        with suppress(NotImplementedError):
-            cast(Any, store).append(key, entry)
+        address = self.channel.listen()
+        return f"{self._rank} {os.getpid()} {_started(os.getpid())} {address}\n"
 
-    def meet(self, store: Store, key: str) -> tuple[int, ...]:
-        """Watch the published processes, and connect to their leader. One request.
+    def meet(self, entries: str) -> tuple[int, ...]:
+        """Watch the listed processes, and connect to their leader. Local.
 
         Returns:
             Their ranks, in order.
         """
-        entries = [line.split() for line in (read(store, key) or "").splitlines()]
-        latest = {int(rank): rest for rank, *rest in entries}
+        latest = {int(rank): rest for rank, *rest in map(str.split, entries.splitlines())}
         ranks = tuple(sorted(latest))
         for rank, (pid, started, _) in latest.items():
             if int(pid) != os.getpid() and (pidfd := _open(int(pid), started)) is not None:
                 self._pidfds[rank] = pidfd
-        if self._channel is not None and self._rank in latest:
-            if self._rank == ranks[0]:
-                self._channel.expect(ranks[1:])
-            else:
-                self._channel.follow(latest[ranks[0]][-1])
+        if self._rank in ranks[:1]:
+            self.channel.expect(ranks[1:])
+        elif self._rank in ranks:
+            self.channel.follow(latest[ranks[0]][-1])
         return ranks
 
     def dead(self) -> tuple[int, ...]:
@@ -116,9 +73,8 @@ class Peers:
         pidfds, self._pidfds = self._pidfds, {}
         for pidfd in pidfds.values():
             os.close(pidfd)
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
+        channel, self.channel = self.channel, HostChannel(self._rank)
+        channel.close()
 
     def __del__(self) -> None:
         self.forget()

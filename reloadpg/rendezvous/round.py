@@ -37,7 +37,6 @@ from .protocol import (
     Join,
     Lost,
     Next,
-    OnHost,
     Poll,
     Recover,
     Reply,
@@ -207,7 +206,7 @@ class Rendezvous:
         state, wait = self._state._replace(asked=0), Wait("join", _COUNT_S)
         state, command = step(state, Join(self._mark))
         while command is not None:
-            reply = perform(root, command, wait, self.pause_s)
+            reply = perform(root, command, wait, self.pause_s, self._peers)
             state, command = step(state, Reply(state.asked, reply))
         with self._stepping:
             if not self._state.instance:
@@ -410,10 +409,7 @@ class Rendezvous:
         def perform_all(root: Store) -> None:
             number, command = self._step(event)
             while command is not None:
-                if isinstance(command, OnHost):
-                    reply = self._peers.perform(root, command, pause_s)
-                else:
-                    reply = perform(root, command, wait, pause_s, detail, self._peers.pause)
+                reply = perform(root, command, wait, pause_s, self._peers, detail)
                 number, command = self._step(Reply(number, reply))
 
         died = self.dead if isinstance(event, Arrive) else None

@@ -361,7 +361,7 @@ class Explorer:
         state, store = world.ranks[n].state, dict(world.store)
         match command:
             case Publish(key):
-                store[key] = store.get(key, "") + f"{n} "
+                store[key] = " ".join(sorted({*store.get(key, "").split(), str(n)}))
                 return None, _frozen(store)
             case Meet(key):
                 return tuple(sorted({*map(int, store.get(key, "").split())})), None

@@ -151,6 +151,22 @@ def answers_are_counted_twice(state: State) -> Step:
     return original_answer(state._replace(answered=False))
 
 
+def a_leader_counts_itself_again(state: State, found: tuple[int, bool]) -> Step:
+    """Each time that it takes what others have handed it."""
+    return original_gathered(state._replace(counted=False), found)
+
+
+def a_rank_is_handed_and_counted(state: State, _: bool) -> Step:
+    """It adds what its leader adds as well."""
+    return protocol._add(state, 1)
+
+
+def the_list_of_a_host_stays(state: State, local: tuple[int, ...]) -> Step:
+    """No rank deletes it."""
+    return protocol._idle(state._replace(local=local))
+
+
+original_gathered = protocol._gathered
 original_step = protocol.step
 original_pass = protocol._pass
 original_roll = protocol._roll_read
@@ -191,6 +207,9 @@ def is_caught(names: tuple[str, ...], most: int = MOST) -> bool:
         ("_instance_read", jobs_are_counted_by_each_rank, "a job that one rank has begun twice"),
         ("_decided", a_rank_trusts_itself, "a stall"),
         ("_count_answer", answers_are_counted_twice, "two interrupts"),
+        ("_gathered", a_leader_counts_itself_again, "a crash on one of two hosts"),
+        ("_handed", a_rank_is_handed_and_counted, "two hosts"),
+        ("_met", the_list_of_a_host_stays, "ranks of a host that meet"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -212,6 +231,8 @@ SHOWN_IN = {
     "a stall, and the operation is called again": "NEXT NEXT_PAUSE",
     "an interrupt while others recover": "PENDING",
     "a lost connection": "REQUEST NUMBER ENTERED BUMP CANCELLED",
+    "two hosts": "HAND GATHER HEAR",
+    "ranks of a host that meet": "PUBLISH",
     "a job that begins": "COUNT_JOB",
     "a job that one rank has begun twice": "INSTANCE",
 }
