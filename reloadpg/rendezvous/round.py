@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -338,61 +338,58 @@ class Rendezvous:
 
         with self._stepping:
             self._state = self._state.owning(f"{base(self.instance)}/{own}/summary")
-        self.ask_or_raise(question, "recover", "agreed", Wait("recover, reports", seconds))
+        wait = Wait("recover, reports", seconds)
+        with self.raising("recover", "agreed", wait):
+            self.ask(question, wait)
 
     def summary(self, seconds: float) -> str:
         """Read the summary. Call it after the barrier that follows :meth:`gather`."""
-        return self.ask_or_raise(
-            lambda store: store.get(f"recovery/{self.epoch}/summary").decode(),
-            "recover",
-            "agreed",
-            Wait("recover, summary", seconds),
-        )
+        wait = Wait("recover, summary", seconds)
+        with self.raising("recover", "agreed", wait):
+            return self.ask(
+                lambda store: store.get(f"recovery/{self.epoch}/summary").decode(), wait
+            )
 
     # -- the store --------------------------------------------------------------------------
 
     def ask(self, question: Callable[[Store], T], wait: Wait) -> T:
         """Send requests to this rendezvous' part of the store; see :meth:`StoreClient.ask`."""
-        return self._ask_joined(lambda root: question(PrefixStore(base(self.instance), root)), wait)
+        return self.ask_root(lambda root: question(PrefixStore(base(self.instance), root)), wait)
 
     def ask_root(
         self, question: Callable[[Store], T], wait: Wait, died: Callable[[], object] | None = None
     ) -> T:
-        """Send requests to the whole store; see :meth:`StoreClient.ask`."""
-        if self._client is None:
-            return question(self._own)
-        return self._client.ask(question, wait, died)
+        """Send requests to the whole store, in a counted job; see :meth:`StoreClient.ask`."""
 
-    def _ask_joined(
-        self, question: Callable[[Store], T], wait: Wait, died: Callable[[], object] | None = None
-    ) -> T:
         def ask(root: Store) -> T:
             self._join(root)
             return question(root)
 
+        if self._client is None:
+            return ask(self._own)
         try:
-            return self.ask_root(ask, wait, died)
+            return self._client.ask(ask, wait, died)
         except BaseException:
             if not self.instance:  # the thread that counts this job may hang; let another try
                 self._give_up_joining()
             raise
 
-    def ask_or_raise(
-        self, question: Callable[[Store], T], operation: str, phase: str, wait: Wait
-    ) -> T:
-        """Like :meth:`ask`, but raises errors for the user.
+    @contextmanager
+    def raising(self, operation: str, phase: str, wait: Wait) -> Iterator[None]:
+        """Raise errors for the user in place of those of the store.
 
         Raises:
             ReloadpgError: the store is lost.
             RendezvousTimeoutError: the store does not respond.
         """
-        return self._raising(lambda: self.ask(question, wait), operation, phase, wait)
-
-    def ask_root_or_raise(
-        self, question: Callable[[Store], T], operation: str, phase: str, wait: Wait
-    ) -> T:
-        """Like :meth:`ask_root`, but raises errors for the user."""
-        return self._raising(lambda: self.ask_root(question, wait), operation, phase, wait)
+        try:
+            yield
+        except StoreLost as error:
+            raise store_lost(operation, phase, error) from error
+        except StoreSilent:
+            raise store_silent(
+                operation, phase, seconds=wait.seconds, rank=self.rank, size=self.size
+            ) from None
 
     def drive(self, event: Event, operation: str, phase: str, wait: Wait) -> State:
         """Pass an event to the protocol and perform its commands. Blocking, with a timeout.
@@ -414,7 +411,8 @@ class Rendezvous:
 
         died = self.dead if isinstance(event, Arrive) else None
         try:
-            self._raising(lambda: self._ask_joined(perform_all, wait, died), operation, phase, wait)
+            with self.raising(operation, phase, wait):
+                self.ask_root(perform_all, wait, died)
         except PeerDied:
             return self.drive(Decide(self.death()), operation, phase, Wait(wait.what, GRACE_S))
         except ReloadpgError:
@@ -431,16 +429,6 @@ class Rendezvous:
         dead = self.dead()
         text = f"its process on the host of rank {self.rank} has ended"
         return Decision("failed", dead[0], text, by=self.rank, dead=dead)
-
-    def _raising(self, call: Callable[[], T], operation: str, phase: str, wait: Wait) -> T:
-        try:
-            return call()
-        except StoreLost as error:
-            raise store_lost(operation, phase, error) from error
-        except StoreSilent:
-            raise store_silent(
-                operation, phase, seconds=wait.seconds, rank=self.rank, size=self.size
-            ) from None
 
     def _step(self, event: Event) -> tuple[int, Command | None]:
         with self._stepping:
@@ -558,7 +546,8 @@ class Round:
             return {subject: text for subject, text in found.items() if text is not None}
 
         wait = Wait(f"{self.operation}, {phase}", self.seconds)
-        return rendezvous.ask_or_raise(look_up, self.operation, phase, wait)
+        with rendezvous.raising(self.operation, phase, wait):
+            return rendezvous.ask(look_up, wait)
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks arrive. Collective, blocking, with a timeout.

@@ -615,6 +615,8 @@ class Explorer:
             kind = f"passed {after.passed.kind}"
             if after.passed.ok:
                 arrived = {rank for name, rank in world.arrived if name == barrier}
+                if sum(self.scenario.shares) and before.phases[0] == "enter":
+                    raise Violation(f"rank {n} passes {barrier}, where the plans differ")
                 if arrived != {*before.members}:
                     raise Violation(f"rank {n} passes {barrier}, where {arrived} have arrived")
         elif after.decision.kind and after.decision.kind != before.decision.kind:
