@@ -405,6 +405,8 @@ class Explorer:
             found = [n for n, rank in running if rank.command and rank.state.at in places]
             for n in found:
                 rank = world.ranks[n]
+                if isinstance(rank.command, Hear) and not self.scenario.faults:
+                    raise Violation(f"rank {n} gets no message of {rank.command.key}")
                 if isinstance(rank.command, Gather | Hear):
                     yield self._act(world, n, True)
                 else:

@@ -24,7 +24,7 @@ SCENARIOS = {
     "two operations": Scenario(2, (OPERATION, OPERATION)),
     "three ranks": Scenario(3, (OPERATION,)),
     "a rank that polls": Scenario(2, (OPERATION, OPERATION), polls=True),
-    "agreement": Scenario(2, (OPERATION,), shares=(3, -3)),
+    "agreement": Scenario(2, (OPERATION,), shares=(3, -3), meets=True),
     "disagreement": Scenario(2, (OPERATION,), shares=(3, -4)),
     "work that hangs": Scenario(2, (OPERATION, OPERATION), stuck=True),
     "a crash": Scenario(2, (OPERATION, OPERATION), ("crash",)),
