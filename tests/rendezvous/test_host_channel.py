@@ -163,7 +163,8 @@ def test_only_one_rank_of_a_host_asks_the_store(monkeypatch: pytest.MonkeyPatch)
 def test_ranks_of_several_hosts_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
     """The summands of a host are added up before they are counted."""
     job = Hosts(monkeypatch, [0, 0, 1, 1])
-    assert job.run(two_barriers) == ["passed"] * 4
+    for _ in range(2):
+        assert job.run(two_barriers) == ["passed"] * 4
 
     def other(rdv: Rendezvous) -> None:
         round_ = rdv.open("offload", ("enter",), FAR)
