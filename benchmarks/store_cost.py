@@ -1,11 +1,12 @@
 """Measure what the store's server pays for a cycle of offload and reload, by the number of ranks.
 
-A separate process serves a TCPStore. A few clients replay the requests of all ranks: at each of the
-four barriers a rank adds to a counter, waits for the decision's key, and reads it; the last rank
-writes the decision and deletes the keys of the barrier before. The figure is the CPU time of the
-server, which does not depend on how fast the clients are.
+A separate process serves a TCPStore. A few clients replay the requests of all hosts: at each of the
+four barriers the leader of a host adds to a counter, waits for the decision's key, and reads it;
+the last one writes the decision, and deletes the keys of the barrier before. The other ranks of a
+host send it messages, which the store does not see. The figure is the CPU time of the server, which
+does not depend on how fast the clients are, over ten cycles.
 
-Usage: python benchmarks/store_cost.py [--ranks 8 1024 16384] [--json PATH]
+Usage: python benchmarks/store_cost.py [--ranks 8 1024 16384] [--ranks-of-a-host 8] [--json PATH]
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from _output import machine, write_json
 
 BARRIERS = 4
 CLIENTS = 8
+CYCLES = 10
 
 SERVER = """
 import torch.distributed as dist
@@ -36,20 +38,20 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def cycle(clients: list[dist.Store], ranks: int) -> int:
+def cycle(clients: list[dist.Store], hosts: int) -> int:
     """Replay the requests of one cycle; return their number."""
     requests = 0
     for barrier in range(BARRIERS):
-        for rank in range(ranks):
-            clients[rank % CLIENTS].add(f"{barrier}/count", 1)
+        for host in range(hosts):
+            clients[host % CLIENTS].add(f"{barrier}/count", 1)
         clients[0].compare_set(f"{barrier}/decision", "", "ok")
-        for rank in range(ranks - 1):
-            client = clients[rank % CLIENTS]
+        for host in range(hosts - 1):
+            client = clients[host % CLIENTS]
             client.wait([f"{barrier}/decision"])
             client.compare_set(f"{barrier}/decision", "-", "-")
         clients[0].delete_key(f"{barrier}/count")
         clients[0].delete_key(f"{barrier}/decision")
-        requests += 3 * ranks + 1
+        requests += 3 * hosts + 1
     return requests
 
 
@@ -57,6 +59,7 @@ def main() -> int:
     """Print a row for each number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 1024, 16384])
+    parser.add_argument("--ranks-of-a-host", type=int, default=8)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     command = [sys.executable, "-c", SERVER]
@@ -68,10 +71,14 @@ def main() -> int:
         clients = [dist.TCPStore("127.0.0.1", port, None, False) for _ in range(CLIENTS)]
         for ranks in options.ranks:
             before = cpu_s(server.pid)
-            requests = cycle(clients, ranks)
-            seconds = cpu_s(server.pid) - before
-            rows.append({"ranks": ranks, "requests": requests, "server_cpu_s": round(seconds, 3)})
-            print(f"{ranks} ranks: {requests} requests, {seconds:.3f} s of the server's CPU")
+            hosts = -(-ranks // options.ranks_of_a_host)
+            for _ in range(CYCLES):
+                requests = cycle(clients, hosts)
+            seconds = round((cpu_s(server.pid) - before) / CYCLES, 4)
+            rows.append(
+                {"ranks": ranks, "hosts": hosts, "requests": requests, "server_cpu_s": seconds}
+            )
+            print(f"{ranks} ranks, {hosts} hosts: {requests} requests, {seconds} s of server CPU")
     finally:
         server.kill()
         server.wait()

@@ -241,7 +241,8 @@ def _delete_spent_keys(
 
     with op.record.timed("store"):
         wait = Wait(f"{op.name}, spent keys", op.round.seconds)
-        job.rendezvous.ask_root_or_raise(delete, op.name, op.round.phase, wait)
+        with job.rendezvous.raising(op.name, op.round.phase, wait):
+            job.rendezvous.ask_root(delete, wait)
 
 
 def spent_keys(

@@ -1,8 +1,8 @@
-"""The processes of the ranks on this host, and which of them have ended.
+"""The ranks on this host: which of their processes have ended, and messages between them.
 
 Each rank appends its process to a key for its host. The key contains the kernel's boot id and the
-PID namespace, so a rank finds only processes in its own namespace. A process is watched with a
-pidfd (Linux 5.3) and identified by its start time, since PIDs are reused.
+PID and network namespaces, so a rank finds only processes that it can watch and connect to. A
+process is watched with a pidfd (Linux 5.3) and identified by its start time, since PIDs are reused.
 """
 
 from __future__ import annotations
@@ -12,50 +12,52 @@ import os
 import select
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
 
-from torch._C._distributed_c10d import Store
-
-from .store_client import read
+from .host_channel import HostChannel
 
 __all__ = ["Peers"]
 
 
 class Peers:
-    """The processes of other ranks on this host.
+    """The other ranks on this host.
 
     Args:
         rank: this rank.
-        watches: whether to watch processes at all.
+        watches: whether to have any.
+
+    Attributes:
+        host: identifier of the host; empty if this rank has no peers.
+        channel: the messages between the ranks of this host.
     """
 
     def __init__(self, rank: int, *, watches: bool = True) -> None:
         self._rank = rank
         self._pidfds: dict[int, int] = {}  # by rank
-        self._host = _host() if watches and hasattr(os, "pidfd_open") else ""
+        self.channel = HostChannel(rank)
+        self.host = _host() if watches and hasattr(os, "pidfd_open") else ""
 
-    @property
-    def watches(self) -> bool:
-        """Whether processes are watched here."""
-        return bool(self._host)
-
-    def publish(self, store: Store) -> None:
-        """Publish this process to the ranks on this host. One request."""
-        with suppress(NotImplementedError):
-            entry = f"{self._rank} {os.getpid()} {_started(os.getpid())}\n"
-            cast(Any, store).append(self._host, entry)
-
-    def find(self, store: Store) -> None:
-        """Watch the published processes in place of those watched before. One request."""
-        entries = read(store, self._host)
-        latest = {line.split()[0]: line.split() for line in (entries or "").splitlines()}
-        found = {
-            int(rank): pidfd
-            for rank, pid, started in latest.values()
-            if int(pid) != os.getpid() and (pidfd := _open(int(pid), started)) is not None
-        }
+    def entry(self) -> str:
+        """Begin an epoch; return the entry of this process in the list of this host. Local."""
         self.forget()
-        self._pidfds = found
+        address = self.channel.listen()
+        return f"{self._rank} {os.getpid()} {_started(os.getpid())} {address}\n"
+
+    def meet(self, entries: str) -> tuple[int, ...]:
+        """Watch the listed processes, and connect to their leader. Local.
+
+        Returns:
+            Their ranks, in order.
+        """
+        latest = {int(rank): rest for rank, *rest in map(str.split, entries.splitlines())}
+        ranks = tuple(sorted(latest))
+        for rank, (pid, started, _) in latest.items():
+            if int(pid) != os.getpid() and (pidfd := _open(int(pid), started)) is not None:
+                self._pidfds[rank] = pidfd
+        if self._rank in ranks[:1]:
+            self.channel.expect(ranks[1:])
+        elif self._rank in ranks:
+            self.channel.follow(latest[ranks[0]][-1])
+        return ranks
 
     def dead(self) -> tuple[int, ...]:
         """List the ranks whose processes have ended. Local, non-blocking."""
@@ -67,10 +69,12 @@ class Peers:
         return tuple(sorted(rank for rank, pidfd in pidfds.items() if pidfd in ended))
 
     def forget(self) -> None:
-        """Stop watching all processes. Local."""
+        """Stop watching all processes, and close all connections. Local."""
         pidfds, self._pidfds = self._pidfds, {}
         for pidfd in pidfds.values():
             os.close(pidfd)
+        channel, self.channel = self.channel, HostChannel(self._rank)
+        channel.close()
 
     def __del__(self) -> None:
         self.forget()
@@ -91,11 +95,11 @@ def _open(pid: int, started: str) -> int | None:
 
 
 def _host() -> str:
-    """The key of this host; empty if the kernel does not provide it."""
+    """The identifier of this host; empty if the kernel does not provide it."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        text = boot + os.readlink("/proc/self/ns/pid")
-        return f"host/{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+        text = boot + os.readlink("/proc/self/ns/pid") + os.readlink("/proc/self/ns/net")
+        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
     return ""
 
 

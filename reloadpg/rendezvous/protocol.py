@@ -13,9 +13,11 @@ event      actions of the rank (with its commands, in order)
 =========  =====================================================================================
 Join       counts the jobs on the store; the highest count of any rank is the job's instance:
            COUNT_JOB, INSTANCE, (SEND)
-Arrive     arrives at the next barrier and waits for its decision: (SEND,) COUNT; the last rank
-           decides: (NOTES,) DECIDE; the others wait: BLOCK, READ; a long wait polls:
-           (SEND,) READ, PROGRESS, REQUESTED, (REQUEST or NEWER,) PAUSE; at the timeout: DECIDE
+Arrive     arrives at the next barrier and waits for its decision: (SEND, PUBLISH,) COUNT; the last
+           rank decides: (NOTES,) DECIDE; the others wait: BLOCK, READ; a long wait polls:
+           (SEND,) READ, PROGRESS, REQUESTED, (REQUEST or NEWER,) PAUSE; at the timeout: DECIDE.
+           After the first barrier of an epoch: MEET. From then on, ranks of one host arrive
+           together, see below: HAND, HEAR, or GATHER, COUNT, BLOCK, READ, SEND
 Poll       reads the decision before it has arrived: READ, PROGRESS, REQUESTED, (REQUEST,) PAUSE
 Decide     writes a decision other than ``ok``, because its own work reached the timeout or another
            rank's process has ended: DECIDE
@@ -42,6 +44,22 @@ Invariants:
   it has created, after the next barrier: by then all ranks have left this one.
 * A recovery begins a new epoch. A request is written before the old epoch is read, and an interrupt
   is written before the number of recoveries is read, so at least one of them sees the other.
+
+The ranks of one host arrive together. The lowest of them leads: the others hand it their summands
+(HAND) and wait for its message (HEAR); it takes what it was handed (GATHER), adds that to the count
+in one request (COUNT), and sends on each decision that it learns (SEND). So a barrier costs the
+store three requests per host. This needs no agreement on who leads whom:
+
+* Each arrival is added to the count exactly once. A rank counts itself exactly if it could not hand
+  its arrival to the leader, and the leader takes each arrival once, before it adds it.
+* Decisions exist on the store only. A message from the leader is a copy of one. A rank that gets no
+  message polls the store, like every rank in a long wait, so it depends on the leader only for
+  being counted.
+* The leader may end, or be interrupted, between GATHER and COUNT. The barrier is then never
+  complete, as without the other ranks of its host, and ends with ``failed`` or at the timeout. The
+  ranks that are missing are those that do not respond to that decision, whoever was counted.
+* A leader that waits for arrivals polls the store. It blocks there only once all ranks of its host
+  have arrived.
 """
 
 from __future__ import annotations
@@ -68,16 +86,23 @@ __all__ = [
     "Delete",
     "Event",
     "Fail",
+    "Gather",
+    "Hand",
+    "Hear",
     "Join",
     "Lost",
+    "Meet",
     "Next",
+    "OnHost",
     "Pause",
     "Poll",
+    "Publish",
     "Read",
     "ReadAll",
     "Recover",
     "Reply",
     "Set",
+    "Spread",
     "State",
     "Swap",
     "base",
@@ -158,13 +183,62 @@ class Pause(NamedTuple):
     Attributes:
         restart: whether to restart the timeout first.
         sleeps: whether to sleep at all.
+        listens: whether a message of a rank on this host ends the sleep.
     """
 
     restart: bool
     sleeps: bool = True
+    listens: bool = False
 
 
-Command = Add | Read | ReadAll | Set | Swap | Await | Absent | Delete | Pause
+class Publish(NamedTuple):
+    """Append this process to the list of a host."""
+
+    key: str
+
+
+class Meet(NamedTuple):
+    """Read the list of a host and connect to its leader; the reply is its ranks, in order."""
+
+    key: str
+
+
+class Hand(NamedTuple):
+    """Hand an arrival to the leader; the reply is whether that was possible."""
+
+    key: str
+    amount: int
+
+
+class Gather(NamedTuple):
+    """Take the arrivals that were handed to this rank, and were not taken before.
+
+    The reply is their sum, and whether all ranks of the host have arrived. ``waits``: for them,
+    briefly.
+    """
+
+    key: str
+    waits: bool
+
+
+class Spread(NamedTuple):
+    """Send a decision to the other ranks of this host."""
+
+    key: str
+    value: str
+
+
+class Hear(NamedTuple):
+    """The decision that the leader has sent, or None. ``waits``: for it, briefly."""
+
+    key: str
+    waits: bool
+
+
+OnHost = Publish | Meet | Hand | Gather | Spread | Hear
+"""The commands that concern the ranks of this host."""
+
+Command = Add | Read | ReadAll | Set | Swap | Await | Absent | Delete | Pause | OnHost
 
 
 # -- events -------------------------------------------------------------------------------------
@@ -278,6 +352,11 @@ class At(Enum):
     SEND = auto()
     COUNT_JOB = auto()
     INSTANCE = auto()
+    PUBLISH = auto()
+    MEET = auto()
+    HAND = auto()
+    GATHER = auto()
+    HEAR = auto()
     COUNT = auto()
     NOTES = auto()
     DECIDE = auto()
@@ -323,9 +402,14 @@ class State(NamedTuple):
         sequence: number of the operation in its epoch.
         phases: the remaining barriers.
         optional: barriers that are omitted unless a rank requests them at the next one.
+        host: identifier of this rank's host; empty to arrive alone at every barrier.
+        published: whether this process is in the list of its host for this epoch.
+        local: the ranks of the host, once known in this epoch.
         at: the outstanding command.
         asked: its number.
         arrived: whether this rank may have been counted at the next barrier.
+        counted: whether it has begun to add to the count there.
+        complete: whether all ranks of its host have arrived there, of which it is the leader.
         waits_long: whether it has marked its wait there as long.
         answered: whether its response there may have been counted.
         left: whether its departure from there may have been counted.
@@ -339,6 +423,7 @@ class State(NamedTuple):
         recovering: the event with which it recovers.
         following: the operation that it moves to.
         wanted: the text of the decision that it writes.
+        known: the text of the decision that it acts on.
         progress: the progress of all ranks that it has seen.
         news: this rank's unreported progress.
         restart: whether to restart the timeout.
@@ -358,9 +443,14 @@ class State(NamedTuple):
     sequence: int = 0
     phases: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    host: str = ""
+    published: bool = False
+    local: tuple[int, ...] = ()
     at: At = At.IDLE
     asked: int = 0
     arrived: bool = False
+    counted: bool = False
+    complete: bool = False
     waits_long: bool = False
     answered: bool = False
     left: bool = False
@@ -374,6 +464,7 @@ class State(NamedTuple):
     recovering: Recover = Recover("", "", (), replaces=False)
     following: Next = Next(())
     wanted: str = ""
+    known: str = ""
     progress: int = 0
     news: int = 0
     restart: bool = False
@@ -389,6 +480,24 @@ class State(NamedTuple):
         """Number of ranks."""
         return len(self.members)
 
+    @property
+    def leads(self) -> bool:
+        """Whether other ranks of this host may hand this one their arrivals.
+
+        They may know the list of the host before this rank does, so an unknown list counts.
+        """
+        return self.published and self.local != (self.rank,) and not self.follows
+
+    @property
+    def follows(self) -> bool:
+        """Whether this rank hands its arrivals to another one."""
+        return self.rank in self.local[1:]
+
+    @property
+    def host_key(self) -> str:
+        """The key of the list of this host."""
+        return self.key_of(self.epoch, 0, "host", self.host)
+
     def open(self, phases: tuple[str, ...], optional: tuple[str, ...] = ()) -> State:
         """Begin the next operation of this epoch."""
         return self._fresh(phases)._replace(sequence=self.sequence + 1, optional=optional)
@@ -400,6 +509,8 @@ class State(NamedTuple):
             at=At.IDLE,
             asked=self.asked + 1,
             arrived=False,
+            counted=False,
+            complete=False,
             waits_long=False,
             answered=False,
             left=False,
@@ -528,7 +639,7 @@ def _moved(state: State, instance: int) -> tuple[State, tuple[Command, ...]]:
         todo += (Add(f"reloadpg/instance/{state.rank}", behind),)
     if state.mark:
         todo += (Set(f"{base(instance)}/process/{state.rank}", state.mark, stays=True),)
-    return state._replace(instance=instance), todo
+    return state._replace(instance=instance, published=False), todo
 
 
 # -- arrival ------------------------------------------------------------------------------------
@@ -546,13 +657,51 @@ def _arrive(state: State, event: Arrive) -> Step:
 
 
 def _count(state: State) -> Step:
-    amount = 1 + (state.arriving.share << state.size.bit_length())
-    return _ask(state._replace(arrived=True), At.COUNT, Add(state.key("count"), amount))
+    if state.host and not state.published:
+        return _ask(state, At.PUBLISH, Publish(state.host_key))
+    state = state._replace(arrived=True)
+    if state.leads:
+        return _ask(state, At.GATHER, Gather(state.key(), waits=bool(state.local)))
+    if state.follows:
+        return _ask(state, At.HAND, Hand(state.key(), _summand(state)))
+    return _add(state, _summand(state))
+
+
+def _published(state: State, _: None) -> Step:
+    return _count(state._replace(published=True))
+
+
+def _summand(state: State) -> int:
+    return 1 + (state.arriving.share << state.size.bit_length())
+
+
+def _add(state: State, amount: int) -> Step:
+    return _ask(state._replace(counted=True), At.COUNT, Add(state.key("count"), amount))
+
+
+def _handed(state: State, is_handed: bool) -> Step:
+    if not is_handed:
+        return _add(state, _summand(state))
+    return _ask(state, At.HEAR, Hear(state.key(), waits=True))
+
+
+def _heard(state: State, text: str | None) -> Step:
+    return _read(state) if text is None else _known(state, text)
+
+
+def _gathered(state: State, found: tuple[int, bool]) -> Step:
+    amount, complete = found
+    if not state.counted:
+        amount += _summand(state)
+    state = state._replace(complete=complete)
+    return _add(state, amount) if amount else _read(state)
 
 
 def _counted(state: State, total: int) -> Step:
     bits = state.size.bit_length()
     if total & ((1 << bits) - 1) != state.size:
+        if state.leads and not state.complete:
+            return _read(state)
         return _ask(state, At.BLOCK, Await(state.key("decision"), not state.confirmed))
     if not state.arriving.plan:
         return _decide(state, Decision("ok"))
@@ -579,6 +728,17 @@ def _decided(state: State, text: str) -> Step:
 
 def _known(state: State, text: str) -> Step:
     """Act on the stored decision of the next barrier."""
+    return _relay(state, text, _act)
+
+
+def _relay(state: State, text: str, then: Then) -> Step:
+    """Send the decision of the next barrier to the ranks that this one leads, then continue."""
+    spread = (Spread(state.key(), text),) if state.leads else ()
+    return _send(state._replace(known=text), spread, then)
+
+
+def _act(state: State) -> Step:
+    text, state = state.known, state._replace(known="")
     decision = Decision.from_json(text)
     if decision.ok:
         return _pass(state, decision)
@@ -588,7 +748,20 @@ def _known(state: State, text: str) -> Step:
 
 def _pass(state: State, decision: Decision) -> Step:
     deletes = tuple(Delete(key) for key in state.spent)
-    return _send(_passed(state, decision), deletes, _idle)
+    return _send(_passed(state, decision), deletes, _meet)
+
+
+def _meet(state: State) -> Step:
+    """Find the ranks of this host, once per epoch: each was published before it was counted."""
+    if state.local or not state.host:
+        return _idle(state)
+    return _ask(state, At.MEET, Meet(state.host_key))
+
+
+def _met(state: State, local: tuple[int, ...]) -> Step:
+    if state.rank == min(local, default=-1):
+        state = state.owning(state.host_key)
+    return _idle(state._replace(local=local if state.rank in local else (state.rank,)))
 
 
 def _passed(state: State, decision: Decision) -> State:
@@ -596,6 +769,8 @@ def _passed(state: State, decision: Decision) -> State:
         phases=_left_after(state, decision),
         optional=(),
         arrived=False,
+        counted=False,
+        complete=False,
         waits_long=False,
         answered=False,
         left=False,
@@ -663,21 +838,28 @@ def _newer_read(state: State, text: str | None) -> Step:
     instance = int(text or 0)
     if instance <= state.instance:
         return _pause(state)
-    delete = Delete(state.key("count"))
+    deletes = [Delete(state.key("count"))]
+    if state.host:
+        deletes.append(Delete(state.host_key))
     state, todo = _moved(state, instance)
-    return _send(state, (*todo, delete), _count)
+    return _send(state, (*todo, *deletes), _count)
 
 
 def _pause(state: State) -> Step:
-    return _ask(state, At.PAUSE, Pause(state.restart, sleeps=state.arrived))
+    listens = state.arrived and (state.leads or state.follows)
+    return _ask(state, At.PAUSE, Pause(state.restart, sleeps=state.arrived, listens=listens))
 
 
 def _paused(state: State, is_left: bool) -> Step:
     if not state.arrived:
         return _idle(state)
-    if is_left:
-        return _read(state)
-    return _decide(state, Decision("timeout", state.rank))
+    if not is_left:
+        return _decide(state, Decision("timeout", state.rank))
+    if state.leads:
+        return _ask(state, At.GATHER, Gather(state.key(), waits=False))
+    if state.follows:
+        return _ask(state, At.HEAR, Hear(state.key(), waits=False))
+    return _read(state)
 
 
 def _write(state: State, event: Decide) -> Step:
@@ -820,9 +1002,14 @@ def _tell(state: State) -> Step:
 
 
 def _told(state: State, text: str) -> Step:
-    decision = Decision.from_json(text)
     if text == state.wanted:
         state = _own(state, state.key("decision"), text)
+    return _relay(state, text, _see_told)
+
+
+def _see_told(state: State) -> Step:
+    text, state = state.known, state._replace(known="")
+    decision = Decision.from_json(text)
     if not decision.ok:
         ended = decision.kind == "recover"
         return _see_pending(state._replace(decision=decision, noted=text, ended=ended))
@@ -921,7 +1108,7 @@ def _cancelled_read(state: State, text: str | None) -> Step:
 
 def _begin_epoch(state: State) -> Step:
     state, number = state._fresh(state.recovering.phases), int(state.wanted)
-    return _idle(state._replace(epoch=number, sequence=0, wanted=""))
+    return _idle(state._replace(epoch=number, sequence=0, wanted="", published=False, local=()))
 
 
 def _lost(state: State, _: Lost) -> Step:
@@ -945,6 +1132,11 @@ REPLIES: dict[At, Callable[[State, Any], Step]] = {
     At.SEND: _sent,
     At.COUNT_JOB: _job_counted,
     At.INSTANCE: _instance_read,
+    At.PUBLISH: _published,
+    At.MEET: _met,
+    At.HAND: _handed,
+    At.GATHER: _gathered,
+    At.HEAR: _heard,
     At.COUNT: _counted,
     At.NOTES: _notes_read,
     At.DECIDE: _decided,

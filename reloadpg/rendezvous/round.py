@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -118,18 +118,16 @@ class Rendezvous:
         self._mark = process_mark() if marks else ""
         self._stepping = threading.Lock()  # held for one protocol step, never during I/O
         self._joined, self._joins = threading.Event(), False
-        self._state = State(rank, tuple(range(size)) if root is not None else (rank,))
+        self._peers = Peers(rank, watches=watches and root is not None)
+        members = tuple(range(size)) if root is not None else (rank,)
+        self._state = State(rank, members, host=self._peers.host)
         if predecessor is not None:
-            self._state = State(
-                rank,
-                self._state.members,
-                predecessor.instance,
+            self._state = self._state._replace(
+                instance=predecessor.instance,
                 confirmed=True,
                 epoch=predecessor.epoch,
                 mark=self._mark,
             )
-        self._peers = Peers(rank, watches=watches and root is not None)
-        self._published = self._found = -1  # epochs of the last publication and search
         self._last = 0
         self._ask_again = 0.0
         self._silent_s = 0.0
@@ -213,7 +211,7 @@ class Rendezvous:
         state, wait = self._state._replace(asked=0), Wait("join", _COUNT_S)
         state, command = step(state, Join(self._mark))
         while command is not None:
-            reply = perform(root, command, wait, self.pause_s)
+            reply = perform(root, command, wait, self.pause_s, self._peers)
             state, command = step(state, Reply(state.asked, reply))
         with self._stepping:
             if not self._state.instance:
@@ -345,61 +343,58 @@ class Rendezvous:
 
         with self._stepping:
             self._state = self._state.owning(f"{base(self.instance)}/{own}/summary")
-        self.ask_or_raise(question, "recover", "agreed", Wait("recover, reports", seconds))
+        wait = Wait("recover, reports", seconds)
+        with self.raising("recover", "agreed", wait):
+            self.ask(question, wait)
 
     def summary(self, seconds: float) -> str:
         """Read the summary. Call it after the barrier that follows :meth:`gather`."""
-        return self.ask_or_raise(
-            lambda store: store.get(f"recovery/{self.epoch}/summary").decode(),
-            "recover",
-            "agreed",
-            Wait("recover, summary", seconds),
-        )
+        wait = Wait("recover, summary", seconds)
+        with self.raising("recover", "agreed", wait):
+            return self.ask(
+                lambda store: store.get(f"recovery/{self.epoch}/summary").decode(), wait
+            )
 
     # -- the store --------------------------------------------------------------------------
 
     def ask(self, question: Callable[[Store], T], wait: Wait) -> T:
         """Send requests to this rendezvous' part of the store; see :meth:`StoreClient.ask`."""
-        return self._ask_joined(lambda root: question(PrefixStore(base(self.instance), root)), wait)
+        return self.ask_root(lambda root: question(PrefixStore(base(self.instance), root)), wait)
 
     def ask_root(
         self, question: Callable[[Store], T], wait: Wait, died: Callable[[], object] | None = None
     ) -> T:
-        """Send requests to the whole store; see :meth:`StoreClient.ask`."""
-        if self._client is None:
-            return question(self._own)
-        return self._client.ask(question, wait, died)
+        """Send requests to the whole store, in a counted job; see :meth:`StoreClient.ask`."""
 
-    def _ask_joined(
-        self, question: Callable[[Store], T], wait: Wait, died: Callable[[], object] | None = None
-    ) -> T:
         def ask(root: Store) -> T:
             self._join(root)
             return question(root)
 
+        if self._client is None:
+            return ask(self._own)
         try:
-            return self.ask_root(ask, wait, died)
+            return self._client.ask(ask, wait, died)
         except BaseException:
             if not self.instance:  # the thread that counts this job may hang; let another try
                 self._give_up_joining()
             raise
 
-    def ask_or_raise(
-        self, question: Callable[[Store], T], operation: str, phase: str, wait: Wait
-    ) -> T:
-        """Like :meth:`ask`, but raises errors for the user.
+    @contextmanager
+    def raising(self, operation: str, phase: str, wait: Wait) -> Iterator[None]:
+        """Raise errors for the user in place of those of the store.
 
         Raises:
             ReloadpgError: the store is lost.
             RendezvousTimeoutError: the store does not respond.
         """
-        return self._raising(lambda: self.ask(question, wait), operation, phase, wait)
-
-    def ask_root_or_raise(
-        self, question: Callable[[Store], T], operation: str, phase: str, wait: Wait
-    ) -> T:
-        """Like :meth:`ask_root`, but raises errors for the user."""
-        return self._raising(lambda: self.ask_root(question, wait), operation, phase, wait)
+        try:
+            yield
+        except StoreLost as error:
+            raise store_lost(operation, phase, error) from error
+        except StoreSilent:
+            raise store_silent(
+                operation, phase, seconds=wait.seconds, rank=self.rank, size=self.size
+            ) from None
 
     def drive(self, event: Event, operation: str, phase: str, wait: Wait) -> State:
         """Pass an event to the protocol and perform its commands. Blocking, with a timeout.
@@ -414,16 +409,15 @@ class Rendezvous:
         detail = None if closes else self._missing
 
         def perform_all(root: Store) -> None:
-            self._publish(root)
             number, command = self._step(event)
             while command is not None:
-                reply = perform(root, command, wait, pause_s, detail)
+                reply = perform(root, command, wait, pause_s, self._peers, detail)
                 number, command = self._step(Reply(number, reply))
-            self._find_peers(root)
 
         died = self.dead if isinstance(event, Arrive) else None
         try:
-            self._raising(lambda: self._ask_joined(perform_all, wait, died), operation, phase, wait)
+            with self.raising(operation, phase, wait):
+                self.ask_root(perform_all, wait, died)
         except PeerDied:
             return self.drive(Decide(self.death()), operation, phase, Wait(wait.what, GRACE_S))
         except ReloadpgError:
@@ -440,28 +434,6 @@ class Rendezvous:
         dead = self.dead()
         text = f"its process on the host of rank {self.rank} has ended"
         return Decision("failed", dead[0], text, by=self.rank, dead=dead)
-
-    def _publish(self, root: Store) -> None:
-        """Publish this process, once per epoch, before this rank is counted in it."""
-        if self._peers.watches and self._published != self.epoch:
-            self._published = self.epoch
-            self._peers.publish(PrefixStore(base(self.instance), root))
-
-    def _find_peers(self, root: Store) -> None:
-        """Watch the processes of this host, once all ranks of the epoch have been counted."""
-        if self._peers.watches and self._found != self.epoch and self._state.passed.ok:
-            self._found = self.epoch
-            self._peers.find(PrefixStore(base(self.instance), root))
-
-    def _raising(self, call: Callable[[], T], operation: str, phase: str, wait: Wait) -> T:
-        try:
-            return call()
-        except StoreLost as error:
-            raise store_lost(operation, phase, error) from error
-        except StoreSilent:
-            raise store_silent(
-                operation, phase, seconds=wait.seconds, rank=self.rank, size=self.size
-            ) from None
 
     def _step(self, event: Event) -> tuple[int, Command | None]:
         with self._stepping:
@@ -579,7 +551,8 @@ class Round:
             return {subject: text for subject, text in found.items() if text is not None}
 
         wait = Wait(f"{self.operation}, {phase}", self.seconds)
-        return rendezvous.ask_or_raise(look_up, self.operation, phase, wait)
+        with rendezvous.raising(self.operation, phase, wait):
+            return rendezvous.ask(look_up, wait)
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks arrive. Collective, blocking, with a timeout.

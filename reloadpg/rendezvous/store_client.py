@@ -13,12 +13,31 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch._C._distributed_c10d import Store
 
 from .. import c10d
-from .protocol import Absent, Add, Await, Command, Delete, Pause, Read, ReadAll, Set, Swap
+from .host_channel import HEAR_S
+from .peers import Peers
+from .protocol import (
+    Absent,
+    Add,
+    Await,
+    Command,
+    Delete,
+    Gather,
+    Hand,
+    Hear,
+    Meet,
+    Pause,
+    Publish,
+    Read,
+    ReadAll,
+    Set,
+    Spread,
+    Swap,
+)
 from .worker_thread import Task, Wait
 
 __all__ = [
@@ -93,6 +112,7 @@ def perform(
     command: Command,
     wait: Wait,
     pause_s: float,
+    peers: Peers,
     detail: Callable[[Store], str] | None = None,
 ) -> Any:
     """Perform a command of the protocol, and return the reply. Blocking.
@@ -102,6 +122,7 @@ def perform(
         command: the command.
         wait: the deadline, which a command may restart.
         pause_s: length of a pause.
+        peers: the ranks of this host.
         detail: returns a text for the log of a long wait; None to log none.
     """
     match command:
@@ -128,14 +149,27 @@ def perform(
             # on 2.13), so its result is ignored. The next request finds out if the store is lost.
             with suppress(RuntimeError):
                 wait.pause(first, lambda s: store.wait([key], timedelta(seconds=max(0.01, s))))
-        case Pause(restart, sleeps):
+        case Pause(restart, sleeps, listens):
             if restart:
                 wait.extend()
             if sleeps:
                 if detail is not None:
                     wait.log(partial(detail, store))
-                wait.pause(pause_s, time.sleep)
+                wait.pause(pause_s, peers.channel.pause if listens else time.sleep)
             return wait.left > 0
+        case Publish(key):
+            with suppress(NotImplementedError):
+                cast(Any, store).append(key, peers.entry())
+        case Meet(key):
+            return peers.meet(read(store, key) or "")
+        case Hand(key, amount):
+            return peers.channel.hand(key, amount)
+        case Gather(key, waits):
+            return peers.channel.gather(key, waits * pause_s)
+        case Spread(key, value):
+            peers.channel.spread(key, value)
+        case Hear(key, waits):
+            return peers.channel.hear(key, waits * HEAR_S)
     return None
 
 

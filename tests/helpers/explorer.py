@@ -30,16 +30,23 @@ from reloadpg.rendezvous.protocol import (
     Delete,
     Event,
     Fail,
+    Gather,
+    Hand,
+    Hear,
     Join,
     Lost,
+    Meet,
     Next,
+    OnHost,
     Pause,
     Poll,
+    Publish,
     Read,
     ReadAll,
     Recover,
     Reply,
     Set,
+    Spread,
     State,
     Swap,
 )
@@ -118,6 +125,9 @@ class Scenario:
         watches: whether ranks that wait find out that another one has crashed.
         again: whether the program goes on after a timeout.
         joins: whether ranks count the job first; ``uneven`` ranks have counted one more.
+        hosts: the ranks of each host; none if every rank arrives alone.
+        met: whether the ranks of a host know each other from the start.
+        partial: whether ranks of a host cannot reach their leader.
     """
 
     size: int
@@ -136,6 +146,9 @@ class Scenario:
     uneven: tuple[int, ...] = ()
     shares: tuple[int, ...] = ()
     others: tuple[Any, ...] = ()
+    hosts: tuple[tuple[int, ...], ...] = ()
+    met: bool = False
+    partial: tuple[int, ...] = ()
 
 
 class Explorer:
@@ -157,6 +170,11 @@ class Explorer:
         ranks = []
         for rank in range(case.size):
             state = State(rank, tuple(range(case.size)), instance=1)
+            for host in case.hosts:
+                if rank in host:
+                    state = state._replace(host=f"h{host[0]}")
+                    if case.met:
+                        state = state._replace(published=True, local=host, confirmed=True)
             program = case.others if case.others and rank not in case.victims else case.program
             if case.joins:
                 state, program = state._replace(instance=0), ("join", *program)
@@ -270,6 +288,10 @@ class Explorer:
         command = rank.command
         if isinstance(command, Await):
             return command.key in dict(world.store)
+        if isinstance(command, Gather | Hear) and command.waits:
+            reply, _ = self._on_host(world, n, command)
+            lone = isinstance(command, Hear) and not self._is_led(world, n)
+            return lone or (reply[1] if isinstance(command, Gather) else reply is not None)
         if isinstance(command, Pause) and command.sleeps:
             return self._would_change(world, n)
         return command is not None or bool(rank.running or rank.program)
@@ -279,7 +301,11 @@ class Explorer:
         state, store = world.ranks[n].state, dict(world.store)
         at, (state, command) = state.at, protocol.step(state, Reply(state.asked, True))
         while command is not None and not isinstance(command, Pause):
-            reply, changes = _performed(store, command)
+            if isinstance(command, OnHost):
+                reply, after = self._on_host(world, n, command)
+                changes = after is not None and after != world.store
+            else:
+                reply, changes = _performed(store, command)
             if changes:
                 return True
             state, command = protocol.step(state, Reply(state.asked, reply))
@@ -298,6 +324,14 @@ class Explorer:
         return self._step(world, n, Reply(rank.state.asked, reply))
 
     def _perform(self, world: World, n: int, command: Command, *, live: bool) -> tuple[World, Any]:
+        if isinstance(command, OnHost):
+            reply, store_after = self._on_host(world, n, command)
+            arrived = world.arrived
+            if isinstance(command, Hand) and reply:
+                arrived |= {(command.key.removesuffix("/"), n)}
+            if isinstance(command, Meet | Publish) and live and command.key in world.deleted:
+                raise Violation(f"rank {n} asks for a key that was deleted: {command}")
+            return world._replace(store=store_after or world.store, arrived=arrived), reply
         store, deleted = dict(world.store), world.deleted
         keys = [command.key] if not isinstance(command, Absent | ReadAll | Pause) else []
         ends = world.ranks[n].replaces and isinstance(command, Swap)  # what another may have left
@@ -315,6 +349,45 @@ class Explorer:
                 arrived |= {(command.key.removesuffix("/count"), n)}
         return world._replace(store=_frozen(store), deleted=deleted, arrived=arrived), reply
 
+    def _is_led(self, world: World, n: int) -> bool:
+        """Whether a message of a rank reaches its leader, which lives and is in the same epoch."""
+        state = world.ranks[n].state
+        leader = world.ranks[(state.local or (n,))[0]]
+        same = bool(state.local) and leader.state.epoch == state.epoch
+        return same and leader.life != "dead" and n not in self.scenario.partial
+
+    def _on_host(self, world: World, n: int, command: OnHost) -> tuple[Any, Store | None]:
+        """The reply of the other ranks of a host, and the store with their messages."""
+        state, store = world.ranks[n].state, dict(world.store)
+        match command:
+            case Publish(key):
+                store[key] = " ".join(sorted({*store.get(key, "").split(), str(n)}))
+                return None, _frozen(store)
+            case Meet(key):
+                return tuple(sorted({*map(int, store.get(key, "").split())})), None
+            case Hand(key, amount):
+                if not self._is_led(world, n):
+                    return False, None
+                mine = f"message/{state.local[0]}/{key}{n}"
+                assert mine not in store, "handed twice"
+                store[mine] = str(amount)
+                return True, _frozen(store)
+            case Gather(key, _):
+                found = [one for one in store if one.startswith(f"message/{n}/{key}")]
+                others = [one for one in state.local[1:] if one not in self.scenario.partial]
+                taken = sum(int(store[one]) for one in found)
+                store.update(dict.fromkeys(found, "0"))
+                return (taken, len(found) >= len(others)), _frozen(store)
+            case Spread(key, text):
+                for one in state.local[1:]:
+                    store[f"message/{one}/{key}"] = text
+                for one in [one for one in store if one.startswith(f"message/{n}/{key}")]:
+                    del store[one]
+                return None, _frozen(store)
+            case Hear(key, _):
+                text = store.pop(f"message/{n}/{key}", None)
+                return text, _frozen(store)
+
     def _late(self, world: World, n: int, command: Command) -> World:
         """A command that was given up takes effect, and its reply comes."""
         world, reply = self._perform(world, n, command, live=False)
@@ -324,7 +397,7 @@ class Explorer:
     def _time(self, world: World) -> Iterator[World]:
         """The shortest time passes in which something happens."""
         waits = [
-            ({At.BLOCK}, None),
+            ({At.BLOCK, At.HEAR, At.GATHER}, None),
             ({At.ROLL_PAUSE, At.LEAVE_PAUSE, At.NEXT_PAUSE}, False),
         ]
         running = [(n, rank) for n, rank in enumerate(world.ranks) if rank.life == "runs"]
@@ -332,7 +405,12 @@ class Explorer:
             found = [n for n, rank in running if rank.command and rank.state.at in places]
             for n in found:
                 rank = world.ranks[n]
-                yield self._step(world, n, Reply(rank.state.asked, reply))
+                if isinstance(rank.command, Hear) and not self.scenario.faults:
+                    raise Violation(f"rank {n} gets no message of {rank.command.key}")
+                if isinstance(rank.command, Gather | Hear):
+                    yield self._act(world, n, True)
+                else:
+                    yield self._step(world, n, Reply(rank.state.asked, reply))
             if found:
                 return
         stalled = [n for n, rank in enumerate(world.ranks) if rank.life == "stalled"]
@@ -349,7 +427,11 @@ class Explorer:
         """A rank that waits for others finds that a process of its host has ended."""
         dead = tuple(n for n, rank in enumerate(world.ranks) if rank.life == "dead")
         for n, rank in enumerate(world.ranks):
-            if dead and rank.life == "runs" and rank.state.at in (At.BLOCK, At.PAUSE):
+            if (
+                dead
+                and rank.life == "runs"
+                and rank.state.at in (*(At.BLOCK, At.PAUSE, At.HEAR, At.GATHER),)
+            ):
                 yield self._step(world, n, Decide(Decision("failed", dead[0], by=n, dead=dead)))
 
     # -- faults ---------------------------------------------------------------------------------
@@ -385,7 +467,9 @@ class Explorer:
         """What a rank has asked was done and not answered, was not done, or is done later."""
         command = world.ranks[n].command
         yield world
-        if command is not None and not isinstance(command, Pause | Await | Read | Absent | ReadAll):
+        if command is not None and not isinstance(
+            command, Pause | Await | Read | Absent | ReadAll | Meet
+        ):
             yield self._perform(world, n, command, live=False)[0]
             if self.scenario.late:
                 yield world._replace(late=world.late | {(n, command)})
@@ -409,6 +493,7 @@ class Explorer:
     def _replacement(self, world: World, rank: Rank) -> Rank:
         epoch = int(dict(world.store).get("reloadpg/1/recovery", "0"))
         state = State(rank.state.rank, rank.state.members, instance=1, confirmed=True, epoch=epoch)
+        state = state._replace(host=rank.state.host)
         program = rank.program[rank.program.index("recover") :] if "recover" in rank.program else ()
         if rank.running == "recover":
             program = ("recover", *rank.program)
@@ -532,6 +617,8 @@ class Explorer:
             kind = f"passed {after.passed.kind}"
             if after.passed.ok:
                 arrived = {rank for name, rank in world.arrived if name == barrier}
+                if sum(self.scenario.shares) and before.phases[0] == "enter":
+                    raise Violation(f"rank {n} passes {barrier}, where the plans differ")
                 if arrived != {*before.members}:
                     raise Violation(f"rank {n} passes {barrier}, where {arrived} have arrived")
         elif after.decision.kind and after.decision.kind != before.decision.kind:
@@ -592,7 +679,13 @@ def _has_joined(rank: Rank) -> bool:
 def _stays(key: str, world: World) -> bool:
     """Whether a key belongs to the job, or to its last two barriers."""
     owned = {name for rank in world.ranks for name in (*rank.state.owned, *rank.state.spent)}
-    return key in owned or "instance" in key or "progress" in key or key.endswith("/recovery")
+    return (
+        key in owned
+        or "instance" in key
+        or "progress" in key
+        or key.endswith("/recovery")
+        or key.startswith("message/")
+    )
 
 
 def _frozen(store: dict[str, str]) -> Store:

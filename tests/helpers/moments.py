@@ -19,7 +19,7 @@ from reloadpg.groups.proxy import ReloadableProcessGroup
 from reloadpg.lifecycle import failure
 from reloadpg.lifecycle.recreate import Rebuilds, Releases
 from reloadpg.rendezvous import round as one_round
-from reloadpg.rendezvous.protocol import Await
+from reloadpg.rendezvous.protocol import Await, Hear
 from reloadpg.rendezvous.round import Round
 from reloadpg.rendezvous.worker_thread import Wait
 
@@ -58,7 +58,7 @@ def at(
     original, seen = getattr(owner, name), itertools.count(1)
 
     def reached(*args: Any, **kwargs: Any) -> Any:
-        if moment == "waiting" and not isinstance(args[1], Await):
+        if moment == "waiting" and not isinstance(args[1], Await | Hear):
             return original(*args, **kwargs)
         here = not barrier or barrier == f"{args[0].operation}.{args[1]}"
         due = here and next(seen) == nth

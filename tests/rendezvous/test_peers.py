@@ -10,7 +10,6 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-import worlds
 
 import reloadpg
 from reloadpg.rendezvous.peers import Peers
@@ -20,14 +19,17 @@ BOUND_S = 300.0
 """Seconds; longer than the test may last: no rank reaches it."""
 
 
-def killed(rank: int, size: int, when: str) -> tuple[str, str, tuple[int, ...]]:
+def killed(
+    rank: int, size: int, port: int, victim: int, when: str
+) -> tuple[str, str, tuple[int, ...]]:
     reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=BOUND_S))
-    worlds.init("gloo")
+    store = dist.TCPStore("127.0.0.1", port, None, False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     reloadpg.offload()
     reloadpg.reload()
-    if rank == 2 and when == "before":
+    if rank == victim and when == "before":
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 2:
+    if rank == victim:
         reloadpg.on_offload(lambda: os.kill(os.getpid(), signal.SIGKILL))
     try:
         reloadpg.offload()
@@ -37,44 +39,48 @@ def killed(rank: int, size: int, when: str) -> tuple[str, str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("when", ["before", "in a callback"])
-def test_a_rank_that_is_killed_is_named_as_dead(when: str) -> None:
-    """The others wait for it at a barrier, without the timeout of five minutes."""
-    outcomes = run_ranks(killed, 3, args=(when,), timeout=120, check=False)
-    assert outcomes[2].signal == signal.SIGKILL
-    for outcome in outcomes[:2]:
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_is_killed_is_named_as_dead(victim: int, when: str) -> None:
+    """The others wait for it at a barrier, without the timeout of five minutes.
+
+    Rank 0 is the leader of its host: the others have handed it their arrivals.
+    """
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    args = (server.port, victim, when)
+    outcomes = run_ranks(killed, 3, args=args, timeout=120, check=False)
+    assert outcomes[victim].signal == signal.SIGKILL
+    for outcome in outcomes:
+        if outcome.rank == victim:
+            continue
         kind, text, missing = outcome.result
         assert kind == "PeerFailedError"
-        assert "rank 2 died" in text
+        assert f"rank {victim} died" in text
         assert "on the host of rank" in text
-        assert missing == (2,)
+        assert missing == (victim,)
 
 
 OTHER = """
-import sys
-import torch.distributed as dist
 from reloadpg.rendezvous.peers import Peers
-Peers(1).publish(dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False))
-print("here", flush=True)
+print(Peers(1).entry(), end="", flush=True)
 input()
 """
 
 
 def test_only_the_very_process_that_was_published_is_watched() -> None:
     """Ids are used again: the start time tells processes apart. One's own is not watched."""
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    command = [sys.executable, "-c", OTHER, str(store.port)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    command = [sys.executable, "-c", OTHER]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         try:
             assert other.stdout is not None
-            assert other.stdout.readline() == b"here\n"
             peers, deceived = Peers(0), Peers(2)
-            peers.publish(store)
-            peers.find(store)
-            (key,) = [key for key in store.list_keys() if key.startswith("host/")]
-            store.append(key, f"1 {other.pid} 12345\n")  # as if its id had been another process's
-            deceived.find(store)
+            entries = peers.entry() + other.stdout.readline()
+            assert peers.meet(entries) == (0, 1)
+            deceived.meet(f"{entries}1 {other.pid} 12345 x\n")  # its id was another process's
             alive = peers.dead()
         finally:
             other.kill()
             other.wait()
         assert (alive, peers.dead(), deceived.dead()) == ((), (1,), ())
+        peers.forget()

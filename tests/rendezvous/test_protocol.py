@@ -18,12 +18,13 @@ from reloadpg.rendezvous.protocol import At, Delete, State
 OPERATION = ("enter", "released")
 MEET = (OPERATION, "recover")
 STEP = (("enter",), "recover")
+HOSTS = ((0, 1), (2, 3))
 
 SCENARIOS = {
     "two operations": Scenario(2, (OPERATION, OPERATION)),
     "three ranks": Scenario(3, (OPERATION,)),
     "a rank that polls": Scenario(2, (OPERATION, OPERATION), polls=True),
-    "agreement": Scenario(2, (OPERATION,), shares=(3, -3)),
+    "agreement": Scenario(2, (OPERATION,), shares=(3, -3), meets=True),
     "disagreement": Scenario(2, (OPERATION,), shares=(3, -4)),
     "work that hangs": Scenario(2, (OPERATION, OPERATION), stuck=True),
     "a crash": Scenario(2, (OPERATION, OPERATION), ("crash",)),
@@ -46,6 +47,38 @@ SCENARIOS = {
     "a job that begins": Scenario(2, (("enter",),), joins=True, waits=False, meets=True),
     "a job that one rank has begun twice": Scenario(
         2, (("enter",),), joins=True, uneven=(0,), waits=False, meets=True
+    ),
+    "ranks of a host that meet": Scenario(2, (OPERATION, OPERATION), hosts=((0, 1),), waits=False),
+    "two hosts": Scenario(4, (OPERATION,), hosts=HOSTS, met=True, waits=False),
+    "two hosts that disagree": Scenario(
+        4, (("enter",),), hosts=HOSTS, met=True, waits=False, shares=(3, -1, -1, -2)
+    ),
+    "a crash on one of two hosts": Scenario(
+        4, (("enter",),), ("crash",), (0, 1), hosts=HOSTS, met=True
+    ),
+    "a crash of a leader that is seen": Scenario(
+        3, (OPERATION,), ("crash",), (0,), hosts=((0, 1, 2),), met=True, waits=False, watches=True
+    ),
+    "a stall on one of two hosts": Scenario(
+        4, (("enter",),), ("stall",), (0, 1), hosts=HOSTS, met=True
+    ),
+    "a lost connection on a host": Scenario(
+        2, (("enter",), "recover"), ("silent",), hosts=((0, 1),), met=True, meets=True, late=True
+    ),
+    "a lost connection before ranks of a host meet": Scenario(
+        2, (("enter",), ("enter",)), ("silent",), hosts=((0, 1),), again=True
+    ),
+    "an interrupt on a host": Scenario(
+        2, (OPERATION, "recover"), ("interrupt",) * 2, hosts=((0, 1),), met=True, meets=True
+    ),
+    "a failure on a host": Scenario(
+        3, (("enter",),), ("failure",), (0, 1), hosts=((0, 1, 2),), met=True, waits=False
+    ),
+    "a leader that is replaced": Scenario(
+        2, (("enter",), "recover"), ("crash", "replace"), (0,), hosts=((0, 1),), met=True
+    ),
+    "a rank that cannot reach its leader": Scenario(
+        3, (OPERATION,), hosts=((0, 1, 2),), met=True, partial=(1,), waits=False
     ),
 }
 MOST = 5000
@@ -118,6 +151,22 @@ def answers_are_counted_twice(state: State) -> Step:
     return original_answer(state._replace(answered=False))
 
 
+def a_leader_counts_itself_again(state: State, found: tuple[int, bool]) -> Step:
+    """Each time that it takes what others have handed it."""
+    return original_gathered(state._replace(counted=False), found)
+
+
+def a_rank_is_handed_and_counted(state: State, _: bool) -> Step:
+    """It adds what its leader adds as well."""
+    return protocol._add(state, 1)
+
+
+def the_list_of_a_host_stays(state: State, local: tuple[int, ...]) -> Step:
+    """No rank deletes it."""
+    return protocol._idle(state._replace(local=local))
+
+
+original_gathered = protocol._gathered
 original_step = protocol.step
 original_pass = protocol._pass
 original_roll = protocol._roll_read
@@ -158,6 +207,9 @@ def is_caught(names: tuple[str, ...], most: int = MOST) -> bool:
         ("_instance_read", jobs_are_counted_by_each_rank, "a job that one rank has begun twice"),
         ("_decided", a_rank_trusts_itself, "a stall"),
         ("_count_answer", answers_are_counted_twice, "two interrupts"),
+        ("_gathered", a_leader_counts_itself_again, "a crash on one of two hosts"),
+        ("_handed", a_rank_is_handed_and_counted, "two hosts"),
+        ("_met", the_list_of_a_host_stays, "ranks of a host that meet"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -179,6 +231,8 @@ SHOWN_IN = {
     "a stall, and the operation is called again": "NEXT NEXT_PAUSE",
     "an interrupt while others recover": "PENDING",
     "a lost connection": "REQUEST NUMBER ENTERED BUMP CANCELLED",
+    "two hosts": "HAND GATHER HEAR",
+    "ranks of a host that meet": "PUBLISH",
     "a job that begins": "COUNT_JOB",
     "a job that one rank has begun twice": "INSTANCE",
 }
