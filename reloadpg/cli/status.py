@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ..errors import STATUS_DIR
+from ..errors import STATUS_DIR, named_ranks
 from .console import (
     CommandError,
     Finding,
@@ -33,6 +33,8 @@ from .records import RankRecord, Reading, read_directory, read_endpoints
 __all__ = ["add", "job_directory", "page"]
 
 _SHOWN_FAILURES = 3
+_ERROR_LINES = 3
+"""Lines of a terminal for one error, which names the missing ranks at its beginning."""
 _WIDE = 100
 """Columns of a terminal that has room for all numbers of the table."""
 _REMEDIES_HEIGHT = 30
@@ -168,9 +170,13 @@ def page(job: JobView, width: int | None = None, height: int | None = None) -> P
         lasting.sort(key=lambda one: one.level != "problem")
     above, below = lines(running), lines(lasting)
     if width is not None:
-        errors = [f"rank {one.rank}: {one.error}" for one in job.ranks if one.error]
-        heads = [f"{'error'.ljust(indent)}  {error}" for error in errors[:_SHOWN_FAILURES]]
-        below += [Line(head[: width * (1 + remedies)], "bad", indent + 2) for head in heads]
+        errors: dict[str, list[int]] = {}
+        for one in job.ranks:
+            if one.error:
+                errors.setdefault(one.error, []).append(one.rank)
+        for error, ranks in list(errors.items())[:_SHOWN_FAILURES]:
+            text = f"{'error'.ljust(indent)}  {named_ranks(ranks)}: {error}"
+            below.append(Line(text[: width * _ERROR_LINES], "bad", indent + 2))
     below += failures[: height and _SHOWN_FAILURES]
     room = None
     if width is not None and height is not None:

@@ -258,7 +258,21 @@ def test_a_page_fits_the_terminal_and_shows_troubled_ranks_first(lines):
     assert any(line.split()[:2] == ["700", "failed"] for line in text)
     assert sum(line.strip().startswith("and ") for line in text) == 1
     assert not any("last error" in line for line in text)
-    assert any("rank 700: RebuildError: xxx" in line for line in text)
+    assert any("ranks 700, 800, 900: RebuildError: xxx" in line for line in text)
+
+
+def test_an_error_that_ranks_share_is_shown_once_with_the_rank_that_it_names():
+    """On a terminal of 60 columns, in at most three lines."""
+    error = (
+        "RendezvousTimeoutError: offload: 3 of 4 ranks arrived at barrier 'enter' within 4 s; "
+        "missing: rank 1 (never called offload()). " + "x" * 300
+    )
+    ranks = [record(rank, 4, status=status(rank, 4, last_error=error)) for rank in (0, 2, 3)]
+    shown = [one for one in page(view(*ranks), width=60, height=24) if "Rendezvous" in one.text]
+    (text,) = [one.wrapped(60) for one in shown]
+    assert "ranks 0, 2-3: RendezvousTimeoutError" in text
+    assert "missing: rank 1" in " ".join(text.split())
+    assert len(text.splitlines()) <= 4
 
 
 # -- reading ------------------------------------------------------------------------------------
