@@ -377,6 +377,11 @@ def _call(job: Job, rank: int) -> bytes:
         for name, file in job.modules:
             _load_module(name, file)
         fn, args, kwargs = pickle.loads(job.call)
+    except AttributeError as error:
+        raise TypeError(
+            f"{error}. Ranks import the module of the function, without the part under "
+            "`if __name__ == '__main__'`: define the function and its arguments' classes above it"
+        ) from error
     finally:
         del os.environ[LOADING]
     threads = os.environ.get("OMP_NUM_THREADS", "")

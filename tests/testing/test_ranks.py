@@ -729,6 +729,12 @@ def test_functions_of_a_main_module_run_and_those_of_an_interpreter_are_refused(
     done = run_python("unguarded.py", cwd=tmp_path)
     assert done.returncode != 0
     assert 'call run_ranks under `if __name__ == "__main__":`' in done.stderr
+    guarded = (
+        "if __name__ == '__main__':\n    def local(rank, size): ...\n    run_ranks(local, 1)\n"
+    )
+    (tmp_path / "guarded.py").write_text(f"{call}{guarded}")
+    done = run_python("guarded.py", cwd=tmp_path)
+    assert "define the function and its arguments' classes above it" in done.stderr
     done = run_python("-c", f"{call}run_ranks(fn, 1)\n", cwd=tmp_path)
     assert "TypeError: fn or an argument is defined in an interactive __main__" in done.stderr
 
