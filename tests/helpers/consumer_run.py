@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -203,13 +204,15 @@ def resolve(name: str) -> Any:
 
 
 def sockets() -> int:
-    """Open sockets of this process: the store's, and those of live gloo communicators."""
+    """Open TCP sockets of this process: the store's, and those of live gloo communicators.
+
+    The Unix sockets to the ranks of this host are not counted.
+    """
     count = 0
     for fd in os.listdir("/proc/self/fd"):
-        try:
-            count += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
-        except FileNotFoundError:  # the directory's own descriptor
-            continue
+        # Not a socket, or the directory's own descriptor.
+        with suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as one:
+            count += one.family != socket.AF_UNIX
     return count
 
 
