@@ -13,12 +13,12 @@ import inspect
 import json
 import logging
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,11 +51,13 @@ _MOST = 32
 _LEAST_S = 1.0
 """Minimum timeout, in seconds, for a recovery that a replacement process requests again."""
 
-_SHUT_S = 1.0
-"""Seconds in which the connections of gloo groups are shut."""
+_SHUT_S = 5.0
+"""Maximum of the seconds that a recovery waits until the connections of gloo groups are shut."""
 
-_PEERS_S = 10.0
-"""Seconds in which the peers of a shut connection can still write to it."""
+_PEERS_S = 30.0
+"""Seconds in which the peers of a shut connection can still write to it. A peer that writes later,
+because its machine is overloaded, waits for its own timeout.
+"""
 
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -328,10 +330,18 @@ def _shut_connections(op: Operation, job: Job) -> None:
     parts = [g.communicator if g.is_live else g.kept for g in op.groups]
     inner = [one for one in parts if one is not None]
     unseen = len(op.groups) - len(inner) + len(job.unfinished)  # those being created, too
-    task = Task(partial(c10d.shut_connections, inner, max(0, unseen)), "shut")
+    given, shut = [inner], threading.Event()
     del inner, parts  # the thread that aborts a group must hold its last reference
-    if task.wait(_SHUT_S):
-        Task(partial(c10d.await_peers, task.result(), _PEERS_S), "close")
+
+    def run() -> None:
+        try:
+            connections = c10d.shut_connections(given.pop(), max(0, unseen))
+        finally:
+            shut.set()
+        c10d.await_peers(connections, _PEERS_S)
+
+    Task(run, "shut")
+    shut.wait(_SHUT_S)
 
 
 class _Agreed(NamedTuple):

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,9 @@ import torch.distributed as dist
 from fault_job import connections
 from recovery_job import base_store
 
+import reloadpg
 from reloadpg import c10d
+from reloadpg.lifecycle import recover
 from reloadpg.testing import run_ranks
 
 LIMIT = timedelta(seconds=20)
@@ -118,6 +121,36 @@ def test_no_pending_work_waits_for_its_timeout(what: str) -> None:
     own, peer = run_ranks(aborts, 2, args=(what,), timeout=240)
     assert own == {"closed"}
     assert peer <= {"complete", "closed"}
+
+
+def recovers(rank: int, size: int) -> set[str]:
+    """Rank 0 recovers while rank 1 is stopped; how the sends of rank 1 end."""
+    reloadpg.install(backends={"gloo"}, timeout=60)
+    dist.init_process_group("gloo", timeout=LIMIT)
+    dist.all_reduce(torch.ones(1))
+    store, found = base_store().clone(), set[str]()
+    if rank == 1:
+        works = [dist.isend(torch.ones(1), 0, tag=tag) for tag in range(20)]
+        store.set("pid", str(os.getpid()))
+        store.wait(["recovering"])
+        found = ended(works)
+        del works
+    else:
+        pid = int(store.get("pid"))
+        os.kill(pid, signal.SIGSTOP)
+        for tag in range(20):
+            dist.irecv(torch.ones(1), 1, tag=tag)
+        store.set("recovering", "1")
+        threading.Timer(3.0, os.kill, (pid, signal.SIGCONT)).start()
+    with mock.patch.object(recover, "_SHUT_S", 0.0):  # as on a loaded machine
+        reloadpg.recover("a test")
+    dist.all_reduce(torch.ones(1))
+    return found
+
+
+def test_a_recovery_that_cannot_wait_for_the_connections_keeps_them_for_the_peers() -> None:
+    """Their sends end before their timeout, although the abort went on."""
+    assert run_ranks(recovers, 2, timeout=240)[1] <= {"complete", "closed"}
 
 
 def keeps(rank: int, size: int) -> int:
