@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 import weakref
@@ -210,9 +211,10 @@ def sockets() -> int:
     """
     count = 0
     for fd in os.listdir("/proc/self/fd"):
-        # Not a socket, or the directory's own descriptor.
-        with suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as one:
-            count += one.family != socket.AF_UNIX
+        with suppress(OSError):  # the directory's own descriptor
+            if stat.S_ISSOCK(os.fstat(int(fd)).st_mode):
+                with socket.socket(fileno=os.dup(int(fd))) as one:
+                    count += one.family != socket.AF_UNIX
     return count
 
 
