@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 
 from ..errors import described
-from .torchcomms import own_communicators
+from .torchcomms import HAS_TORCHCOMMS, own_communicators
 
 __all__ = [
     "NameFreed",
@@ -229,7 +229,8 @@ def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
     Afterwards every ``dist.*`` function finds the proxy, by object and by name, and ``inner`` is
     in no table. Local, not idempotent.
     """
-    own_communicators(inner)
+    if HAS_TORCHCOMMS:
+        own_communicators(inner)
     tables = _c10d._world
     name, tag = tables.pg_names[inner], tables.pg_to_tag.get(inner)
     for table in _tables_by_group():
@@ -256,7 +257,8 @@ def take_generation(inner: ProcessGroup, proxy: ProcessGroup) -> None:
 
     The proxy keeps the store of its first generation, in which users may have keys. Local.
     """
-    own_communicators(inner)
+    if HAS_TORCHCOMMS:
+        own_communicators(inner)
     hooks = _flight_recorder_hooks()
     hook = hooks.pop(inner, None)
     if is_known(inner):
@@ -354,7 +356,8 @@ class NameFreed:
 
 def evict(inner: ProcessGroup) -> None:
     """Remove a group from c10d's tables and from the C++ name registry. Local, idempotent."""
-    own_communicators(inner)
+    if HAS_TORCHCOMMS:
+        own_communicators(inner)
     tables = _c10d._world
     name = tables.pg_names.get(inner)
     tag = tables.pg_to_tag.get(inner)

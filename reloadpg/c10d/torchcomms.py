@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 
 __all__ = [
+    "HAS_TORCHCOMMS",
     "TORCHCOMMS_RECOVERY",
     "TORCHCOMMS_SUPPORT",
     "abort_part",
@@ -24,6 +25,9 @@ __all__ = [
     "torchcomms_obstacle",
     "uses_torchcomms",
 ]
+
+HAS_TORCHCOMMS = hasattr(_c10d, "_BackendWrapper")
+"""Whether torch has found the package, enabled or not."""
 
 TORCHCOMMS_SUPPORT = (
     "TorchComms is enabled: its gloo groups are released, rebuilt and recovered, one at a time, "
@@ -74,8 +78,6 @@ def is_torchcomm(backend: object) -> bool:
 
 def _communicators(part: Any) -> list[Any]:
     """The communicators of a group, or of one of its backends; none but those of TorchComms."""
-    if not hasattr(_c10d, "_BackendWrapper"):
-        return []
     found = [part]
     with suppress(RuntimeError, AttributeError):  # a backend; a group that has none
         found = [part._get_backend(device) for device in part._device_types]
@@ -100,7 +102,7 @@ def abort_part(part: Any) -> None:
     ``TORCHCOMM_ABORT_ON_ERROR=0`` was set when the communicator was created, and not by a split.
     Both close their connections with the last reference, which the caller drops.
     """
-    comms = _communicators(part)
+    comms = _communicators(part) if HAS_TORCHCOMMS else []
     able = [comm for comm in comms if comm.is_abort_supported()]
     ends = any(comm.get_options().abort_process_on_timeout_or_error for comm in able)
     if not comms or (able and not ends):
