@@ -222,8 +222,10 @@ def is_communication_error(error: BaseException) -> bool:
     if isinstance(error, DistError):
         return True
     text = str(error)
+    # The second one is NCCL2's for a communicator that another thread has just aborted.
     return type(error) is RuntimeError and (
-        text.startswith("NCCL ") or any(part in text for part in _GLOO_SAYS)
+        text.startswith(("NCCL ", "failed to get async error"))
+        or any(part in text for part in _GLOO_SAYS)
     )
 
 

@@ -97,3 +97,19 @@ def test_keys_of_gloo(rank: int) -> None:
         f"{name}//{place}0/{rank}" for name in ("0", "0@1.1.0") for place in ("cpu//", "")
     ]
     assert spent_keys(group, group) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("NCCL Recv failed in batch operation: remote process exited", True),
+        (
+            "failed to get async error: invalid argument (run with NCCL_DEBUG=WARN for details)",
+            True,
+        ),
+        ("shape mismatch", False),
+    ],
+)
+def test_errors_of_nccl2_are_told_from_those_of_the_program(text: str, expected: bool) -> None:
+    """They are plain RuntimeErrors on torch 2.15, as seen over the stand-ins."""
+    assert c10d.is_communication_error(RuntimeError(text)) is expected
