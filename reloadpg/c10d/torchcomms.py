@@ -19,7 +19,6 @@ __all__ = [
     "TORCHCOMMS_RECOVERY",
     "TORCHCOMMS_SUPPORT",
     "abort_part",
-    "creates_one_at_a_time",
     "is_torchcomm",
     "own_communicators",
     "torchcomms_obstacle",
@@ -43,7 +42,10 @@ TORCHCOMMS_RECOVERY = {
 
 
 def uses_torchcomms() -> bool:
-    """Whether torch creates its groups with TorchComms now. Local."""
+    """Whether torch creates its groups with TorchComms now, one at a time. Local.
+
+    Torch writes rank and size into the process's environment for the time of each creation.
+    """
     enabled = getattr(_c10d, "_use_torchcomms_enabled", None)
     return enabled is not None and bool(enabled())
 
@@ -61,15 +63,6 @@ def torchcomms_obstacle() -> str:
         "(TORCH_DISTRIBUTED_USE_TORCHCOMMS=1; seen on plain torch 2.13). Unset the variable, or "
         "use torch 2.15 or later"
     )
-
-
-def creates_one_at_a_time() -> bool:
-    """Whether this process can create only one group at a time.
-
-    TorchComms reads its rank and size from the process's environment, into which torch writes them
-    for the time of each creation.
-    """
-    return uses_torchcomms()
 
 
 def is_torchcomm(backend: object) -> bool:

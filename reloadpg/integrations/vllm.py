@@ -11,10 +11,11 @@ to workers. The workers (vLLM's ``mp`` executor) are ranks of a separate job: on
 ``LLM.collective_rpc`` offloads the groups of all of them, and one reloads them. A server is driven
 by HTTP::
 
-    rollout = colocated(Server("http://127.0.0.1:8000") if rank == 0 else None)
+    engine = Server("http://127.0.0.1:8000") if rank == 0 else None
+    rollout = colocated(engine, engine_groups="server")  # a set without groups
 
-vLLM itself is not imported. An engine in the trainer's processes needs neither: see
-``install(sets=...)``.
+With that set, every rank waits for the engine that rank 0 drives. vLLM itself is not imported. An
+engine in the trainer's processes needs neither: see ``install(sets=...)``.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class Server:
     Raises:
         InvalidOptionError: an argument is invalid, or the server has no such routes; nothing was
             changed.
-        ReloadpgError: the server did not respond; nothing was changed.
+        ReloadpgError: the server did not respond. Nothing was changed by the constructor; whether a
+            ``sleep`` or ``wake_up`` took effect is unknown.
     """
 
     def __init__(self, url: str, *, timeout: timedelta | float = 600.0) -> None:

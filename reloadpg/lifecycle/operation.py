@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 
-from ..c10d import creates_one_at_a_time
+from ..c10d import uses_torchcomms
 from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError, did_you_mean
 from ..groups.creation import HANDED_OVER
 from ..groups.offloaded import UnderWay
@@ -190,7 +190,7 @@ class Operation:
     @property
     def creators(self) -> int:
         """Number of threads that create groups, each with a separate store client."""
-        if creates_one_at_a_time():
+        if uses_torchcomms():  # it reads rank and size from the environment of the process
             return 1
         return min(self.options.parallelism, StorePool.clients_of_a_rank(self.world.size()))
 
