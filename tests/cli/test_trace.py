@@ -138,6 +138,8 @@ def test_operations_that_follow_each_other_closely_have_separate_axes(tmp_path):
     failed = [run(rank, 1000.1, 0.05, "reload", error=f"First of {rank}") for rank in range(3)]
     again = [run(rank, 1000.2, 5.0, error=f"Second of {rank}") for rank in (0, 1)]
     assert clusters([*again, *failed, *done]) == [done, failed, again]
+    first, at_once, later = run(0, 1000.0, 0.05), run(0, 1000.052, 0.05), run(1, 1001.0, 0.05)
+    assert clusters([first, at_once, later]) == [[first], [at_once], [later]]
     output = tmp_path / "picture.svg"
     draw([*done, *failed, *again], range(3), output)
     words = texts(output)
