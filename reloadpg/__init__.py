@@ -11,6 +11,9 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from . import errors
+from .errors import *  # noqa: F403 - it lists its public names
+
 if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .environment import barrier as barrier
     from .environment import destroy_distributed as destroy_distributed
@@ -19,20 +22,6 @@ if TYPE_CHECKING:  # for type checkers; at run time __getattr__ finds the names
     from .environment import init_distributed as init_distributed
     from .environment import process_group_scope as process_group_scope
     from .environment import resolve_mesh_dims as resolve_mesh_dims
-    from .errors import DisagreementError as DisagreementError
-    from .errors import GroupDestroyedError as GroupDestroyedError
-    from .errors import GroupOffloadedError as GroupOffloadedError
-    from .errors import GroupPickleError as GroupPickleError
-    from .errors import InsufficientMemoryError as InsufficientMemoryError
-    from .errors import InvalidOptionError as InvalidOptionError
-    from .errors import NotInstalledError as NotInstalledError
-    from .errors import PatchConflictError as PatchConflictError
-    from .errors import PeerFailedError as PeerFailedError
-    from .errors import PendingError as PendingError
-    from .errors import RebuildError as RebuildError
-    from .errors import ReleaseError as ReleaseError
-    from .errors import ReloadpgError as ReloadpgError
-    from .errors import RendezvousTimeoutError as RendezvousTimeoutError
     from .groups.proxy import GroupState as GroupState
     from .groups.proxy import ReloadableProcessGroup as ReloadableProcessGroup
     from .groups.register_group import register_group as register_group
@@ -77,12 +66,6 @@ _HOMES = {
         barrier destroy_distributed detect_environment ensure_process_group init_distributed
         process_group_scope resolve_mesh_dims
     """,
-    "errors": """
-        DisagreementError GroupDestroyedError GroupOffloadedError GroupPickleError
-        InsufficientMemoryError InvalidOptionError NotInstalledError PatchConflictError
-        PeerFailedError PendingError RebuildError ReleaseError ReloadpgError
-        RendezvousTimeoutError
-    """,
     "groups.register_group": "register_group",
     "groups.proxy": "GroupState ReloadableProcessGroup",
     "groups.selection": "StrategyPolicy",
@@ -104,7 +87,7 @@ _HOMES = {
 _ALIASES = {"destroy_process_groups": "offload", "reload_process_groups": "reload"}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = sorted([*_HOME_OF, *_ALIASES, "__version__"])
+__all__ = sorted([*_HOME_OF, *_ALIASES, *errors.__all__, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
@@ -112,7 +95,7 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(target)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if home not in ("errors", "environment"):  # detection needs no torch
+    if home != "environment":  # detection needs no torch
         # Before any module of ours: RELOADPG_AUTOINSTALL installs at its end.
         import_module("torch")
     value = globals()[name] = getattr(import_module(f".{home}", __name__), target)

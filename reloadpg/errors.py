@@ -27,17 +27,6 @@ __all__ = [
     "ReleaseError",
     "ReloadpgError",
     "RendezvousTimeoutError",
-    "STATUS_DIR",
-    "VARIABLES",
-    "as_timedelta",
-    "counted",
-    "described",
-    "did_you_mean",
-    "format_ranks",
-    "mebibytes",
-    "refuse_unknown_variables",
-    "table",
-    "unknown_variables",
 ]
 
 _SHORTEST, _LONGEST = timedelta(milliseconds=1), timedelta(days=365)
@@ -216,12 +205,21 @@ def _cell(value: object) -> str:
 STATUS_DIR = "RELOADPG_STATUS_DIR"
 """Environment variable: where the ranks of a job keep their status files."""
 
+GRACE = "RELOADPG_GRACE_S"
+"""Environment variable: seconds after a failure within which the other ranks must respond."""
+
+LOG_WAIT = "RELOADPG_LOG_WAIT_S"
+"""Environment variable: seconds of a wait before the first message. Later messages come after 2, 4,
+8 times as long."""
+
 VARIABLES = frozenset(
     {
         "RELOADPG_AUTOINSTALL",
         "RELOADPG_BACKENDS",
         "RELOADPG_EXCLUDE",
+        GRACE,
         "RELOADPG_LOG_LEVEL",
+        LOG_WAIT,
         "RELOADPG_RANK_LOADING",
         "RELOADPG_SIM_BYTES",
         STATUS_DIR,

@@ -61,22 +61,22 @@ collect_ignore = [
 ]
 
 NOT_ON_NCCL = {
-    "groups/test_identity.py::test_gloo_groups_bypass_beside_an_accelerators": "simulated",
+    "groups/test_identity.py::test_gloo_groups_bypass_where": "simulated",
     "groups/test_replay.py::test_creating_function_receives": "simulated",
     "groups/test_replay.py::test_replay_is_not_made_of_defaults": "simulated",
-    "groups/test_replay.py::test_world_is_created_with_what": "simulated",
+    "groups/test_replay.py::test_world_is_created_with_the": "simulated",
     "groups/test_while_offloaded.py::test_no_operation_succeeds_while_offloaded[monitored_bar": (
         "torch has it for gloo alone"
     ),
     "consumers/test_simulated.py": "simulated",
-    "lifecycle/test_bypassed.py": "what is said of gloo groups, which bypass by default",
+    "lifecycle/test_bypassed.py": "gloo groups, which bypass by default",
     "lifecycle/test_faults.py": "faults of the simulated accelerator and of gloo",
     "lifecycle/test_properties.py": "programs over gloo; nccl/test_fault_programs.py has NCCL's",
     "lifecycle/test_recover.py": "faults of gloo",
     "lifecycle/test_recover_simulated.py": "simulated",
     "lifecycle/test_rejoin.py": "faults of gloo",
     "lifecycle/test_retrying.py": "faults of gloo",
-    "lifecycle/test_suspend.py::test_a_backend_that_cannot_suspend": "NCCL can",
+    "lifecycle/test_suspend.py::test_groups_of_a_backend_that_cannot_suspend": "NCCL can",
     "lifecycle/test_suspend_faults.py": "simulated",
     "lifecycle/test_training_through_faults.py": "faults of gloo",
     "lifecycle/test_two_hosts.py": "faults of gloo",
@@ -84,7 +84,7 @@ NOT_ON_NCCL = {
 """Tests that a world on NCCL leaves out, by the start of their names, and why."""
 
 NOT_ON_TORCHCOMMS = {
-    "groups/test_identity.py::test_world_is_taken_over_when": "its timeouts cannot be read",
+    "groups/test_identity.py::test_world_becomes_reloadable_when": "its timeouts cannot be read",
     "groups/test_op_table.py::test_little_is": "it cannot coalesce",
     "groups/test_op_table.py::test_operation_that_asks": "point-to-point: see op_table.py",
     "groups/test_replay.py::test_timeout_and_description_ch": "its timeouts cannot be read",
@@ -99,6 +99,7 @@ LEFT_OUT = (
 
 LONGEST = (
     "benchmarks/test_benchmarks",
+    "frameworks/test_ray",
     "lifecycle/test_two_hosts",
     "lifecycle/test_faults",
     "lifecycle/test_rejoin",
@@ -107,15 +108,11 @@ LONGEST = (
     "lifecycle/test_training_through_faults",
     "groups/test_compiled_collectives",
     "lifecycle/test_autoinstall",
-    "environment/test_launchers",
-    "environment/test_network",
-    "frameworks/test_unmodified_scripts",
     "consumers/test_compile",
     "plugin/test_plugin",
     "examples/test_blocks",
     "cli/test_doctor",
     "environment/test_bringup",
-    "frameworks/test_ray",
     "observability/test_publish",
     "cli/test_hangs",
     "rendezvous/test_round",

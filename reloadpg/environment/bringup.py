@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -71,12 +70,7 @@ class DistributedContext:
     def __enter__(self) -> DistributedContext:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> Literal[False]:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> Literal[False]:
         self.own.destroy(error)
         return False
 
@@ -222,10 +216,16 @@ def bring_up(
         # The other ranks have done all this; its groups are connected when it rejoins.
         alone = Predecessor.exists(store, environment.rank, environment.world_size)
         connect = "none" if alone else connect
-    if not alone:
+    # If a peer dies between agreement and connection, this rank would wait for all of ``timeout``,
+    # which may be hours. So the groups are created within a round.
+    root = None if alone else partial(PrefixStore, "barriers", store)
+    rank, size = environment.rank, environment.world_size
+    rendezvous = Rendezvous(root, rank, size, watches=True)
+    if root is not None:
+        rendezvous.count_job(root())  # before the others can count on this process
         claim = Claim(
-            rank=environment.rank,
-            world_size=environment.world_size,
+            rank=rank,
+            world_size=size,
             backend=placement.backend,
             mesh_dims="none" if sizes is None else _shown(sizes),
             host=socket.gethostname(),
@@ -235,10 +235,6 @@ def bring_up(
             connect=connect,
         )
         agree(store, claim, init_timeout)
-    # If a peer dies between agreement and connection, this rank would wait for all of ``timeout``,
-    # which may be hours. So the groups are created within a round.
-    root = None if alone else partial(PrefixStore, "barriers", store)
-    rendezvous = Rendezvous(root, environment.rank, environment.world_size)
     round_ = rendezvous.open("init_distributed", ("connected",), init_timeout.total_seconds())
     own = OwnGroups()
 
@@ -278,12 +274,8 @@ def _within_round(
 ) -> DeviceMesh | None:
     """Create groups in a thread and wait for all ranks; if one fails, abort the new groups.
 
-    Args:
-        round_: a round whose next barrier is ``connected``.
-        create: called with the cancellation token, and a list whose element it sets to its current
-            work.
-        own: the new groups.
-        rank: this rank.
+    ``create`` is called with the cancellation token, and a list whose element it sets to its
+    current work.
     """
     made: list[DeviceMesh | None] = []
     at = ["creating groups"]

@@ -26,23 +26,16 @@ _VISIBLE = {
 
 @dataclass(frozen=True)
 class Placement:
-    """Device and backend of a rank.
-
-    Attributes:
-        device: the device, with an index for accelerators.
-        backend: the backend string for ``init_process_group``.
-        device_id: the device to bind the default group to, or None.
-    """
+    """Device and backend of a rank."""
 
     device: torch.device
+    """With an index for accelerators."""
     backend: str
     device_id: torch.device | None
+    """The device to bind the default group to, or None."""
 
     def use(self, *, stream: bool = False) -> None:
-        """Make the device current, and a new stream of it if requested.
-
-        Local; on a CPU, calls no accelerator.
-        """
+        """Make the device current, and a new stream of it if requested. Local."""
         if self.device.type != "cpu":
             module = torch.get_device_module(self.device.type)
             module.set_device(self.device.index)
@@ -53,8 +46,7 @@ class Placement:
         """Return an identifier of the accelerator that only this rank may use. Local.
 
         It is equal in all processes that see the device. Empty for a CPU, and for backends whose
-        ranks can share a device, such as gloo. Queries the device, which must be current. Without a
-        hardware identifier, it consists of the host name and the index among the visible devices.
+        ranks can share a device, such as gloo. The device must be current.
         """
         named = parse_backend(self.backend, built=False)
         if self.device.type == "cpu" or named.get(self.device.type, named.get("")) in _CPU_ONLY:
@@ -76,12 +68,7 @@ class Placement:
 def parse_backend(backend: str, *, built: bool = True) -> dict[str, str]:
     """Backend by device type; one backend for all is under ``""``. Local, pure.
 
-    Args:
-        backend: as for ``init_process_group``.
-        built: also require that torch was built with it.
-
-    Raises:
-        InvalidOptionError: malformed, or unknown to this torch.
+    ``built`` also requires that torch was built with it.
     """
     text = backend.lower() if isinstance(backend, str) else ""
     pairs = [item.split(":") if ":" in item else ["", item] for item in text.split(",")]
@@ -100,11 +87,6 @@ def parse_backend(backend: str, *, built: bool = True) -> dict[str, str]:
 
 
 def parse_device(device: torch.device | str | None) -> torch.device | None:
-    """Return the argument as a ``torch.device``. Local, pure.
-
-    Raises:
-        InvalidOptionError: not a device.
-    """
     try:
         return torch.device(device) if device is not None else None
     except (RuntimeError, TypeError) as error:
@@ -129,9 +111,6 @@ def choose_placement(
 
     Without a device: the accelerator, if there is one and the given backend serves it; otherwise
     the CPU. Without a backend: the one that torch has registered for the device's type.
-
-    Raises:
-        InvalidOptionError: unknown, not visible, or not compatible.
     """
     named = parse_backend(backend) if backend is not None else {}
     wanted = parse_device(device)
@@ -168,20 +147,21 @@ def _visible(wanted: torch.device, local_rank: int | None) -> torch.device:
         count = int(torch.get_device_module(wanted.type).device_count())
     except (RuntimeError, AttributeError) as error:
         raise _error(f"device={str(wanted)!r} has a type that this torch cannot use") from error
+    visible = f"{count} {wanted.type} devices are visible"
     if wanted.index is not None:
         if wanted.index >= count:
-            raise _error(f"device={str(wanted)!r}, but {count} {wanted.type} devices are visible")
+            raise _error(f"device={str(wanted)!r}, but {visible}")
         return wanted
-    if local_rank is not None and local_rank < count:
-        return torch.device(wanted.type, local_rank)
     if count == 1:
         return torch.device(wanted.type, 0)  # the launcher makes one device visible per task
     if local_rank is None:
         raise _error(
-            f"LOCAL_RANK is not set, so this process's {wanted.type} device is unknown: {count} "
-            f"are visible. Set LOCAL_RANK, or pass device="
+            f"LOCAL_RANK is not set, so this process's device is unknown: {visible}. Set "
+            f"LOCAL_RANK, or pass device="
         )
-    raise _error(f"local_rank={local_rank} has no {wanted.type} device: {count} are visible")
+    if local_rank >= count:
+        raise _error(f"local_rank={local_rank} has no {wanted.type} device: {count} are visible")
+    return torch.device(wanted.type, local_rank)
 
 
 def _uuid(device: torch.device) -> str:

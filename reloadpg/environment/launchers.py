@@ -96,11 +96,7 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> DistributedE
 
 
 def identify(environ: Mapping[str, str]) -> Identity:
-    """Return the identity of this process, without the address. Local, pure.
-
-    Raises:
-        DistributedEnvironmentError: as :func:`detect_environment`.
-    """
+    """Return the identity of this process, without the address. Local, pure."""
     read = Variables(environ, "torchrun")
     if read.first(*TORCHRUN) is None:
         return _from_launcher(environ) or SINGLE
@@ -144,12 +140,7 @@ def _with_places(own: Identity, environ: Mapping[str, str]) -> Identity:
 
 
 def _check_agreement(read: Variables, launcher: Identity) -> None:
-    said = {
-        "RANK": launcher.rank,
-        "LOCAL_RANK": launcher.local_rank,
-        "WORLD_SIZE": launcher.world_size,
-        "LOCAL_WORLD_SIZE": launcher.local_world_size,
-    }
+    said = {name: getattr(launcher, name.lower()) for name in TORCHRUN}
     differing = [name for name in said if name in read and read.integer(name) != said[name]]
     if differing:
         listed = ", ".join(f"{name}={read.text(name)!r}, not {said[name]}" for name in differing)
@@ -214,47 +205,26 @@ def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
 
 @dataclass(frozen=True)
 class _Names:
-    """The variable names of an MPI-like launcher; ``A|B`` means either.
-
-    Attributes:
-        source: name of the launcher.
-        numbers: rank, size, local rank, local size, in this order.
-        job: variables that identify one run of the launcher on its hosts.
-    """
+    """The variable names of an MPI-like launcher; ``A|B`` means either."""
 
     source: str
     numbers: tuple[str, str, str, str]
+    """Rank, size, local rank, local size."""
     job: tuple[str, ...]
+    """Variables that identify one run of the launcher on its hosts."""
 
 
-_LSF = _Names(
-    "lsf",
-    (
-        "JSM_NAMESPACE_RANK",
-        "JSM_NAMESPACE_SIZE",
-        "JSM_NAMESPACE_LOCAL_RANK",
-        "JSM_NAMESPACE_LOCAL_SIZE",
-    ),
-    ("LSB_JOBID",),
-)
+def _numbers(prefix: str) -> tuple[str, str, str, str]:
+    return f"{prefix}_RANK", f"{prefix}_SIZE", f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE"
+
+
+_LSF = _Names("lsf", _numbers("JSM_NAMESPACE"), ("LSB_JOBID",))
 _OPENMPI = _Names(
-    "openmpi",
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    "openmpi", _numbers("OMPI_COMM_WORLD"), ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 )
 _PMI = _Names(
     "pmi",
-    (
-        "PMI_RANK",
-        "PMI_SIZE",
-        "MPI_LOCALRANKID|PMI_LOCAL_RANK",
-        "MPI_LOCALNRANKS|PMI_LOCAL_SIZE",
-    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID|PMI_LOCAL_RANK", "MPI_LOCALNRANKS|PMI_LOCAL_SIZE"),
     ("PMI_JOBID",),
 )
 
@@ -266,11 +236,10 @@ def _from_torch(read: Variables) -> Identity | None:
     """
     if "WORLD_SIZE" not in read:
         if "RANK" in read:
+            rank = read.integer("RANK")
+            places = dict.fromkeys(("local_rank", "local_world_size", "node_rank", "num_nodes"))
             return Identity(
-                source="torchrun",
-                rank=read.integer("RANK"),
-                world_size=None,
-                address=lambda: _incomplete(read),
+                "torchrun", rank, world_size=0, address=lambda: _incomplete(read), **places
             )
         alone = all(read.integer(name) == least for name, least in _ALONE.items() if name in read)
         return SINGLE if alone else None
@@ -376,10 +345,7 @@ def _from_mpi(environ: Mapping[str, str], names: _Names) -> Identity | None:
 
 
 def _derived_host(read: Variables, names: _Names, *, world_size: int, local_size: int) -> str:
-    """The host where the ranks meet, for launchers that provide no address.
-
-    The ranks' host if they share one; otherwise, the first host of LSF's list.
-    """
+    """The ranks' host if they share one; otherwise, the first host of LSF's list."""
     if local_size == world_size:
         return LOOPBACK
     host = _lsf_host(read) if names is _LSF else ""

@@ -11,6 +11,7 @@ import math
 import operator
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -102,10 +103,7 @@ def build_mesh(sizes: Mapping[str, int], device_type: str, timeout: timedelta) -
     A dimension as large as the world is WORLD itself, as in torch. The groups are created with
     ``torch.distributed.new_group``, so they are reloadable if ``install`` selects them.
 
-    Args:
-        sizes: size by name in mesh order, as returned by ``resolve_mesh_dims`` for this world.
-        device_type: type of the mesh's devices.
-        timeout: timeout of every group of the mesh.
+    ``sizes`` is what ``resolve_mesh_dims`` returned for this world.
     """
     import torch
     import torch.distributed as dist
@@ -177,9 +175,6 @@ def seed_for(
 
     The coordinates along the distinct dimensions are the digits of one number, which is added to
     ``seed``. So no two seeds collide, as they do with ``seed + 100 * pp + tp`` from tp=100 on.
-
-    Raises:
-        InvalidOptionError: the seed is out of range or a dimension is unknown.
     """
     try:
         number = -1 if isinstance(seed, bool) else operator.index(seed)  # also NumPy's integers
@@ -210,11 +205,9 @@ def _seed_all(seed: int) -> None:
     import torch
 
     random.seed(seed)
-    try:
+    with suppress(ImportError):
         import numpy
-    except ImportError:
-        pass
-    else:
+
         numpy.random.seed(seed % _NUMPY_SEEDS)
     torch.manual_seed(seed)
 

@@ -12,8 +12,7 @@ import re
 import socket
 import zlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, fields
 
 from ..errors import ReloadpgError
 
@@ -67,58 +66,20 @@ class GroupNotInitializedError(ReloadpgError):
 
 
 @dataclass(frozen=True)
-class Identity:
-    """Identity of a process in its job, without the address.
-
-    Attributes:
-        source, rank, local_rank, local_world_size, node_rank, num_nodes: as in
-            :class:`DistributedEnvironment`.
-        world_size: number of processes of the job; None if unknown.
-        address: returns the address where the ranks meet, or raises
-            :class:`DistributedEnvironmentError`. Called only if it is needed.
-    """
+class _Place:
+    """The fields that an identity has with and without its address."""
 
     source: str
     rank: int
-    world_size: int | None
-    address: Callable[[], tuple[str, int]]
-    local_rank: int | None = None
-    local_world_size: int | None = None
-    node_rank: int | None = None
-    num_nodes: int | None = None
-
-    def environment(self, *, has_store: bool = False) -> DistributedEnvironment:
-        """Return the identity with its address. Local.
-
-        Args:
-            has_store: the ranks meet on a given store, so no address is needed.
-
-        Raises:
-            DistributedEnvironmentError: a variable for the world size or the address is missing or
-                wrong.
-        """
-        host, port = (LOOPBACK, None) if has_store else self.address()
-        if self.world_size is None:
-            raise DistributedEnvironmentError(
-                "WORLD_SIZE is not set. Nothing was opened or written. Set it.",
-                source=self.source,
-                variables=("WORLD_SIZE",),
-            )
-        return DistributedEnvironment(
-            source=self.source,
-            rank=self.rank,
-            local_rank=self.local_rank,
-            world_size=self.world_size,
-            local_world_size=self.local_world_size,
-            node_rank=self.node_rank,
-            num_nodes=self.num_nodes,
-            master_addr=host,
-            master_port=port,
-        )
+    local_rank: int | None
+    world_size: int
+    local_world_size: int | None
+    node_rank: int | None
+    num_nodes: int | None
 
 
 @dataclass(frozen=True)
-class DistributedEnvironment:
+class DistributedEnvironment(_Place):
     """Identity of a process in its job: a plain value.
 
     Attributes:
@@ -138,13 +99,6 @@ class DistributedEnvironment:
         DistributedEnvironmentError: a field is out of range.
     """
 
-    source: str
-    rank: int
-    local_rank: int | None
-    world_size: int
-    local_world_size: int | None
-    node_rank: int | None
-    num_nodes: int | None
     master_addr: str = LOOPBACK
     master_port: int | None = 0
 
@@ -234,6 +188,33 @@ class DistributedEnvironment:
         return export
 
 
+@dataclass(frozen=True)
+class Identity(_Place):
+    """Identity of a process without the address, which ``address`` returns where it is needed.
+
+    The world size is 0 if it is unknown; ``address`` then raises.
+    """
+
+    address: Callable[[], tuple[str, int]]
+
+    def environment(self, *, has_store: bool = False) -> DistributedEnvironment:
+        """Return the identity with its address; with ``has_store`` none is needed. Local.
+
+        Raises:
+            DistributedEnvironmentError: a variable for the world size or the address is missing or
+                wrong.
+        """
+        host, port = (LOOPBACK, None) if has_store else self.address()
+        if not self.world_size:
+            raise DistributedEnvironmentError(
+                "WORLD_SIZE is not set. Nothing was opened or written. Set it.",
+                source=self.source,
+                variables=("WORLD_SIZE",),
+            )
+        place = {field.name: getattr(self, field.name) for field in fields(_Place)}
+        return DistributedEnvironment(**place, master_addr=host, master_port=port)
+
+
 def _free_port() -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((LOOPBACK, 0))
@@ -274,12 +255,7 @@ class Export:
     def __enter__(self) -> Export:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self()
 
     def write(self, name: str, value: str) -> None:
@@ -293,12 +269,7 @@ class Export:
 
 
 class Variables:
-    """The variables of one launcher. The mapping is only read.
-
-    Args:
-        environ: the mapping.
-        source: the launcher, for messages.
-    """
+    """The variables of one launcher, ``source``. The mapping is only read."""
 
     def __init__(self, environ: Mapping[str, str], source: str) -> None:
         self._environ = environ
@@ -361,20 +332,15 @@ class Variables:
     def address(
         self, world_size: int, host: Callable[[], str], port: Callable[[], int]
     ) -> tuple[str, int]:
-        """The address that the user set, with missing parts derived.
+        """The address that the user set; ``host`` and ``port`` derive missing parts.
 
-        Args:
-            world_size: a world of 1 may have port 0.
-            host: derives the host if ``MASTER_ADDR`` is not set.
-            port: derives the port if ``MASTER_PORT`` is not set.
+        A world of 1 may have port 0.
         """
         lowest = min(1, world_size - 1)
-        return (
-            self.host("MASTER_ADDR") if "MASTER_ADDR" in self else host(),
-            self.integer("MASTER_PORT", minimum=lowest, maximum=65535)
-            if "MASTER_PORT" in self
-            else port(),
-        )
+        found = self.host("MASTER_ADDR") if "MASTER_ADDR" in self else host()
+        if "MASTER_PORT" in self:
+            return found, self.integer("MASTER_PORT", minimum=lowest, maximum=65535)
+        return found, port()
 
     def integer(self, name: str, *, minimum: int = 0, maximum: int | None = None) -> int:
         """A decimal number in ``minimum..maximum``, without ``+``, blanks or underscores."""
@@ -424,14 +390,7 @@ def port_from_text(*ids: str) -> int:
 
 
 def check_layout(source: str, *, rank: int, local_rank: int, first: int) -> None:
-    """Warn unless the ranks of a node are consecutive. Local.
-
-    Args:
-        source: the launcher.
-        rank: the rank in the world.
-        local_rank: the rank on the node.
-        first: the expected first rank of this node: node rank times ranks per node.
-    """
+    """Warn unless the ranks of a node are consecutive, beginning with ``first``. Local."""
     if rank != first + local_rank:
         logging.getLogger(__name__).warning(
             "%s placed rank %d as local rank %d on a node whose first rank should be %d: the ranks "

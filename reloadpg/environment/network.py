@@ -29,8 +29,8 @@ __all__ = [
 Network = Literal["auto", "off"] | dict[str, str]
 SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
+# InfiniBand verbs, and direct access to devices on the same PCI bridge.
 _INFINIBAND = {"NCCL_IB_DISABLE": "0", "NCCL_NET_GDR_LEVEL": "2"}
-"""InfiniBand verbs, and direct access to devices on the same PCI bridge."""
 
 _TOOL_SECONDS = 10.0
 # A user's PATH often lacks sbin, where iproute2 is installed.
@@ -84,11 +84,7 @@ def configure_network_environment(
 
 
 def validate_network(network: Any) -> Network:
-    """Check the argument ``network`` of ``init_distributed``. Local, pure.
-
-    Raises:
-        InvalidOptionError: neither "auto" nor "off" nor a mapping.
-    """
+    """Check the argument ``network`` of ``init_distributed``. Local, pure."""
     if network in ("auto", "off"):
         return network  # type: ignore[no-any-return]
     if isinstance(network, Mapping) and all(

@@ -26,11 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+", re.ASCII)
 
 
 def from_slurm(environ: Mapping[str, str]) -> Identity | None:
-    """Return the identity of a SLURM step's task, or None outside a step. Local, pure.
-
-    Raises:
-        DistributedEnvironmentError: the step's variables are incomplete or wrong.
-    """
+    """Return the identity of a SLURM step's task, or None outside a step. Local, pure."""
     read = Variables(environ, "slurm")
     if read.first(*_STEP_ONLY) is None and not _stray_task(read):
         return None

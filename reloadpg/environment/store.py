@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -64,12 +65,7 @@ def open_store(
     """Return a store that all ranks of the job share, without keys of an earlier bring-up.
 
     Blocks until rank 0's server (or the launcher's) responds, or until ``timeout``; does not wait
-    for the other ranks. A world of 1 opens no socket. A given store is used directly, with separate
-    keys for each bring-up.
-
-    Raises:
-        RendezvousTimeoutError: no server responded in time. Also a TimeoutError.
-        ReloadpgError: the server could not be started.
+    for the other ranks. A world of 1 opens no socket.
     """
     if given is not None:
         given.set_timeout(timeout)
@@ -167,11 +163,12 @@ def _what_failed(
 
 def _unresolvable(address: str, port: int) -> bool:
     look_up = Task(lambda: socket.getaddrinfo(address, port), "store-address")
-    wait = Wait("init_distributed, address", _RESOLVE_S)
+    wait = Wait("init_distributed", _RESOLVE_S, "address")
     while not look_up.ended:
         if wait.left == 0:
             return True
-        wait.pause(_PAUSE_S, look_up.wait)
+        with wait.pause(_PAUSE_S) as pause:
+            look_up.wait(pause)
     try:
         look_up.result()
     except (OSError, UnicodeError):  # UnicodeError: not a host name, such as "a..b"
@@ -187,15 +184,8 @@ class Claim:
     """The configuration of one rank.
 
     Attributes:
-        rank: its rank.
-        world_size: the number of ranks.
-        backend: the backend string.
         mesh_dims: the resolved mesh, as text.
-        host: name of its host.
-        local_rank: its number on that host, or None if unknown.
-        device: the device that it uses.
         exclusive: identifier of the device that no other rank may use; empty if there is none.
-        connect: whether it connects the new groups.
     """
 
     rank: int
@@ -249,17 +239,12 @@ def _shared(claims: Sequence[Claim]) -> str:
 
 
 def agree(store: Store, mine: Claim, timeout: timedelta) -> None:
-    """Wait until all ranks agree. Collective over the job, blocking, with a timeout.
-
-    Raises:
-        DisagreementError: on all ranks that arrived; names the differences, with ranks and values.
-        RendezvousTimeoutError: not all ranks arrived in time; names the missing ones.
-        ReloadpgError: the store was lost.
-    """
+    """Wait until all ranks agree. Collective over the job, blocking, with a timeout."""
     seconds = timeout.total_seconds()
-    wait = Wait("init_distributed, agree", seconds + _SETTLE_S + _EXIT_S)
+    exchange = partial(_exchange, mine, seconds)
+    wait = _wait(seconds + _SETTLE_S + _EXIT_S)
     try:
-        outcome, slot = StoreClient(lambda: store).ask(_Exchange(mine, seconds).outcome, wait)
+        outcome, slot = StoreClient(lambda: store).ask(exchange, wait)
     except StoreSilent:
         raise _silent(mine, seconds) from None
     except StoreLost as error:
@@ -273,76 +258,72 @@ def agree(store: Store, mine: Claim, timeout: timedelta) -> None:
     _conclude(outcome, slot, mine, seconds)
 
 
-class _Exchange:
-    """The requests of one rank to the store. They raise only exceptions of the store."""
+def _exchange(mine: Claim, seconds: float, store: Store) -> tuple[dict[str, Any], int]:
+    """Return the decision, and this rank's position in the order of arrival.
 
-    def __init__(self, mine: Claim, seconds: float) -> None:
-        self._mine = mine
-        self._seconds = seconds
+    Raises only exceptions of the store.
+    """
+    slot = store.add("arrivals", 1)
+    store.set(f"claim/{slot}", json.dumps(asdict(mine)))
+    if mine.rank == 0 and store.add("judges", 1) == 1:
+        return _decide(mine, seconds, store, slot), slot
+    if not _await(store, "outcome", _wait(seconds + _SETTLE_S), mine.world_size):
+        return {"kind": "silent"}, slot
+    outcome = dict(json.loads(store.get("outcome")))
+    store.set(f"read/{slot}", "1")
+    return outcome, slot
 
-    def outcome(self, store: Store) -> tuple[dict[str, Any], int]:
-        """Return the decision, and this rank's position in the order of arrival."""
-        slot = store.add("arrivals", 1)
-        store.set(f"claim/{slot}", json.dumps(asdict(self._mine)))
-        if self._mine.rank == 0 and store.add("judges", 1) == 1:
-            return self._judge(store, slot), slot
-        if not self._await(store, "outcome", self._wait(self._seconds + _SETTLE_S)):
-            return {"kind": "silent"}, slot
-        outcome = dict(json.loads(store.get("outcome")))
-        store.set(f"read/{slot}", "1")
-        return outcome, slot
 
-    def _judge(self, store: Store, mine: int) -> dict[str, Any]:
-        claims: list[Claim] = []
-        here: set[int] = set()
-        wait, settles = self._wait(self._seconds), False
-        while len(here) < self._mine.world_size:
-            if not self._await(store, f"claim/{len(claims) + 1}", wait):
-                break
-            claims.append(_claim(store, len(claims) + 1))
-            differs = any(getattr(claims[-1], f) != getattr(self._mine, f) for f in AGREED)
-            if not settles and (differs or claims[-1].rank in here):
-                wait, settles = self._wait(min(_SETTLE_S, wait.left)), True
-            here.add(claims[-1].rank)
-        # Unexpected arrivals: a rank with a larger world, or a duplicate rank.
-        while store.check([f"claim/{len(claims) + 1}"]):
-            claims.append(_claim(store, len(claims) + 1))
-        differences = find_differences(claims)
-        here.update(claim.rank for claim in claims)
-        missing = [rank for rank in range(self._mine.world_size) if rank not in here]
-        if differences:
-            outcome: dict[str, Any] = {"kind": "differ", "text": ". ".join(differences)}
-        elif missing:
-            outcome = {"kind": "missing", "ranks": missing, "arrived": len(here)}
-        else:
-            outcome = {"kind": "agreed", "arrived": len(claims)}
-        store.set("outcome", json.dumps(outcome))
-        if outcome["kind"] != "agreed":
-            wait = self._wait(_EXIT_S)
-            for slot in range(1, len(claims) + 1):
-                if slot != mine:
-                    self._await(store, f"read/{slot}", wait)
-        return outcome
+def _decide(mine: Claim, seconds: float, store: Store, slot: int) -> dict[str, Any]:
+    claims: list[Claim] = []
+    here: set[int] = set()
+    wait, settles = _wait(seconds), False
+    while len(here) < mine.world_size:
+        if not _await(store, f"claim/{len(claims) + 1}", wait, mine.world_size):
+            break
+        claims.append(_claim(store, len(claims) + 1))
+        differs = any(getattr(claims[-1], f) != getattr(mine, f) for f in AGREED)
+        if not settles and (differs or claims[-1].rank in here):
+            wait, settles = _wait(min(_SETTLE_S, wait.left)), True
+        here.add(claims[-1].rank)
+    # Unexpected arrivals: a rank with a larger world, or a duplicate rank.
+    while store.check([f"claim/{len(claims) + 1}"]):
+        claims.append(_claim(store, len(claims) + 1))
+    differences = find_differences(claims)
+    here.update(claim.rank for claim in claims)
+    missing = [rank for rank in range(mine.world_size) if rank not in here]
+    if differences:
+        outcome: dict[str, Any] = {"kind": "differ", "text": ". ".join(differences)}
+    elif missing:
+        outcome = {"kind": "missing", "ranks": missing, "arrived": len(here)}
+    else:
+        outcome = {"kind": "agreed", "arrived": len(claims)}
+    store.set("outcome", json.dumps(outcome))
+    if outcome["kind"] != "agreed":
+        wait = _wait(_EXIT_S)
+        for other in range(1, len(claims) + 1):
+            if other != slot:
+                _await(store, f"read/{other}", wait, mine.world_size)
+    return outcome
 
-    def _wait(self, seconds: float) -> Wait:
-        return Wait("init_distributed, agree", seconds)
 
-    def _await(self, store: Store, key: str, wait: Wait) -> bool:
-        """Whether the key exists before the wait ends."""
-        # Limits the requests of all ranks of a large job to some thousand per second.
-        pause = max(_PAUSE_S, self._mine.world_size / 2000)
-        if wait.left > _LAST_S:
-            with suppress(RuntimeError):
-                wait.pause(wait.left - _LAST_S, lambda s: store.wait([key], timedelta(seconds=s)))
+def _wait(seconds: float) -> Wait:
+    return Wait("init_distributed", seconds, "agree")
 
-        def arrived(seconds: float) -> bool:
+
+def _await(store: Store, key: str, wait: Wait, world_size: int) -> bool:
+    """Whether the key exists before the wait ends."""
+    # Limits the requests of all ranks of a large job to some thousand per second.
+    pause = max(_PAUSE_S, world_size / 2000)
+    if wait.left > _LAST_S:
+        with suppress(RuntimeError), wait.pause(wait.left - _LAST_S) as seconds:
+            store.wait([key], timedelta(seconds=seconds))
+    found = bool(store.check([key]))  # raises if the store itself is gone
+    while not found and wait.left:
+        with wait.pause(pause) as seconds:  # the process may be stopped in the request, too
             time.sleep(seconds)
-            return bool(store.check([key]))  # raises if the store itself is gone
-
-        found = arrived(0)
-        while not found and wait.left:
-            found = wait.pause(pause, arrived)  # the process may be stopped in the request, too
-        return found
+            found = store.check([key])
+    return found
 
 
 def _claim(store: Store, slot: int) -> Claim:

@@ -122,11 +122,7 @@ def barrier(timeout: timedelta | float, reason: str, group: ProcessGroup | None 
 
 
 def job_round(purpose: str, phases: tuple[str, ...], bound: timedelta) -> Round:
-    """Open a round of all ranks of the job for one purpose. Local; equal order on all ranks.
-
-    Raises:
-        GroupNotInitializedError: there is no default group.
-    """
+    """Open a round of all ranks of the job for one purpose. Local; equal order on all ranks."""
     _check_rejoined(purpose)
     return _group_rendezvous(None, purpose).open(purpose, phases, bound.total_seconds())
 
@@ -144,10 +140,6 @@ def leave_together(
 
     Collective, blocking, with a timeout. For the job, rank 0, which hosts the store, leaves last:
     otherwise the store could end with its process before other ranks have read the decision.
-
-    Raises:
-        RendezvousTimeoutError: not all ranks arrived.
-        PeerFailedError: a rank failed before it arrived.
     """
     rendezvous, seconds = _group_rendezvous(group, purpose), bound.total_seconds()
     round_ = rendezvous.open(purpose, ("arrive",), seconds)

@@ -9,7 +9,7 @@ import logging
 import time
 import weakref
 from datetime import timedelta
-from types import TracebackType
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import ReloadpgError, as_timedelta
@@ -79,9 +79,6 @@ class OwnGroups:
     As a context manager it destroys them; see :func:`process_group_scope`. Reusable, but not
     reentrant. A group is identified by its store, which a proxy and a reload keep, and which
     differs in a later group of the same name.
-
-    Args:
-        timeout: timeout of the barrier before the orderly destroy.
     """
 
     def __init__(self, timeout: timedelta = EXIT_TIMEOUT) -> None:
@@ -92,12 +89,7 @@ class OwnGroups:
         self._before = _stores_of_groups()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> Literal[False]:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> Literal[False]:
         self.destroy(error)
         return False
 
@@ -145,11 +137,7 @@ class OwnGroups:
             dist.destroy_process_group(group)
 
     def abort(self) -> None:
-        """Abort them, with a timeout. Local; does not wait for peers.
-
-        Raises:
-            TimeoutError: the abort did not end in 30 s; it continues in a thread.
-        """
+        """Abort them. Local; does not wait for peers."""
         abort_groups(self.now())
 
 
@@ -174,21 +162,16 @@ def _abandon(error: BaseException, groups: list[ProcessGroup], *, tell: bool = T
         size,
         exc_info=(type(error), error, error.__traceback__),
     )
-    try:
-        if tell:
-            _tell_peers(error, groups)
-    except BaseException as failure:
-        _log_failure("the other ranks could not be notified", failure)
-    try:
-        abort_groups(groups)
-    except BaseException as failure:
-        _log_failure("the process groups could not be aborted", failure)
-
-
-def _log_failure(what: str, failure: BaseException) -> None:
-    logging.getLogger(__name__).error(
-        "%s: %s: %s", what, type(failure).__name__, failure, exc_info=failure
-    )
+    steps = [("the process groups could not be aborted", abort_groups)]
+    if tell:
+        steps.insert(0, ("the other ranks could not be notified", partial(_tell_peers, error)))
+    for what, step in steps:
+        try:
+            step(groups)
+        except BaseException as failure:
+            logging.getLogger(__name__).error(
+                "%s: %s: %s", what, type(failure).__name__, failure, exc_info=failure
+            )
 
 
 def _tell_peers(error: BaseException, groups: list[ProcessGroup]) -> None:
@@ -204,10 +187,7 @@ def _tell_peers(error: BaseException, groups: list[ProcessGroup]) -> None:
 
 
 def abort_groups(groups: list[ProcessGroup]) -> None:
-    """Abort groups of this process, with a timeout. Local; does not wait for peers.
-
-    Args:
-        groups: the groups; if WORLD is one of them, all groups are aborted.
+    """Abort groups, or all groups if WORLD is one of them. Local; does not wait for peers.
 
     Raises:
         TimeoutError: the abort did not end in 30 s; it continues in a thread.
@@ -217,10 +197,8 @@ def abort_groups(groups: list[ProcessGroup]) -> None:
     from .. import c10d
     from ..rendezvous.worker_thread import Task
 
-    if c10d.world() in groups:
-        task = Task(c10d.abort_all, "abort")
-    else:
-        task = Task(lambda: c10d.abort_groups(groups), "abort")
+    every = c10d.world() in groups
+    task = Task(c10d.abort_all if every else lambda: c10d.abort_groups(groups), "abort")
     if not task.wait(_ABORT_S):
         raise TimeoutError(
             f"The process groups were not aborted within {_ABORT_S:g} s; a thread continues to "

@@ -6,13 +6,9 @@ all entry points of this group. Do not assume that reloadpg is installed because
 set: an error here is one line on stderr and never an exception, so that ``import torch`` cannot
 fail. Call ``reloadpg.is_installed()``.
 
-The options come from the variables that :mod:`~reloadpg.lifecycle.variables` reads, as for
-:func:`reloadpg.install`. ``RELOADPG_AUTOINSTALL`` is ``1``, ``true``, ``yes`` or ``on``; unset,
-empty, ``0``, ``false``, ``no`` or ``off`` do nothing.
-
-An empty variable counts as unset. An unknown variable that begins with ``RELOADPG_`` is an error. A
-call of ``reloadpg.install()`` without options is the same installation. Child processes inherit the
-variables: a spawned process installs for itself, and a forked one has the parent's patches.
+The options come from the variables that :func:`reloadpg.install` reads; a call of it without
+options is the same installation. Child processes inherit the variables: a spawned process installs
+for itself, and a forked one has the parent's patches.
 """
 
 from __future__ import annotations
@@ -33,10 +29,9 @@ NO = frozenset({"", "0", "false", "no", "off"})
 
 
 def activate() -> None:
-    """Install reloadpg if the environment requests it. Called by torch when it is imported.
+    """Install reloadpg if the environment requests it; called by torch at the end of its import.
 
-    Local; idempotent; raises only ``KeyboardInterrupt``. Also works if a module of reloadpg imports
-    torch: the packages that an installation needs import torch before anything else.
+    Local; idempotent; raises only ``KeyboardInterrupt``.
     """
     _guarded(_activate)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import ContextDecorator
-from types import TracebackType
 
 from ..errors import InvalidOptionError
 from ..groups.registry import registry
@@ -49,12 +48,7 @@ class offloaded(ContextDecorator):  # noqa: N801 - used like a function
         self._blocks.append(block)
         return report
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         self._blocks.pop().leave(error, self._connect)
 
 
@@ -105,12 +99,7 @@ class swapped(ContextDecorator):  # noqa: N801 - used like a function
             raise
         self._blocks.append(block)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         block = self._blocks.pop()
         try:
             release(Operation("offload", self._into))
@@ -124,14 +113,7 @@ class swapped(ContextDecorator):  # noqa: N801 - used like a function
 
 
 class Block:
-    """One block on this rank.
-
-    Args:
-        chosen: the sets that it offloads.
-
-    Attributes:
-        outermost: the sets that this block reloads: no enclosing block has offloaded them.
-    """
+    """One block on this rank; ``outermost`` are the sets that no enclosing block has offloaded."""
 
     def __init__(self, chosen: Chosen) -> None:
         self._chosen = chosen
@@ -141,11 +123,9 @@ class Block:
         self._sets: SetStates | None = None
 
     def enter(self, collect: bool = False) -> Report:
-        """Offload. Collective and blocking; see :func:`offload`.
+        """Offload. An interrupt at the end of a completed offload is raised after a reload.
 
-        Raises:
-            Exception: see :func:`offload`. An interrupt at the end of a completed offload is raised
-                after a reload: the other ranks are in their blocks, and reload at their ends.
+        The other ranks are in their blocks then, and reload at their ends.
         """
         before = _cycles()
         try:
@@ -162,7 +142,6 @@ class Block:
         return report
 
     def leave(self, error: BaseException | None, connect: Connect) -> None:
-        """Reload the sets of ``outermost``. Collective and blocking; see :func:`reload`."""
         try:
             if error is not None:
                 self._reload_logged(connect)
@@ -172,7 +151,6 @@ class Block:
             self.close()
 
     def close(self) -> None:
-        """Mark the block as ended. Local, idempotent."""
         for state in self._sets.all() if self._sets is not None else ():
             state.blocks.discard(self)
 

@@ -51,18 +51,8 @@ def on_reload(
     in the operation's), on every reload of offloaded groups. If one raises, the reload fails on all
     ranks; ``reload()`` can be called again.
 
-    Args:
-        callback: the function to call.
-        name: name for messages; by default the callback's name.
-        before: call it before the rebuild; if it raises, the groups stay offloaded.
-        sets: call it only for reloads of this set, or of one of these; None for all.
-
-    Returns:
-        A function that removes the callback; idempotent.
-
-    Raises:
-        InvalidOptionError: the callback is not callable, or a set is not a name; nothing was
-            registered.
+    Arguments, result and errors are those of :func:`on_offload`, and ``before``: call it before the
+    rebuild; if it raises, the groups stay offloaded.
     """
     callbacks = registry.callbacks.before_reload if before else registry.callbacks.reload
     return register(callbacks, _entry(callback, name, "on_reload", sets))

@@ -2,11 +2,8 @@
 
 NCCL connects a communicator in its first collective. After a reload, the order of the first
 collectives depends on the data, and expert-parallel jobs deadlocked (miles#823). Connecting all
-communicators in an order that all ranks share cannot deadlock. It takes time, so it is optional.
-
-Torch can connect a communicator without running a kernel (``eager_connect_single_device``), which
-several threads may do in parallel. A collective runs a kernel on the device; kernels of several
-communicators are started one group after the other, in the shared order.
+communicators in an order that all ranks share cannot deadlock. Several threads may connect without
+a kernel (``eager_connect_single_device``); collectives run one group after the other.
 """
 
 from __future__ import annotations
@@ -37,25 +34,18 @@ Connect = Literal["none", "eager", "canary"]
 
 
 def validate(connect: str, caller: str = "reload") -> Connect:
-    """Check the argument ``connect``.
-
-    Raises:
-        InvalidOptionError: the value is unknown; nothing was changed.
-    """
-    for known in get_args(Connect):
-        if connect == known:
-            return known  # type: ignore[no-any-return]
-    raise InvalidOptionError(
-        f"{caller}(connect={connect!r}): unknown; nothing was changed. Use 'none', 'eager' "
-        "(connect every new communicator now) or 'canary' (and check a small all-reduce by value)."
-    )
+    if connect not in get_args(Connect):
+        raise InvalidOptionError(
+            f"{caller}(connect={connect!r}): unknown; nothing was changed. Use 'none', 'eager' "
+            "(connect all communicators now) or 'canary' (and check a small all-reduce by value)."
+        )
+    return cast(Connect, connect)
 
 
 def connects_alone(group: ReloadableProcessGroup) -> bool:
-    """Whether the backend of a live group connects without a collective. Local.
+    """Whether the backend of a live group connects without a collective.
 
-    Torch's base class has the method and does nothing. NCCL connects in it; gloo connects at its
-    creation; a Python backend supports it if it overrides the method.
+    Torch's base class has the method and does nothing; gloo connects at its creation.
     """
     backend = group._get_backend(_device(group))
     own = getattr(type(backend), "eager_connect_single_device", None)
@@ -64,10 +54,7 @@ def connects_alone(group: ReloadableProcessGroup) -> bool:
 
 
 def connect_group(group: ReloadableProcessGroup) -> None:
-    """Connect the communicator of a live group, without a kernel. Collective, blocking, idempotent.
-
-    Torch connects a group that is bound to a device at its creation.
-    """
+    """Connect the communicator of a live group, without a kernel. Collective, idempotent."""
     device = _device(group)
     backend = cast(Any, group._get_backend(device))
     if not is_connected(backend):
@@ -75,13 +62,7 @@ def connect_group(group: ReloadableProcessGroup) -> None:
 
 
 def check_group(group: ReloadableProcessGroup, how: Connect) -> None:
-    """Run an all-reduce of two numbers over a live group; for ``canary``, check the result.
-
-    Collective over the group; blocks until the device has finished.
-
-    Raises:
-        RebuildError: the canary's sum is wrong.
-    """
+    """Run an all-reduce of two numbers over a live group; for ``canary``, check the sum."""
     total, expected = sum_ranks(group, _device(group))
     if how == "canary" and total != expected:
         raise RebuildError(
@@ -91,10 +72,7 @@ def check_group(group: ReloadableProcessGroup, how: Connect) -> None:
 
 
 def sum_ranks(group: ProcessGroup, device: torch.device) -> tuple[list[int], list[int]]:
-    """Sum two numbers over the ranks; return the sums and the expected sums.
-
-    Collective over the group; blocks until the device has finished.
-    """
+    """Sum two numbers over the ranks; return the sums and those expected. Collective, blocking."""
     rank, size = group.rank(), group.size()
     tensor = torch.tensor([1, rank + 1], dtype=torch.int64, device=device)
     group.allreduce([tensor]).wait()
@@ -104,17 +82,10 @@ def sum_ranks(group: ProcessGroup, device: torch.device) -> tuple[list[int], lis
 
 
 def await_device(recovery_requested: Callable[[], bool]) -> None:
-    """Wait until this rank's device is idle, and raise if its results are wrong. Blocking.
+    """Wait until this rank's device is idle, and raise if its results are wrong.
 
     A collective whose peer has aborted its communicator stays on the device until its own timeout,
-    so the wait ends early if another rank has requested a recovery.
-
-    Args:
-        recovery_requested: called every 100 ms.
-
-    Raises:
-        PeerFailedError: another rank has requested a recovery.
-        DistBackendError: see :func:`c10d.raise_for_aborted`.
+    so the wait ends with PeerFailedError if another rank has requested a recovery.
     """
     task = Task(devices.synchronize, "device")
     while not task.wait(_ASK_S):
@@ -133,7 +104,7 @@ _ASK_S = 0.1
 
 
 def _device(group: ReloadableProcessGroup) -> torch.device:
-    """Return the current device of a type whose backend was rebuilt."""
+    """The current device of a type whose backend was rebuilt."""
     selected = group.construction.selected
     index = devices.current_index()
     if index is not None:

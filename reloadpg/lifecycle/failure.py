@@ -28,13 +28,7 @@ _UNFINISHED_S = 10.0
 
 
 def perform(op: Operation, body: Callable[[Operation, Job], object]) -> Report:
-    """Begin an operation, run its body, and end it, complete or not. Collective.
-
-    Args:
-        op: the operation; it may have begun already.
-        body: the steps. It commits with :meth:`Operation.complete`, or raises. Not called without
-            a job.
-    """
+    """Begin an operation, run its body if there is a job, and end it, complete or not."""
     try:
         op.begin()
         if op.job is not None:
@@ -55,9 +49,8 @@ def perform(op: Operation, body: Callable[[Operation, Job], object]) -> Report:
 def _end_early(op: Operation, error: BaseException) -> None:
     """End an operation as all ranks do: complete, unchanged, or failed. Local, with a timeout.
 
-    The other ranks are notified of the error. The phase at which the round ended decides: this rank
-    may have been interrupted after the last rank had arrived at a barrier, so the others may be in
-    a later phase, or done.
+    The phase at which the round ended decides: this rank may have been interrupted after the last
+    rank had arrived at a barrier, so the others may be in a later phase, or done.
     """
     job = op.job
     if job is None or not op.opened:
@@ -81,7 +74,6 @@ def _end_early(op: Operation, error: BaseException) -> None:
 
 
 def _leave_failed(op: Operation, job: Job, phase: str, error: BaseException) -> None:
-    """Set every group of the operation to failed, as the other ranks do. Idempotent."""
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     op.mark_offloaded()
     if phase in ("suspended", "resumed"):
@@ -111,8 +103,7 @@ def _leave_failed(op: Operation, job: Job, phase: str, error: BaseException) -> 
 def await_unfinished(op: Operation, job: Job) -> None:
     """Wait a limited time for communicators that failed operations are still destroying.
 
-    A call in C++ may never return and must not block the job. The report then warns that its memory
-    is not free.
+    A call in C++ may never return and must not block the job.
     """
     job.unfinished = [one for one in job.unfinished if not one.task.ended]
     destroying = [one for one in job.unfinished if not one.creates]

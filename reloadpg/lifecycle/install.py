@@ -7,10 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -57,12 +54,7 @@ class Installation:
     def __enter__(self) -> Installation:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.uninstall()
 
 
@@ -129,23 +121,21 @@ def install(
             groups were created without these variables; TorchComms is enabled before torch 2.15.
         PatchConflictError: already installed with other options.
     """
-    options = _resolved(backends, min_size, world, strategy, timeout, parallelism, exclude, sets)
-    return _install(replace(options, recoverable=recoverable), by_environment=False)
+    given = (backends, min_size, world, strategy, timeout, parallelism, exclude, sets, recoverable)
+    return _install(_options(os.environ, *given), by_environment=False)
 
 
 def install_by_environment() -> Installation:
-    """Install with the options of the environment: :func:`install` at the end of ``import torch``.
+    """Install with the options of the environment, at the end of ``import torch``. Idempotent.
 
-    Local; idempotent. ``RELOADPG_BACKENDS`` may contain names that are registered with torch later.
-    The creation of the default group warns of names that are still unknown.
-
-    Raises:
-        InvalidOptionError, PatchConflictError: as for :func:`install`.
+    ``RELOADPG_BACKENDS`` may contain names that are registered with torch later. The creation of
+    the default group warns of names that are still unknown.
     """
-    return _install(_resolved(), by_environment=True)
+    return _install(_options(os.environ), by_environment=True)
 
 
-def _resolved(
+def _options(
+    environ: Mapping[str, str],
     backends: Iterable[str] | str | None = None,
     min_size: int = 2,
     world: bool = True,
@@ -154,56 +144,46 @@ def _resolved(
     parallelism: int = Options.parallelism,
     exclude: Iterable[str] | str | None = None,
     sets: Mapping[str | None, Iterable[str] | str | None] | None = None,
+    recoverable: bool = False,
 ) -> Options:
     """Return the given options, completed by those of the environment."""
-    set_log_level(os.environ)
-    said = options_of(os.environ)
-    given = {"strategy": strategy, "timeout": timeout}
+    read = {"strategy": "recreate", "timeout": timedelta(minutes=5), **options_of(environ)}
     selection = Selection.of(
-        said.get("backends") if backends is None else backends,
+        read.get("backends") if backends is None else backends,
         min_size,
         world,
-        said.get("exclude", ()) if exclude is None else exclude,
+        read.get("exclude", ()) if exclude is None else exclude,
         sets,
         registered_later=backends is None,
     )
-    chosen: dict[str, Any] = {
-        name: said[name] if value is None else value
-        for name, value in given.items()
-        if value is not None or name in said
-    }
-    return _options(selection, **chosen, parallelism=parallelism)
-
-
-def _options(
-    selection: Selection,
-    strategy: str | StrategyPolicy = "recreate",
-    timeout: timedelta | float = timedelta(minutes=5),
-    parallelism: int = Options.parallelism,
-) -> Options:
+    policy = StrategyPolicy.of(read["strategy"] if strategy is None else strategy)
+    limit = read["timeout"] if timeout is None else timeout
+    limit = as_timedelta(limit, "timeout", "nothing was installed")
     if isinstance(parallelism, bool) or not isinstance(parallelism, int) or parallelism < 1:
         raise InvalidOptionError(
             f"install(parallelism={parallelism!r}): not a positive number; nothing was installed. "
             "Pass 1 to release groups one after the other."
         )
-    return Options(
-        selection,
-        StrategyPolicy.of(strategy),
-        as_timedelta(timeout, "timeout", "nothing was installed"),
-        parallelism,
-    )
+    return Options(selection, policy, limit, parallelism, recoverable)
 
 
 def _install(options: Options, *, by_environment: bool) -> Installation:
+    installation = _put_in_place(options, by_environment=by_environment)
+    for callback in list(registry.callbacks.install):
+        callback()
+    return installation
+
+
+def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
     refuse_unknown_variables(os.environ, "install")
+    set_log_level(os.environ)
     with registry.lock:
         in_place = registry.options
         if registry.patches is not None and in_place is not None:
-            plain = registry.by_environment and options == _options(Selection())
+            plain = registry.by_environment and options == _options({})
             if options == in_place or plain:
                 if options != in_place:
                     logger.info("install() without options: %s", _BY_ENVIRONMENT)
-                _tell_of_installation()
                 return Installation(in_place, owner=False)
             raise PatchConflictError(
                 f"install was called again with other options: {_differences(options, in_place)}. "
@@ -228,7 +208,6 @@ def _install(options: Options, *, by_environment: bool) -> Installation:
             raise
         _warn_of_torch()
         _warn_of_unmanaged()
-        _tell_of_installation()
         return Installation(options, owner=True)
 
 
@@ -236,7 +215,6 @@ _BY_ENVIRONMENT = "RELOADPG_AUTOINSTALL installed at import torch, with the envi
 
 
 def _differences(given: Options, in_place: Options) -> str:
-    """Describe the options that differ, with the given and the installed values."""
     before = in_place.settings()
     return ", ".join(
         f"{name}={value!r} (in place: {before[name]!r})"
@@ -281,8 +259,8 @@ def uninstall() -> None:
         _unset_variables()
         registry.options = registry.patches = None
         registry.by_environment = False
-        while registry.callbacks.uninstall:
-            registry.callbacks.uninstall.pop()()
+    while registry.callbacks.uninstall:
+        registry.callbacks.uninstall.pop()()
 
 
 def is_installed() -> bool:
@@ -291,7 +269,7 @@ def is_installed() -> bool:
 
 
 def _recovery_variables(options: Options) -> dict[str, tuple[str, str | None]]:
-    """Return the variables to set, each with its earlier value. Raises InvalidOptionError."""
+    """The variables to set, each with its earlier value."""
     missing, obstacles = c10d.recovery_settings(os.environ, options.timeout.total_seconds())
     if obstacles and c10d.nccl_is_concerned(options.selection.backends):
         raise InvalidOptionError(
@@ -326,13 +304,7 @@ def _unset_variables() -> None:
                 os.environ[name] = before
 
 
-def _tell_of_installation() -> None:
-    for callback in list(registry.callbacks.install):
-        callback()
-
-
 def _warn_of_torch() -> None:
-    """Warn once per process of a torch version that was not tested."""
     found = re.match(r"(\d+)\.(\d+)", torch.__version__)
     oldest, newest = _TESTED_TORCH
     if found is None or oldest <= (int(found[1]), int(found[2])) <= newest:
@@ -343,23 +315,16 @@ def _warn_of_torch() -> None:
         warnings.warn(
             f"torch {torch.__version__} is not supported: reloadpg was tested with {tested}. It "
             "was installed anyway. Test an offload and a reload of your job before you rely on it.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
 def _warn_of_unmanaged() -> None:
-    """Warn of groups that were created before this installation, by name."""
     unmanaged = [group for group, _ in registry.unmanaged()]
     if unmanaged:
-        names = ", ".join(c10d.label_of(group) for group in unmanaged[:_NAMED])
-        more = f" and {len(unmanaged) - _NAMED} more" if len(unmanaged) > _NAMED else ""
         warnings.warn(
             f"created before reloadpg.install(): {counted(len(unmanaged), 'process group')} "
-            f"({names}{more}), which will keep communicators while others are offloaded. Install "
-            "before creating groups.",
-            stacklevel=4,
+            f"({c10d.labels_of(unmanaged)}), which will keep communicators while others are "
+            "offloaded. Install before creating groups.",
+            stacklevel=5,
         )
-
-
-_NAMED = 8
-"""Maximum number of groups that a message names."""

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..c10d import devices
+from .callbacks import register
 
-__all__ = ["Source", "add_check", "add_source", "exact_sources", "free_bytes", "in_use", "warnings"]
+__all__ = ["Source", "add_check", "add_source", "free_bytes", "in_use", "warnings"]
 
 logger = logging.getLogger("reloadpg")
 
@@ -29,57 +30,35 @@ _CACHE_WORTH_SAYING = 256 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """A source of memory figures.
-
-    Attributes:
-        used: returns the bytes in use, or None if unknown. Local, fast.
-        free: returns the free bytes, or None if unknown. Local, fast.
-    """
+    """Functions that return the bytes in use and the free bytes, or None if unknown. Fast."""
 
     used: Callable[[], int | None]
     free: Callable[[], int | None] = lambda: None
 
 
-class _Sources:
-    """The registered sources and checks.
-
-    Replaced as a whole, so that signal handlers can read them without a lock.
-    """
-
-    def __init__(self) -> None:
-        self.added: Mapping[str, Source] = {}
-        self.checks: tuple[Callable[[], str | None], ...] = ()
-
-
-_sources = _Sources()
+_sources: dict[str, Source] = {}
+_checks: list[Callable[[], str | None]] = []
+# Only copies are iterated over: a signal handler may read them while they are changed.
 
 
 def add_source(name: str, source: Source) -> None:
     """Register a source for an accelerator without a runtime in torch. Local, idempotent."""
-    _sources.added = {**_sources.added, name: source}
+    _sources[name] = source
 
 
 def add_check(check: Callable[[], str | None]) -> Callable[[], None]:
-    """Register a check that runs at the end of each offload and reload. Local.
+    """Register a check at the end of each operation, which returns a warning or None.
 
-    It returns a warning for the report, or None.
-
-    Returns:
-        A function that removes the check; idempotent.
+    Returns a function that removes it; idempotent.
     """
-    _sources.checks = (*_sources.checks, check)
-
-    def remove() -> None:
-        _sources.checks = tuple(other for other in _sources.checks if other is not check)
-
-    return remove
+    return register(_checks, check)
 
 
 def in_use() -> dict[str, int]:
     """Bytes in use, by source, the most reliable first. Local, about 20 microseconds."""
     readings = {
         "device": _device_used,
-        **{name: source.used for name, source in _sources.added.items()},
+        **{name: source.used for name, source in list(_sources.items())},
         "rss": _resident,
     }
     found: dict[str, int] = {}
@@ -94,17 +73,12 @@ def in_use() -> dict[str, int]:
     return found
 
 
-def exact_sources() -> frozenset[str]:
-    """The sources that measure the accelerator's own memory. Local."""
-    return frozenset({"device", *_sources.added})
-
-
 def free_bytes() -> tuple[int, str] | None:
     """Bytes available to communicators, and their source; None if unknown. Local."""
     runtime = devices.runtime()
     if runtime is not None and hasattr(runtime, "mem_get_info"):
         return int(runtime.mem_get_info()[0]), "device"
-    for name, source in _sources.added.items():
+    for name, source in list(_sources.items()):
         free = source.free()
         if free is not None:
             return free, name
@@ -112,11 +86,7 @@ def free_bytes() -> tuple[int, str] | None:
 
 
 def warnings(released: bool) -> list[str]:
-    """Return warnings of memory that is in use unnecessarily. Local.
-
-    Args:
-        released: whether the communicators are released, so that their memory should be free.
-    """
+    """Warn of memory that is in use unnecessarily, if the communicators are ``released``."""
     found: list[str] = []
     runtime = devices.runtime()
     if released and runtime is not None and hasattr(runtime, "memory_reserved"):
@@ -126,7 +96,7 @@ def warnings(released: bool) -> list[str]:
                 f"torch's caching allocator holds {cached / 2**20:.0f} MiB of unused memory; "
                 "torch.cuda.empty_cache() returns it to the device"
             )
-    for check in _sources.checks:
+    for check in list(_checks):
         try:
             text = check()
         except Exception:

@@ -25,7 +25,7 @@ from ..rendezvous.plan import GroupPlan, Plan, Proposal
 from ..rendezvous.round import Round
 from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Attempt
-from .record import Record, Took, publish
+from .record import Record, publish
 from .report import OperationStatus, Report
 from .strategy import Strategy
 
@@ -94,7 +94,7 @@ class Operation:
         self.is_running = False
         self._completed = False
         self._current: dict[int, str] = {}
-        self._took: list[Took] = []
+        self._took: dict[ReloadableProcessGroup, tuple[float, float]] = {}  # begin and duration
         self._to_do = 0
         self._reserved: list[ReloadableProcessGroup] = []
 
@@ -271,25 +271,24 @@ class Operation:
         Raises:
             ReleaseError, RebuildError: the action failed on this rank; the cause is chained.
         """
-        took: list[Took] = []
         if groups:
-            self._took, self._to_do = took, len(groups)
+            self._took, self._to_do = {}, len(groups)
         most = parallelism or self.options.parallelism
         for order, part in groupby(groups, lambda one: one.construction.order[0]):
             together = list(part)
             threads = 1 if order == HANDED_OVER[0] else min(most, len(together))
-            work = partial(self._work, iter(together), threading.Lock(), action, took)
+            work = partial(self._work, iter(together), threading.Lock(), action, self._took)
             with self.record.timed("groups", measure=False):
                 self.round.run(phase, work, lambda: self.doing, threads)
-        position = {group: index for index, group in enumerate(groups)}
-        self.record.add(sorted(took, key=lambda one: position[one.group]), self.strategy)
+        for group in groups:
+            self.record.add(group, *self._took[group], self.strategy.of(group))
 
     def _work(
         self,
         left: Iterator[ReloadableProcessGroup],
         taking: threading.Lock,
         action: Action,
-        took: list[Took],
+        took: dict[ReloadableProcessGroup, tuple[float, float]],
         attempt: Attempt,
         index: int,
     ) -> None:
@@ -309,7 +308,7 @@ class Operation:
                     f"{self.name} failed at {group!r} on rank {self.world.rank()}: "
                     f"{type(cause).__name__}: {cause}"
                 ) from cause
-            took.append(Took(group, begun, (time.perf_counter() - begun) * 1e3))
+            took[group] = begun, (time.perf_counter() - begun) * 1e3
             self._current.pop(index, None)
             self.round.advance()
 

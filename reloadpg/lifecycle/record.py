@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 
@@ -16,37 +15,14 @@ from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Job, Options, registry
 from . import memory
 from .report import Fault, GroupReport, Report, Span
-from .strategy import Strategy
+from .strategy import Choice
 
-__all__ = ["Record", "Took", "publish", "why_nothing"]
+__all__ = ["Record", "publish", "why_nothing"]
 
 logger = logging.getLogger("reloadpg")
 
-_NAMED = 8
-"""Maximum number of groups that a message names."""
-
-
-class Took(NamedTuple):
-    """The time of one group: its start (``time.perf_counter()``) and duration."""
-
-    group: ReloadableProcessGroup
-    begun: float
-    ms: float
-
 
 class Record:
-    """The times, memory, groups and warnings of one operation on this rank.
-
-    Attributes:
-        operation: its name.
-        sets: the sets that it is for, as text.
-        started_at: Unix time of the start, in seconds.
-        groups: the groups that were released or rebuilt.
-        warnings: warnings for the report.
-        faults: of a recovery, the faults that ranks reported.
-        replaced: of a recovery, the ranks that took part with a new process.
-    """
-
     def __init__(self, operation: str, sets: str) -> None:
         self.operation = operation
         self.sets = sets
@@ -61,7 +37,6 @@ class Record:
         self._moments: dict[str, float] = {}
 
     def measure(self, moment: str) -> None:
-        """Record the memory in use."""
         self._memory[moment] = memory.in_use()
         self._moments[moment] = (time.perf_counter() - self._started) * 1e3
 
@@ -77,36 +52,32 @@ class Record:
             if measure:
                 self.measure(phase)
 
-    def add(self, took: Sequence[Took], strategy: Strategy) -> None:
-        """Record groups and their times, here and in the groups' histories."""
-        noted = {report.name for report in self.groups}
-        for group, begun, ms in took:
-            if group.group_name in noted:  # first resumed, then connected
-                continue
-            history = group.history
-            if self.operation == "offload":
-                history.offload_ms = ms
-                history.cycles += 1
-            else:
-                history.reload_ms = ms
-            choice = strategy.of(group)
-            self.groups.append(
-                GroupReport(
-                    group.group_name,
-                    group.group_desc,
-                    group.construction.backend,
-                    group.size(),
-                    choice.strategy,
-                    ms,
-                    (begun - self._started) * 1e3,
-                    choice.reason,
-                    history.held_bytes,
-                    group.set_name,
-                )
+    def add(self, group: ReloadableProcessGroup, begun: float, ms: float, choice: Choice) -> None:
+        """Record a group, its begin (``time.perf_counter()``) and duration, also in its history."""
+        if any(report.name == group.group_name for report in self.groups):
+            return  # first resumed, then connected
+        history = group.history
+        if self.operation == "offload":
+            history.offload_ms = ms
+            history.cycles += 1
+        else:
+            history.reload_ms = ms
+        self.groups.append(
+            GroupReport(
+                group.group_name,
+                group.group_desc,
+                group.construction.backend,
+                group.size(),
+                choice.strategy,
+                ms,
+                (begun - self._started) * 1e3,
+                choice.reason,
+                history.held_bytes,
+                group.set_name,
             )
+        )
 
     def report(self, job: Job, note: str = "", error: str = "") -> Report:
-        """Build the report of the current state. Local."""
         self.measure("after")
         unfinished = [str(one) for one in job.unfinished if not one.task.ended]
         warnings = [*self.warnings, *memory.warnings(job.offloaded)]
@@ -169,12 +140,7 @@ def why_nothing(options: Options) -> list[str]:
 
 
 def _by_reason(groups: Iterable[tuple[ProcessGroup, str]]) -> list[str]:
-    """List groups by reason. Local."""
-    names: dict[str, list[str]] = {}
+    found: dict[str, list[ProcessGroup]] = {}
     for group, reason in groups:
-        names.setdefault(reason, []).append(c10d.label_of(group))
-    return [
-        f"group {', '.join(named[:_NAMED])}"
-        f"{f' and {len(named) - _NAMED} more' if len(named) > _NAMED else ''}: {reason}"
-        for reason, named in names.items()
-    ]
+        found.setdefault(reason, []).append(group)
+    return [f"group {c10d.labels_of(those)}: {reason}" for reason, those in found.items()]

@@ -215,18 +215,16 @@ def _recover(
         left = max(waited.left, _LEAST_S)
         job.round = op.round = job.rendezvous.recover(PHASES["recover"], str(fault), report, left)
     op.round.seconds = bound
-    agreed = _agree(op, job, report)
-    op.generation, op.all_replaced = agreed.generation, agreed.replaced
-    op.record.faults, op.record.replaced = agreed.faults, agreed.new
+    position = _agree(op, job)
     if replaces:
-        op.position = agreed.position
+        op.position = position
     if was_offloaded:
         op.call(registry.callbacks.before_reload)
     with op.record.timed("device"):
         devices.empty_cache()
     gone = [g for g in op.groups if g.state is not GroupState.DESTROYED]
     rebuild(op, job, gone, "canary", whole=True)
-    return agreed.position
+    return position
 
 
 # -- the report of this rank --------------------------------------------------------------------
@@ -344,38 +342,27 @@ def _shut_connections(op: Operation, job: Job) -> None:
     shut.wait(_SHUT_S)
 
 
-class _Agreed(NamedTuple):
-    """The summary of a recovery, equal on all ranks.
+def _agree(op: Operation, job: Job) -> Position:
+    """Exchange the reports: rank 0 writes a summary. Collective, with a timeout.
 
-    Attributes:
-        generation: the new generation.
-        faults: the faults that ranks reported.
-        position: the furthest position of any rank.
-        new: the ranks that took part with a new process.
-        replaced: ``new``, and the ranks replaced earlier in the same step.
+    Returns:
+        The furthest position of any rank.
     """
-
-    generation: int
-    faults: tuple[Fault, ...]
-    position: Position
-    new: tuple[int, ...]
-    replaced: tuple[int, ...]
-
-
-def _agree(op: Operation, job: Job, report: str) -> _Agreed:
-    """Exchange the reports: rank 0 writes a summary. Collective, with a timeout."""
     rendezvous = job.rendezvous
-    if rendezvous.alone:
-        op.barrier("agreed")
-        return _read(_summary([report]))
 
     def gather() -> None:
         rendezvous.gather(_summary, op.round.seconds)
 
-    if rendezvous.rank == 0:
+    if rendezvous.rank == 0 or rendezvous.alone:
         op.do("agreed", gather, "reading the reports of all ranks")
     op.barrier("agreed")
-    return _read(rendezvous.summary(op.round.seconds))
+    agreed = json.loads(rendezvous.summary(op.round.seconds))
+    op.generation, op.all_replaced = agreed["generation"], tuple(agreed["replaced"])
+    op.record.replaced = tuple(agreed["new"])
+    op.record.faults = tuple(
+        replace(Fault(**one), late=tuple(one["late"])) for one in agreed["faults"]
+    )
+    return Position(*agreed["position"])
 
 
 def _summary(reports: Sequence[str]) -> str:
@@ -405,16 +392,4 @@ def _summary(reports: Sequence[str]) -> str:
             "new": new,
             "replaced": sorted(replaced.union(new)),
         }
-    )
-
-
-def _read(summary: str) -> _Agreed:
-    found = json.loads(summary)
-    faults = tuple(replace(Fault(**one), late=tuple(one["late"])) for one in found["faults"])
-    return _Agreed(
-        found["generation"],
-        faults,
-        Position(*found["position"]),
-        tuple(found["new"]),
-        tuple(found["replaced"]),
     )

@@ -17,7 +17,6 @@ from .. import c10d
 from ..groups.creation import Construction
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Job, Unfinished, registry
-from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Attempt, Task, Wait
 from .connect import Connect, check_group, connect_group, connects_alone
 from .operation import Operation
@@ -33,10 +32,8 @@ _ASK_S = 0.1
 class Releases:
     """The communicators that one offload destroys.
 
-    Attributes:
-        job: the job. A communicator is recorded in it before it is detached, until it is destroyed:
-            if the destruction hangs or is interrupted, the communicator is aborted.
-        released: references to torch's objects of the destroyed groups.
+    Each is recorded in the job before it is detached, until it is destroyed: if the destruction
+    hangs or is interrupted, the communicator is aborted.
     """
 
     job: Job
@@ -73,33 +70,22 @@ class Releases:
         ]
 
 
-@dataclass
 class Rebuilds:
-    """The communicators that one reload creates.
+    """The communicators that one reload creates; ``whole``: also those that an offload keeps."""
 
-    Attributes:
-        world: the default group.
-        stores: store clients for the worker threads; None without peers.
-        generation: number of the new generation.
-        label: a label that is unique among the reloads on the same store, so that no key of a
-            failed attempt or of an earlier job is read.
-        told: set when the other ranks were notified that this reload has failed, or it has ended.
-        connect: whether to also connect the communicators.
-        whole: whether to also create the backends that stay alive in an offload.
-    """
-
-    world: ProcessGroup
-    stores: StorePool | None
-    generation: int
-    label: str
-    told: threading.Event
-    connect: Connect = "none"
-    whole: bool = False
-    _created: dict[ReloadableProcessGroup, threading.Event] = field(default_factory=dict)
-    _after: dict[ReloadableProcessGroup, threading.Event] = field(default_factory=dict)
+    def __init__(self, op: Operation, job: Job, connect: Connect, *, whole: bool) -> None:
+        self._world = op.world
+        self._stores = job.creation_stores  # an abandoned thread must not use those that follow
+        self._generation = op.generation
+        self._label = op.round.label
+        self._told = op.round.told
+        self._connect = connect
+        self._whole = whole
+        self._created: dict[ReloadableProcessGroup, threading.Event] = {}
+        self._after: dict[ReloadableProcessGroup, threading.Event] = {}
 
     def prepare(self, groups: Sequence[ReloadableProcessGroup]) -> None:
-        """Record the groups to create, in order, and their names in the store. Local.
+        """Record the groups to create, in order, and their names in the store.
 
         Torch writes a group's name, ranks and timeout into the caller's options object, where the
         backend reads them. So groups that share options are created one after another.
@@ -115,12 +101,10 @@ class Rebuilds:
                 last[id(options)] = created
 
     def rebuild(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
-        """Recreate the communicator of an offloaded group, unless it was only suspended.
+        """Recreate the communicator of an offloaded group; an action of an operation.
 
-        If requested and possible without a collective, the same thread also connects it, since only
-        this thread uses the store client of the communicator.
-
-        Blocking, and collective over its members if the backend is; an action of an operation.
+        If possible without a collective, the same thread also connects it, since only this thread
+        uses the store client of the communicator.
         """
         if group.communicator is None:
             try:
@@ -131,12 +115,11 @@ class Rebuilds:
                 self._rebuild(group, attempt, index)
             finally:
                 self._created[group].set()
-        if self.connect != "none" and not attempt.abandoned and connects_alone(group):
+        if self._connect != "none" and not attempt.abandoned and connects_alone(group):
             connect_group(group)
 
     def check(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
-        """Run a collective over a live group. Blocking, collective over its members; an action."""
-        check_group(group, self.connect)
+        check_group(group, self._connect)
 
     def _rebuild(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
         if attempt.abandoned:  # its name and store client belong to an operation that has ended
@@ -146,8 +129,8 @@ class Rebuilds:
         device: torch.device | None = group.bound_device_id
         if device is not None and device.type not in made.devices:
             device = None  # torch binds a split to the default group's device
-        with c10d.Unseen(), c10d.NameFreed(group) if made.is_handed_over else nullcontext():
-            whole = self.whole or group.kept is None  # None after a failed recovery
+        with c10d.Unseen(), c10d.name_freed(group) if made.is_handed_over else nullcontext():
+            whole = self._whole or group.kept is None  # None after a failed recovery
             inner = made.replay(self._name(group), store, device, whole=whole)
         if made.is_handed_over and (
             not isinstance(inner, ProcessGroup)
@@ -165,22 +148,22 @@ class Rebuilds:
             )
         with attempt as wanted:
             if wanted:
-                group.attach(inner, self.generation)
+                group.attach(inner, self._generation)
                 group.history.strategy = "recreate"
         if not wanted:
             # The destruction makes other members fail, so they are notified of the reason first.
-            self.told.wait()
+            self._told.wait()
             _discard(inner)
 
     def _store(self, index: int, construction: Construction) -> Store:
         """The store that a worker thread uses to create a group. Blocking until connected."""
-        store = c10d.root_store(self.world) if self.stores is None else self.stores.get(index)
+        store = c10d.root_store(self._world) if self._stores is None else self._stores.get(index)
         return (
-            store if construction.is_world else PrefixStore(f"{c10d.name_of(self.world)}/", store)
+            store if construction.is_world else PrefixStore(f"{c10d.name_of(self._world)}/", store)
         )
 
     def _name(self, group: ReloadableProcessGroup) -> str:
-        return group.construction.name_of_generation(f"{self.generation}.{self.label}")
+        return group.construction.name_of_generation(f"{self._generation}.{self._label}")
 
 
 def rebuild(
@@ -192,25 +175,12 @@ def rebuild(
     kept: Sequence[ReloadableProcessGroup] = (),
     whole: bool = False,
 ) -> None:
-    """Rebuild communicators, call the callbacks, and commit. Collective, with timeouts.
+    """Rebuild the groups in ``gone``, call the callbacks, and commit. Collective, with timeouts.
 
-    Args:
-        op: the reload or recovery.
-        job: the job.
-        gone: the groups without a communicator, in the order that all ranks share.
-        connect: whether to also connect the communicators.
-        kept: the groups that were resumed, which may need to be connected.
-        whole: whether to also create the backends that stay alive in an offload.
+    With ``whole``, also the backends that stay alive in an offload. ``kept`` are groups that were
+    resumed, which may need to be connected.
     """
-    rebuilds = Rebuilds(
-        op.world,
-        job.creation_stores,
-        op.generation,
-        op.round.label,
-        op.round.told,
-        connect,
-        whole=whole,
-    )
+    rebuilds = Rebuilds(op, job, connect, whole=whole)
     _delete_spent_keys(op, job, gone, whole=whole)
     rebuilds.prepare(gone)
     back = [g for g in op.groups if g in gone or (connect != "none" and g in kept)]
@@ -229,7 +199,6 @@ def rebuild(
 def _delete_spent_keys(
     op: Operation, job: Job, groups: Sequence[ReloadableProcessGroup], *, whole: bool
 ) -> None:
-    """Delete the keys of earlier generations of groups in the job's store; with a timeout."""
     spent = [key for group in groups for key in spent_keys(group, op.world, whole=whole)]
     if not spent or job.rendezvous.alone:
         return
@@ -240,18 +209,15 @@ def _delete_spent_keys(
                 store.delete_key(key)
 
     with op.record.timed("store"):
-        wait = Wait(f"{op.name}, spent keys", op.round.seconds)
-        with job.rendezvous.raising(op.name, op.round.phase, wait):
-            job.rendezvous.ask_root(delete, wait)
+        job.rendezvous.ask_root(delete, Wait(op.name, op.round.seconds, op.round.phase))
 
 
 def spent_keys(
     group: ReloadableProcessGroup, world: ProcessGroup, *, whole: bool = False
 ) -> list[str]:
-    """List the keys in the job's store that no rank reads any more, each once. Local.
+    """List the keys in the job's store that no rank reads any more, each once.
 
-    Call it before a rebuild, when no member uses the earlier generations. With ``whole``, the list
-    includes the keys of the backends that stay alive in an offload.
+    Call it before a rebuild, when no member uses the earlier generations.
     """
     names, group.names_in_store = group.names_in_store, []
     made = group.construction
@@ -281,17 +247,8 @@ def abort(
     several aborts in sequence have hung (pytorch#119797, #150690).
 
     A communicator is recorded in the job before it is detached. If an interrupt ends this function,
-    the next call continues with the recorded ones.
-
-    Args:
-        job: the job, in which the aborts are recorded as unfinished.
-        groups: the groups, in the order in which they are marked.
-        state: their new state.
-        reason: the reason, for messages.
-        whole: whether to also abort the backends that stay alive in an offload.
-
-    Returns:
-        The running aborts.
+    the next call continues with the recorded ones. With ``whole``, the backends that stay alive in
+    an offload are aborted too. Returns the running aborts.
     """
     for group in groups:
         if group.state is GroupState.DESTROYED:

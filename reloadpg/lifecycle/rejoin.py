@@ -35,13 +35,8 @@ def rejoin(*, timeout: timedelta | float | None = None) -> Report:
         ``replaced`` are the ranks with a new process.
 
     Raises:
-        NotInstalledError: ``install`` was not called.
         DisagreementError: this rank has created other groups than the others.
-        RendezvousTimeoutError: ranks are missing; it names them.
-        PeerFailedError: another rank failed in the recovery; it names it.
-        RebuildError: a group could not be built or connected on this rank; the cause is chained.
-        ReloadpgError: the store is lost, and with it the job.
-        InvalidOptionError: ``timeout`` is not positive; nothing was changed.
+        ReloadpgError: all others as for :func:`recover`.
     """
     seconds = seconds_of(timeout)
     if registry.options is None:

@@ -32,10 +32,6 @@ class GroupReport:
     """One group's part in an operation.
 
     Attributes:
-        name: its ``group_name``.
-        desc: its ``group_desc``.
-        backend: the backend string that it was created with.
-        size: number of members.
         strategy: the strategy that released or restored it: ``recreate``, ``suspend``, or ``skip``
             for a communicator that was never used and holds nothing to suspend.
         ms: wall time in milliseconds.
@@ -43,7 +39,6 @@ class GroupReport:
         reason: the reason for this strategy, if there was a choice.
         bytes: bytes that its communicator reported when it was released; None if the backend
             reports none.
-        set: the set that it belongs to.
     """
 
     name: str
@@ -68,7 +63,6 @@ class Span:
 
     @property
     def is_wait(self) -> bool:
-        """Whether it was spent waiting for other ranks."""
         return self.name.startswith("wait.")
 
 
@@ -105,7 +99,6 @@ class Report:
     """The record of one call of ``offload``, ``reload`` or ``recover`` on this rank.
 
     Attributes:
-        operation: ``offload``, ``reload`` or ``recover``.
         changed: False if there was nothing to do.
         generation: number of completed reloads of the job, of any set.
         groups: the groups that were released or rebuilt, in order of completion.
@@ -118,8 +111,7 @@ class Report:
         warnings: reasons why memory is not free, as text.
         error: the error that the call raised; empty if it raised none.
         started_at: Unix time at the call, in seconds.
-        rank: this process's rank in the default group, None without one.
-        world_size: number of ranks, None without a default group.
+        rank, world_size: in the default group, None without one.
         unfinished: communicators that are still being destroyed or created after a failed
             operation, as text; their memory is not free.
         moments_ms: the time of each moment of ``memory``, in milliseconds since the start.
@@ -196,11 +188,6 @@ class Report:
         before, after = self.memory.get("before", {}), self.memory.get("after", {})
         return before[source] - after[source] if source and source in after else None
 
-    @property
-    def skipped(self) -> tuple[GroupReport, ...]:
-        """The groups that were unchanged because their communicators were never used."""
-        return tuple(group for group in self.groups if group.strategy == "skip")
-
     def to_dict(self) -> dict[str, float | int | str | bool]:
         """Scalars with flat names (``offload/total_ms``), for metrics loggers.
 
@@ -228,8 +215,6 @@ class Report:
         """All values, nested, with plain types only."""
         return {
             **asdict(self),
-            "memory": {moment: dict(by_source) for moment, by_source in self.memory.items()},
-            "moments_ms": dict(self.moments_ms),
             "phases_ms": self.phases_ms,
             "overhead_ms": self.overhead_ms,
             "memory_source": self.memory_source,
@@ -280,7 +265,6 @@ class Reports(list[Report]):
 
 
 def _moved(report: Report) -> float | None:
-    """MiB that were released or allocated on this rank."""
     moved = report.moved_bytes
     return None if moved is None else round(moved / 2**20, 2) + 0.0
 
@@ -290,8 +274,6 @@ class GroupStatus:
     """The state of one reloadable group.
 
     Attributes:
-        name: its ``group_name``.
-        desc: its ``group_desc``.
         ranks: global ranks of its members.
         backend: the backend string that it was created with.
         state: ``live``, ``offloaded`` or ``failed``.
@@ -303,7 +285,6 @@ class GroupStatus:
         cycles: number of offloads.
         last_offload_ms, last_reload_ms: time that the last offload and reload took for it; None
             before the first.
-        set: the set that it belongs to.
     """
 
     name: str
@@ -342,15 +323,7 @@ class SetStatus:
 
 @dataclass(frozen=True)
 class BypassedGroup:
-    """A group that bypasses by the options of ``install``.
-
-    Attributes:
-        name: its ``group_name``.
-        desc: its ``group_desc``.
-        ranks: global ranks of its members.
-        backend: the backend string that it was created with.
-        reason: the reason, as text.
-    """
+    """A group that bypasses by the options of ``install``, with the reason as text."""
 
     name: str
     desc: str
@@ -364,7 +337,6 @@ class OperationStatus:
     """The progress of a running offload or reload on this rank.
 
     Attributes:
-        operation: ``offload`` or ``reload``.
         sequence: number of the operation in this job, equal on all ranks that are in it; 0 before
             the first request to the store.
         phase: the next barrier, as in the waits of a :class:`Report`; empty after the last one.
@@ -406,8 +378,7 @@ class Status:
     Attributes:
         installed: whether the patches are in place.
         initialized: whether a default group exists.
-        rank: this process's rank in the default group, None before it exists.
-        world_size: number of ranks, None before the default group exists.
+        rank, world_size: in the default group, None before it exists.
         state: ``live``, ``offloaded`` or ``failed``: the worst state of the groups.
         generation: number of completed reloads, of any set.
         cycles: number of completed offloads, of any set.
@@ -453,12 +424,6 @@ class Status:
         known = [g.memory_bytes for g in self.groups if g.memory_bytes is not None]
         return sum(known) if known else None
 
-    @property
-    def slowest_group(self) -> str:
-        """Name of the group that took longest in the last offload and reload, or empty."""
-        slowest = max(self.groups, key=_last_ms, default=None)
-        return slowest.name if slowest is not None and _last_ms(slowest) else ""
-
     def to_dict(self) -> dict[str, float | int | str | bool]:
         """Scalars with flat names (``status/generation``), for metrics loggers.
 
@@ -484,16 +449,7 @@ class Status:
 
     def details(self) -> dict[str, Any]:
         """All values, nested, with plain types only."""
-        return {
-            **asdict(self),
-            "options": dict(self.options),
-            "memory": dict(self.memory),
-            "unmanaged": dict(self.unmanaged),
-            "kept": dict(self.kept),
-            "sets": {name: asdict(one) for name, one in self.sets.items()},
-            "memory_bytes": self.memory_bytes,
-            "slowest_group": self.slowest_group,
-        }
+        return {**asdict(self), "memory_bytes": self.memory_bytes}
 
     def to_json(self) -> str:
         """:meth:`details` as JSON."""
@@ -526,7 +482,3 @@ class Status:
             rows.append(row)
         header = ("name", "desc", "set", "size", "backend", "state", "generation", "timeout s")
         return "\n".join([*lines, table(header, rows)] if rows else lines)
-
-
-def _last_ms(group: GroupStatus) -> float:
-    return (group.last_offload_ms or 0.0) + (group.last_reload_ms or 0.0)

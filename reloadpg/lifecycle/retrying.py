@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -140,7 +140,6 @@ def retrying(
 
 
 def _read_on(on: On | None) -> _On | None:
-    """Read the argument ``on``. Raises InvalidOptionError."""
     if on is None or (callable(on) and not isinstance(on, type)):
         return on
     types = tuple(on) if isinstance(on, Collection) and not isinstance(on, str) else (on,)
@@ -163,12 +162,7 @@ class _Rules(NamedTuple):
 
 @dataclass(eq=False)
 class _Loop:
-    """An open loop.
-
-    Attributes:
-        number: index of its outermost loop.
-        nested: whether it is inside another loop.
-    """
+    """An open loop: the index of its outermost loop, and whether it is inside another one."""
 
     number: int
     nested: bool
@@ -181,8 +175,6 @@ class _Loops:
     Attributes:
         steps: number of completed steps, over all loops; equal on all ranks between two steps.
         begun: number of outermost loops that have begun.
-        open: the loops that have begun and not ended.
-        step: the step whose block this rank is in.
         resumes: in a process that has rejoined, the other ranks' step; None once it is reached.
     """
 
@@ -292,11 +284,11 @@ def _steps(items: Iterator[T], rules: _Rules) -> Iterator[Step[T]]:
             _note(Position(loops.steps, loops.begun))
 
 
+@dataclass(eq=False, repr=False)
 class Step(Generic[T]):
     """One attempt at a step of :func:`retrying`; a context manager that returns the item.
 
     Attributes:
-        value: the item.
         number: number of the step, from 0.
         attempt: number of this attempt, from 1.
         left: whether its block has ended.
@@ -306,22 +298,14 @@ class Step(Generic[T]):
             Their processes have the initial state of the program.
     """
 
-    def __init__(
-        self,
-        value: T,
-        number: int,
-        attempt: int,
-        progress: _Progress | None = None,
-        replaced: tuple[int, ...] = (),
-    ) -> None:
-        self.value = value
-        self.number = number
-        self.attempt = attempt
-        self.left = False
-        self.complete = False
-        self.replaced = replaced
-        self._progress = progress
-        self._block_ended = threading.Event()
+    value: T
+    number: int
+    attempt: int
+    _progress: _Progress | None = None
+    replaced: tuple[int, ...] = ()
+    left: bool = False
+    complete: bool = False
+    _block_ended: threading.Event = field(default_factory=threading.Event)
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "ended" if self.left else "open"
@@ -335,12 +319,7 @@ class Step(Generic[T]):
                 Task(partial(_abort_if_called, job, self._block_ended), "step")
         return self.value
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> bool:
         self.left = True
         self._block_ended.set()
         progress = self._progress
@@ -365,13 +344,7 @@ class Step(Generic[T]):
 
 
 class _Progress:
-    """The attempts at one step on this rank.
-
-    Attributes:
-        loops: the loops of the job.
-        complete: whether the step is complete on all ranks.
-        failed: number of failed attempts, equal on all ranks.
-    """
+    """The attempts at one step on this rank; ``failed`` counts them, equal on all ranks."""
 
     def __init__(self, loops: _Loops, loop: _Loop, number: int, rules: _Rules) -> None:
         self.loops = loops
@@ -379,7 +352,6 @@ class _Progress:
         self.failed = 0
         self._loop = loop
         self._number = number
-        self._attempts = rules.attempts
         self._rules = rules
         self._ended = False
         self._owed = ""  # why this rank must repeat the step
@@ -388,8 +360,7 @@ class _Progress:
     def prepare(self) -> bool:
         """Restore the state from the beginning of the step, or take a snapshot. Collective.
 
-        Returns:
-            Whether that succeeded; if not, this attempt has failed on all ranks.
+        Returns False if this attempt has failed on all ranks.
         """
         snapshot, replaced = self._rules.state, _replaced()
         if snapshot is None:
@@ -423,7 +394,6 @@ class _Progress:
         self._complete()
 
     def _barrier(self) -> None:
-        """Wait for the other ranks on the store. Collective, blocking, with a timeout."""
         job = registry.job("retrying")
         if job is None:
             return
@@ -443,12 +413,8 @@ class _Progress:
     def leave(self, frame: FrameType | None) -> None:
         """Handle the exit from the loop: an error on all ranks if the step must be repeated.
 
-        In that case it is collective and blocking, with a timeout. A generator that is closed
-        cannot raise in the function that leaves the loop, so the error is raised at that function's
-        next line.
-
-        Args:
-            frame: the frame of the function that leaves the loop.
+        A generator that is closed cannot raise in the function that leaves the loop, so the error
+        is raised at that function's next line.
         """
         if not self._owed or threading.get_ident() != self._thread or sys.is_finalizing():
             return
@@ -465,11 +431,7 @@ class _Progress:
             _raise_in(frame, error)
 
     def fail(self, error: Exception, *, repeats: bool | None = None) -> None:
-        """Recover, and return if the step must be repeated, or is complete on other ranks.
-
-        Raises:
-            Exception: ``error``, or the error of another rank, if the step is not repeated.
-        """
+        """Recover. Return if the step must be repeated, or is complete elsewhere; else raise."""
         self._owed = ""
         if self._ended:
             raise error
@@ -494,7 +456,7 @@ class _Progress:
             raise error
         if fatal is not None:
             raise self._peer_failed([fatal]) from error
-        if self.failed >= self._attempts:
+        if self.failed >= self._rules.attempts:
             if isinstance(error, PeerFailedError):
                 raise self._peer_failed(faults) from error
             raise error
@@ -507,11 +469,7 @@ class _Progress:
         self.loops.steps += 1
 
     def _recover(self, error: Exception, repeats: bool) -> Meeting | None:
-        """Recover, with further attempts if that fails, which it does on all ranks.
-
-        Returns:
-            The result; None without a job.
-        """
+        """Recover, with further attempts if that fails, which it does on all ranks."""
         loop = self._loop
         _note(Position(self.loops.steps, loop.number, self.failed, self._number, loop.nested))
         if registry.job("retrying") is None:
@@ -557,8 +515,8 @@ class _Progress:
     def _peer_failed(self, faults: Sequence[Fault]) -> PeerFailedError:
         causes = "; ".join(map(str, faults)).rstrip(".") or "no rank reported a reason"
         return PeerFailedError(
-            f"step {self._number} failed in attempt {self.failed} of {self._attempts}: {causes}. "
-            "All groups are live again, but the step's results are unreliable.",
+            f"step {self._number} failed in attempt {self.failed} of {self._rules.attempts}: "
+            f"{causes}. All groups are live again, but the step's results are unreliable.",
             rank=faults[0].rank if faults else -1,
             phase="step",
         )
@@ -568,8 +526,7 @@ def _abort_if_called(job: Job, block_ended: threading.Event) -> None:
     """Abort this rank's communicators if a peer requests a recovery during a step. Blocking.
 
     A collective whose peer has aborted stays on the device until its own timeout, and a program
-    that waits for the device, for example in ``loss.item()``, waits as long. The step fails in any
-    case, since the peer will not complete it.
+    that waits for the device, as in ``loss.item()``, waits as long.
     """
     every = max(_WATCH_S, job.rendezvous.pause_s)
     while not block_ended.wait(every):
@@ -582,10 +539,9 @@ def _abort_if_called(job: Job, block_ended: threading.Event) -> None:
 
 
 def _raise_in(frame: FrameType, error: Exception) -> None:
-    """Raise an error in a running function, at its next line or when it returns. Local.
+    """Raise an error in a running function, at its next line or when it returns.
 
-    Uses a trace function, like debuggers: a generator that is closed cannot raise in the function
-    that closes it. Raises nothing if the function itself ends with an error.
+    Uses a trace function, like debuggers. Raises nothing if the function ends with an error.
     """
     before, before_here = sys.gettrace(), frame.f_trace
 

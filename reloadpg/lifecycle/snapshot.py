@@ -9,7 +9,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,6 @@ class Snapshot:
     Tensors are copied into buffers that are allocated once. Copies of an accelerator's tensors go
     to pinned host memory, on the current stream, without blocking the host. Objects keep their
     identity; the values of their tensors are restored.
-
-    Args:
-        objects: modules, optimizers, and other objects with a state.
-        replicas: the ranks that hold the same state as this one; None reads them from the modules.
-
-    Raises:
-        InvalidOptionError: the state of an object cannot be taken or reset, with the reason.
     """
 
     def __init__(self, objects: Any, replicas: Sequence[int] | None = None) -> None:
@@ -45,7 +38,6 @@ class Snapshot:
         self._parts = [_part(one, self._buffers) for _, one in self._entries]
         self._random = _Random()
         self._given = None if replicas is None else {*replicas}
-        self._taken = False
 
     def take(self) -> None:
         """Copy the current state. Local; does not block on an accelerator."""
@@ -57,7 +49,6 @@ class Snapshot:
             part.take()
         self._buffers.end()
         self._random.take()
-        self._taken = True
 
     def reset(self) -> None:
         """Clear the state of an unfinished step in the modules. Local, idempotent."""
@@ -84,13 +75,9 @@ class Snapshot:
         return [*enumerate(self._objects)]
 
     def hand_over(self, replaced: Sequence[int]) -> None:
-        """Send the state to replacement processes, from ranks that hold it.
+        """Send the state to replacement processes, from ranks that hold it. Collective over both.
 
-        Collective over these ranks and the replaced ones: point to point in the default group.
         Random generators are not sent, since they differ between ranks.
-
-        Raises:
-            ReloadpgError: this process is new, and no other rank holds its state.
         """
         rank = dist.get_rank()
         same = self._replicas(rank)
@@ -140,12 +127,9 @@ def _lost(rank: int, same: set[int]) -> str:
 # -- tensors --------------------------------------------------------------------------------------
 
 
-class _Saved:
-    """A tensor, and a copy of its data."""
-
-    def __init__(self, tensor: Tensor, buffers: list[Tensor]) -> None:
-        self.tensor = tensor
-        self.buffers = buffers
+class _Saved(NamedTuple):
+    tensor: Tensor
+    buffers: list[Tensor]
 
 
 class _Buffers:
@@ -175,7 +159,6 @@ class _Buffers:
         c10d.copy_tensors(*self._both())
 
     def restore(self) -> None:
-        """Copy the data back."""
         into, of = self._both()
         c10d.copy_tensors(of, into)
 
@@ -210,7 +193,6 @@ def _is_array(value: Any) -> bool:
 
 
 def _refuse_unknown(value: Any) -> None:
-    """Raise for a value in dicts and lists that cannot be restored in place."""
     if isinstance(value, dict):
         for one in value.values():
             _refuse_unknown(one)
@@ -262,11 +244,7 @@ class _Tree:
         return copy.deepcopy(self._kept)
 
     def plain(self, like: Tensor | None = None) -> Any:
-        """The saved value for another process: dicts, lists and plain tensors.
-
-        Args:
-            like: a tensor; tensors of the same shape are marked as being of its kind.
-        """
+        """The saved value as plain data; tensors of the shape of ``like`` are marked."""
         if isinstance(self._value, Tensor):
             alike = like is not None and self._value.shape == like.shape
             return _Plain(self._kept.buffers, alike)
@@ -277,21 +255,14 @@ class _Tree:
         return self._kept
 
 
-class _Plain:
-    """The data of a tensor that is sent to another process.
+class _Plain(NamedTuple):
+    """The data of a tensor that is sent; ``alike`` if it is of the kind of another one there."""
 
-    Attributes:
-        data: the data of its plain tensors.
-        alike: whether it is of the kind of another tensor, which the receiver has.
-    """
-
-    def __init__(self, data: list[Tensor], alike: bool = False) -> None:
-        self.data = data
-        self.alike = alike
+    data: list[Tensor]
+    alike: bool = False
 
 
 def _revived(value: Any, like: Tensor | None = None) -> Any:
-    """Recreate values from the result of :meth:`_Tree.plain`."""
     if isinstance(value, _Plain):
         if value.alike and like is not None:
             made = torch.empty_like(like.detach())
@@ -309,29 +280,15 @@ def _revived(value: Any, like: Tensor | None = None) -> Any:
 
 
 class _Part:
-    """The state of one object; empty by default. All methods are local."""
+    """The state of one object. All methods are local, and empty by default."""
 
-    def take(self) -> None:
-        """Copy the current state."""
-
-    def reset(self) -> None:
-        """Clear the state of an unfinished step."""
-
-    def restore(self) -> None:
-        """Restore the copied state; the data of tensors is already restored."""
-
-    def export(self) -> Any:
-        """Return the copied state, for a process that must hold the same state."""
-
-    def load(self, exported: Any) -> None:
-        """Load the state that another process has exported."""
-
-    def remake(self) -> None:
-        """Recreate the parts that must be equal on all ranks with the same state."""
-
-    def replicas(self, rank: int) -> set[int] | None:
-        """Return the ranks that hold the same state; None if unknown."""
-        return None
+    def take(self) -> None: ...
+    def reset(self) -> None: ...  # clear the state of an unfinished step
+    def restore(self) -> None: ...  # the data of tensors is already restored
+    def export(self) -> Any: ...  # the copied state, for a process that must hold the same
+    def load(self, exported: Any) -> None: ...
+    def remake(self) -> None: ...  # recreate what must be equal on all ranks with that state
+    def replicas(self, rank: int) -> set[int] | None: ...  # None if unknown
 
 
 class _Module(_Part):
@@ -570,24 +527,16 @@ def _part(value: Any, buffers: _Buffers) -> _Part:
 
 
 class _Random:
-    """The random generators of this process: of Python, NumPy, torch, and the current device."""
-
     def take(self) -> None:
-        numpy = sys.modules.get("numpy")
-        runtime = devices.runtime()
-        self._python = random.getstate()
-        self._numpy = None if numpy is None else numpy.random.get_state()
-        self._torch = torch.get_rng_state()
-        self._device = None if runtime is None else runtime.get_rng_state()
+        self._states = [(random.setstate, random.getstate())]
+        if numpy := sys.modules.get("numpy"):
+            self._states.append((numpy.random.set_state, numpy.random.get_state()))
+        for one in filter(None, (torch, devices.runtime())):
+            self._states.append((one.set_rng_state, one.get_rng_state()))
 
     def restore(self) -> None:
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        runtime = devices.runtime()
-        if runtime is not None and self._device is not None:
-            runtime.set_rng_state(self._device)
+        for set_state, state in self._states:
+            set_state(state)
 
 
 # -- from one process to another ------------------------------------------------------------------
@@ -642,7 +591,6 @@ def _receive(source: int) -> Any:
 
 
 def _device() -> torch.device:
-    """A device that the default group serves."""
     world = c10d.world()
     served = {} if world is None else c10d.device_backends(world)
     if "cpu" in served or devices.runtime() is None:

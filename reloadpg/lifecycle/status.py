@@ -18,8 +18,7 @@ __all__ = ["running", "status"]
 def running() -> OperationStatus | None:
     """Return the progress of this process's offload or reload; None if none is running.
 
-    Local, cheap, at any time, from any thread and from a signal handler. Uses no communicator and
-    no device.
+    Local, cheap, from any thread and from a signal handler.
     """
     found: OperationStatus | None = registry.progress()
     return found

@@ -40,12 +40,9 @@ class Choice:
 
 
 def propose(wanted: str, obstacle: str, *, used: bool) -> Choice:
-    """Return one member's proposal for a group. Pure.
+    """Return one member's proposal for a group whose communicator was ``used``. Pure.
 
-    Args:
-        wanted: the strategy that the user chose.
-        obstacle: why its communicator cannot be suspended; empty if it can.
-        used: whether its communicator was ever used; otherwise there is nothing to release.
+    ``obstacle`` is why it cannot be suspended; empty if it can.
     """
     if wanted == "recreate":
         return Choice("recreate")
@@ -60,22 +57,14 @@ _WEIGHT = {"suspend": 0, "skip": 1, "recreate": 2}
 
 
 def conclude(mine: Choice, theirs: Choice | None) -> Choice:
-    """Return the choice of all members, given this rank's proposal and another member's. Pure.
-
-    ``recreate`` overrides ``skip``, and ``skip`` overrides ``suspend``.
-    """
+    """Conclude from this rank's proposal and another member's: the one that overrides. Pure."""
     if theirs is None:
         return mine
     return max(mine, theirs, key=lambda choice: _WEIGHT[choice.strategy])
 
 
 class Strategy:
-    """The choice that one operation makes for each group.
-
-    Args:
-        policy: the policy that the user chose.
-        job: the job.
-    """
+    """The choice that one operation makes for each group."""
 
     def __init__(self, policy: StrategyPolicy, job: Job) -> None:
         self._policy = policy
@@ -83,11 +72,10 @@ class Strategy:
         self._choices: dict[str, Choice] = {}
 
     def of(self, group: ReloadableProcessGroup) -> Choice:
-        """Return the choice for a group, with the reason."""
         return self._choices.get(group.group_name, Choice(group.history.strategy))
 
     def planned(self, group: ReloadableProcessGroup) -> str:
-        """Return the strategy that all members of a group must expect before the choice. Local."""
+        """The strategy that all members of a group must expect before the choice."""
         if group.state is GroupState.DESTROYED:
             return "none, it was shut down"
         if group.is_live:
@@ -95,12 +83,7 @@ class Strategy:
         return group.history.strategy if group.communicator is not None else "recreate"
 
     def propose(self, groups: Sequence[ReloadableProcessGroup]) -> tuple[list[Proposal], list[str]]:
-        """Make the proposals of this rank. Local.
-
-        Returns:
-            The proposals for other members, and the groups whose proposals by other members this
-            rank must read.
-        """
+        """Return this rank's proposals, and the groups of which it must read the other members'."""
         proposals: list[Proposal] = []
         for group in groups:
             name = group.group_name
@@ -118,14 +101,9 @@ class Strategy:
     def decide(
         self, groups: Sequence[ReloadableProcessGroup], proposed: Mapping[str, str]
     ) -> list[str]:
-        """Make the choice for each group, equal on all members. Local.
+        """Make the choice for each group, equal on all members, with their proposals by group name.
 
-        Args:
-            groups: the groups to release.
-            proposed: the proposals of other members, by group name.
-
-        Returns:
-            Warnings of groups that are recreated instead of suspended, with the reason.
+        Returns warnings of groups that are recreated instead of suspended, with the reason.
         """
         recreated: list[str] = []
         for group in groups:
@@ -143,7 +121,7 @@ class Strategy:
         ]
 
     def _obstacle(self, group: ReloadableProcessGroup) -> str:
-        """Return why a group cannot be suspended; empty if it can. Local."""
+        """Why a group cannot be suspended; empty if it can."""
         backends = communicators(group.communicator, group.construction)
         obstacles = [c10d.suspend_obstacle(backend) for backend in backends]
         obstacles = obstacles or ["it has no backend object"]

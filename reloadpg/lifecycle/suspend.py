@@ -54,13 +54,7 @@ def resume(group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
 
 
 def check_room(groups: Sequence[ReloadableProcessGroup], rank: int) -> None:
-    """Check whether this rank has the memory to resume its suspended communicators.
-
-    A resume that runs out of memory returns on one rank and leaves its peers hanging.
-
-    Raises:
-        InsufficientMemoryError: it does not; nothing was changed.
-    """
+    """Refuse a resume without the memory for it, which would leave its peers hanging."""
     suspended = [group for group in groups if group.history.strategy == "suspend"]
     needed = sum(group.history.suspended_bytes for group in suspended)
     known = memory.free_bytes()

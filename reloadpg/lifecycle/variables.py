@@ -1,4 +1,4 @@
-"""Options of ``install`` from the environment; arguments take precedence.
+"""Options from the environment. Arguments of ``install`` take precedence.
 
 ==========================  ======================================================================
 ``RELOADPG_BACKENDS``       ``backends``: names separated by commas. They may be registered with
@@ -7,6 +7,9 @@
 ``RELOADPG_STRATEGY``       ``strategy``
 ``RELOADPG_TIMEOUT_S``      ``timeout``, in seconds
 ``RELOADPG_LOG_LEVEL``      level of the logger ``reloadpg``: a name or a number
+``RELOADPG_GRACE_S``        seconds within which ranks must respond after a failure; a rank that
+                            responds later is reported as silent. Default: 1.5
+``RELOADPG_LOG_WAIT_S``     seconds after which a wait for other ranks is logged. Default: 10
 ==========================  ======================================================================
 
 An empty variable counts as unset.
@@ -19,7 +22,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from ..errors import InvalidOptionError
+from ..errors import GRACE, LOG_WAIT, InvalidOptionError
 
 __all__ = ["NAMES", "options_of", "set_log_level"]
 
@@ -28,7 +31,7 @@ EXCLUDE = "RELOADPG_EXCLUDE"
 STRATEGY = "RELOADPG_STRATEGY"
 TIMEOUT = "RELOADPG_TIMEOUT_S"
 LOG_LEVEL = "RELOADPG_LOG_LEVEL"
-NAMES = (BACKENDS, EXCLUDE, STRATEGY, TIMEOUT, LOG_LEVEL)
+NAMES = (BACKENDS, EXCLUDE, STRATEGY, TIMEOUT, LOG_LEVEL, GRACE, LOG_WAIT)
 
 _STRATEGIES = ("recreate", "suspend")
 
@@ -48,23 +51,31 @@ def options_of(environ: Mapping[str, str]) -> dict[str, Any]:
         if text := _read(environ, variable):
             options[argument] = tuple(name.strip() for name in text.split(","))
             if "" in options[argument]:
-                raise InvalidOptionError(f"{variable}={text!r} has an empty name.")
+                use = "names separated by single commas"
+                raise _invalid(variable, text, "has an empty name", use)
     if text := _read(environ, STRATEGY):
         if text not in _STRATEGIES:
-            known = ", ".join(_STRATEGIES)
-            raise InvalidOptionError(f"{STRATEGY}={text!r} is unknown. Use one of: {known}.")
+            raise _invalid(STRATEGY, text, "is unknown", " or ".join(_STRATEGIES))
         options["strategy"] = text
-    if text := _read(environ, TIMEOUT):
-        try:
-            timeout = timedelta(seconds=float(text))
-        except (ValueError, OverflowError):  # not a number, infinite, or too large for timedelta
-            timeout = timedelta(0)
-        if not timedelta(0) < timeout <= timedelta(days=365):
-            raise InvalidOptionError(
-                f"{TIMEOUT}={text!r} is not a positive number of seconds, at most a year."
-            )
+    if (timeout := _seconds(environ, TIMEOUT, "300")) is not None:
         options["timeout"] = timeout
+    _seconds(environ, GRACE, "1.5")  # these are read when they are needed
+    _seconds(environ, LOG_WAIT, "10")
     return options
+
+
+def _seconds(environ: Mapping[str, str], name: str, example: str) -> timedelta | None:
+    text = _read(environ, name)
+    if not text:
+        return None
+    try:
+        seconds = timedelta(seconds=float(text))
+    except (ValueError, OverflowError):  # not a number, infinite, or too large for timedelta
+        seconds = timedelta(0)
+    if not timedelta(0) < seconds <= timedelta(days=365):
+        wrong = "is not a positive number of seconds, at most a year"
+        raise _invalid(name, text, wrong, f"a number such as {example}")
+    return seconds
 
 
 def set_log_level(environ: Mapping[str, str]) -> None:
@@ -79,4 +90,11 @@ def set_log_level(environ: Mapping[str, str]) -> None:
             number = int(level) if level.isdecimal() else level.upper()
             logging.getLogger("reloadpg").setLevel(number)
     except ValueError:
-        raise InvalidOptionError(f"{LOG_LEVEL}={level!r} is not a level of logging.") from None
+        use = "DEBUG, INFO, WARNING, ERROR, CRITICAL or a number"
+        raise _invalid(LOG_LEVEL, level, "is not a level of logging", use) from None
+
+
+def _invalid(variable: str, text: str, wrong: str, use: str) -> InvalidOptionError:
+    return InvalidOptionError(
+        f"{variable}={text!r} {wrong}; nothing was installed. Use {use}, or unset it."
+    )

@@ -1,8 +1,9 @@
 """The ranks on this host: which of their processes have ended, and messages between them.
 
-Each rank appends its process to a key for its host. The key contains the kernel's boot id and the
-PID and network namespaces, so a rank finds only processes that it can watch and connect to. A
-process is watched with a pidfd (Linux 5.3) and identified by its start time, since PIDs are reused.
+Each rank appends its process to a key for its host when it joins a job. The key contains the
+kernel's boot id and the PID and network namespaces, so a rank finds only processes that it can
+watch and connect to. A process is watched with a pidfd (Linux 5.3) and identified by its start
+time, since PIDs are reused.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Peers:
     def __init__(self, rank: int, *, watches: bool = True) -> None:
         self._rank = rank
         self._pidfds: dict[int, int] = {}  # by rank
+        self._ended: set[int] = set()  # ranks whose processes were not found
+        self._parent = ""
         self.channel = HostChannel(rank)
         self.host = _host() if watches and hasattr(os, "pidfd_open") else ""
 
@@ -40,19 +43,37 @@ class Peers:
         """Begin an epoch; return the entry of this process in the list of this host. Local."""
         self.forget()
         address = self.channel.listen()
-        return f"{self._rank} {os.getpid()} {_started(os.getpid())} {address}\n"
+        pid, parent = os.getpid(), os.getppid()
+        self._parent = f"{parent}-{_started(parent)}"
+        return f"{self._rank} {pid} {_started(pid)} {self._parent} {address}\n"
 
-    def meet(self, entries: str) -> tuple[int, ...]:
+    def meet(self, entries: str, *, connects: bool = True) -> tuple[int, ...]:
         """Watch the listed processes, and connect to their leader. Local.
+
+        A process that is not found has ended if it had the same parent as this one. Otherwise it
+        is not reported as ended, since clones of a virtual machine can have the same host name.
+
+        Args:
+            entries: the list of this host.
+            connects: whether the list is complete; if not, only watch the processes.
 
         Returns:
             Their ranks, in order.
         """
         latest = {int(rank): rest for rank, *rest in map(str.split, entries.splitlines())}
         ranks = tuple(sorted(latest))
-        for rank, (pid, started, _) in latest.items():
-            if int(pid) != os.getpid() and (pidfd := _open(int(pid), started)) is not None:
-                self._pidfds[rank] = pidfd
+        for rank, (pid, started, parent, _) in latest.items():
+            if int(pid) == os.getpid() or rank in self._pidfds:
+                continue
+            try:
+                self._pidfds[rank] = _open(int(pid), started)
+            except ProcessLookupError:
+                if parent == self._parent:
+                    self._ended.add(rank)
+            except OSError:
+                pass  # not permitted, or no file descriptor left: this rank is not watched
+        if not connects:
+            return ranks
         if self._rank in ranks[:1]:
             self.channel.expect(ranks[1:])
         elif self._rank in ranks:
@@ -61,16 +82,17 @@ class Peers:
 
     def dead(self) -> tuple[int, ...]:
         """List the ranks whose processes have ended. Local, non-blocking."""
-        pidfds = self._pidfds
+        pidfds = dict(self._pidfds)  # another thread may add to them
         poll = select.poll()
         for pidfd in pidfds.values():
             poll.register(pidfd, select.POLLIN)
         ended = {pidfd for pidfd, event in poll.poll(0) if event & select.POLLIN}
-        return tuple(sorted(rank for rank, pidfd in pidfds.items() if pidfd in ended))
+        found = {rank for rank, pidfd in pidfds.items() if pidfd in ended}
+        return tuple(sorted(found | self._ended))
 
     def forget(self) -> None:
         """Stop watching all processes, and close all connections. Local."""
-        pidfds, self._pidfds = self._pidfds, {}
+        pidfds, self._pidfds, self._ended = self._pidfds, {}, set()
         for pidfd in pidfds.values():
             os.close(pidfd)
         channel, self.channel = self.channel, HostChannel(self._rank)
@@ -80,18 +102,13 @@ class Peers:
         self.forget()
 
 
-def _open(pid: int, started: str) -> int | None:
-    """Open a process's pidfd; None if that is not possible here.
-
-    A process that is not found is not reported as ended: it was alive when its rank was counted,
-    and clones of a virtual machine can have the same host name.
-    """
-    with suppress(OSError):
-        pidfd = os.pidfd_open(pid)
-        if _started(pid) == started:
-            return pidfd
+def _open(pid: int, started: str) -> int:
+    """Open the pidfd of the process that began then; it is not found if it has ended."""
+    pidfd = os.pidfd_open(pid)
+    if _started(pid) != started:
         os.close(pidfd)
-    return None
+        raise ProcessLookupError
+    return pidfd
 
 
 def _host() -> str:

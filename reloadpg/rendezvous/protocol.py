@@ -5,33 +5,37 @@ the next state and the command that the rank sends to the store, or None if the 
 event from its caller. :class:`~.round.Rendezvous` performs the commands on a store;
 ``tests/helpers/explorer.py`` performs them on a dictionary, in every order.
 
-A rank has at most one outstanding command, which ``State.at`` names. Each command has a number. A
-reply to an earlier, abandoned command changes nothing.
+A rank has at most one outstanding command. ``State.at`` is the function that handles its reply, and
+``State.asked`` its number. A reply to an earlier, abandoned command changes nothing. The table has
+these functions, in the order in which an event passes them; those in brackets not always. ``sent``
+handles the replies to commands whose values do not matter.
 
 =========  =====================================================================================
-event      actions of the rank (with its commands, in order)
+event      actions of the rank, and the replies that it handles
 =========  =====================================================================================
 Join       counts the jobs on the store; the highest count of any rank is the job's instance:
-           COUNT_JOB, INSTANCE, (SEND)
-Arrive     arrives at the next barrier and waits for its decision: (SEND, PUBLISH,) COUNT; the last
-           rank decides: (NOTES,) DECIDE; the others wait: BLOCK, READ; a long wait polls:
-           (SEND,) READ, PROGRESS, REQUESTED, (REQUEST or NEWER,) PAUSE; at the timeout: DECIDE.
-           After the first barrier of an epoch: MEET. From then on, ranks of one host arrive
-           together, see below: HAND, HEAR, or GATHER, COUNT, BLOCK, READ, SEND
-Poll       reads the decision before it has arrived: READ, PROGRESS, REQUESTED, (REQUEST,) PAUSE
+           job_counted, instance_read, (sent)
+Arrive     arrives at the next barrier and waits for its decision: (sent, published,) counted; the
+           last rank decides: (notes_read,) decided; the others wait: woken, decision_read; a long
+           wait polls: (sent,) decision_read, progress_read, number_read, (request_read or
+           newer_read,) paused; at the timeout: decided. After the first barrier of an epoch: met.
+           From then on, ranks of one host arrive together, see below: handed, heard, or gathered,
+           counted, woken, decision_read, sent
+Poll       reads the decision before it has arrived, as in a long wait
 Decide     writes a decision other than ``ok``, because its own work reached the timeout or another
-           rank's process has ended: DECIDE
-Close      ends the operation after such a decision: responds (SEND, ANSWER), waits until all ranks
-           have responded (ROLL, PAUSE), or finds out which have not (ABSENT, STUCK, DOING, PLANS)
-           and writes the result (ROLLED), and leaves (LEAVE, PAUSE)
-Fail       writes ``failed`` at the first undecided barrier: TELL; an interrupt of a step is also
-           written where recoveries read it: SEND, TELL, PENDING
-Cancel     writes that it was interrupted while it joined a recovery: SEND, PENDING
-Next       moves to the operation that the other ranks have begun: NEXT, NEXT_PAUSE
-Recover    requests a recovery, or joins the requested one: NUMBER, ENTERED, BUMP; writes a report
-           (SEND), reads whether a rank was interrupted (CANCELLED), and begins a new epoch. If a
-           recovery has ended without this rank, the rank joins it only if another rank failed in
-           it, and fails as well. Otherwise it requests the next recovery
+           rank's process has ended: decided
+Close      ends the operation after such a decision: responds (sent, answered), waits until all
+           ranks have responded (roll_read, roll_paused), or finds out which have not (absent_read,
+           stuck_read, doing_read, plans_read) and writes the result (called), and leaves (left,
+           leave_paused)
+Fail       writes ``failed`` at the first undecided barrier: decided; an interrupt of a step is also
+           written where recoveries read it: sent, decided, pending_read; one that joins a recovery
+           is only written there: sent, pending_read
+Next       moves to the operation that the other ranks have begun: next_read, next_paused
+Recover    requests a recovery, or joins the requested one: recovery_read, entered_read; writes a
+           report (sent), reads whether a rank was interrupted (cancelled_read), and begins a new
+           epoch. If a recovery has ended without this rank, the rank joins it only if another rank
+           failed in it, and fails as well. Otherwise it requests the next recovery
 Lost       the store did not respond: the result of the last command is unknown
 =========  =====================================================================================
 
@@ -46,18 +50,16 @@ Invariants:
   is written before the number of recoveries is read, so at least one of them sees the other.
 
 The ranks of one host arrive together. The lowest of them leads: the others hand it their summands
-(HAND) and wait for its message (HEAR); it takes what it was handed (GATHER), adds that to the count
-in one request (COUNT), and sends on each decision that it learns (SEND). So a barrier costs the
-store three requests per host. This needs no agreement on who leads whom:
+(Hand) and wait for its message (Hear); it takes these (Gather), adds them to the count in one
+request, and sends on each decision that it learns (Spread). No agreement on who leads is needed:
 
 * Each arrival is added to the count exactly once. A rank counts itself exactly if it could not hand
   its arrival to the leader, and the leader takes each arrival once, before it adds it.
 * Decisions exist on the store only. A message from the leader is a copy of one. A rank that gets no
-  message polls the store, like every rank in a long wait, so it depends on the leader only for
-  being counted.
-* The leader may end, or be interrupted, between GATHER and COUNT. The barrier is then never
-  complete, as without the other ranks of its host, and ends with ``failed`` or at the timeout. The
-  ranks that are missing are those that do not respond to that decision, whoever was counted.
+  message polls the store, so it depends on the leader only for being counted.
+* The leader may end, or be interrupted, after it took arrivals and before it has added them. The
+  barrier is then never complete, and ends with ``failed`` or at the timeout. The ranks that are
+  missing are those that do not respond to that decision, whoever was counted.
 * A leader that waits for arrivals polls the store. It blocks there only once all ranks of its host
   have arrived.
 """
@@ -66,48 +68,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from .decision import Decision
 from .plan import Plan, Proposal, differences
-
-__all__ = [
-    "REPLIES",
-    "Absent",
-    "Add",
-    "Arrive",
-    "At",
-    "Await",
-    "Cancel",
-    "Close",
-    "Command",
-    "Decide",
-    "Delete",
-    "Event",
-    "Fail",
-    "Gather",
-    "Hand",
-    "Hear",
-    "Join",
-    "Lost",
-    "Meet",
-    "Next",
-    "OnHost",
-    "Pause",
-    "Poll",
-    "Publish",
-    "Read",
-    "ReadAll",
-    "Recover",
-    "Reply",
-    "Set",
-    "Spread",
-    "State",
-    "Swap",
-    "base",
-    "step",
-]
 
 UNDECIDED = Decision("")
 
@@ -178,17 +142,11 @@ class Delete(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Sleep, and reply whether time is left before the deadline. No request to the store.
+    """Sleep, and reply whether time is left before the deadline. No request to the store."""
 
-    Attributes:
-        restart: whether to restart the timeout first.
-        sleeps: whether to sleep at all.
-        listens: whether a message of a rank on this host ends the sleep.
-    """
-
-    restart: bool
-    sleeps: bool = True
-    listens: bool = False
+    restart: bool  # whether to restart the timeout first
+    sleeps: bool = True  # whether to sleep at all
+    listens: bool = False  # whether a message of a rank on this host ends the sleep
 
 
 class Publish(NamedTuple):
@@ -198,9 +156,13 @@ class Publish(NamedTuple):
 
 
 class Meet(NamedTuple):
-    """Read the list of a host and connect to its leader; the reply is its ranks, in order."""
+    """Read the list of a host and watch its processes; the reply is its ranks, in order.
+
+    ``connects``: to the leader too, since the list is complete.
+    """
 
     key: str
+    connects: bool = True
 
 
 class Hand(NamedTuple):
@@ -252,25 +214,16 @@ class Reply(NamedTuple):
 
 
 class Join(NamedTuple):
-    """Begin a job. ``mark`` identifies this process; empty to leave no mark."""
-
-    mark: str
+    """Begin a job."""
 
 
 class Arrive(NamedTuple):
-    """Arrive at the next barrier.
+    """Arrive at the next barrier."""
 
-    Attributes:
-        plan: the plan on which all ranks must agree here, as JSON; empty if there is none.
-        share: this rank's summand of the plans; the sum over all ranks is zero if they agree.
-        proposals: this rank's proposals.
-        extends: whether this rank requests the optional barriers.
-    """
-
-    plan: str = ""
-    share: int = 0
+    plan: str = ""  # the plan on which all ranks must agree here, as JSON; empty if there is none
+    share: int = 0  # this rank's summand of the plans; the sum over all ranks is zero if they agree
     proposals: tuple[Proposal, ...] = ()
-    extends: bool = False
+    extends: bool = False  # whether this rank requests the optional barriers
 
 
 class Poll(NamedTuple):
@@ -286,29 +239,18 @@ class Decide(NamedTuple):
 
 
 class Close(NamedTuple):
-    """End the operation after a decision other than ``ok``.
+    """End the operation after a decision other than ``ok``."""
 
-    Attributes:
-        doing: this rank's current work, if it has not arrived.
-        waits: whether to wait for the responses of the other ranks.
-        hosts: whether this process hosts the store. If so, it leaves last.
-    """
-
-    doing: str
-    waits: bool
-    hosts: bool
+    doing: str  # this rank's current work, if it has not arrived
+    waits: bool  # whether to wait for the responses of the other ranks
+    hosts: bool  # whether this process hosts the store, and leaves last
 
 
 class Fail(NamedTuple):
-    """This rank has failed. ``decision`` is of the kind ``failed`` or ``cancelled``."""
+    """This rank has failed, or was interrupted."""
 
-    decision: Decision
-
-
-class Cancel(NamedTuple):
-    """This rank was interrupted while it joined a recovery. ``decision`` is ``cancelled``."""
-
-    decision: Decision
+    decision: Decision  # of the kind ``failed`` or ``cancelled``
+    joins: bool = False  # whether it was interrupted while it joined a recovery
 
 
 class Next(NamedTuple):
@@ -319,161 +261,68 @@ class Next(NamedTuple):
 
 
 class Recover(NamedTuple):
-    """Request a recovery, or join the requested one.
+    """Request a recovery, or join the requested one."""
 
-    Attributes:
-        reason: the reason, for ranks that wait elsewhere.
-        report: this rank's report to the others.
-        phases: the barriers of the recovery.
-        replaces: whether this process replaces one that may have been counted in the epoch.
-    """
-
-    reason: str
-    report: str
-    phases: tuple[str, ...]
-    replaces: bool
+    reason: str  # the reason, for ranks that wait elsewhere
+    report: str  # this rank's report to the others
+    phases: tuple[str, ...]  # the barriers of the recovery
+    replaces: bool  # whether this process replaces one that may have been counted in the epoch
 
 
 class Lost(NamedTuple):
     """The store did not respond, or has ended."""
 
 
-Event = Reply | Join | Arrive | Poll | Decide | Close | Fail | Cancel | Next | Recover | Lost
+Event = Reply | Join | Arrive | Poll | Decide | Close | Fail | Next | Recover | Lost
 
 
 # -- states -------------------------------------------------------------------------------------
 
 
-class At(Enum):
-    """The outstanding command. Events of the caller are allowed only when idle."""
-
-    IDLE = auto()
-    UNKNOWN = auto()
-    SEND = auto()
-    COUNT_JOB = auto()
-    INSTANCE = auto()
-    PUBLISH = auto()
-    MEET = auto()
-    HAND = auto()
-    GATHER = auto()
-    HEAR = auto()
-    COUNT = auto()
-    NOTES = auto()
-    DECIDE = auto()
-    BLOCK = auto()
-    READ = auto()
-    PROGRESS = auto()
-    REQUESTED = auto()
-    REQUEST = auto()
-    NEWER = auto()
-    PAUSE = auto()
-    ANSWER = auto()
-    ROLL = auto()
-    ROLL_PAUSE = auto()
-    ABSENT = auto()
-    STUCK = auto()
-    DOING = auto()
-    PLANS = auto()
-    ROLLED = auto()
-    LEAVE = auto()
-    LEAVE_PAUSE = auto()
-    TELL = auto()
-    PENDING = auto()
-    NEXT = auto()
-    NEXT_PAUSE = auto()
-    NUMBER = auto()
-    ENTERED = auto()
-    BUMP = auto()
-    CANCELLED = auto()
-
-
 Then = Callable[["State"], "Step"]
+Handler = Callable[["State", Any], "Step"]
 
 
 class State(NamedTuple):
-    """The state of one rank.
-
-    Attributes:
-        rank: this rank.
-        members: all ranks.
-        instance: number of this job among those on the store; 0 before it has joined.
-        confirmed: whether all ranks have met in this instance.
-        epoch: number of the last recovery that this rank took part in.
-        sequence: number of the operation in its epoch.
-        phases: the remaining barriers.
-        optional: barriers that are omitted unless a rank requests them at the next one.
-        host: identifier of this rank's host; empty to arrive alone at every barrier.
-        published: whether this process is in the list of its host for this epoch.
-        local: the ranks of the host, once known in this epoch.
-        at: the outstanding command.
-        asked: its number.
-        arrived: whether this rank may have been counted at the next barrier.
-        counted: whether it has begun to add to the count there.
-        complete: whether all ranks of its host have arrived there, of which it is the leader.
-        waits_long: whether it has marked its wait there as long.
-        answered: whether its response there may have been counted.
-        left: whether its departure from there may have been counted.
-        decision: the decision of the next barrier, if it was read and is not ``ok``.
-        passed: the decision of the last barrier that was passed.
-        ended: whether the operation has ended early and is closed.
-        noted: the last decision that ended an operation, as it was written.
-        arriving: the event with which it arrived.
-        closing: the event with which it closes the operation.
-        failing: the event with which it failed.
-        recovering: the event with which it recovers.
-        following: the operation that it moves to.
-        wanted: the text of the decision that it writes.
-        known: the text of the decision that it acts on.
-        progress: the progress of all ranks that it has seen.
-        news: this rank's unreported progress.
-        restart: whether to restart the timeout.
-        mark: identifier of this process; empty to leave no mark.
-        missing: the ranks that have not responded.
-        todo: commands to send before it continues.
-        then: the continuation.
-        spent: keys to delete after the next barrier.
-        owned: keys that it has created since the last barrier.
-    """
+    """The state of one rank."""
 
     rank: int
     members: tuple[int, ...]
-    instance: int = 0
-    confirmed: bool = False
-    epoch: int = 0
-    sequence: int = 0
-    phases: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-    host: str = ""
-    published: bool = False
-    local: tuple[int, ...] = ()
-    at: At = At.IDLE
-    asked: int = 0
-    arrived: bool = False
-    counted: bool = False
-    complete: bool = False
-    waits_long: bool = False
-    answered: bool = False
-    left: bool = False
-    decision: Decision = UNDECIDED
-    passed: Decision = UNDECIDED
-    ended: bool = False
-    noted: str = ""
-    arriving: Arrive = Arrive()
-    closing: Close = Close("", waits=False, hosts=False)
-    failing: Decision = UNDECIDED
-    recovering: Recover = Recover("", "", (), replaces=False)
-    following: Next = Next(())
-    wanted: str = ""
-    known: str = ""
-    progress: int = 0
-    news: int = 0
-    restart: bool = False
-    mark: str = ""
-    missing: tuple[int, ...] = ()
-    todo: tuple[Command, ...] = ()
-    then: Then | None = None
-    spent: tuple[str, ...] = ()
-    owned: tuple[str, ...] = ()
+    instance: int = 0  # number of this job among those on the store; 0 before it has joined
+    confirmed: bool = False  # whether all ranks have met in this instance
+    epoch: int = 0  # number of the last recovery that this rank took part in
+    sequence: int = 0  # number of the operation in its epoch
+    phases: tuple[str, ...] = ()  # the remaining barriers
+    optional: tuple[str, ...] = ()  # barriers omitted unless a rank requests them at the next one
+    host: str = ""  # identifier of this rank's host; empty to arrive alone at every barrier
+    published: bool = False  # whether this process is in the list of its host for this epoch
+    local: tuple[int, ...] = ()  # the ranks of the host, once known in this epoch
+    at: Handler | None = None  # handles the reply to the outstanding command, if there is one
+    asked: int = 0  # the number of that command
+    lost: bool = False  # whether the store has failed this operation
+    arrived: bool = False  # whether this rank may have been counted at the next barrier
+    counted: bool = False  # whether it has begun to add to the count there
+    complete: bool = False  # whether all ranks of the host that it leads have arrived there
+    waits_long: bool = False  # whether it has marked its wait there as long
+    answered: bool = False  # whether its response there may have been counted
+    left: bool = False  # whether its departure from there may have been counted
+    decision: Decision = UNDECIDED  # that of the next barrier, if it was read and is not ``ok``
+    passed: Decision = UNDECIDED  # the decision of the last barrier that was passed
+    ended: bool = False  # whether the operation has ended early and is closed
+    noted: str = ""  # the last decision that ended an operation, as it was written
+    arriving: Arrive = Arrive()  # the event with which it arrived
+    event: Any = None  # of the kinds Close, Fail, Next and Recover: the last one of this operation
+    wanted: str = ""  # the text of the decision that it writes
+    known: str = ""  # the text of the decision that it acts on
+    progress: int = 0  # the progress of all ranks that it has seen
+    news: int = 0  # this rank's unreported progress
+    restart: bool = False  # whether to restart the timeout
+    mark: str = ""  # identifier of this process; empty to leave no mark
+    missing: tuple[int, ...] = ()  # the ranks that have not responded
+    todo: tuple[Command, ...] = ()  # commands to send before it continues
+    then: Then | None = None  # continues after them
+    spent: tuple[str, ...] = ()  # keys to delete after the next barrier
+    owned: tuple[str, ...] = ()  # keys that it has created since the last barrier
 
     @property
     def size(self) -> int:
@@ -498,6 +347,16 @@ class State(NamedTuple):
         """The key of the list of this host."""
         return self.key_of(self.epoch, 0, "host", self.host)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this rank was counted, and its command waits for the decision."""
+        return self.at in (_woken, _decision_read, _heard)
+
+    @property
+    def cancelled_key(self) -> str:
+        """The key that says which rank was interrupted in this epoch."""
+        return f"{base(self.instance)}/cancelled/{self.epoch}"
+
     def open(self, phases: tuple[str, ...], optional: tuple[str, ...] = ()) -> State:
         """Begin the next operation of this epoch."""
         return self._fresh(phases)._replace(sequence=self.sequence + 1, optional=optional)
@@ -506,8 +365,9 @@ class State(NamedTuple):
         return self._replace(
             phases=phases,
             optional=(),
-            at=At.IDLE,
+            at=None,
             asked=self.asked + 1,
+            lost=False,
             arrived=False,
             counted=False,
             complete=False,
@@ -517,7 +377,7 @@ class State(NamedTuple):
             decision=UNDECIDED,
             passed=UNDECIDED,
             ended=False,
-            failing=UNDECIDED,
+            event=None,
             todo=(),
         )
 
@@ -561,18 +421,18 @@ def base(instance: int) -> str:
 def step(state: State, event: Event) -> Step:
     """Return the next state, and the command to send, if any. Pure."""
     if isinstance(event, Reply):
-        if event.number != state.asked or state.at not in REPLIES:
+        if event.number != state.asked or state.at is None:
             return state, None  # a late reply to an abandoned command
-        return REPLIES[state.at](state, event.value)
+        return state.at(state, event.value)
     return EVENTS[type(event)](state, event)
 
 
-def _ask(state: State, at: At, command: Command) -> Step:
+def _ask(state: State, at: Handler, command: Command) -> Step:
     return state._replace(at=at, asked=state.asked + 1), command
 
 
 def _idle(state: State) -> Step:
-    return state._replace(at=At.IDLE, asked=state.asked + 1, todo=()), None
+    return state._replace(at=None, asked=state.asked + 1, todo=()), None
 
 
 def _send(state: State, commands: tuple[Command, ...], then: Then) -> Step:
@@ -581,7 +441,7 @@ def _send(state: State, commands: tuple[Command, ...], then: Then) -> Step:
         return then(state)
     made = tuple(one.key for one in commands if isinstance(one, Set) and not one.stays)
     state = state._replace(owned=_merged(state.owned, made), todo=commands, then=then)
-    return _ask(state, At.SEND, commands[0])
+    return _ask(state, _sent, commands[0])
 
 
 def _sent(state: State, value: Any) -> Step:
@@ -589,7 +449,7 @@ def _sent(state: State, value: Any) -> Step:
     if isinstance(command, Swap) and not command.expected and value == command.value:
         state = _own(state, command.key, value)
     if left:
-        return _ask(state._replace(todo=tuple(left)), At.SEND, left[0])
+        return _ask(state._replace(todo=tuple(left)), _sent, left[0])
     return (state.then or _idle)(state._replace(todo=()))
 
 
@@ -614,19 +474,18 @@ def _merged(keys: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
 # -- the job ------------------------------------------------------------------------------------
 
 
-def _join(state: State, event: Join) -> Step:
-    state = state._replace(mark=event.mark)
-    return _ask(state, At.COUNT_JOB, Add(f"reloadpg/instance/{state.rank}", 1))
+def _join(state: State, _: Join) -> Step:
+    return _ask(state, _job_counted, Add(f"reloadpg/instance/{state.rank}", 1))
 
 
 def _job_counted(state: State, count: int) -> Step:
-    return _ask(state._replace(instance=count), At.INSTANCE, Read("reloadpg/instance"))
+    return _ask(state._replace(instance=count), _instance_read, Read("reloadpg/instance"))
 
 
 def _instance_read(state: State, text: str | None) -> Step:
     highest, mine = int(text or 0), state.instance
     if highest < mine:
-        return _ask(state, At.INSTANCE, Swap("reloadpg/instance", text or "", str(mine)))
+        return _ask(state, _instance_read, Swap("reloadpg/instance", text or "", str(mine)))
     state, todo = _moved(state, highest)
     return _send(state, todo, _idle)
 
@@ -639,7 +498,10 @@ def _moved(state: State, instance: int) -> tuple[State, tuple[Command, ...]]:
         todo += (Add(f"reloadpg/instance/{state.rank}", behind),)
     if state.mark:
         todo += (Set(f"{base(instance)}/process/{state.rank}", state.mark, stays=True),)
-    return state._replace(instance=instance, published=False), todo
+    state = state._replace(instance=instance, published=bool(state.host), counted=False)
+    if state.host:
+        todo += (Publish(state.host_key),)
+    return state, todo
 
 
 # -- arrival ------------------------------------------------------------------------------------
@@ -658,12 +520,12 @@ def _arrive(state: State, event: Arrive) -> Step:
 
 def _count(state: State) -> Step:
     if state.host and not state.published:
-        return _ask(state, At.PUBLISH, Publish(state.host_key))
+        return _ask(state, _published, Publish(state.host_key))
     state = state._replace(arrived=True)
     if state.leads:
-        return _ask(state, At.GATHER, Gather(state.key(), waits=bool(state.local)))
+        return _ask(state, _gathered, Gather(state.key(), waits=bool(state.local)))
     if state.follows:
-        return _ask(state, At.HAND, Hand(state.key(), _summand(state)))
+        return _ask(state, _handed, Hand(state.key(), _summand(state)))
     return _add(state, _summand(state))
 
 
@@ -676,13 +538,13 @@ def _summand(state: State) -> int:
 
 
 def _add(state: State, amount: int) -> Step:
-    return _ask(state._replace(counted=True), At.COUNT, Add(state.key("count"), amount))
+    return _ask(state._replace(counted=True), _counted, Add(state.key("count"), amount))
 
 
 def _handed(state: State, is_handed: bool) -> Step:
     if not is_handed:
         return _add(state, _summand(state))
-    return _ask(state, At.HEAR, Hear(state.key(), waits=True))
+    return _ask(state, _heard, Hear(state.key(), waits=True))
 
 
 def _heard(state: State, text: str | None) -> Step:
@@ -702,12 +564,12 @@ def _counted(state: State, total: int) -> Step:
     if total & ((1 << bits) - 1) != state.size:
         if state.leads and not state.complete:
             return _read(state)
-        return _ask(state, At.BLOCK, Await(state.key("decision"), not state.confirmed))
+        return _ask(state, _woken, Await(state.key("decision"), not state.confirmed))
     if not state.arriving.plan:
         return _decide(state, Decision("ok"))
     if total >> bits != 0:
         return _decide(state, Decision("disagree"))
-    return _ask(state, At.NOTES, Read(state.key("notes")))
+    return _ask(state, _notes_read, Read(state.key("notes")))
 
 
 def _notes_read(state: State, text: str | None) -> Step:
@@ -716,8 +578,11 @@ def _notes_read(state: State, text: str | None) -> Step:
 
 
 def _decide(state: State, decision: Decision) -> Step:
-    text = decision.to_json()
-    return _ask(state._replace(wanted=text), At.DECIDE, Swap(state.key("decision"), "", text))
+    return _swap(state._replace(wanted=decision.to_json()))
+
+
+def _swap(state: State) -> Step:
+    return _ask(state, _decided, Swap(state.key("decision"), "", state.wanted))
 
 
 def _decided(state: State, text: str) -> Step:
@@ -727,23 +592,24 @@ def _decided(state: State, text: str) -> Step:
 
 
 def _known(state: State, text: str) -> Step:
-    """Act on the stored decision of the next barrier."""
-    return _relay(state, text, _act)
-
-
-def _relay(state: State, text: str, then: Then) -> Step:
-    """Send the decision of the next barrier to the ranks that this one leads, then continue."""
+    """Send the stored decision to the ranks that this one leads, and act on it."""
     spread = (Spread(state.key(), text),) if state.leads else ()
-    return _send(state._replace(known=text), spread, then)
+    return _send(state._replace(known=text), spread, _act)
 
 
 def _act(state: State) -> Step:
     text, state = state.known, state._replace(known="")
-    decision = Decision.from_json(text)
-    if decision.ok:
+    decision, fails = Decision.from_json(text), isinstance(state.event, Fail)
+    if not decision.ok:
+        ended = decision.kind == "recover"  # the rank that requests it answers nothing here
+        state = state._replace(decision=decision, noted=text, ended=ended)
+        return _see_pending(state) if fails else _idle(state)
+    if not fails:
         return _pass(state, decision)
-    ended = decision.kind == "recover"  # the rank that requests it answers nothing here
-    return _idle(state._replace(decision=decision, noted=text, ended=ended))
+    # All ranks have passed this barrier; this rank did not know.
+    event, spent, owned = state.event, state.spent, state.owned
+    state = _passed(state, decision)._replace(event=event, spent=spent, owned=owned)
+    return _swap(state) if state.phases else _see_pending(state)
 
 
 def _pass(state: State, decision: Decision) -> Step:
@@ -755,7 +621,7 @@ def _meet(state: State) -> Step:
     """Find the ranks of this host, once per epoch: each was published before it was counted."""
     if state.local or not state.host:
         return _idle(state)
-    return _ask(state, At.MEET, Meet(state.host_key))
+    return _ask(state, _met, Meet(state.host_key))
 
 
 def _met(state: State, local: tuple[int, ...]) -> Step:
@@ -765,21 +631,9 @@ def _met(state: State, local: tuple[int, ...]) -> Step:
 
 
 def _passed(state: State, decision: Decision) -> State:
-    return state._replace(
-        phases=_left_after(state, decision),
-        optional=(),
-        arrived=False,
-        counted=False,
-        complete=False,
-        waits_long=False,
-        answered=False,
-        left=False,
-        decision=UNDECIDED,
-        passed=decision,
-        confirmed=True,
-        spent=state.owned,
-        owned=(),
-    )
+    spent = state.owned
+    state = state._fresh(_left_after(state, decision))
+    return state._replace(passed=decision, confirmed=True, spent=spent, owned=())
 
 
 def _left_after(state: State, decision: Decision) -> tuple[str, ...]:
@@ -792,7 +646,7 @@ def _woken(state: State, _: None) -> Step:
 
 
 def _read(state: State) -> Step:
-    return _ask(state, At.READ, Read(state.key("decision")))
+    return _ask(state, _decision_read, Read(state.key("decision")))
 
 
 def _poll(state: State, event: Poll) -> Step:
@@ -810,20 +664,20 @@ def _decision_read(state: State, text: str | None) -> Step:
 
 def _read_progress(state: State) -> Step:
     command = Add(f"{base(state.instance)}/progress", state.news)
-    return _ask(state._replace(news=0), At.PROGRESS, command)
+    return _ask(state._replace(news=0), _progress_read, command)
 
 
 def _progress_read(state: State, total: int) -> Step:
     state = state._replace(restart=total != state.progress, progress=total)
-    return _ask(state, At.REQUESTED, Read(state.of_recovery()))
+    return _ask(state, _number_read, Read(state.of_recovery()))
 
 
 def _number_read(state: State, text: str | None) -> Step:
     number = int(text or 0)
     if number > state.epoch:
-        return _ask(state, At.REQUEST, Read(state.of_recovery(number, "request")))
+        return _ask(state, _request_read, Read(state.of_recovery(number, "request")))
     if not state.confirmed and state.arrived:
-        return _ask(state, At.NEWER, Read("reloadpg/instance"))
+        return _ask(state, _newer_read, Read("reloadpg/instance"))
     return _pause(state)
 
 
@@ -834,20 +688,34 @@ def _request_read(state: State, text: str | None) -> Step:
 
 
 def _newer_read(state: State, text: str | None) -> Step:
-    """Move to the job that other ranks have begun, unless this instance is confirmed."""
+    """Arrive in the job that other ranks have begun, unless this instance is confirmed."""
     instance = int(text or 0)
     if instance <= state.instance:
         return _pause(state)
-    deletes = [Delete(state.key("count"))]
+    deletes = [Delete(state.key(name)) for name in ("count", "notes")]
     if state.host:
         deletes.append(Delete(state.host_key))
     state, todo = _moved(state, instance)
-    return _send(state, (*todo, *deletes), _count)
+    return _send(state, (*todo, *deletes), _arrive_again)
+
+
+def _arrive_again(state: State) -> Step:
+    return _arrive(state, state.arriving)
 
 
 def _pause(state: State) -> Step:
+    """Pause, and before the first barrier of a job watch the ranks that have joined it.
+
+    A rank that has ended since then is dead. Later ones are watched once all have met, and in a
+    recovery a process that has ended may be replaced.
+    """
+    joining = state.host and not state.confirmed and not state.epoch
+    return _send(state, (Meet(state.host_key, connects=False),) if joining else (), _sleep)
+
+
+def _sleep(state: State) -> Step:
     listens = state.arrived and (state.leads or state.follows)
-    return _ask(state, At.PAUSE, Pause(state.restart, sleeps=state.arrived, listens=listens))
+    return _ask(state, _paused, Pause(state.restart, sleeps=state.arrived, listens=listens))
 
 
 def _paused(state: State, is_left: bool) -> Step:
@@ -856,9 +724,9 @@ def _paused(state: State, is_left: bool) -> Step:
     if not is_left:
         return _decide(state, Decision("timeout", state.rank))
     if state.leads:
-        return _ask(state, At.GATHER, Gather(state.key(), waits=False))
+        return _ask(state, _gathered, Gather(state.key(), waits=False))
     if state.follows:
-        return _ask(state, At.HEAR, Hear(state.key(), waits=False))
+        return _ask(state, _heard, Hear(state.key(), waits=False))
     return _read(state)
 
 
@@ -877,7 +745,7 @@ def _close(state: State, event: Close) -> Step:
     answer: tuple[Command, ...] = (Set(state.key("answer", state.rank), text),)
     if state.arrived:
         answer = (Set(state.key("arrived", state.rank), "1"), *answer)
-    state = state._replace(closing=event, restart=True)
+    state = state._replace(event=event, restart=True)
     if decision.kind == "cancelled":  # the rank is known and will not respond
         return _leave(state)
     return _send(state, answer, _count_answer)
@@ -885,23 +753,23 @@ def _close(state: State, event: Close) -> Step:
 
 def _count_answer(state: State) -> Step:
     amount = int(not state.answered)
-    return _ask(state._replace(answered=True), At.ANSWER, Add(state.key("answers"), amount))
+    return _ask(state._replace(answered=True), _answered, Add(state.key("answers"), amount))
 
 
 def _answered(state: State, count: int) -> Step:
     if count >= state.size - len(state.decision.dead):
         return _collect(state)
-    return _read_roll(state) if state.closing.waits else _leave(state)
+    return _read_roll(state) if state.event.waits else _leave(state)
 
 
 def _read_roll(state: State) -> Step:
-    return _ask(state, At.ROLL, Read(state.key("roll")))
+    return _ask(state, _roll_read, Read(state.key("roll")))
 
 
 def _roll_read(state: State, text: str | None) -> Step:
     if text is not None:
         return _called(state, text)
-    return _ask(state, At.ROLL_PAUSE, Pause(restart=False))
+    return _ask(state, _roll_paused, Pause(restart=False))
 
 
 def _roll_paused(state: State, is_left: bool) -> Step:
@@ -909,7 +777,7 @@ def _roll_paused(state: State, is_left: bool) -> Step:
 
 
 def _collect(state: State) -> Step:
-    return _ask(state, At.ABSENT, Absent(state.key("answer"), state.members))
+    return _ask(state, _absent_read, Absent(state.key("answer"), state.members))
 
 
 def _absent_read(state: State, missing: tuple[int, ...]) -> Step:
@@ -917,9 +785,9 @@ def _absent_read(state: State, missing: tuple[int, ...]) -> Step:
     state = state._replace(missing=missing)
     present = tuple(rank for rank in state.members if rank not in missing)
     if state.decision.kind == "timeout":
-        return _ask(state, At.STUCK, Absent(state.key("arrived"), present))
+        return _ask(state, _stuck_read, Absent(state.key("arrived"), present))
     if state.decision.kind == "disagree":
-        return _ask(state, At.PLANS, ReadAll(state.key("answer"), present))
+        return _ask(state, _plans_read, ReadAll(state.key("answer"), present))
     return _write_roll(state, replace(state.decision, silent=missing))
 
 
@@ -927,7 +795,7 @@ def _stuck_read(state: State, stuck: tuple[int, ...]) -> Step:
     decision = replace(state.decision, missing=state.missing, stuck=stuck)
     if not stuck:
         return _write_roll(state, decision)
-    return _ask(state._replace(decision=decision), At.DOING, Read(state.key("answer", stuck[0])))
+    return _ask(state._replace(decision=decision), _doing_read, Read(state.key("answer", stuck[0])))
 
 
 def _doing_read(state: State, text: str | None) -> Step:
@@ -944,7 +812,7 @@ def _plans_read(state: State, plans: tuple[str, ...]) -> Step:
 
 
 def _write_roll(state: State, decision: Decision) -> Step:
-    return _ask(state, At.ROLLED, Swap(state.key("roll"), "", decision.to_json()))
+    return _ask(state, _called, Swap(state.key("roll"), "", decision.to_json()))
 
 
 def _called(state: State, text: str) -> Step:
@@ -954,75 +822,43 @@ def _called(state: State, text: str) -> Step:
 
 def _leave(state: State) -> Step:
     amount = int(not state.left)
-    return _ask(state._replace(left=True), At.LEAVE, Add(state.key("readers"), amount))
+    return _ask(state._replace(left=True), _left, Add(state.key("readers"), amount))
 
 
 def _left(state: State, count: int) -> Step:
-    decision, closing = state.decision, state.closing
+    decision = state.decision
     gone = {*decision.missing, *decision.silent, *decision.dead}
-    if decision.kind == "cancelled":
+    if decision.kind == "cancelled" and decision.rank != state.rank:
         gone.add(decision.rank)
-    if count < state.size - len(gone) and closing.hosts:
+    if count < state.size - len(gone) and state.event.hosts:
         # This process often ends after raising. The store must not end before all have read it.
         restart = state.restart
-        return _ask(state._replace(restart=False), At.LEAVE_PAUSE, Pause(restart))
+        return _ask(state._replace(restart=False), _leave_paused, Pause(restart))
     return _idle(state._replace(ended=True))
 
 
 def _leave_paused(state: State, is_left: bool) -> Step:
-    if is_left:
-        return _ask(state, At.LEAVE, Add(state.key("readers"), 0))
-    return _idle(state._replace(ended=True))
+    return _leave(state) if is_left else _idle(state._replace(ended=True))
 
 
 # -- failures of this rank ----------------------------------------------------------------------
 
 
 def _fail(state: State, event: Fail) -> Step:
-    state = state._replace(failing=event.decision, wanted=event.decision.to_json())
-    if state.ended or state.decision.kind or not state.phases:
+    if not event.joins and (state.ended or state.decision.kind or not state.phases):
         return _idle(state)
-    if event.decision.kind != "cancelled":
-        return _tell(state)
-    # The other ranks may have left for a recovery and never reach this barrier.
-    return _send(state, (_note_cancelled(state),), _tell)
-
-
-def _cancel_recovery(state: State, event: Cancel) -> Step:
-    state = state._replace(failing=event.decision, wanted=event.decision.to_json())
-    return _send(state, (_note_cancelled(state),), _see_pending)
-
-
-def _note_cancelled(state: State) -> Command:
-    return Swap(f"{base(state.instance)}/cancelled/{state.epoch}", "", state.wanted)
-
-
-def _tell(state: State) -> Step:
-    return _ask(state, At.TELL, Swap(state.key("decision"), "", state.wanted))
-
-
-def _told(state: State, text: str) -> Step:
-    if text == state.wanted:
-        state = _own(state, state.key("decision"), text)
-    return _relay(state, text, _see_told)
-
-
-def _see_told(state: State) -> Step:
-    text, state = state.known, state._replace(known="")
-    decision = Decision.from_json(text)
-    if not decision.ok:
-        ended = decision.kind == "recover"
-        return _see_pending(state._replace(decision=decision, noted=text, ended=ended))
-    # All ranks have passed this barrier; this rank did not know.
-    spent, owned = state.spent, state.owned
-    state = _passed(state, decision)._replace(spent=spent, owned=owned)
-    return _tell(state) if state.phases else _see_pending(state)
+    state = state._replace(event=event, wanted=event.decision.to_json())
+    notes: tuple[Command, ...] = ()
+    if event.decision.kind == "cancelled":
+        # The other ranks may have left for a recovery and never reach this barrier.
+        notes = (Swap(state.cancelled_key, "", state.wanted),)
+    return _send(state, notes, _see_pending if event.joins else _swap)
 
 
 def _see_pending(state: State) -> Step:
-    if state.failing.kind != "cancelled":
+    if state.event.decision.kind != "cancelled":
         return _idle(state)
-    return _ask(state, At.PENDING, Read(state.of_recovery()))
+    return _ask(state, _pending_read, Read(state.of_recovery()))
 
 
 def _pending_read(state: State, text: str | None) -> Step:
@@ -1039,25 +875,24 @@ def _cancel(state: State, number: int) -> Command:
 
 def _next(state: State, event: Next) -> Step:
     key = state.key_of(state.epoch, state.sequence + 1, event.phases[0], "count")
-    return _ask(state._replace(following=event, wanted=key), At.NEXT, Read(key))
+    return _ask(state._replace(event=event), _next_read, Read(key))
 
 
 def _next_read(state: State, text: str | None) -> Step:
     if text is None:
-        return _ask(state, At.NEXT_PAUSE, Pause(restart=False))
-    return _idle(state.open(*state.following))
+        return _ask(state, _next_paused, Pause(restart=False))
+    return _idle(state.open(*state.event))
 
 
 def _next_paused(state: State, is_left: bool) -> Step:
-    return _ask(state, At.NEXT, Read(state.wanted)) if is_left else _idle(state)
+    return _next(state, state.event) if is_left else _idle(state)
 
 
 # -- recovery -----------------------------------------------------------------------------------
 
 
 def _recover(state: State, event: Recover) -> Step:
-    state = state._replace(recovering=event)
-    return _ask(state, At.NUMBER, Read(state.of_recovery()))
+    return _ask(state._replace(event=event), _recovery_read, Read(state.of_recovery()))
 
 
 def _recovery_read(state: State, text: str | None) -> Step:
@@ -1065,16 +900,16 @@ def _recovery_read(state: State, text: str | None) -> Step:
     if number <= state.epoch:
         return _bump(state, text)
     key = state.key_of(number, 0, ENTER, "decision")
-    return _ask(state._replace(wanted=str(number)), At.ENTERED, Read(key))
+    return _ask(state._replace(wanted=str(number)), _entered_read, Read(key))
 
 
 def _entered_read(state: State, text: str | None) -> Step:
     if text is not None:  # that recovery has begun or ended without this rank
         # The rank that failed there may not join another one, so this rank joins its end.
         failed = Decision.from_json(text).kind in ("failed", "cancelled")
-        if not failed or state.recovering.replaces:
+        if not failed or state.event.replaces:
             return _bump(state, state.wanted)
-    number, event = int(state.wanted), state.recovering
+    number, event = int(state.wanted), state.event
     request = Decision("recover", state.rank, event.reason, by=state.rank).to_json()
     # The other ranks wait at the first barrier of the operation that this rank would begin next.
     ends = [state.key_of(state.epoch, state.sequence + 1, ENTER, "decision")]
@@ -1089,13 +924,12 @@ def _entered_read(state: State, text: str | None) -> Step:
 
 
 def _read_cancelled(state: State) -> Step:
-    key = f"{base(state.instance)}/cancelled/{state.epoch}"
-    return _ask(state, At.CANCELLED, Read(key))
+    return _ask(state, _cancelled_read, Read(state.cancelled_key))
 
 
 def _bump(state: State, text: str | None) -> Step:
     number = str(int(text or 0) + 1)
-    return _ask(state, At.BUMP, Swap(state.of_recovery(), text or "", number))
+    return _ask(state, _recovery_read, Swap(state.of_recovery(), text or "", number))
 
 
 def _cancelled_read(state: State, text: str | None) -> Step:
@@ -1107,12 +941,12 @@ def _cancelled_read(state: State, text: str | None) -> Step:
 
 
 def _begin_epoch(state: State) -> Step:
-    state, number = state._fresh(state.recovering.phases), int(state.wanted)
+    state, number = state._fresh(state.event.phases), int(state.wanted)
     return _idle(state._replace(epoch=number, sequence=0, wanted="", published=False, local=()))
 
 
 def _lost(state: State, _: Lost) -> Step:
-    return state._replace(at=At.UNKNOWN, asked=state.asked + 1, todo=()), None
+    return _idle(state._replace(lost=True))
 
 
 EVENTS: dict[type[Any], Callable[[State, Any], Step]] = {
@@ -1122,47 +956,7 @@ EVENTS: dict[type[Any], Callable[[State, Any], Step]] = {
     Decide: _write,
     Close: _close,
     Fail: _fail,
-    Cancel: _cancel_recovery,
     Next: _next,
     Recover: _recover,
     Lost: _lost,
-}
-
-REPLIES: dict[At, Callable[[State, Any], Step]] = {
-    At.SEND: _sent,
-    At.COUNT_JOB: _job_counted,
-    At.INSTANCE: _instance_read,
-    At.PUBLISH: _published,
-    At.MEET: _met,
-    At.HAND: _handed,
-    At.GATHER: _gathered,
-    At.HEAR: _heard,
-    At.COUNT: _counted,
-    At.NOTES: _notes_read,
-    At.DECIDE: _decided,
-    At.BLOCK: _woken,
-    At.READ: _decision_read,
-    At.PROGRESS: _progress_read,
-    At.REQUESTED: _number_read,
-    At.REQUEST: _request_read,
-    At.NEWER: _newer_read,
-    At.PAUSE: _paused,
-    At.ANSWER: _answered,
-    At.ROLL: _roll_read,
-    At.ROLL_PAUSE: _roll_paused,
-    At.ABSENT: _absent_read,
-    At.STUCK: _stuck_read,
-    At.DOING: _doing_read,
-    At.PLANS: _plans_read,
-    At.ROLLED: _called,
-    At.LEAVE: _left,
-    At.LEAVE_PAUSE: _leave_paused,
-    At.TELL: _told,
-    At.PENDING: _pending_read,
-    At.NEXT: _next_read,
-    At.NEXT_PAUSE: _next_paused,
-    At.NUMBER: _recovery_read,
-    At.ENTERED: _entered_read,
-    At.BUMP: _recovery_read,
-    At.CANCELLED: _cancelled_read,
 }

@@ -16,19 +16,17 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 
 from .. import c10d
-from ..errors import ReloadpgError, RendezvousTimeoutError, named_ranks
+from ..errors import GRACE, ReloadpgError, RendezvousTimeoutError, named_ranks
 from .decision import Decision, store_lost, store_silent
 from .peers import Peers
 from .plan import Plan, Proposal
 from .predecessor import LOST, Predecessor, process_mark
 from .protocol import (
     Arrive,
-    At,
-    Cancel,
     Close,
     Command,
     Decide,
@@ -45,7 +43,6 @@ from .protocol import (
     step,
 )
 from .store_client import (
-    GRACE_S,
     PeerDied,
     Root,
     StoreClient,
@@ -55,9 +52,9 @@ from .store_client import (
     perform,
     read,
 )
-from .worker_thread import Attempt, Task, Wait, logger
+from .worker_thread import Attempt, Task, Wait, logger, seconds_of
 
-__all__ = ["Rendezvous", "Round"]
+__all__ = ["Rendezvous", "Round", "barrier_hooks"]
 
 T = TypeVar("T")
 
@@ -78,6 +75,13 @@ _FLAG_S = 0.5
 
 _SILENT_S = 2.0, 60.0
 """Back-off for an unresponsive store: initial and maximum, in seconds."""
+
+
+barrier_hooks: list[Callable[[str, str, str, int], object]] = []
+"""For ``reloadpg.testing``: called at each barrier with a moment, the operation, the phase and this
+rank. What a hook raises is raised there. The moments are ``before`` this rank arrives; ``waiting``,
+counted there and about to wait, in the thread that asks the store; ``after`` it has read the
+decision; and ``failing``, before it notifies the others of a failure."""
 
 
 class Rendezvous:
@@ -113,20 +117,16 @@ class Rendezvous:
         self.recovered = 0
         self.replaces = predecessor is not None
         self._root = root
-        self._client = None if root is None else StoreClient(root)
-        self._own = HashStore()
-        self._mark = process_mark() if marks else ""
+        self._client = StoreClient(root, self._join)
         self._stepping = threading.Lock()  # held for one protocol step, never during I/O
-        self._joined, self._joins = threading.Event(), False
+        self._joining: threading.Event | None = None
         self._peers = Peers(rank, watches=watches and root is not None)
         members = tuple(range(size)) if root is not None else (rank,)
-        self._state = State(rank, members, host=self._peers.host)
+        mark = process_mark() if marks else ""
+        self._state = State(rank, members, host=self._peers.host, mark=mark)
         if predecessor is not None:
             self._state = self._state._replace(
-                instance=predecessor.instance,
-                confirmed=True,
-                epoch=predecessor.epoch,
-                mark=self._mark,
+                instance=predecessor.instance, confirmed=True, epoch=predecessor.epoch
             )
         self._last = 0
         self._ask_again = 0.0
@@ -137,7 +137,7 @@ class Rendezvous:
     @property
     def grace_s(self) -> float:
         """Seconds within which ranks must respond after a failure."""
-        return GRACE_S + 2 * self.pause_s
+        return seconds_of(GRACE) + 2 * self.pause_s
 
     @classmethod
     def of_world(
@@ -164,61 +164,57 @@ class Rendezvous:
         else:
             self._give_up_joining()
 
-    def connect_ahead(self) -> list[Task[None]]:
-        """Connect to the store in the background, and count this job if needed. Local.
-
-        Returns:
-            The running tasks.
-        """
-        if self._client is None:
-            return []
-        connection = self._client.connect()
-
-        def connect() -> None:
-            with suppress(RuntimeError):
-                self._join(connection.store())
-
-        return [Task(connect, "connect")]
+    def connect_ahead(self) -> list[Task[Store]]:
+        """Connect to the store in the background, and count this job if needed. Local."""
+        return [] if self.alone else [self._client.connect()]
 
     def end(self) -> None:
         """Write to the store that this rank has ended the job. Waits a limited time."""
         self._peers.forget()
-        if self._mark and not self.alone:
-            with suppress(StoreLost, StoreSilent, RuntimeError):
+        if self._state.mark and not self.alone:
+            with suppress(RuntimeError):
                 self.ask(lambda store: store.set(f"ended/{self.rank}", "1"), Wait("end", _FLAG_S))
 
     def lose_state(self, reason: str) -> None:
         """Write that the job cannot continue, for its launcher. Waits a limited time."""
-        with suppress(StoreLost, StoreSilent, RuntimeError):
+        with suppress(RuntimeError):
             self.ask(lambda store: store.set(LOST, reason), Wait("lost", _TELL_S))
 
     def _join(self, root: Store) -> None:
-        """Count this job, unless that is done or another thread is doing it. Blocking."""
-        with self._stepping:
-            mine = not self._joins and not self._state.instance
-            self._joins = self._joins or mine
-        if mine:
+        """Count this job, unless that is done, by one thread at a time. Blocking."""
+        mine = threading.Event()
+        while True:
+            with self._stepping:
+                if self._state.instance:
+                    return
+                joining = self._joining = self._joining or mine
+            if joining is not mine:
+                joining.wait()  # in a thread that can be abandoned
+                continue
             try:
                 self._count(root)
             finally:
-                self._give_up_joining()
-            self._joined.set()
-        elif not self._state.instance:
-            self._joined.wait()  # in a thread that can be abandoned
+                if self._joining is mine:
+                    self._give_up_joining()
 
     def _count(self, root: Store) -> None:
         # A separate state machine, since an operation may begin while this runs.
         state, wait = self._state._replace(asked=0), Wait("join", _COUNT_S)
-        state, command = step(state, Join(self._mark))
+        state, command = step(state, Join())
         while command is not None:
             reply = perform(root, command, wait, self.pause_s, self._peers)
             state, command = step(state, Reply(state.asked, reply))
         with self._stepping:
             if not self._state.instance:
-                self._state = self._state._replace(instance=state.instance, mark=self._mark)
+                self._state = self._state._replace(
+                    instance=state.instance, published=state.published
+                )
 
     def _give_up_joining(self) -> None:
-        self._joins = False
+        """Let another thread count this job: the one that does it has ended, or may hang."""
+        joining, self._joining = self._joining, None
+        if joining is not None:
+            joining.set()
 
     @property
     def instance(self) -> int:
@@ -255,11 +251,8 @@ class Rendezvous:
     ) -> Round:
         """Begin an operation. Local; all ranks must begin their operations in the same order.
 
-        Args:
-            operation: its name, for messages.
-            phases: its barriers, in order.
-            seconds: the timeout: seconds without progress.
-            optional: barriers that are omitted unless a rank requests them at the first one.
+        Its barriers are ``phases``. Those in ``optional`` are omitted unless a rank requests them
+        at the first one. ``seconds`` is the timeout: seconds without progress.
 
         Raises:
             ReloadpgError: this process has to rejoin the job first.
@@ -284,29 +277,23 @@ class Rendezvous:
         From then on, :meth:`called` is true on ranks that have not joined it. Ranks that wait at a
         barrier of an earlier epoch read the request there. Two kinds of barriers end immediately:
         the first one of the operation that this rank would begin next, and those of a recovery in
-        which this process' predecessor took part.
-
-        Args:
-            phases: its barriers, in order.
-            reason: the reason, for ranks that wait elsewhere.
-            report: this rank's report for :meth:`gather`.
-            seconds: the timeout: seconds without progress.
+        which this process' predecessor took part. ``reason`` is for ranks that wait elsewhere, and
+        ``report`` for :meth:`gather`.
 
         Raises:
             ReloadpgError: the store is lost.
             RendezvousTimeoutError: the store does not respond.
         """
         event = Recover(reason, report, tuple(phases), self.replaces)
-        self.drive(event, "recover", "flag", Wait("recover, flag", min(seconds, _CALL_S)))
+        self.drive(event, Wait("recover", min(seconds, _CALL_S), "flag"))
         self._peers.forget()  # a process that has ended may be replaced
         return Round(self, "recover", seconds)
 
     def cancel_recovery(self, error: BaseException) -> None:
         """Notify the ranks in a recovery that this one will not take part. Waits a limited time."""
-        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        event = Cancel(Decision("cancelled", self.rank, text[:4000]))
+        event = Fail(Decision("cancelled", self.rank, _text(error)), joins=True)
         with suppress(ReloadpgError):
-            self.drive(event, "recover", "flag", Wait("recover, cancel", _TELL_S))
+            self.drive(event, Wait("recover", _TELL_S, "flag"))
 
     def complete_recovery(self) -> None:
         """Mark the current recovery as complete on all ranks. Local."""
@@ -324,7 +311,7 @@ class Rendezvous:
         try:
             text = self.ask(lambda store: read(store, "recovery"), Wait("flag", _FLAG_S))
             self._last, self._silent_s = int(text or 0), 0.0
-        except (StoreLost, StoreSilent):
+        except ReloadpgError:
             least, most = _SILENT_S
             self._silent_s = min(most, max(least, 2 * self._silent_s))
             self._ask_again = time.monotonic() + self._silent_s
@@ -343,60 +330,45 @@ class Rendezvous:
 
         with self._stepping:
             self._state = self._state.owning(f"{base(self.instance)}/{own}/summary")
-        wait = Wait("recover, reports", seconds)
-        with self.raising("recover", "agreed", wait):
-            self.ask(question, wait)
+        self.ask(question, Wait("recover", seconds, "agreed"))
 
     def summary(self, seconds: float) -> str:
         """Read the summary. Call it after the barrier that follows :meth:`gather`."""
-        wait = Wait("recover, summary", seconds)
-        with self.raising("recover", "agreed", wait):
-            return self.ask(
-                lambda store: store.get(f"recovery/{self.epoch}/summary").decode(), wait
-            )
+        key, wait = f"recovery/{self.epoch}/summary", Wait("recover", seconds, "agreed")
+        return self.ask(lambda store: store.get(key).decode(), wait)
 
     # -- the store --------------------------------------------------------------------------
 
     def ask(self, question: Callable[[Store], T], wait: Wait) -> T:
-        """Send requests to this rendezvous' part of the store; see :meth:`StoreClient.ask`."""
+        """Send requests to this job's part of the store; see :meth:`ask_root`."""
         return self.ask_root(lambda root: question(PrefixStore(base(self.instance), root)), wait)
 
-    def ask_root(
-        self, question: Callable[[Store], T], wait: Wait, died: Callable[[], object] | None = None
-    ) -> T:
-        """Send requests to the whole store, in a counted job; see :meth:`StoreClient.ask`."""
-
-        def ask(root: Store) -> T:
-            self._join(root)
-            return question(root)
-
-        if self._client is None:
-            return ask(self._own)
-        try:
-            return self._client.ask(ask, wait, died)
-        except BaseException:
-            if not self.instance:  # the thread that counts this job may hang; let another try
-                self._give_up_joining()
-            raise
-
-    @contextmanager
-    def raising(self, operation: str, phase: str, wait: Wait) -> Iterator[None]:
-        """Raise errors for the user in place of those of the store.
+    def ask_root(self, question: Callable[[Store], T], wait: Wait) -> T:
+        """Send requests to the whole store. Blocking, with a timeout; see :meth:`StoreClient.ask`.
 
         Raises:
             ReloadpgError: the store is lost.
             RendezvousTimeoutError: the store does not respond.
         """
+        with self._errors(wait):
+            return self._client.ask(question, wait)
+
+    @contextmanager
+    def _errors(self, wait: Wait) -> Iterator[None]:
+        """Raise errors for the user in place of those of the store."""
         try:
             yield
         except StoreLost as error:
-            raise store_lost(operation, phase, error) from error
+            raise store_lost(wait.operation, wait.phase, error) from error
         except StoreSilent:
             raise store_silent(
-                operation, phase, seconds=wait.seconds, rank=self.rank, size=self.size
+                wait.operation, wait.phase, seconds=wait.seconds, rank=self.rank, size=self.size
             ) from None
+        finally:
+            if not self.instance:  # the thread that counts this job may hang
+                self._give_up_joining()
 
-    def drive(self, event: Event, operation: str, phase: str, wait: Wait) -> State:
+    def drive(self, event: Event, wait: Wait) -> State:
         """Pass an event to the protocol and perform its commands. Blocking, with a timeout.
 
         Raises:
@@ -410,16 +382,21 @@ class Rendezvous:
 
         def perform_all(root: Store) -> None:
             number, command = self._step(event)
+            hooks = barrier_hooks if isinstance(event, Arrive) else ()
             while command is not None:
+                if hooks and self._state.is_waiting:
+                    _come_to("waiting", wait.operation, wait.phase, self.rank)
+                    hooks = ()
                 reply = perform(root, command, wait, pause_s, self._peers, detail)
                 number, command = self._step(Reply(number, reply))
 
         died = self.dead if isinstance(event, Arrive) else None
         try:
-            with self.raising(operation, phase, wait):
-                self.ask_root(perform_all, wait, died)
+            with self._errors(wait):
+                self._client.ask(perform_all, wait, died)
         except PeerDied:
-            return self.drive(Decide(self.death()), operation, phase, Wait(wait.what, GRACE_S))
+            seconds = seconds_of(GRACE)
+            return self.drive(Decide(self.death()), Wait(wait.operation, seconds, wait.phase))
         except ReloadpgError:
             self._step(Lost())
             raise
@@ -453,7 +430,6 @@ class Round:
         operation: its name, for messages.
         sequence: number of the operation, equal on all ranks.
         seconds: the timeout of each wait.
-        waited_ms: time spent waiting for other ranks, by phase.
         unfinished: abandoned tasks that were still running, with the numbers of their threads.
         decision: the decision that ended the operation early; None before that.
         since: Unix time at which this rank arrived at the next barrier, or began its work before
@@ -469,7 +445,6 @@ class Round:
         self.operation = operation
         self.sequence = rendezvous.state.sequence
         self.seconds = seconds
-        self.waited_ms: dict[str, float] = {}
         self.unfinished: list[tuple[int, Task[object]]] = []
         self.decision: Decision | None = None
         self.since = time.time()
@@ -497,7 +472,7 @@ class Round:
     @property
     def store_failed(self) -> bool:
         """Whether the store has failed this operation."""
-        return self._state.at is At.UNKNOWN
+        return self._state.lost
 
     @property
     def supposed_end(self) -> str | None:
@@ -537,7 +512,7 @@ class Round:
         barrier = self._state
         while True:
             try:
-                decision = self._reach(phase, arrival)
+                decision = self.barrier(phase, arrival)
                 break
             except RendezvousTimeoutError:
                 if not self._is_behind(barrier):
@@ -550,18 +525,24 @@ class Round:
             found = {subject: read(store, f"{stem}/{subject}") for subject in subjects}
             return {subject: text for subject, text in found.items() if text is not None}
 
-        wait = Wait(f"{self.operation}, {phase}", self.seconds)
-        with rendezvous.raising(self.operation, phase, wait):
-            return rendezvous.ask(look_up, wait)
+        return rendezvous.ask(look_up, Wait(self.operation, self.seconds, phase))
 
-    def barrier(self, phase: str) -> None:
+    def barrier(self, phase: str, arrival: Arrive = Arrive()) -> Decision:  # noqa: B008 - immutable
         """Wait until all ranks arrive. Collective, blocking, with a timeout.
 
         Raises:
             RendezvousTimeoutError: a rank is missing, and no rank made progress for the timeout.
             PeerFailedError: a rank failed before it arrived.
         """
-        self._reach(phase, Arrive())
+        if not self._is_current or self.phase != phase:
+            raise ReloadpgError(f"barrier {phase!r} is not the next of {self._state.phases}")
+        wait = Wait(self.operation, self.seconds, phase)
+        self.since = time.time()
+        _come_to("before", self.operation, phase, self._rendezvous.rank)
+        self._rendezvous.drive(arrival, wait)
+        passed = self._conclude(phase)
+        wait.log_end()
+        return passed
 
     def run(
         self,
@@ -584,15 +565,34 @@ class Round:
             RendezvousTimeoutError: neither the work nor any other rank made progress for the
                 timeout.
         """
+        rendezvous, wait = self._rendezvous, Wait(self.operation, self.seconds, phase)
         attempt = Attempt()
         tasks: list[Task[object]] = []
         done = False
         try:  # before the first thread starts: an interrupt can occur during its start
             for index in range(threads):
-                call = partial(work, attempt, index)
-                tasks.append(Task(call, self.operation))
-            self._attend(phase, tasks, doing)
-            done = True
+                tasks.append(Task(partial(work, attempt, index), self.operation))
+            # Most work ends immediately, without a request to the store.
+            pause, seen, reported = min(0.2, self.seconds), self._advanced, self._advanced
+            while True:
+                with wait.pause(pause) as seconds:
+                    done = _all_ended(tasks, seconds)
+                if done:
+                    return
+                pause = rendezvous.pause_s
+                if self._advanced != seen:
+                    seen = self._advanced
+                    wait.extend()
+                if rendezvous.dead():
+                    self._decide(rendezvous.death(), phase, doing())
+                if not rendezvous.alone:
+                    rendezvous.drive(Poll(seen - reported), wait)
+                    reported = seen
+                    if self._state.decision.kind:
+                        self._conclude(phase, doing())
+                wait.log(doing)
+                if wait.left == 0 and self._advanced == seen:
+                    self._decide(Decision("timeout", rendezvous.rank), phase, doing())
         finally:
             if not done:
                 attempt.abandon()
@@ -618,33 +618,29 @@ class Round:
             this rank, if all ranks had just arrived at its barrier. None if all ranks have passed
             the last barrier: the operation is then complete in spite of the error.
         """
+        _come_to("failing", self.operation, self.phase, self._rendezvous.rank)
         try:
-            return self._fail(error, "cancelled" if cancels else "failed")
+            if not (self._ended or self.store_failed) and self._is_current and self.phase:
+                self._tell(error, "cancelled" if cancels else "failed")
+            self._ended = True  # an interrupt before this line lets the caller try again
+            return self.supposed_end
         finally:
             self.told.set()
 
-    def _fail(self, error: BaseException, kind: str) -> str | None:
-        if self._ended or not self._is_current or not self.phase or self.store_failed:
-            self._ended = True
-            return self.supposed_end
-        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        dead = self._rendezvous.dead()
-        failed = Decision(kind, self._rendezvous.rank, text[:4000], dead=dead)
+    def _tell(self, error: BaseException, kind: str) -> None:
+        rank, dead = self._rendezvous.rank, self._rendezvous.dead()
+        event = Fail(Decision(kind, rank, _text(error), dead=dead))
         try:
-            self._drive(Fail(failed), self.phase, _TELL_S)
+            self._rendezvous.drive(event, Wait(self.operation, _TELL_S, self.phase))
             self._close("", waits=isinstance(error, ReloadpgError))
         except ReloadpgError as lost:
             logger.warning("could not notify the other ranks of a failure: %s", lost)
             _append(error, f"\nThe other ranks could not be notified: {lost}")
-            self._ended = True
-            return self.supposed_end
-        self._ended = True
+            return
         decision = self._state.decision
         if decision.kind:
             self.decision = decision
-            rank = self._rendezvous.rank
             _append(error, decision.earlier_failure(rank) + decision.silence(rank))
-        return self.phase or None
 
     # -- one barrier ------------------------------------------------------------------------
 
@@ -653,19 +649,13 @@ class Round:
         state = self._state
         return (state.epoch, state.sequence) == (self._epoch, self.sequence)
 
-    def _reach(self, phase: str, arrival: Arrive) -> Decision:
-        if not self._is_current or self.phase != phase:
-            raise ReloadpgError(f"barrier {phase!r} is not the next of {self._state.phases}")
-        wait = Wait(f"{self.operation}, phase {phase}", self.seconds)
-        self.since = time.time()
-        self._rendezvous.drive(arrival, self.operation, phase, wait)
-        self.waited_ms[phase] = wait.waited * 1e3
-        passed = self._conclude(phase)
-        wait.log_end()
-        return passed
+    def _decide(self, decision: Decision, phase: str, doing: str) -> None:
+        self._rendezvous.drive(Decide(decision), Wait(self.operation, seconds_of(GRACE), phase))
+        self._conclude(phase, doing)
 
     def _conclude(self, phase: str, doing: str = "") -> Decision:
         """Continue to the next barrier, or raise the error of the decision."""
+        _come_to("after", self.operation, phase, self._rendezvous.rank)
         if self._state.decision.kind:
             self._close(doing, waits=True)
         self.since = time.time()
@@ -680,8 +670,7 @@ class Round:
         rendezvous = self._rendezvous
         if self._state.decision.kind and not self._state.ended:
             event = Close(doing, waits, rendezvous.is_host())
-            wait = Wait(f"{self.operation}, {self.phase}", rendezvous.grace_s)
-            rendezvous.drive(event, self.operation, self.phase, wait)
+            rendezvous.drive(event, Wait(self.operation, rendezvous.grace_s, self.phase))
 
     def _is_behind(self, barrier: State) -> bool:
         """Move to the operation that the others have begun, if this rank missed this one.
@@ -692,39 +681,12 @@ class Round:
         decision = self.decision
         if decision is None or self._rendezvous.rank not in decision.missing:
             return False
-        self._drive(Next(barrier.phases, barrier.optional), self.phase, _NEXT_S)
+        event = Next(barrier.phases, barrier.optional)
+        self._rendezvous.drive(event, Wait(self.operation, _NEXT_S, self.phase))
         if self._state.sequence == self.sequence:
             return False
         self.sequence, self._ended, self.decision = self._state.sequence, False, None
         return True
-
-    def _attend(self, phase: str, tasks: Sequence[Task[object]], doing: Callable[[], str]) -> None:
-        """Wait until the tasks have ended, and raise the first exception of a task."""
-        rendezvous = self._rendezvous
-        wait = Wait(f"{self.operation}, phase {phase}", self.seconds)
-        # Most work ends immediately, without a request to the store.
-        pause, seen, reported = min(0.2, self.seconds), self._advanced, self._advanced
-        while not wait.pause(pause, partial(_all_ended, tasks)):
-            pause = rendezvous.pause_s
-            if self._advanced != seen:
-                seen = self._advanced
-                wait.extend()
-            if rendezvous.dead():
-                self._drive(Decide(rendezvous.death()), phase, GRACE_S)
-                self._conclude(phase, doing())
-            if not rendezvous.alone:
-                rendezvous.drive(Poll(seen - reported), self.operation, phase, wait)
-                reported = seen
-                if self._state.decision.kind:
-                    self._conclude(phase, doing())
-            wait.log(doing)
-            if wait.left == 0 and self._advanced == seen:
-                self._drive(Decide(Decision("timeout", rendezvous.rank)), phase, GRACE_S)
-                self._conclude(phase, doing())
-
-    def _drive(self, event: Event, phase: str, seconds: float) -> None:
-        wait = Wait(f"{self.operation}, {phase}", seconds)
-        self._rendezvous.drive(event, self.operation, phase, wait)
 
 
 def _all_ended(tasks: Sequence[Task[object]], seconds: float) -> bool:
@@ -741,6 +703,16 @@ def _all_ended(tasks: Sequence[Task[object]], seconds: float) -> bool:
         if left <= 0:
             return False
         running[0].wait(left if len(tasks) == 1 else min(left, 0.01))
+
+
+def _text(error: BaseException) -> str:
+    """The type and message of an error, for the other ranks."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")[:4000]
+
+
+def _come_to(moment: str, operation: str, phase: str, rank: int) -> None:
+    for hook in barrier_hooks:
+        hook(moment, operation, phase, rank)
 
 
 def _append(error: BaseException, text: str) -> None:

@@ -15,33 +15,15 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from .. import c10d
+from . import protocol
 from .host_channel import HEAR_S
 from .peers import Peers
-from .protocol import (
-    Absent,
-    Add,
-    Await,
-    Command,
-    Delete,
-    Gather,
-    Hand,
-    Hear,
-    Meet,
-    Pause,
-    Publish,
-    Read,
-    ReadAll,
-    Set,
-    Spread,
-    Swap,
-)
 from .worker_thread import Task, Wait
 
 __all__ = [
-    "GRACE_S",
     "PeerDied",
     "Root",
     "StoreClient",
@@ -58,8 +40,8 @@ T = TypeVar("T")
 Root = Callable[[], Store]
 """Returns the store that clients are cloned from. No reference to the job's store is kept."""
 
-GRACE_S = 1.5
-"""Seconds after a timeout within which a rank or the store may still respond."""
+_GRACE_S = 1.5
+"""Seconds after a timeout within which the store may still respond."""
 
 _LOOK_S = 1.0
 """Seconds between two checks of the processes on this host."""
@@ -109,7 +91,7 @@ def absent(store: Store, stem: str, ranks: Sequence[int]) -> list[int]:
 
 def perform(
     store: Store,
-    command: Command,
+    command: protocol.Command,
     wait: Wait,
     pause_s: float,
     peers: Peers,
@@ -126,49 +108,51 @@ def perform(
         detail: returns a text for the log of a long wait; None to log none.
     """
     match command:
-        case Add(key, amount):
+        case protocol.Add(key, amount):
             return store.add(key, amount)
-        case Read(key):
+        case protocol.Read(key):
             return read(store, key)
-        case ReadAll(stem, ranks):
+        case protocol.ReadAll(stem, ranks):
             return tuple(read(store, f"{stem}/{rank}") or "" for rank in ranks)
-        case Set(key, value):
+        case protocol.Set(key, value):
             return store.set(key, value)
-        case Swap(key, expected, value):
+        case protocol.Swap(key, expected, value):
             return store.compare_set(key, expected, value).decode()
-        case Absent(stem, ranks):
+        case protocol.Absent(stem, ranks):
             return tuple(absent(store, stem, ranks))
-        case Delete(key):
+        case protocol.Delete(key):
             with suppress(NotImplementedError):
                 store.delete_key(key)
-        case Await(key, brief):
+        case protocol.Await(key, brief):
             # Torch writes two warnings to stderr for each wait that times out, so there is only one
             # such wait, which returns as soon as the key exists. A long wait continues by polling.
-            first = min(_BRIEF_S if brief else wait.FIRST_LOG_S, wait.left / 2)
+            first = min(_BRIEF_S if brief else wait.first_log_s, wait.left / 2)
             # Torch's wait can also return without the key if several clients time out at once (seen
             # on 2.13), so its result is ignored. The next request finds out if the store is lost.
-            with suppress(RuntimeError):
-                wait.pause(first, lambda s: store.wait([key], timedelta(seconds=max(0.01, s))))
-        case Pause(restart, sleeps, listens):
+            with suppress(RuntimeError), wait.pause(first) as seconds:
+                store.wait([key], timedelta(seconds=max(0.01, seconds)))
+        case protocol.Pause(restart, sleeps, listens):
             if restart:
                 wait.extend()
             if sleeps:
                 if detail is not None:
                     wait.log(partial(detail, store))
-                wait.pause(pause_s, peers.channel.pause if listens else time.sleep)
+                sleep = peers.channel.pause if listens else time.sleep
+                with wait.pause(pause_s) as seconds:
+                    sleep(seconds)
             return wait.left > 0
-        case Publish(key):
+        case protocol.Publish(key):
             with suppress(NotImplementedError):
                 cast(Any, store).append(key, peers.entry())
-        case Meet(key):
-            return peers.meet(read(store, key) or "")
-        case Hand(key, amount):
+        case protocol.Meet(key, connects):
+            return peers.meet(read(store, key) or "", connects=connects)
+        case protocol.Hand(key, amount):
             return peers.channel.hand(key, amount)
-        case Gather(key, waits):
+        case protocol.Gather(key, waits):
             return peers.channel.gather(key, waits * pause_s)
-        case Spread(key, value):
+        case protocol.Spread(key, value):
             peers.channel.spread(key, value)
-        case Hear(key, waits):
+        case protocol.Hear(key, waits):
             return peers.channel.hear(key, waits * HEAR_S)
     return None
 
@@ -177,14 +161,20 @@ class StoreClient:
     """A separate connection to the store of another client.
 
     Args:
-        root: returns a client of the store, which is cloned and not used otherwise.
+        root: returns a client of the store, which is cloned and not used otherwise; None for a
+            store of this process alone.
+        prepare: called with the client of a new connection, before it is used.
     """
 
-    def __init__(self, root: Root) -> None:
+    def __init__(
+        self, root: Root | None, prepare: Callable[[Store], object] = lambda store: None
+    ) -> None:
         self._root = root
-        self._connection: _Connection | None = None
+        self._prepare = prepare
+        self._own = HashStore()
+        self._connection: Task[Store] | None = None
 
-    def connect(self) -> _Connection:
+    def connect(self) -> Task[Store]:
         """Connect in the background, if not yet connected. Local, non-blocking. Idempotent.
 
         For each connection the server looks up the client's host name. If DNS does not respond,
@@ -192,8 +182,13 @@ class StoreClient:
         """
         connection = self._connection
         if connection is None:
-            connection = self._connection = _Connection(self._root)
+            connection = self._connection = Task(self._connect, "connect")
         return connection
+
+    def _connect(self) -> Store:
+        store = self._own if self._root is None else c10d.clone_store(self._root())
+        self._prepare(store)
+        return store
 
     def ask(
         self, question: Callable[[Store], T], wait: Wait, died: Callable[[], object] | None = None
@@ -203,7 +198,7 @@ class StoreClient:
         Args:
             question: called with the store; raises only what the store raises. It may block until
                 ``wait`` ends, and extend it.
-            wait: the deadline; the store has ``GRACE_S`` more to respond.
+            wait: the deadline; the store has ``_GRACE_S`` more to respond.
             died: called every second; if it returns True, the request is abandoned.
 
         Raises:
@@ -211,31 +206,38 @@ class StoreClient:
             PeerDied: ``died`` returned True.
             StoreLost: the store has ended.
         """
+        if self._root is None:
+            return question(self._connect())
         connection = self.connect()
         try:
-            task = Task(lambda: question(connection.store()), "store")
-            grace: Wait | None = None
-            while not task.ended:
-                if wait.left:  # it may have been extended
-                    grace = None
-                    if died is None:
-                        task.wait(wait.left)
-                    elif not task.wait(min(wait.left, _LOOK_S)) and died():
-                        raise PeerDied
-                elif grace is None:
-                    grace = Wait(wait.what, GRACE_S)
-                elif grace.left:
-                    grace.pause(_PAUSE_S, task.wait)
-                else:
-                    raise StoreSilent
-        except BaseException:
-            self._connection = None  # the abandoned request may hold its lock
-            raise
-        try:
+            _await(connection, wait, died)
+            task = Task(partial(question, connection.result()), "store")
+            _await(task, wait, died)
             return task.result()
-        except RuntimeError as error:
-            self._connection = None
-            raise StoreLost(str(error)) from error
+        except BaseException as error:
+            self._connection = None  # the abandoned request may hold its lock
+            if isinstance(error, RuntimeError) and not isinstance(error, PeerDied):
+                raise StoreLost(str(error)) from error
+            raise
+
+
+def _await(task: Task[Any], wait: Wait, died: Callable[[], object] | None) -> None:
+    """Wait until a request has ended; see :meth:`StoreClient.ask`."""
+    grace: Wait | None = None
+    while not task.ended:
+        if wait.left:  # it may have been extended
+            grace = None
+            if died is None:
+                task.wait(wait.left)
+            elif not task.wait(min(wait.left, _LOOK_S)) and died():
+                raise PeerDied
+        elif grace is None:
+            grace = Wait(wait.operation, _GRACE_S)
+        elif grace.left:
+            with grace.pause(_PAUSE_S) as seconds:
+                task.wait(seconds)
+        else:
+            raise StoreSilent
 
 
 class StorePool:
@@ -250,7 +252,7 @@ class StorePool:
 
     def __init__(self, root: Root) -> None:
         self._root = root
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, Task[Store]] = {}
 
     @staticmethod
     def clients_of_a_rank(size: int) -> int:
@@ -259,48 +261,29 @@ class StorePool:
 
     def get(self, index: int) -> Store:
         """Return the client of a thread. Blocking until it is connected, without a timeout."""
-        connection = self._connections.get(index)
-        if connection is None:
-            connection = self._connections[index] = _Connection(self._root)
-        return connection.store()
+        connection = self._connect(index)
+        connection.wait(threading.TIMEOUT_MAX)
+        try:
+            return connection.result()
+        except RuntimeError:
+            self._connections.pop(index, None)
+            raise
 
     def connect(self, count: int) -> None:
         """Connect the first clients now. Blocking, without a timeout; idempotent."""
         for index in range(count):
             self.get(index)
 
-    def connect_ahead(self) -> Task[Any]:
+    def connect_ahead(self) -> Task[Store]:
         """Connect the first client in the background. Local, non-blocking."""
-        connection = self._connections[0] = _Connection(self._root)
-        return connection.task
+        return self._connect(0)
+
+    def _connect(self, index: int) -> Task[Store]:
+        if index not in self._connections:
+            connect = Task(lambda: c10d.clone_store(self._root()), "connect")
+            self._connections[index] = connect
+        return self._connections[index]
 
     def replaced(self) -> StorePool:
         """Return a pool with new clients, since those of this one may be blocked. Local."""
         return StorePool(self._root)
-
-
-class _Connection:
-    """One client of the store, connected in a separate thread without a lock of the caller."""
-
-    def __init__(self, root: Root) -> None:
-        self._error: RuntimeError | None = None
-        self.task: Task[Store | None] = Task(lambda: self._connect(root), "connect")
-
-    def _connect(self, root: Root) -> Store | None:
-        try:
-            return c10d.clone_store(root())
-        except RuntimeError as error:  # store() raises it
-            self._error = error
-            return None
-
-    def store(self) -> Store:
-        """Return the client. Blocking until it is connected, without a timeout.
-
-        Raises:
-            RuntimeError: the store cannot be reached.
-        """
-        self.task.wait(threading.TIMEOUT_MAX)
-        store = self.task.result()
-        if store is None:
-            raise RuntimeError(f"no connection: {self._error}") from self._error
-        return store

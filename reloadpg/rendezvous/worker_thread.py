@@ -10,20 +10,24 @@ from __future__ import annotations
 import atexit
 import contextvars
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
-from types import TracebackType
 from typing import Generic, TypeVar, cast
 
 from ..c10d import devices
+from ..errors import GRACE, LOG_WAIT
 
-__all__ = ["Attempt", "Task", "Wait"]
+__all__ = ["Attempt", "Task", "Wait", "seconds_of"]
 
 logger = logging.getLogger("reloadpg")
 
 T = TypeVar("T")
+
+_SECONDS = {GRACE: 1.5, LOG_WAIT: 10.0}
 
 _LATE_S = 0.05
 """Delay of a pause, in seconds, from which it extends the deadline."""
@@ -33,6 +37,13 @@ _SIGNAL_S = 1.0
 
 _EXIT_S = 5.0
 """Seconds that the exit of the interpreter waits for running threads."""
+
+
+def seconds_of(variable: str) -> float:
+    """Read a number of seconds from the environment; the default if it is unset or invalid."""
+    with suppress(ValueError):
+        return float(os.environ.get(variable) or _SECONDS[variable])
+    return _SECONDS[variable]
 
 
 class _Running:
@@ -68,20 +79,21 @@ class Wait:
     """A deadline: a number of seconds without progress. Logs long waits. Thread-safe.
 
     Args:
-        what: operation and phase, for messages.
+        operation: its name, for messages.
         seconds: the timeout.
+        phase: the phase of the operation, for messages.
+
+    Attributes:
+        first_log_s: seconds before the first message.
     """
 
-    FIRST_LOG_S = 10.0
-    """Seconds before the first message. Later messages come after 2, 4, 8 times as long."""
-
-    def __init__(self, what: str, seconds: float) -> None:
-        self.what = what
+    def __init__(self, operation: str, seconds: float, phase: str = "") -> None:
+        self.operation = operation
         self.seconds = seconds
-        self.detail = ""
+        self.phase = phase
         self._started = time.monotonic()
         self._end = self._started + seconds
-        self._next_log = self.FIRST_LOG_S
+        self._next_log = self.first_log_s = seconds_of(LOG_WAIT)
 
     @property
     def waited(self) -> float:
@@ -97,8 +109,9 @@ class Wait:
         """Restart the timeout after progress."""
         self._end = time.monotonic() + self.seconds
 
-    def pause(self, seconds: float, sleep: Callable[[float], T]) -> T:
-        """Call ``sleep`` with at most this many seconds of the wait, and return its result.
+    @contextmanager
+    def pause(self, seconds: float) -> Iterator[float]:
+        """Sleep in this block, for the yielded number of seconds: at most those of the wait.
 
         The time in which the process was stopped or not scheduled does not count: the deadline is
         extended by the delay of the pause.
@@ -106,7 +119,7 @@ class Wait:
         seconds = min(seconds, self.left)
         begun = time.monotonic()
         try:
-            return sleep(seconds)
+            yield seconds
         finally:
             late = time.monotonic() - begun - seconds
             if late > _LATE_S:
@@ -116,14 +129,18 @@ class Wait:
         """Log the reason of the wait, if a message is due."""
         if self.waited >= self._next_log:
             self._next_log *= 2
-            self.detail = detail()
-            more = f"; {self.detail}" if self.detail else ""
-            logger.warning("%s: waiting for %.0f s%s", self.what, self.waited, more)
+            text = detail()
+            more = f"; {text}" if text else ""
+            logger.warning("%s: waiting for %.0f s%s", self._what, self.waited, more)
 
     def log_end(self) -> None:
         """Log the length of the wait, if the wait was logged."""
-        if self.waited >= self.FIRST_LOG_S:
-            logger.info("%s: waited %.1f s", self.what, self.waited)
+        if self.waited >= self.first_log_s:
+            logger.info("%s: waited %.1f s", self._what, self.waited)
+
+    @property
+    def _what(self) -> str:
+        return f"{self.operation}, phase {self.phase}" if self.phase else self.operation
 
 
 class Attempt:
@@ -150,16 +167,11 @@ class Attempt:
         self._lock.acquire()
         return not self._abandoned
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lock.release()
 
 
-class Task(Generic[T]):
+class Task(threading.Thread, Generic[T]):
     """A call in a new thread, started immediately.
 
     The thread uses the caller's current accelerator device, which is a per-thread setting, and the
@@ -177,11 +189,11 @@ class Task(Generic[T]):
         self._error: BaseException | None = None
         self._device = devices.current_index()
         self._function: Callable[[], T] | None = partial(contextvars.copy_context().run, function)
-        self._thread = threading.Thread(target=self._run, name=f"reloadpg-{name}", daemon=daemon)
-        _running.add(self._thread)
-        self._thread.start()
+        super().__init__(name=f"reloadpg-{name}", daemon=daemon)
+        _running.add(self)
+        self.start()
 
-    def _run(self) -> None:
+    def run(self) -> None:
         function, self._function = self._function, None
         try:
             devices.use_index(self._device)
@@ -191,7 +203,7 @@ class Task(Generic[T]):
         finally:
             del function  # an ended task holds no references
             self._ended.set()
-            _running.discard(self._thread)
+            _running.discard(self)
 
     @property
     def ended(self) -> bool:
@@ -200,7 +212,7 @@ class Task(Generic[T]):
     @property
     def is_current(self) -> bool:
         """Whether this is the thread that runs the call."""
-        return self._thread is threading.current_thread()
+        return self is threading.current_thread()
 
     def wait(self, seconds: float) -> bool:
         """Wait for at most this many seconds; return whether the call has ended.
@@ -216,7 +228,7 @@ class Task(Generic[T]):
 
     def result(self) -> T:
         """Return the result of a call that has ended, or raise its exception."""
-        if self._error is not None:
-            error, self._error = self._error, None
+        if self._error is not None:  # its traceback holds references
+            error, self._error = self._error, RuntimeError(str(self._error))
             raise error
         return self._result  # type: ignore[return-value]

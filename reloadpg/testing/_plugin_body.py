@@ -77,11 +77,7 @@ class PhasesMark:
 
 
 def mark_of(node: pytest.Item, kind: type[T]) -> T | None:
-    """The test's mark of this kind; None if it has none.
-
-    Raises:
-        pytest.UsageError: the mark's arguments are invalid.
-    """
+    """The test's mark of this kind; None if it has none."""
     name, example = (RANKS, "ranks(2, timeout=60)") if kind is RanksMark else (PHASES, PHASES)
     mark = node.get_closest_marker(name)
     if mark is None:
@@ -100,15 +96,11 @@ class RankTest:
     """The description of a test function that is sent to its ranks.
 
     Attributes:
-        module, file: the module of the test, and its file.
         holder: qualified name of the function's class; None for a module-level function.
-        name: the function.
         values: arguments created in the test's process.
         fixtures: by name, in order, the settings of the plugin's fixtures to create in each rank.
         arguments: those of them that the function takes as arguments.
-        backend: backend of the default group to create before the body; None for none.
         phases: how to reload between phases; None for the unchanged run.
-        timeout: seconds that the test may take.
     """
 
     module: str
@@ -128,10 +120,7 @@ class RankTest:
 
 
 def execute(test: RankTest, mark: RanksMark) -> None:
-    """Run the body of a test on ranks, with their result. Blocking, up to the timeout.
-
-    Raises pytest's exceptions for a failed, skipped or expectedly failed test.
-    """
+    """Run the body of a test on ranks; raise pytest's exceptions for their result."""
     from .ranks import RanksFailedError, run_ranks
 
     for name, value in test.values.items():
@@ -181,11 +170,7 @@ def _failed(message: str) -> BaseException:
 
 
 def run_body(rank: int, world_size: int, test: RankTest) -> tuple[str, str]:
-    """Load the test, create its fixtures, and run the body.
-
-    Returns:
-        ``passed``, ``skipped`` or ``xfailed``, and the reason.
-    """
+    """Run the test; return ``passed``, ``skipped`` or ``xfailed``, and the reason."""
     made: dict[str, Any] = {"rank": rank, "world_size": world_size, "reload_point": lambda: None}
     with ExitStack() as stack:
         if test.phases is not None:

@@ -24,9 +24,8 @@ import gc
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -63,12 +62,7 @@ _UNUSABLE = frozenset({"fake", "undefined"})
 
 @contextmanager
 def _simulated_accelerator(**settings: Any) -> Iterator[Any]:
-    """Register and set up the simulated accelerator; undo everything at the end.
-
-    Raises:
-        AssertionError: the body passed, but communicators that it created still exist or were
-            dropped without being released.
-    """
+    """Register and set up the simulated accelerator; check and undo everything at the end."""
     from reloadpg.testing import simulated
 
     simulated.register()
@@ -93,80 +87,46 @@ def _simulated_accelerator(**settings: Any) -> Iterator[Any]:
         )
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    """The process groups of this process at one moment.
+def _existing(also: Iterable[str] = ()) -> dict[tuple[str, object], str]:
+    """The process groups of this process, as text by place and name. Runs a garbage collection.
 
-    Attributes:
-        groups: the groups in c10d's tables, by name, as text.
-        tables: entries of each of c10d's tables.
-        registered: names under which C++ finds a group.
-        reloadable: names of the reloadable groups that exist, in the tables or not.
-        communicators: names of the simulated accelerator's communicators, by serial number.
+    Args:
+        also: further names to look up in the C++ registry, which cannot be listed.
     """
-
-    groups: dict[str, str]
-    tables: dict[str, int]
-    registered: frozenset[str]
-    reloadable: frozenset[str]
-    communicators: dict[int, str]
-
-    @classmethod
-    def taken(cls, also: frozenset[str] = frozenset()) -> _Snapshot:
-        """Take a snapshot. Local; runs a garbage collection.
-
-        Args:
-            also: further names to look up in the C++ registry, which cannot be listed.
-        """
-        gc.collect()
-        groups = {c10d.name_of(group): _text(group) for group in c10d.known_groups()}
-        proxies = frozenset(
-            one.group_name
-            for one in gc.get_objects()
-            if type(one) is ReloadableProcessGroup and one.state.value != "destroyed"
-        )
-        numbers = frozenset(str(number) for number in range(_NUMBERS))
-        names = {*groups, *proxies, *also, *numbers}
-        return cls(groups, c10d.table_sizes(), c10d.registered(names), proxies, _communicators())
-
-    def left_since(self, before: _Snapshot) -> list[str]:
-        """Describe the entries that did not exist before."""
-        found = [
-            f"group {name!r} ({text}) is still in c10d's tables"
-            for name, text in self.groups.items()
-            if name not in before.groups
-        ]
-        found += [
-            f"c10d's table {table} has {size} entries, {before.tables.get(table, 0)} before"
-            for table, size in self.tables.items()
-            if size > before.tables.get(table, 0)
-        ]
-        found += [
-            f"C++ still finds a group by the name {name!r}"
-            for name in sorted(self.registered - before.registered)
-        ]
-        found += [
-            f"reloadable group {name!r} is not destroyed"
-            for name in sorted(self.reloadable - before.reloadable)
-        ]
-        found += [
+    gc.collect()
+    groups = {c10d.name_of(group): _text(group) for group in c10d.known_groups()}
+    proxies = {
+        one.group_name
+        for one in gc.get_objects()
+        if type(one) is ReloadableProcessGroup and one.state.value != "destroyed"
+    }
+    registered = c10d.registered({*groups, *proxies, *also, *map(str, range(_NUMBERS))})
+    found: dict[tuple[str, object], str] = {}
+    for name, text in groups.items():
+        found["table", name] = f"group {name!r} ({text}) is still in c10d's tables"
+    for name in sorted(registered):
+        found["registry", name] = f"C++ still finds a group by the name {name!r}"
+    for name in sorted(proxies):
+        found["reloadable", name] = f"reloadable group {name!r} is not destroyed"
+    for serial, name in _communicators().items():
+        found["simulated", serial] = (
             f"the simulated accelerator still holds a communicator of group {name!r}"
-            for serial, name in self.communicators.items()
-            if serial not in before.communicators
-        ]
-        return found
+        )
+    return found
 
 
 @contextmanager
 def _assert_no_group_leaks() -> Iterator[None]:
-    """Check that this block leaves no process group. Local.
-
-    Raises:
-        AssertionError: the block passed but left groups; the message lists them.
-    """
-    before = _Snapshot.taken()
+    """Check that this block, if it passes, leaves no process group. Local."""
+    before, sizes = _existing(), c10d.table_sizes()
     yield
-    left = _Snapshot.taken(also=frozenset(before.groups)).left_since(before)
+    now = _existing(also={str(name) for place, name in before if place == "table"})
+    left = [text for key, text in now.items() if key not in before]
+    left += [
+        f"c10d's table {table} has {size} entries, {sizes.get(table, 0)} before"
+        for table, size in c10d.table_sizes().items()
+        if size > sizes.get(table, 0)
+    ]
     if left:
         lines = "\n".join(f"  {one}" for one in left)
         raise AssertionError(
@@ -210,16 +170,8 @@ def reloading(
 ) -> Iterator[Callable[[], None]]:
     """Reload before each phase within this block, of a process that ends with it.
 
-    Args:
-        every_group: whether collectives of smaller groups begin phases.
-        options: options of ``reloadpg.install`` if the block does not call it.
-        timeout: seconds that the block may take.
-
-    Yields:
-        A function that offloads and reloads.
-
-    Raises:
-        AssertionError: the block passed but nothing was offloaded.
+    Yields a function that offloads and reloads. Raises ``AssertionError`` if the block passed but
+    nothing was offloaded. The arguments are those of the mark, and the seconds that it may take.
     """
     phases = _Phases(every_group, options, timeout)
     phases.watch()
@@ -234,12 +186,7 @@ def reloading(
 
 
 class _Phases:
-    """The phases of one rank.
-
-    Attributes:
-        points: number of requested offloads.
-        cycles: number of offloads that released groups.
-    """
+    """The phases of one rank: points at which it reloads, and cycles that released groups."""
 
     def __init__(
         self, every_group: bool, options: Mapping[str, Any] | None, timeout: float

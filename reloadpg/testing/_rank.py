@@ -61,15 +61,11 @@ class Job:
     Attributes:
         call: the pickled (function, args, kwargs).
         modules: name and file of each module that the call refers to.
-        preload: modules to import before the ranks are forked.
-        start_method: of the ranks, ``forkserver`` or ``spawn``.
         environments: the whole environment of each rank.
         directory: directory of the ranks' files.
         caller: process id of the calling process.
-        timeout: seconds until ranks count as hung.
         end_on_failure: whether the other ranks are ended after the first failure.
         program: file of this module, as the caller imported it.
-        standins: whether the ranks use the stand-ins for CUDA and NCCL.
     """
 
     call: bytes
@@ -120,8 +116,6 @@ class _CallerLeftError(Exception):
 
 
 class _StartedRank:
-    """The supervisor's state of a rank."""
-
     def __init__(self, process: BaseProcess, connection: Connection) -> None:
         self.process = process
         self.connection = connection
@@ -188,6 +182,7 @@ class _Supervisor:
         context: Any = multiprocessing.get_context("fork" if forked else "spawn")
         if self._caller.poll():
             raise _CallerLeftError
+        begun = time.monotonic()  # a rank can fail before the last one is started
         try:
             for rank, environment in enumerate(self._job.environments):
                 os.environ.clear()
@@ -206,7 +201,7 @@ class _Supervisor:
         finally:
             _redirect_output(self._job.directory / "supervisor.out")
         self._started = time.monotonic()
-        self._tell((self._started, [rank.process.pid for rank in self._ranks]))
+        self._tell((begun, [rank.process.pid for rank in self._ranks]))
 
     def _tell(self, message: object) -> None:
         with contextlib.suppress(OSError):  # the caller has ended; the next wait notices
@@ -229,11 +224,7 @@ class _Supervisor:
         return False
 
     def _wait(self, deadline: float | None) -> None:
-        """Wait for a change of the ranks.
-
-        Raises:
-            _CallerLeftError: the caller sent something, closed the connection or died.
-        """
+        """Wait for a change of the ranks; raise ``_CallerLeftError`` if the caller ends the run."""
         connections = [rank.connection for rank in self._ranks if rank.running and rank.listening]
         timeout = None if deadline is None else max(deadline - time.monotonic(), 0)
         ready = wait([*self._sources, self._child_ended, *connections], timeout)
@@ -410,7 +401,6 @@ def _load_module(name: str, file: str) -> None:
 
 
 def is_from(module: ModuleType | None, file: str) -> bool:
-    """Whether a module was loaded from this file."""
     found = getattr(module, "__file__", None)
     return found is not None and os.path.realpath(found) == os.path.realpath(file)
 

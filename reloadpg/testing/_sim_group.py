@@ -60,11 +60,7 @@ class Communicator:
         ledger.open(record)
 
     def use(self, operation: str) -> ProcessGroup:
-        """The transport for one operation; connects at the first.
-
-        Raises:
-            DistBackendError: the group was shut down or aborted.
-        """
+        """The transport for one operation; connects at the first."""
         group = self.transport(operation)
         self._faults.check("collective", operation, self.record)
         self._ledger.used(self.record)
@@ -78,17 +74,12 @@ class Communicator:
             return self._group or self._connect(operation, eager=False)
 
     def connect(self) -> None:
-        """Connect all members now. Collective, blocking; does nothing if connected."""
         with self._connecting:
             if self._group is None:
                 self._connect("eager_connect", eager=True)
 
     def alive(self, operation: str) -> SimBackend:
-        """The backend.
-
-        Raises:
-            DistBackendError: the group was shut down or aborted.
-        """
+        """The backend. Raises if the group was shut down or aborted."""
         backend = self.backend
         if backend is None:
             record = self.record
@@ -124,21 +115,12 @@ class Communicator:
         return group
 
     def memory_stats(self) -> dict[str, int]:
-        """Bytes by NCCL's names. Local.
-
-        Raises:
-            DistBackendError: the communicator was never used.
-        """
-        self.alive("memory_stats")
+        """Bytes by NCCL's names. Local. Raises if the communicator was never used."""
         self._used("memory_stats")
         return self.record.memory_stats()
 
     def suspend(self) -> None:
-        """Release memory until :meth:`resume`. Collective over the members, without a timeout.
-
-        Raises:
-            DistBackendError: never used, or already suspended.
-        """
+        """Release memory until :meth:`resume`. Collective over the members, without a timeout."""
         self._used("suspend")
         if self._suspended is not None:
             raise self._misuse("suspend", "suspended already")
@@ -154,9 +136,6 @@ class Communicator:
         """Allocate the memory again. Collective over the members, without a timeout.
 
         A member that fails returns, while the others keep waiting for it.
-
-        Raises:
-            DistBackendError: not suspended, or out of memory.
         """
         self._used("resume")
         if self._suspended is None:
@@ -267,11 +246,7 @@ class SimBackend(ProcessGroupGloo):
         return backend
 
     def initialise(self, *, eager: bool) -> None:
-        """Build the transport.
-
-        Args:
-            eager: wait until all members are connected; otherwise local.
-        """
+        """Build the transport; if ``eager``, wait until all members are connected."""
         options = self._early
         options._devices = [_device(lazy=not eager)]
         record = self._communicator.record
@@ -291,8 +266,7 @@ class SimBackend(ProcessGroupGloo):
     def name(self) -> str:
         return NAME
 
-    def _get_backend_name(self) -> str:
-        return NAME
+    _get_backend_name = name
 
     @property
     def options(self) -> Any:
@@ -347,20 +321,22 @@ def _backend_members() -> dict[str, Any]:
         inherited = _gloo(name)
         if not callable(inherited):
             members[name] = property(_late_property(inherited))
-        elif name in OPERATIONS:
-            members[name] = _late_method(inherited, name, lambda c, name: c.use(name))
         elif name != "_pybind11_conduit_v1_":
-            members[name] = _late_method(inherited, name, lambda c, name: c.transport(name))
+            members[name] = _late_method(inherited, name)
     return members
+
+
+def _preparation(name: str) -> Callable[[Communicator, str], ProcessGroup]:
+    return Communicator.use if name in OPERATIONS else Communicator.transport
 
 
 def _late_property(inherited: Any) -> Callable[[SimBackend], Any]:
     return lambda self: inherited.__get__(self) if self.is_ready else None
 
 
-def _late_method(
-    inherited: Any, name: str, prepare: Callable[[Communicator, str], object]
-) -> Callable[..., Any]:
+def _late_method(inherited: Any, name: str) -> Callable[..., Any]:
+    prepare = _preparation(name)
+
     def method(self: SimBackend, *args: Any, **kwargs: Any) -> Any:
         prepare(self._communicator, name)
         return inherited(self, *args, **kwargs)
@@ -384,57 +360,32 @@ def _device(*, lazy: bool) -> Any:
 # the group
 
 
-class _Forwarding(ProcessGroup):
-    """A ``ProcessGroup`` whose operations find the transport of ``self._communicator``."""
+def _forwarding(name: str) -> Callable[..., Any]:
+    prepare = _preparation(name)
 
-
-def _operation(name: str) -> Callable[..., Any]:
-    def operate(self: SimulatedProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(self._communicator.use(name), name)(*args, **kwargs)
-        return (
-            dispatch.COMPLETED_WORK if result is None and name in dispatch.COLLECTIVES else result
-        )
-
-    operate.__name__ = name
-    return operate
-
-
-def _control(name: str) -> Callable[..., Any]:
     def forward(self: SimulatedProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._communicator.transport(name), name)(*args, **kwargs)
+        result = getattr(prepare(self._communicator, name), name)(*args, **kwargs)
+        completed = result is None and name in dispatch.COLLECTIVES
+        return dispatch.COMPLETED_WORK if completed else result
 
     forward.__name__ = name
     return forward
 
 
-for _name in dispatch.dispatched():
-    setattr(_Forwarding, _name, _operation(_name) if _name in OPERATIONS else _control(_name))
-for _name in vars(dispatch.Dispatch):
-    if _name.startswith("supports_"):  # C++ looks for a C++ backend and raises
-        setattr(_Forwarding, _name, False)
-
-
-class SimulatedProcessGroup(_Forwarding):
+class SimulatedProcessGroup(ProcessGroup):
     """A process group of the simulated accelerator.
 
     Made by ``torch.distributed`` through the registered creating function, never by hand. Torch
     uses it as the group itself, not as a backend within one.
     """
 
-    def __init__(
-        self,
-        record: Record,
-        store: Store,
-        settings: Settings,
-        ledger: Ledger,
-        faults: FaultTable,
-    ) -> None:
+    def __init__(self, communicator: Communicator, store: Store) -> None:
         # The (store, rank, size) form, the only one in torch's stubs, fails for subclasses.
+        record = communicator.record
         super().__init__(record.rank, record.size)  # type: ignore[call-arg, arg-type]
-        self._communicator = Communicator(record, store, settings, ledger, faults)
+        self._communicator = communicator
         self._store = store.underlying_store if isinstance(store, PrefixStore) else store
         self._listed = False
-        self._symm_mem = False
         finalizer = weakref.finalize(self, self._communicator.collected)
         finalizer.atexit = False
 
@@ -446,28 +397,18 @@ class SimulatedProcessGroup(_Forwarding):
         """Bytes that the communicator holds now, by NCCL's names. Local."""
         return self._communicator.memory_stats()
 
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self._communicator.record.name
-
-    @property
-    def group_desc(self) -> str:
-        return self._communicator.record.desc
-
-    def getGroupName(self) -> str:  # noqa: N802 - looked up by C++
-        return self._communicator.record.name
-
-    def getGroupDesc(self) -> str:  # noqa: N802 - looked up by C++
-        return self._communicator.record.desc
-
-    def getBackendName(self) -> str:  # noqa: N802 - looked up by C++
+    def _get_backend_name(self) -> str:
         return NAME  # not "gloo": DDP's logger would look for a gloo backend in the C++ object
 
-    def _get_backend_name(self) -> str:
-        return NAME
+    def _get_name(self) -> str:
+        return self._communicator.record.name
 
-    def name(self) -> str:
-        return NAME
+    def _get_desc(self) -> str:
+        return self._communicator.record.desc
+
+    name = getBackendName = _get_backend_name  # noqa: N815 - C++ looks this and the next ones up
+    getGroupName, getGroupDesc = _get_name, _get_desc  # noqa: N815
+    group_name, group_desc = property(_get_name), property(_get_desc)  # type: ignore[assignment]
 
     def _set_group_name(self, name: str) -> None:
         self._communicator.record.name = name
@@ -482,13 +423,7 @@ class SimulatedProcessGroup(_Forwarding):
         self._listed = self._listed or c10d.is_known(self)
         return [torch.device(device) for device in DEVICES] if self._listed else []
 
-    @property
-    def use_pg_for_symm_mem_rendezvous(self) -> bool:
-        return self._symm_mem
-
-    @use_pg_for_symm_mem_rendezvous.setter
-    def use_pg_for_symm_mem_rendezvous(self, value: bool) -> None:
-        self._symm_mem = value
+    use_pg_for_symm_mem_rendezvous = False
 
     def get_group_store(self) -> Store:
         return self._store
@@ -507,9 +442,8 @@ class SimulatedProcessGroup(_Forwarding):
 
     def _get_sequence_number_for_group(self) -> int:
         backend = self._communicator.alive("_get_sequence_number_for_group")
-        if not backend.is_ready:
-            return 0
-        return cast(int, cast(Any, ProcessGroupGloo)._get_sequence_number_for_group(backend))
+        name = "_get_sequence_number_for_group"
+        return cast(int, _gloo(name)(backend)) if backend.is_ready else 0
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to agree on: the transport counts from 0 on all ranks."""
@@ -534,3 +468,10 @@ class SimulatedProcessGroup(_Forwarding):
             f"<SimulatedProcessGroup {record.name!r} ({record.desc}) rank {record.rank} of "
             f"{record.size} {record.state}>"
         )
+
+
+for _name in dispatch.DISPATCHED - {*vars(SimulatedProcessGroup)}:
+    setattr(SimulatedProcessGroup, _name, _forwarding(_name))
+for _name in vars(dispatch.Dispatch):
+    if _name.startswith("supports_"):  # C++ looks for a C++ backend and raises
+        setattr(SimulatedProcessGroup, _name, False)

@@ -16,8 +16,7 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from enum import Enum
 from fnmatch import fnmatchcase
-from types import TracebackType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch.distributed import DistBackendError
 
@@ -41,8 +40,6 @@ _KEPT = 1024
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of ``simulated.configure`` for the groups that are created from now on."""
-
     bytes_per_communicator: int | None = None
     persistent_share: float = 0.125
     suspend_works: bool = True
@@ -127,6 +124,19 @@ class GroupInfo:
     serial: int
 
 
+@dataclass(frozen=True)
+class BarrierInfo:
+    """A barrier, or the next one of a rank that has failed.
+
+    Attributes:
+        name: the operation and the phase: ``reload.enter``.
+        global_rank: rank of this process.
+    """
+
+    name: str
+    global_rank: int
+
+
 @dataclass(eq=False)
 class Record:
     """The internal record of a group; :meth:`info` is its public form."""
@@ -160,7 +170,6 @@ class Record:
         return self.state in (SimState.CREATED, SimState.CONNECTED, SimState.SUSPENDED)
 
     def memory_stats(self) -> dict[str, int]:
-        """The memory statistics of a communicator, by NCCL's names."""
         return {
             "suspend": self.suspendable_bytes,
             "suspended": int(self.state is SimState.SUSPENDED),
@@ -180,50 +189,42 @@ class Ledger:
         self._lock = threading.RLock()
         self._live: dict[int, Record] = {}
         self._ended: deque[Record] = deque(maxlen=_KEPT)
-        self._counts = dict.fromkeys(SimState, 0)
-        self._held = self._peak = self._collectives = self._resumed = 0
+        self._counts = dict.fromkeys((one.name for one in fields(Stats)), 0)
         self.capacity: int | None = None
 
     def open(self, record: Record) -> None:
         with self._lock:
-            self._counts[SimState.CREATED] += 1
-            record.serial = self._counts[SimState.CREATED]
+            self._counts["live"] += 1
+            self._counts["created"] += 1
+            record.serial = self._counts["created"]
             self._live[record.serial] = record
 
     @property
     def free_bytes(self) -> int | None:
         """Free bytes of the device; None if it has no limit."""
         with self._lock:
-            return None if self.capacity is None else self.capacity - self._held
+            return None if self.capacity is None else self.capacity - self._counts["held_bytes"]
 
     def connect(self, record: Record, size: int, persistent: int) -> None:
-        """Take ``size`` bytes of real memory for a communicator.
-
-        Args:
-            record: the communicator.
-            size: bytes in all.
-            persistent: how many of them a suspend leaves.
-        """
+        """Take ``size`` bytes of real memory, of which a suspend leaves ``persistent``."""
         with self._lock:
             self._take(size)
         record.persistent, record.memory = _resident(persistent), _resident(size - persistent)
         with self._lock:
             record.suspendable_bytes = size - persistent
             record.state = SimState.CONNECTED
-            self._counts[SimState.CONNECTED] += 1
+            self._counts["connected"] += 1
 
     def suspend(self, record: Record, *, works: bool) -> None:
-        """Release the suspendable memory, if ``works``."""
         with self._lock:
             if works and record.memory is not None:
                 memory, record.memory = record.memory, None
-                self._held -= len(memory)
+                self._counts["held_bytes"] -= len(memory)
                 memory.close()
             record.state = SimState.SUSPENDED
-            self._counts[SimState.SUSPENDED] += 1
+            self._counts["suspended"] += 1
 
     def resume(self, record: Record) -> None:
-        """Allocate the suspended memory again."""
         with self._lock:
             missing = record.suspendable_bytes if record.memory is None else 0
             self._take(missing)
@@ -231,29 +232,30 @@ class Ledger:
         with self._lock:
             record.memory = memory or record.memory
             record.state = SimState.CONNECTED
-            self._resumed += 1
+            self._counts["resumed"] += 1
 
     def _take(self, size: int) -> None:
-        if self.capacity is not None and self._held + size > self.capacity:
+        free = self.free_bytes
+        if free is not None and size > free:
             raise DistBackendError(
-                f"out of memory: the simulated device has {self.capacity - self._held} bytes "
-                f"left, and {size} are wanted"
+                f"out of memory: the simulated device has {free} bytes left, and {size} are wanted"
             )
-        self._held += size
-        self._peak = max(self._peak, self._held)
+        self._counts["held_bytes"] += size
+        self._counts["peak_bytes"] = max(self._counts["peak_bytes"], self._counts["held_bytes"])
 
     def used(self, record: Record) -> None:
         with self._lock:
             record.collectives += 1
-            self._collectives += 1
+            self._counts["collectives"] += 1
 
     def close(self, record: Record, state: SimState) -> None:
         """Return the memory to the operating system. Idempotent: the first state counts."""
         with self._lock:
             if not record.is_open:
                 return
-            self._held -= record.held_bytes
-            self._counts[state] += 1
+            self._counts["held_bytes"] -= record.held_bytes
+            self._counts["live"] -= 1
+            self._counts[state.value] += 1
             record.state = state
             parts = record.memory, record.persistent
             record.memory = record.persistent = None
@@ -264,20 +266,7 @@ class Ledger:
 
     def stats(self) -> Stats:
         with self._lock:
-            counts = self._counts
-            released, leaked = counts[SimState.RELEASED], counts[SimState.LEAKED]
-            return Stats(
-                created=counts[SimState.CREATED],
-                connected=counts[SimState.CONNECTED],
-                released=released,
-                leaked=leaked,
-                live=counts[SimState.CREATED] - released - leaked,
-                held_bytes=self._held,
-                peak_bytes=self._peak,
-                collectives=self._collectives,
-                suspended=counts[SimState.SUSPENDED],
-                resumed=self._resumed,
-            )
+            return Stats(**self._counts)
 
     def groups(self, *, ended: bool) -> tuple[GroupInfo, ...]:
         with self._lock:
@@ -302,9 +291,11 @@ def _resident(size: int) -> mmap.mmap | None:
 # faults
 
 
-FaultPoint = Literal["create", "connect", "release", "suspend", "resume", "collective"]
+FaultPoint = Literal[
+    "create", "connect", "release", "suspend", "resume", "collective", "barrier", "failure"
+]
 FaultAction = Literal["raise", "stall", "exit", "kill", "call"]
-FaultMoment = Literal["before", "after"]
+FaultMoment = Literal["before", "waiting", "after"]
 
 
 class InjectedFaultError(RuntimeError):
@@ -318,23 +309,28 @@ class Fault:
     Attributes:
         at: ``create`` (the creating function), ``connect`` (first use of a group), ``release``
             (``shutdown`` or ``abort``), ``suspend``, ``resume``, ``collective`` (the start of an
-            operation).
+            operation). On any backend: ``barrier`` (of an offload, a reload or a recovery),
+            ``failure`` (this rank is about to notify the others that it has failed).
         action: ``raise`` an :class:`InjectedFaultError`; ``stall`` the calling thread until the
             fault is cleared or ``seconds`` have passed, then go on; ``exit`` the process with
             ``exit_code`` and no clean-up; ``kill`` it with SIGKILL; ``call`` a function.
         group: only groups whose name or description matches this pattern (``fnmatch``: ``1@*``
             is every later generation of group ``1``). A group has no description at ``create``.
-        operation: only this method of the group (``allreduce``, ``shutdown``, ``abort``).
+        operation: only this method of the group (``allreduce``, ``shutdown``, ``abort``), or
+            this barrier (``offload.enter``, ``offload.released``, ``reload.done``).
         rank: only in the process of this global rank.
         nth: the first matching event that fails, counted from 1 since the injection.
         times: number of matching events that fail, from the ``nth`` on; None for all.
         moment: ``before`` the step, which is then not done, or ``after`` it. A group that fails
-            after ``create`` is released. A collective has no ``after``.
+            after ``create`` is released. A collective has no ``after``. A rank is ``before`` a
+            barrier until it arrives; ``waiting`` for other ranks when it has been counted, in
+            another thread, where nothing can be raised; ``after`` it has read the decision.
         seconds: maximum duration of ``stall``; None stalls until it is cleared.
         message: text of the error.
         exit_code: for ``exit``.
-        call: for ``call``: called in the thread of the event, with the group's current info. Its
-            exceptions, including ``KeyboardInterrupt``, propagate from the step.
+        call: for ``call``: called in the thread of the event, with the group's current info, or
+            the barrier's :class:`BarrierInfo`. Its exceptions, including ``KeyboardInterrupt``,
+            propagate from the step.
     """
 
     at: FaultPoint
@@ -348,7 +344,7 @@ class Fault:
     seconds: float | None = None
     message: str = ""
     exit_code: int = 1
-    call: Callable[[GroupInfo], object] | None = None
+    call: Callable[[Any], object] | None = None
 
     def __post_init__(self) -> None:
         allowed = {"at": FaultPoint, "action": FaultAction, "moment": FaultMoment}
@@ -365,16 +361,31 @@ class Fault:
             )
         if (self.action == "call") is not callable(self.call):
             raise ValueError("Fault: the action call and the function call go together")
-        if (self.at, self.moment) == ("collective", "after"):
-            raise ValueError("Fault(at='collective'): only the moment before can be named")
+        moments = {
+            "barrier": get_args(FaultMoment),
+            "collective": ("before",),
+            "failure": ("before",),
+        }
+        if self.moment not in moments.get(self.at, ("before", "after")):
+            raise ValueError(
+                f"Fault(at={self.at!r}, moment={self.moment!r}): there is no such moment"
+            )
+        if self.at in ("barrier", "failure") and self.group is not None:
+            raise ValueError(f"Fault(at={self.at!r}, group={self.group!r}): it is of no group")
+        if (self.action, self.moment) == ("raise", "waiting"):
+            raise ValueError("Fault(moment='waiting'): nothing can be raised there")
 
-    def matches(self, at: FaultPoint, operation: str, record: Record, moment: FaultMoment) -> bool:
+    def matches(
+        self, at: FaultPoint, operation: str, record: Record | BarrierInfo, moment: FaultMoment
+    ) -> bool:
         if (at, moment) != (self.at, self.moment) or self.operation not in (None, operation):
             return False
         if self.rank not in (None, record.global_rank):
             return False
         pattern = self.group
-        return pattern is None or any(fnmatchcase(n, pattern) for n in (record.name, record.desc))
+        if pattern is None or isinstance(record, BarrierInfo):
+            return True
+        return any(fnmatchcase(n, pattern) for n in (record.name, record.desc))
 
 
 class InjectedFault:
@@ -406,12 +417,7 @@ class InjectedFault:
     def __enter__(self) -> InjectedFault:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.clear()
 
     def strikes(self) -> bool:
@@ -423,11 +429,11 @@ class InjectedFault:
         self.fired += 1
         return True
 
-    def act(self, where: str, record: Record) -> None:
+    def act(self, where: str, info: GroupInfo | BarrierInfo) -> None:
         fault = self.fault
         self._has_fired.set()
         if fault.call is not None:
-            fault.call(record.info())
+            fault.call(info)
         elif fault.action == "raise":
             raise InjectedFaultError(fault.message or f"injected fault {where}")
         elif fault.action == "stall":
@@ -462,7 +468,11 @@ class FaultTable:
             handle.clear()
 
     def check(
-        self, at: FaultPoint, operation: str, record: Record, moment: FaultMoment = "before"
+        self,
+        at: FaultPoint,
+        operation: str,
+        record: Record | BarrierInfo,
+        moment: FaultMoment = "before",
     ) -> None:
         """Run the faults that match this event, in the order of their injection."""
         if not self._injected:
@@ -473,6 +483,10 @@ class FaultTable:
                 for handle in self._injected
                 if handle.fault.matches(at, operation, record, moment) and handle.strikes()
             ]
-        where = f"{'after' if moment == 'after' else 'at'} {at} of group {record.name!r}"
+        if isinstance(record, BarrierInfo):
+            where = f"{moment} {at} {operation}"
+        else:
+            when = "after" if moment == "after" else "at"
+            where = f"{when} {at} of group {record.name!r} ({operation})"
         for handle in due:
-            handle.act(f"{where} ({operation})", record)
+            handle.act(where, record if isinstance(record, BarrierInfo) else record.info())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -38,20 +37,16 @@ class _Frames(list[traceback.FrameSummary]):
     """The frames of one traceback, as ``TracebackException`` formats them."""
 
     def format(self, **options: Any) -> list[str]:
-        return [line for line in self._lines() if line]
-
-    def _lines(self) -> Iterator[str]:
-        *above, last = self or [None]
-        known = [(frame, _library(frame)) for frame in above if frame is not None]
-        for is_library, several in groupby(known, key=lambda one: bool(one[1])):
-            frames, packages = zip(*several, strict=True)
+        lines: list[str] = []
+        folds = groupby(self, lambda frame: frame is not self[-1] and bool(_library(frame)))
+        for is_library, several in folds:
+            frames = list(several)
             if is_library and len(frames) > _SHOWN:
-                of = ", ".join(dict.fromkeys(packages))
-                yield f"  ... {counted(len(frames), 'frame')} of {of}\n"
+                packages = ", ".join(dict.fromkeys(map(_library, frames)))
+                lines.append(f"  ... {counted(len(frames), 'frame')} of {packages}\n")
             else:
-                yield from traceback.StackSummary.from_list(list(frames)).format()
-        if last is not None:
-            yield from traceback.StackSummary.from_list([last]).format()
+                lines += traceback.StackSummary.from_list(frames).format()
+        return lines
 
 
 def _library(frame: traceback.FrameSummary) -> str:

@@ -226,14 +226,10 @@ def _rank_test(item: pytest.Function, mark: RanksMark) -> RankTest:
 
 
 class _MadeInRanks:
-    """Placeholder in the test's process for a value that each rank has or creates.
-
-    Attributes:
-        settings: the settings of its fixture; None if it is not a fixture there.
-    """
+    """Placeholder in the test's process for a value that each rank has or creates."""
 
     def __init__(self, settings: dict[str, Any] | None) -> None:
-        self.settings = settings
+        self.settings = settings  # of its fixture; None if it is not a fixture there
 
 
 def _only_in_ranks(request: pytest.FixtureRequest, name: str) -> Any:

@@ -279,7 +279,6 @@ def _pickled(
 def _environments(
     world_size: int, port: int, store: str, directory: Path, env: Mapping[str, str | None]
 ) -> list[dict[str, str]]:
-    """Return the environment of each rank."""
     temporary = directory / "tmp"
     temporary.mkdir()
     # One for all runs of this process, since compiling takes seconds.
@@ -332,8 +331,7 @@ def _standins(
 def _store_port(store: str) -> Iterator[int]:
     """Yield the port of the run's TCPStore, and reserve it during the run.
 
-    `parent`: a TCPStore server in this process, on a loopback socket that was bound to port 0.
-    `rank0`: the port is bound here without listening, with SO_REUSEADDR like the store's socket.
+    For `rank0` the port is bound here without listening, with SO_REUSEADDR like the store's socket.
     Linux then lets rank 0 bind and listen, and gives the port to no process that requests a free
     one.
     """
@@ -414,7 +412,6 @@ def _run(job: Job) -> tuple[list[RankOutcome], list[int]]:
 
 
 def _start(connection: Connection, job: Job) -> BaseProcess:
-    """Start the supervisor of a run."""
     preload = ["reloadpg.testing._preload", *(name for name in _PRELOAD if name in sys.modules)]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
 
@@ -439,7 +436,7 @@ def _start(connection: Connection, job: Job) -> BaseProcess:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a process that is started in the block."""
+    """Set variables for a process that is started in the block; other threads see no others go."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -509,7 +506,6 @@ def _outcome(
 
 
 def _tail(path: Path) -> str:
-    """Return the end of a file as text; empty if there is no file."""
     try:
         with path.open("rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - _OUTPUT_LIMIT, 0))

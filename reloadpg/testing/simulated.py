@@ -20,6 +20,8 @@ A test can inject faults::
     with simulated.inject(simulated.Fault("create", rank=1, nth=3, message="no memory")):
         reloadpg.reload()  # fails in the third creation of rank 1
 
+Faults at barriers and in failures happen on all backends, also where ``sim`` is not registered.
+
 Limits: it has no streams, and operations overlap only as in gloo. It cannot be part of a mixed
 group (``cpu:gloo,privateuseone:sim``), since torch uses a group from a Python creating function for
 all devices. It cannot be split.
@@ -35,13 +37,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.distributed import Backend
 
 from reloadpg.lifecycle import memory
+from reloadpg.rendezvous.round import barrier_hooks
 
-from ._sim_group import DEVICES, NAME, SimulatedProcessGroup
+from ._sim_group import DEVICES, NAME, Communicator, SimulatedProcessGroup
 from ._sim_state import (
+    BarrierInfo,
     Fault,
     FaultTable,
     GroupInfo,
@@ -58,6 +61,7 @@ __all__ = [
     "BYTES_VARIABLE",
     "DEFAULT_BYTES",
     "NAME",
+    "BarrierInfo",
     "Fault",
     "GroupInfo",
     "InjectedFault",
@@ -158,24 +162,16 @@ def configure(
     Raises:
         ValueError: a number is out of range; nothing was changed.
     """
-    given = {
-        "bytes_per_communicator": bytes_per_communicator,
-        "persistent_share": persistent_share,
-        "suspend_works": suspend_works,
-        "eager": eager,
-        "creation_seconds": creation_seconds,
-        "release_seconds": release_seconds,
-    }
-    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    for name, value in {**settings, "capacity_bytes": capacity_bytes or 0}.items():
+    given = {name: value for name, value in locals().items() if value is not None}
+    for name, value in given.items():
         if value < 0 or (name == "persistent_share" and value > 1):
             raise ValueError(
                 f"configure({name}={value}): must be 0 or more, and a share 1 at most; nothing "
                 "was changed"
             )
-    _state.settings = replace(_state.settings, **settings)
-    if capacity_bytes is not None:
-        _state.ledger.capacity = int(capacity_bytes) or None
+    if (capacity := given.pop("capacity_bytes", None)) is not None:
+        _state.ledger.capacity = int(capacity) or None
+    _state.settings = replace(_state.settings, **given)
 
 
 @contextmanager
@@ -209,12 +205,23 @@ def inject(fault: Fault) -> InjectedFault:
     Returns:
         A handle that counts and clears the fault; also a context manager.
     """
+    if fault.at in ("barrier", "failure") and _come_to not in barrier_hooks:
+        barrier_hooks.append(_come_to)
     return _state.faults.inject(fault)
 
 
 def clear_faults() -> None:
     """Remove all faults; threads that they stall go on. Local, idempotent."""
     _state.faults.clear()
+
+
+def _come_to(moment: Any, operation: str, phase: str, rank: int) -> None:
+    """A rank comes to a barrier, or fails."""
+    name = f"{operation}.{phase}"
+    if moment == "failing":
+        _state.faults.check("failure", name, BarrierInfo(name, rank))
+    else:
+        _state.faults.check("barrier", name, BarrierInfo(name, rank), moment)
 
 
 def _create(received: Any, options: object) -> SimulatedProcessGroup:
@@ -232,10 +239,11 @@ def _create(received: Any, options: object) -> SimulatedProcessGroup:
     time.sleep(settings.creation_seconds)
     works = settings.suspend_works and os.environ.get("NCCL_CUMEM_ENABLE") != "0"
     settings = replace(settings, bytes_per_communicator=_bytes(), suspend_works=works)
-    group = SimulatedProcessGroup(record, received.store, settings, ledger, faults)
+    communicator = Communicator(record, received.store, settings, ledger, faults)
+    group = SimulatedProcessGroup(communicator, received.store)
     try:
         if settings.eager:
-            group._get_backend(torch.device("cpu")).eager_connect_single_device()
+            communicator.connect()
         faults.check("create", "create", record, "after")
     except BaseException:
         group.abort()

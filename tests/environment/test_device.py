@@ -220,6 +220,7 @@ CHOICES: dict[str, tuple[dict[str, str | None], dict[str, Any], Placed | str]] =
         f"local_rank=2 has no {KIND} device: 2 are visible",
     ),
     "unknown local rank": ({"WORLD_SIZE": "2", **ELSEWHERE}, {}, "LOCAL_RANK is not set"),
+    "the rank's device_id": ({}, {"device_id": 0}, on(0)),
     "another device_id": ({}, {"device_id": 1}, "device_id="),
 }
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from in_turn import variables
 
+import reloadpg
 from reloadpg.environment import configure_network_environment, detect_ib_interface, network
-
-REPORT = str(Path(__file__).parent / "network_report.py")
 
 # A pair of virtual interfaces: the other end must be up too, or there is no carrier. ``ip`` shows
 # such a one as ``ib0@other``.
@@ -52,13 +60,24 @@ INTERFACES = {
 }
 
 SCRIPT = """
-import json, os
+import json, os, socket, subprocess, sys
 from reloadpg.environment import configure_network_environment, detect_ib_interface
-before = dict(os.environ)
-found = detect_ib_interface()
-changes = configure_network_environment()
-added = {k: v for k, v in os.environ.items() if before.get(k) != v}
-print(json.dumps([found, changes, added]))
+
+def run(command):
+    subprocess.run(["sh", "-ec", command], check=True)
+
+before, seen = dict(os.environ), {}
+for name, setup in json.loads(sys.argv[1]).items():
+    run(setup)
+    found, changes = detect_ib_interface(), configure_network_environment()
+    added = {k: v for k, v in os.environ.items() if before.get(k) != v}
+    seen[name] = found, changes, added
+    for key in added:
+        del os.environ[key]
+    for _, one in socket.if_nameindex():
+        if one.startswith("x"):
+            run(f"ip link delete {one}")
+print(json.dumps(seen))
 """
 
 
@@ -78,19 +97,17 @@ def namespaces_missing() -> str:
 MISSING = namespaces_missing()
 
 
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
-@pytest.mark.parametrize(("setup", "expected"), INTERFACES.values(), ids=INTERFACES)
-def test_the_first_usable_infiniband_interface_is_found_and_used(
-    setup: str, expected: str | None
-) -> None:
-    """Up, with carrier, with an address that is not link-local, and without its parent's name."""
+@pytest.fixture(scope="module")
+def seen() -> dict[str, tuple[str | None, dict[str, str], dict[str, str]]]:
+    """What is found with the interfaces of each case, one after the other in one namespace."""
     environ = {
         name: value
         for name, value in os.environ.items()
         if not name.endswith("_SOCKET_IFNAME") and not name.startswith(("TORCH_NCCL", "NCCL_"))
     }
+    setups = {name: setup for name, (setup, _) in INTERFACES.items()}
     done = subprocess.run(
-        ["unshare", "-n", "sh", "-ec", f'{setup}\nexec "$0" -c "$1"', sys.executable, SCRIPT],
+        ["unshare", "-n", sys.executable, "-c", SCRIPT, json.dumps(setups)],
         env=environ,
         capture_output=True,
         text=True,
@@ -98,11 +115,19 @@ def test_the_first_usable_infiniband_interface_is_found_and_used(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found, changes, added = json.loads(done.stdout)
-    assert found == expected
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize("name", INTERFACES)
+def test_the_first_usable_infiniband_interface_is_found_and_used(
+    name: str, seen: dict[str, tuple[str | None, dict[str, str], dict[str, str]]]
+) -> None:
+    """Up, with carrier, with an address that is not link-local, and without its parent's name."""
+    expected = INTERFACES[name][1]
     wanted = {"NCCL_SOCKET_IFNAME": expected, "GLOO_SOCKET_IFNAME": expected, **INFINIBAND}
     wanted = wanted if expected else {}
-    assert changes == added == wanted
+    assert seen[name] == [expected, wanted, wanted]
 
 
 def test_without_iproute2_no_interface_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,55 +206,93 @@ def test_nccl_error_handling_is_unchanged_and_0_is_a_warning(
 
 FOUND = {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "ib0", **INFINIBAND}
 
-BRING_UPS: dict[str, tuple[str, object, dict[str, str], dict[str, str]]] = {
-    "auto": ("ib0", "auto", {}, FOUND),
-    "auto, in part preset": (
-        "ib0",
-        "auto",
-        {"NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_NET_GDR_LEVEL": "2"},
-    ),
-    "auto, nothing there": ("eth7", "auto", {}, {}),
-    "off": ("ib0", "off", {}, {}),
-    "mapping": (
-        "ib0",
-        {"NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN"},
-        {"NCCL_DEBUG": "INFO"},
-        {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"},
-    ),
-}
+MAPPING = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN"}
+PARTLY = {"NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENDS = ("context", "exception", "destroy", "failure", "context")
+BRING_UPS: list[tuple[str, object, dict[str, str], dict[str, str]]] = [
+    ("ib0", "auto", {}, FOUND),
+    ("ib0", "auto", PARTLY, {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_NET_GDR_LEVEL": "2"}),
+    ("ib0", "off", {}, {}),
+    ("ib0", MAPPING, {"NCCL_DEBUG": "INFO"}, dict.fromkeys(network.SOCKET_VARIABLES, "lo")),
+    ("eth7", "auto", {}, {}),
+]
+"""The name of the interface, ``network``, preset variables, and those that are set."""
+
+NEW_NETWORK = 0x40000000
+"""CLONE_NEWNET: a network namespace of the calling thread, and of those that it starts."""
+
+
+def enter_namespace(rank: int) -> None:
+    """Put both ranks into one new network namespace. Only the loopback interface is up in it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    shared = Path(os.environ["TMPDIR"], "namespace")
+    if rank == 0:
+        assert libc.unshare(NEW_NETWORK) == 0, os.strerror(ctypes.get_errno())
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        shared.with_suffix(".new").write_text(f"/proc/{os.getpid()}/ns/net")
+        shared.with_suffix(".new").rename(shared)
+        return
+    while not shared.exists():
+        time.sleep(0.01)
+    with open(shared.read_text()) as namespace:
+        assert libc.setns(namespace.fileno(), NEW_NETWORK) == 0, os.strerror(ctypes.get_errno())
+
+
+def bring_up(network: Any, end: str, look: Callable[[], None]) -> None:
+    """Come up, look, and end like this."""
+    options: dict[str, Any] = {"network": network, "init_timeout": 60}
+    if end == "failure":
+
+        def create(store: dist.Store, rank: int, size: int, _: object) -> None:
+            look()
+            store.set(f"{rank} has looked", "")  # the first failure ends the others' bring-up
+            store.wait([f"{other} has looked" for other in range(size)], timedelta(minutes=1))
+            raise OSError("no group today")
+
+        dist.Backend.register_backend("broken", create, devices=["cpu"])
+        reloadpg.init_distributed("cpu:broken", **options)
+    context = reloadpg.init_distributed(**options)
+    if end == "destroy":
+        look()
+        reloadpg.barrier(60, "both have looked")
+        reloadpg.destroy_distributed()
+        return
+    with context:
+        look()
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert value.item() == 2
+        if end == "exception":
+            raise ValueError("on all ranks")
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
-@pytest.mark.parametrize(
-    ("name", "network", "preset", "expected"),
-    [
-        pytest.param(*case, id=name, marks=[] if name == "auto" else [pytest.mark.slow])
-        for name, case in BRING_UPS.items()
-    ],
-)
-def test_bring_up_sets_network_variables_before_it_connects_and_restores_them(
-    name: str, network: object, preset: dict[str, str], expected: dict[str, str]
-) -> None:
+@pytest.mark.ranks(2, store="rank0", env={"GLOO_SOCKET_IFNAME": None})
+def test_bring_up_sets_network_variables_before_it_connects_and_restores_them(rank: int) -> None:
     """Only unset variables, in one log line, on each of two ranks; restored however it ends."""
-    ends = ["context"]
-    if expected == FOUND:
-        ends += ["exception", "destroy", "failure", "context"]
-    prefixes = ("NCCL_", "GLOO_", "TORCH_NCCL")
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
-    setup = "ip link set lo up; " + UP.format(name, ADDRESS_4)
-    done = subprocess.run(
-        [
-            *("unshare", "-n", "sh", "-ec", f'{setup}\nexec "$0" "$@"'),
-            *(sys.executable, REPORT, json.dumps([network, ends])),
-        ],
-        env={**environ, **preset, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    told = [f"network: set {', '.join(f'{k}={v}' for k, v in expected.items())}"]
-    for seen in json.loads(done.stdout.splitlines()[-1]):
-        assert seen == [[expected, {}, told if expected else []]] * len(ends)
+    enter_namespace(rank)
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("reloadpg.environment.network").addHandler(handler)
+    logging.getLogger("reloadpg").setLevel(logging.INFO)
+    between = dist.FileStore(os.path.join(os.environ["TMPDIR"], "between"), 2)
+    for number, (name, option, preset, expected) in enumerate(BRING_UPS):
+        if rank == 0:
+            setup = f"ip link delete xib0 || true; {UP.format(name, ADDRESS_4)}"
+            subprocess.run(["sh", "-ec", setup], check=True, capture_output=True)
+            between.set(f"interface {number}", "up")
+        between.wait([f"interface {number}"], timedelta(minutes=1))
+        told = [f"network: set {', '.join(f'{k}={v}' for k, v in expected.items())}"]
+        with variables(preset):
+            before = dict(os.environ)
+            for end in ENDS if expected == FOUND else ENDS[:1]:
+                inside: dict[str, str] = {}
+                lines.clear()
+                with suppress(ValueError, OSError, reloadpg.PeerFailedError):
+                    bring_up(option, end, lambda into=inside: into.update(os.environ))
+                assert inside == {**before, **expected}, (name, option, end)
+                assert dict(os.environ) == before, (name, option, end)
+                assert lines == (told if expected else []), (name, option, end)
+        between.set(f"rank {rank} is out of {number}", "")
+        between.wait([f"rank {one} is out of {number}" for one in range(2)], timedelta(minutes=1))

@@ -13,13 +13,12 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import moments
 import pytest
 import torch
 import torch.distributed as dist
 
 import reloadpg
-from reloadpg.testing import run_ranks
+from reloadpg.testing import run_ranks, simulated
 
 LIMIT_S = 60.0
 """Timeout of waits for other ranks, and of runs in which no rank waits that long."""
@@ -73,7 +72,11 @@ def test_rank_0_with_the_store_leaves_after_the_others_know_that_all_came(rank: 
         between.set("rank 1 knows", "1")
 
     if rank == 1:
-        moments.at("counted", slow, barrier="exit.arrive")
+        simulated.inject(
+            simulated.Fault(
+                "barrier", "call", operation="exit.arrive", moment="after", call=lambda _: slow()
+            )
+        )
     with reloadpg.process_group_scope(timeout=LIMIT_S):
         dist.init_process_group("gloo")
     if rank == 0:
@@ -102,7 +105,7 @@ def leave_late(rank: int, world_size: int, kind: str, bound: float) -> str:
 @pytest.mark.parametrize("kind", ["scope", slow("context")])
 def test_a_peer_that_never_reaches_the_end_is_named_in_the_timeout_error(kind: str) -> None:
     """The groups are aborted; the barrier before their end does not hang."""
-    bound = 3.0 if kind == "scope" else 20.0  # that of a context is the one of bring-up too
+    bound = 1.5 if kind == "scope" else 20.0  # that of a context is the one of bring-up too
     outcomes = run_ranks(leave_late, 2, args=(kind, bound), check=False)
     assert outcomes[0].ok
     assert "missing: rank 1" in outcomes[0].result

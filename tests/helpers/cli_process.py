@@ -1,4 +1,4 @@
-"""The command line as its users start it: a process."""
+"""The command line in a separate process."""
 
 import json
 import os
@@ -19,7 +19,7 @@ LIMIT = 280  # seconds; a command takes some seconds, most of them to import tor
 
 
 def environment(**variables):
-    """This process's, with the source tree on the path and nothing of a job in it."""
+    """This process's environment with the source tree on the path and without a job."""
     root = Path(reloadpg.__file__).parent.parent
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "RELOADPG_"))}
@@ -44,7 +44,7 @@ def command(*arguments, cwd=None, path="", **variables):
 
 
 def decoded(process):
-    """What a command wrote to stdout as JSON; its errors if it wrote none."""
+    """The JSON that a command wrote to stdout, or an error with its output."""
     try:
         return json.loads(process.stdout)
     except ValueError:
@@ -52,25 +52,33 @@ def decoded(process):
 
 
 def _called(
-    rank: int, world_size: int, arguments: tuple[str, ...], until: Path | None
+    rank: int, world_size: int, arguments: tuple[str, ...], until: Path | None, cwd: Path | None
 ) -> tuple[int, str]:
     with ExitStack() as stack:
         output = stack.enter_context(redirect_stdout(StringIO()))
         if until is not None:
             clock = SimpleNamespace(monotonic=lambda: LIMIT * until.exists(), sleep=time.sleep)
             stack.enter_context(mock.patch("reloadpg.cli.explain_rank.time", clock))
+        if cwd is not None:
+            os.chdir(cwd)
+            sys.path.insert(0, str(cwd))
         code = main(list(arguments))
     return code, output.getvalue()
 
 
-def called(*arguments: str, until: Path | None = None) -> tuple[int, str]:
-    """The exit code and the output of a command that forks, run in a process with one thread.
+def called(
+    *arguments: object, until: Path | None = None, cwd: Path | None = None, **env: str
+) -> tuple[int, str]:
+    """The exit code and the output of a command, run in a forked process that has torch imported.
 
-    A child of a process with many, as those of tests are, dies now and then (seen: SIGSEGV).
+    Commands that fork need it: a child of a process with many threads sometimes crashes.
 
     Args:
         arguments: of the command.
-        until: for ``explain``: the time limit of the script is over when this file is there.
+        until: for ``explain``: the time limit of the script is over once this file exists.
+        cwd: the working directory, from which modules can be imported.
+        env: environment variables.
     """
-    result: tuple[int, str] = run_ranks(_called, 1, args=(arguments, until), timeout=LIMIT)[0]
+    args = (tuple(map(str, arguments)), until, cwd)
+    result: tuple[int, str] = run_ranks(_called, 1, args=args, env=env, timeout=LIMIT)[0]
     return result

@@ -1,8 +1,8 @@
 """Runs a training script as it is, and offloads and reloads all groups between its steps.
 
 ``python cycling.py DIRECTORY SCRIPT ARGUMENT...``, under a launcher, with ``RELOADPG_AUTOINSTALL``
-set. It stands for a framework around somebody else's trainer: torch calls it after an optimizer
-step, when no collective is in flight. What it saw is left as ``DIRECTORY/cycles.RANK.json``.
+set, as a framework around an unmodified trainer would. Torch calls it after an optimizer step, when
+no collective is in flight. The result is written to ``DIRECTORY/cycles.RANK.json``.
 """
 
 from __future__ import annotations

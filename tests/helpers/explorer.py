@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 from reloadpg.rendezvous import protocol
 from reloadpg.rendezvous.decision import Decision
+from reloadpg.rendezvous.plan import Plan, Proposal
 from reloadpg.rendezvous.protocol import (
     Absent,
     Add,
     Arrive,
-    At,
     Await,
-    Cancel,
     Close,
     Command,
     Decide,
@@ -123,10 +122,14 @@ class Scenario:
         stuck: whether rank 0 reaches its timeout at work, before the second barrier.
         late: whether what a rank has given up may take effect at any later time.
         watches: whether ranks that wait find out that another one has crashed.
-        again: whether the program goes on after a timeout.
+        again: whether the program goes on after a timeout or a disagreement.
         joins: whether ranks count the job first; ``uneven`` ranks have counted one more.
+        shares: the summands of the plans, by rank, in the first operation.
+        proposals: of each rank, in each operation.
+        optional: barriers that are left out, unless one of the ranks ``extends`` the operation.
         hosts: the ranks of each host; none if every rank arrives alone.
         met: whether the ranks of a host know each other from the start.
+        lists: whether the store can keep the list of a host.
         partial: whether ranks of a host cannot reach their leader.
     """
 
@@ -145,9 +148,13 @@ class Scenario:
     joins: bool = False
     uneven: tuple[int, ...] = ()
     shares: tuple[int, ...] = ()
+    proposals: tuple[tuple[Proposal, ...], ...] = ()
+    optional: tuple[str, ...] = ()
+    extends: tuple[int, ...] = ()
     others: tuple[Any, ...] = ()
     hosts: tuple[tuple[int, ...], ...] = ()
     met: bool = False
+    lists: bool = True
     partial: tuple[int, ...] = ()
 
 
@@ -317,7 +324,7 @@ class Explorer:
             return self._call(world, n)
         if isinstance(rank.command, Pause):
             reply = Reply(rank.state.asked, is_left)
-            if rank.command.sleeps and protocol.step(rank.state, reply)[0].at is At.IDLE:
+            if rank.command.sleeps and protocol.step(rank.state, reply)[0].at is None:
                 raise Violation(f"rank {n} ends a wait before its time: {rank.state.at}")
             return self._step(world, n, reply)
         world, reply = self._perform(world, n, rank.command, live=True)
@@ -335,18 +342,29 @@ class Explorer:
         store, deleted = dict(world.store), world.deleted
         keys = [command.key] if not isinstance(command, Absent | ReadAll | Pause) else []
         ends = world.ranks[n].replaces and isinstance(command, Swap)  # what another may have left
+        ends |= (
+            isinstance(command, Delete) and "/proposal/" in command.key
+        )  # several ranks wrote it
         if live and not ends and any(key in deleted for key in keys):
             raise Violation(f"rank {n} asks for a key that was deleted: {command}")
         reply, _ = _performed(store, command)
         arrived = world.arrived
         if isinstance(command, Delete):
+            if not self.scenario.faults:
+                self._check_delete(world, n, command.key)
             deleted |= {command.key}
         elif isinstance(command, Add) and command.key.endswith(COUNTERS):
             size, bits = self.scenario.size, self.scenario.size.bit_length()
             if reply & ((1 << bits) - 1) > size:
                 raise Violation(f"{command.key} counts {reply} of {size} ranks")
-            if command.key.endswith("/count"):
-                arrived |= {(command.key.removesuffix("/count"), n)}
+            once = (command.key.removesuffix("/count"), n)
+            if command.amount and not command.key.endswith("/count") and once in arrived:
+                raise Violation(f"rank {n} is counted twice: {command}")
+            if command.amount:
+                arrived |= {once}
+        most = self.scenario.size * len(self.scenario.program)
+        if isinstance(command, Add) and command.key.endswith("/progress") and reply > most:
+            raise Violation(f"more progress than there was: {reply}")
         return world._replace(store=_frozen(store), deleted=deleted, arrived=arrived), reply
 
     def _is_led(self, world: World, n: int) -> bool:
@@ -360,6 +378,8 @@ class Explorer:
         """The reply of the other ranks of a host, and the store with their messages."""
         state, store = world.ranks[n].state, dict(world.store)
         match command:
+            case Publish() if not self.scenario.lists:
+                return None, None
             case Publish(key):
                 store[key] = " ".join(sorted({*store.get(key, "").split(), str(n)}))
                 return None, _frozen(store)
@@ -396,13 +416,14 @@ class Explorer:
 
     def _time(self, world: World) -> Iterator[World]:
         """The shortest time passes in which something happens."""
-        waits = [
-            ({At.BLOCK, At.HEAR, At.GATHER}, None),
-            ({At.ROLL_PAUSE, At.LEAVE_PAUSE, At.NEXT_PAUSE}, False),
-        ]
+        waits: list[tuple[Any, Any]] = [(Await | Hear | Gather, None), (Pause, False)]
         running = [(n, rank) for n, rank in enumerate(world.ranks) if rank.life == "runs"]
-        for places, reply in waits:
-            found = [n for n, rank in running if rank.command and rank.state.at in places]
+        for kinds, reply in waits:
+            found = [
+                n
+                for n, rank in running
+                if isinstance(rank.command, kinds) and rank.state.at is not protocol._paused
+            ]
             for n in found:
                 rank = world.ranks[n]
                 if isinstance(rank.command, Hear) and not self.scenario.faults:
@@ -417,7 +438,7 @@ class Explorer:
         for n in stalled:
             yield self._with(world, n, world.ranks[n]._replace(life="runs"))
         for n, rank in running:
-            if rank.command is not None and rank.state.at is At.PAUSE:
+            if rank.state.at is protocol._paused:
                 if not self.scenario.waits:
                     raise Violation(f"rank {n} waits for its whole timeout: {rank.state.key()}")
                 reply_of = Reply(rank.state.asked, False)
@@ -427,11 +448,8 @@ class Explorer:
         """A rank that waits for others finds that a process of its host has ended."""
         dead = tuple(n for n, rank in enumerate(world.ranks) if rank.life == "dead")
         for n, rank in enumerate(world.ranks):
-            if (
-                dead
-                and rank.life == "runs"
-                and rank.state.at in (*(At.BLOCK, At.PAUSE, At.HEAR, At.GATHER),)
-            ):
+            waits = isinstance(rank.command, Await | Hear | Gather)
+            if dead and rank.life == "runs" and (waits or rank.state.at is protocol._paused):
                 yield self._step(world, n, Decide(Decision("failed", dead[0], by=n, dead=dead)))
 
     # -- faults ---------------------------------------------------------------------------------
@@ -487,7 +505,7 @@ class Explorer:
         world = self._with(world, n, rank._replace(failing=True))
         if rank.running == "recover" and not _has_joined(rank):
             failed = Decision("cancelled", n, "interrupted")
-            return self._step(world, n, Cancel(failed))
+            return self._step(world, n, Fail(failed, joins=True))
         return self._step(world, n, Fail(failed))
 
     def _replacement(self, world: World, rank: Rank) -> Rank:
@@ -517,51 +535,63 @@ class Explorer:
         if state.decision.kind and not state.ended:
             if state.left and not rank.failing:
                 raise Violation(f"rank {n} has left {state.key()}, and its operation has not ended")
-            return self._step(world, n, Close("", not rank.failing, hosts=n == 0))
+            return self._step(world, n, Close(f"work {n}", not rank.failing, hosts=n == 0))
         if state.ended:
             decision = state.decision
             behind = decision.kind == "timeout" and n in decision.missing
             first = rank.running != "recover" and state.phases[0] == rank.running[0]
             if behind and first and rank.log[-1:] != ("behind",):
                 asked = rank._replace(log=(*rank.log, "behind"))
-                return self._step(self._with(world, n, asked), n, Next(rank.running))
+                return self._step(
+                    self._with(world, n, asked), n, Next(rank.running, self.scenario.optional)
+                )
             count = state.key_of(state.epoch, state.sequence + 1, state.phases[0], "count")
             if behind and first and count in dict(world.store):
                 raise Violation(f"rank {n} does not follow the others to their operation")
             return self._ended(world, n, decision.kind)
         if not state.phases:
+            if not state.passed.ok:
+                raise Violation(f"rank {n} has come to an end without a barrier")
             return self._ended(world, n, "passed")
         if rank.failing:  # all ranks had passed the barrier: the next one is told
             raise Violation(f"rank {n} has failed and no decision says it")
         if rank.polls and not state.arrived and state.phases[0] != rank.running[0]:
-            return self._step(self._with(world, n, rank._replace(polls=False)), n, Poll(0))
+            return self._step(self._with(world, n, rank._replace(polls=False)), n, Poll(1))
         if self.scenario.stuck and n == 0 and state.phases[0] == "released":
             return self._step(world, n, Decide(Decision("timeout", n)))
         return self._step(world, n, self._arrival(n, state, rank))
 
     def _arrival(self, n: int, state: State, rank: Rank) -> Arrive:
-        shares = self.scenario.shares
-        if shares and state.phases[0] == "enter" and rank.running != "recover":
-            return Arrive('["offload", {}, [], {}]', shares[n])
-        return Arrive()
+        case = self.scenario
+        if state.phases[0] != "enter" or rank.running == "recover":
+            return Arrive()
+        share = case.shares[n] if case.shares and state.sequence == 1 else 0
+        plan = ""
+        if case.shares or case.proposals or case.optional:
+            plan = Plan("offload", {"generation": str(n * bool(share))}).to_json()
+        proposals = case.proposals[n] if case.proposals else ()
+        return Arrive(plan, share, proposals, n in case.extends)
 
     def _begin(self, world: World, n: int) -> World:
         rank = world.ranks[n]
         item, *left = rank.program
         rank = rank._replace(program=tuple(left), running=item, polls=self.scenario.polls)
-        if item == "join":
-            return self._step(self._with(world, n, rank), n, Join(""))
+        if item == "join":  # a new job on the same store
+            state = State(n, rank.state.members, host=rank.state.host, mark="a process")
+            return self._step(self._with(world, n, rank._replace(state=state)), n, Join())
         if item == "recover":
             event = Recover("fault", "{}", RECOVERY, rank.replaces)
             rank = rank._replace(epoch=rank.state.epoch)
             return self._step(self._with(world, n, rank), n, event)
-        return self._with(world, n, rank._replace(state=rank.state.open(item)))
+        return self._with(
+            world, n, rank._replace(state=rank.state.open(item, self.scenario.optional))
+        )
 
     def _ended(self, world: World, n: int, how: str) -> World:
         rank = world.ranks[n]
         program, tries = rank.program, rank.tries
         if how not in ("passed", "joined"):
-            if self.scenario.again and how == "timeout":
+            if self.scenario.again and how in ("timeout", "disagree"):
                 pass
             elif rank.running == "recover":
                 program, tries = ("recover", *program), tries - 1
@@ -599,6 +629,7 @@ class Explorer:
             if (after, command) != (before, None):
                 raise Violation(f"a late reply changes rank {n}: {before.at} to {after.at}")
             return world
+        self._check_command(world, n, before, after, command)
         world = self._check(world, n, before, after, command)
         # Numbers of commands are only ever compared for being equal.
         state = after._replace(asked=1)
@@ -609,6 +640,7 @@ class Explorer:
     ) -> World:
         if isinstance(command, Swap) and command.key.endswith("/roll"):
             self._check_names(world, before, Decision.from_json(command.value))
+            self._check_result(world, before, Decision.from_json(command.value))
         if not before.phases or (after.epoch, after.sequence) != (before.epoch, before.sequence):
             return world
         barrier = before.key().removesuffix("/")
@@ -617,8 +649,11 @@ class Explorer:
             kind = f"passed {after.passed.kind}"
             if after.passed.ok:
                 arrived = {rank for name, rank in world.arrived if name == barrier}
-                if sum(self.scenario.shares) and before.phases[0] == "enter":
-                    raise Violation(f"rank {n} passes {barrier}, where the plans differ")
+                skipped = () if self.scenario.extends else self.scenario.optional
+                if after.phases != tuple(p for p in before.phases[1:] if p not in skipped):
+                    raise Violation(f"rank {n} goes on from {before.phases} to {after.phases}")
+                if before.phases[0] == "enter" and before.epoch == 0:
+                    self._check_agreement(world, n, before, after)
                 if arrived != {*before.members}:
                     raise Violation(f"rank {n} passes {barrier}, where {arrived} have arrived")
         elif after.decision.kind and after.decision.kind != before.decision.kind:
@@ -629,6 +664,82 @@ class Explorer:
             if name == barrier and other != kind:
                 raise Violation(f"{barrier} is {other}, and {kind} on rank {n}")
         return world._replace(decided=world.decided | {(barrier, kind)})
+
+    def _check_agreement(self, world: World, n: int, before: State, after: State) -> None:
+        """What the ranks have agreed on at a barrier that one of them passes."""
+        case, barrier = self.scenario, before.key().removesuffix("/")
+        if sum(case.shares) and before.sequence == 1:
+            raise Violation(f"rank {n} passes {barrier}, where the plans differ")
+        proposals = [one for ranks in case.proposals for one in ranks]
+        for one in proposals:
+            same = [other for other in proposals if other.subject == one.subject]
+            texts = {other.text for other in same if not other.yields} or {o.text for o in same}
+            found = dict(world.store).get(before.key("proposal", one.subject))
+            if found not in texts:
+                raise Violation(f"rank {n} finds the proposal {found}, and not of {texts}")
+        if after.passed.proposed != bool(proposals):
+            raise Violation(f"rank {n} looks for proposals: {after.passed}")
+
+    def _check_command(
+        self, world: World, n: int, before: State, after: State, command: Command | None
+    ) -> None:
+        """A rank asks nothing in vain, and a long wait is one that others can see."""
+        store, replaces = dict(world.store), world.ranks[n].replaces
+        if isinstance(command, Spread) and not before.leads:
+            raise Violation(f"rank {n} sends a decision, and leads nobody")
+        asks = before.at is protocol._paused and isinstance(command, Read) and before.follows
+        if asks and f"message/{n}/{before.key()}" in store:
+            raise Violation(f"rank {n} asks the store for what its leader has sent")
+        if before.phases and after.phases == before.phases and _closes(after):
+            self._check_end_of(world, n, before, after)
+        if before.phases and not replaces:
+            mark = before.key("here", n)
+            if isinstance(command, Set) and command.key == mark in store:
+                raise Violation(f"rank {n} marks its wait twice: {mark}")
+            if after.at is protocol._paused and after.arrived and mark not in store:
+                raise Violation(f"rank {n} waits, and no mark says it: {mark}")
+
+    def _check_end_of(self, world: World, n: int, before: State, after: State) -> None:
+        """How a rank leaves a barrier that was not passed."""
+        decision, barrier, store = after.decision, before.key().removesuffix("/"), dict(world.store)
+        ends, result = after.ended and not before.ended, store.get(f"{barrier}/roll")
+        if ends and result and decision.kind != "recover" and decision.to_json() != result:
+            raise Violation(f"rank {n} leaves with {decision}, and the result is {result}")
+        gone = {*decision.missing, *decision.silent, *decision.dead}
+        gone |= {decision.rank} if decision.kind == "cancelled" else set()
+        read = {rank for name, rank in world.arrived if name == f"{barrier}/readers"}
+        waits_for = {*before.members} - gone - read
+        if before.at is protocol._left and after.at is protocol._leave_paused and not waits_for:
+            raise Violation(f"rank {n} hosts the store, and waits for nobody")
+        if before.at is protocol._left and ends and after.event.hosts and waits_for:
+            raise Violation(f"rank {n} hosts the store, and leaves before {waits_for}")
+
+    def _check_result(self, world: World, state: State, decision: Decision) -> None:
+        """What is written of how an operation ended: who has not responded, and why."""
+        store = dict(world.store)
+        lacks = {
+            name: {m for m in state.members if state.key(name, m) not in store} - {*decision.dead}
+            for name in ("answer", "arrived")
+        }
+        if decision.kind == "disagree":
+            if decision.text == "" or (not lacks["answer"] and "generation" not in decision.text):
+                raise Violation(f"it does not say what differs: {decision}")
+            return
+        named = decision.missing if decision.kind == "timeout" else decision.silent
+        if not lacks["answer"] <= {*named}:
+            raise Violation(f"{lacks['answer']} have not responded: {decision}")
+        stuck = lacks["arrived"] - {*named}
+        if decision.kind == "timeout" and not stuck <= {*decision.stuck}:
+            raise Violation(f"{stuck} have not arrived: {decision}")
+        if decision.stuck and decision.doing != f"work {decision.stuck[0]}":
+            raise Violation(f"it does not say what a rank does: {decision}")
+
+    def _check_delete(self, world: World, n: int, key: str) -> None:
+        if key in world.deleted and "/proposal/" not in key:
+            raise Violation(f"rank {n} deletes what was deleted: {key}")
+        passed = (key.rpartition("/")[0], "passed ok") in world.decided
+        if passed and key not in world.deleted and key not in dict(world.store):
+            raise Violation(f"rank {n} deletes what there never was: {key}")
 
     def _check_names(self, world: World, state: State, decision: Decision) -> None:
         for named in (*decision.missing, *decision.silent):
@@ -646,7 +757,19 @@ class Explorer:
                 raise Violation(f"rank {n} waits for ever at {rank.state.at}: {rank.state}")
             if self.scenario.meets and rank.life != "dead" and rank.log[-1:] != ("passed",):
                 raise Violation(f"rank {n} has not met the others again: {rank.log}")
-        if not self.scenario.faults:
+        case = self.scenario
+        if case.faults:
+            return
+        store, jobs = dict(world.store), {rank.state.instance for rank in world.ranks}
+        if len(jobs) > 1:
+            raise Violation(f"the ranks are in the jobs {jobs}")
+        if case.joins and not all(
+            f"reloadpg/{max(jobs)}/process/{n}" in store for n in range(case.size)
+        ):
+            raise Violation(f"a process has left no mark in job {jobs}")
+        if case.polls and int(store["reloadpg/1/progress"]) != case.size * len(case.program):
+            raise Violation(f"not all progress was counted: {store}")
+        if "join" not in case.program:
             left = [key for key, _ in world.store if not _stays(key, world)]
             if left:
                 raise Violation(f"left in the store: {left}")
@@ -676,6 +799,11 @@ def _has_joined(rank: Rank) -> bool:
     return rank.state.epoch > rank.epoch
 
 
+def _closes(state: State) -> bool:
+    """Whether a rank waits for the others' answers before it ends an operation."""
+    return isinstance(state.event, Close) and state.event.waits
+
+
 def _stays(key: str, world: World) -> bool:
     """Whether a key belongs to the job, or to its last two barriers."""
     owned = {name for rank in world.ranks for name in (*rank.state.owned, *rank.state.spent)}
@@ -683,6 +811,7 @@ def _stays(key: str, world: World) -> bool:
         key in owned
         or "instance" in key
         or "progress" in key
+        or "/process/" in key
         or key.endswith("/recovery")
         or key.startswith("message/")
     )

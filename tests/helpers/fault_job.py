@@ -1,4 +1,4 @@
-"""Faults that the tests bring about in a running job, and a job that is to survive them."""
+"""Faults in a running job, and a job of overlapping groups that must survive them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IMPATIENCE = timedelta(seconds=2)
 
 
 class FaultJob(Job):
-    """One rank's part of such a job."""
+    """One rank's part of the job."""
 
     def __init__(self, rank: int, size: int, backend: str = "gloo") -> None:
         super().__init__(
@@ -41,11 +41,11 @@ class FaultJob(Job):
         """The last group, of all ranks: faults happen in it."""
 
     def meet(self, name: str) -> None:
-        """Wait for all ranks, by other means than groups and the library's."""
+        """Wait for all ranks without groups and without the library."""
         meet(name, self.size, 120.0)
 
     def new_group(self, backend: str | None = None) -> Any:
-        """Make one more group of all ranks."""
+        """Create another group of all ranks."""
         group: Any = dist.new_group(list(range(self.size)), backend=backend)
         self.groups.append(group)
         self.names.append(group.group_name)
@@ -87,7 +87,7 @@ def connections() -> set[int]:
 
 
 def cut(descriptors: set[int]) -> int:
-    """Shut connections down past the library that holds them; return how many there were."""
+    """Shut connections down without their owner; return their number."""
     count = 0
     for descriptor in descriptors:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
@@ -98,7 +98,7 @@ def cut(descriptors: set[int]) -> int:
 
 
 def impatient(group: Any, call: Callable[[], object]) -> str:
-    """Call something whose collective on a group has a short timeout; return what it raised."""
+    """Call a function with a short timeout of the group's collectives; return the error's text."""
     _set_pg_timeout(IMPATIENCE, group)
     try:
         call()

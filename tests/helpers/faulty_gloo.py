@@ -1,8 +1,7 @@
-"""Gloo's groups as a separate backend, in which something goes wrong where a test says so.
+"""A backend whose groups are gloo's, with faults that a test injects.
 
-The backend comes in through torch's ``register_backend``, as users' do, so a fault happens where
-theirs happen: while torch creates a group, in its ``shutdown``, or in a collective. All else is
-gloo's, but that its groups cannot be split. A job uses it with
+It is registered with torch's ``register_backend``. A fault happens while torch creates a group, in
+``shutdown``, or in a collective. A job uses it with
 ``reloadpg.install(backends={"faulty"})`` and, as the backend of its groups, ``faulty``.
 """
 
@@ -40,13 +39,13 @@ _lock = threading.Lock()
 
 
 def inject(moment: Moment, action: Callable[[], object], *, nth: int = 1, group: str = "*") -> None:
-    """Do something at a moment of a group of this process, once. Local.
+    """Call a function at a moment of a group of this process, once. Local.
 
     Args:
         moment: when.
-        action: called in the thread that is there, which raises what it raises.
-        nth: the first such moment that counts is 1.
-        group: only of groups whose name in torch's tables matches this pattern.
+        action: called in the thread that reaches the moment, which raises its exception.
+        nth: the first moment that counts is 1.
+        group: a pattern for the names of groups in torch's tables.
     """
     with _lock:
         _faults.append(_Fault(moment, action, nth, group))
@@ -91,10 +90,10 @@ def _create(given: Any, _: object) -> FaultyGroup:
 
 
 class FaultyGroup(dist.ProcessGroup):
-    """A process group that does everything by a group as torch makes it.
+    """A process group that forwards every call to a group of torch's own class.
 
-    Torch holds the interpreter's lock while a subclass's own collectives run in C++, and gloo's
-    threads want it: sooner or later both wait for each other.
+    Torch holds the GIL while the collectives of a Python subclass run in C++, and gloo's threads
+    need it: a deadlock.
     """
 
     def __init__(self, rank: int, size: int, gloo: Any, store: dist.Store) -> None:
@@ -104,6 +103,20 @@ class FaultyGroup(dist.ProcessGroup):
             for device in DEVICES:
                 group._register_backend(torch.device(device), self.BackendType.GLOO, gloo)
             group._set_default_backend(self.BackendType.GLOO)
+
+    def split_group(self, *args: Any, **kwargs: Any) -> FaultyGroup | None:
+        """Split as gloo does; the part is a group of this backend, too."""
+        _come_to("create", kwargs["group_name"])
+        kwargs["device_types"] = [torch.device("cpu")]  # see worlds.split()
+        part = self._group.split_group(*args, **kwargs)
+        if part is None:
+            return None
+        _come_to("created", kwargs["group_name"])
+        gloo = part._get_backend(torch.device("cpu"))
+        made = FaultyGroup(part.rank(), part.size(), gloo, part.get_group_store())
+        made._set_group_name(part.group_name)
+        made._set_group_desc(part.group_desc)
+        return made
 
     def shutdown(self) -> None:
         _come_to("shutdown", self.group_name)

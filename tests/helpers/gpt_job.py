@@ -1,7 +1,7 @@
 """A small GPT trained by megatron-core's own model, schedule, gradient buffers and optimizer.
 
-megatron-core (0.16.1) means to run on CUDA. What it cannot do without is given to it on the CPU by
-:func:`cuda_on_cpu`; everything else is its own: the layers, the 1F1B pipeline schedule, the
+megatron-core (0.16.1) needs CUDA. :func:`cuda_on_cpu` replaces the calls of CUDA by CPU ones;
+everything else is megatron-core's: the layers, the 1F1B pipeline schedule, the
 point-to-point and tensor-parallel communication, the tied embedding, the gradient norm.
 """
 
@@ -26,11 +26,11 @@ AFTER_STEPS = (1, 3, 4)
 MICROBATCHES, MICROBATCH, LENGTH, VOCABULARY = 4, 2, 8, 32
 
 PRELOAD = ("megatron.core.models.gpt", "megatron.core.optimizer")
-"""What takes longest to import; for ``run_ranks``."""
+"""Modules that take longest to import, for ``run_ranks``."""
 
 
 class _FactoriesOnCpu(TorchFunctionMode):
-    """``torch.zeros(..., device="cuda")`` and its like make CPU tensors."""
+    """Factories such as ``torch.zeros(..., device="cuda")`` create CPU tensors."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -41,10 +41,10 @@ class _FactoriesOnCpu(TorchFunctionMode):
 
 @contextmanager
 def cuda_on_cpu() -> Iterator[None]:
-    """What megatron-core asks of CUDA in a training step, answered with the CPU.
+    """Replace what megatron-core uses of CUDA in a training step.
 
     - ``device="cuda"`` in factories: the schedule's token count, the optimizer's scale, the norm;
-    - ``torch.cuda.current_device()``: buffers for gradients and for what a stage receives;
+    - ``torch.cuda.current_device()``: buffers for gradients and for received activations;
     - ``Tensor.cuda()``: the tied embedding's first exchange;
     - the state of the CUDA random generator, which its tracker of parallel dropout saves and sets.
     """
@@ -71,7 +71,7 @@ def cuda_on_cpu() -> Iterator[None]:
 
 
 def microbatches(step: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Counting modulo the vocabulary from some start: something that can be learnt."""
+    """Sequences that count modulo the vocabulary from a random start."""
     generator = torch.Generator().manual_seed(step)
     for _ in range(MICROBATCHES):
         start = torch.randint(VOCABULARY, (MICROBATCH, 1), generator=generator)

@@ -1,7 +1,7 @@
-"""Work of each rank in the GPU tests and in benchmarks/gpu.py, and where it can run.
+"""Functions of each rank in the GPU tests and in benchmarks/gpu.py.
 
-The functions take the backend and the device, so that the same code is rehearsed on the simulated
-accelerator where there is no GPU (test_rehearsal.py). They need torch, wrapt and reloadpg only.
+They take the backend, so that the same code is rehearsed on the simulated accelerator where there
+is no GPU (test_rehearsal.py). They need torch, wrapt and reloadpg only.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def no_suspend() -> str:
 
 
 def ranks_at_hand() -> int:
-    """How many NCCL ranks can run here: one a GPU, or two on one where NCCL allows it."""
+    """How many NCCL ranks can run here: one per GPU, or two on one where NCCL allows it."""
     if no_gpu():
         return 0
     count = torch.cuda.device_count()
@@ -59,7 +59,7 @@ def ranks_at_hand() -> int:
 
 
 def start(rank: int, size: int, backend: str, strategy: Any = "recreate") -> torch.device:
-    """A job of this rank whose groups of one rank are reloadable too."""
+    """Start a job in which groups of one rank are reloadable, too."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if backend == "nccl":
         device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -87,7 +87,7 @@ def sums(groups: list[Any], device: torch.device, seed: int) -> list[torch.Tenso
 
 
 def used() -> int:
-    """Bytes in use on the accelerator, by itself, with nothing cached and nothing pending."""
+    """Bytes in use on the accelerator, without cached memory and pending work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -95,7 +95,7 @@ def used() -> int:
 
 
 def cycles(rank: int, size: int, backend: str, count: int, strategy: str) -> dict[str, Any]:
-    """Offload and reload again and again; memory by the device itself after each step."""
+    """Offload and reload repeatedly; measure the device's memory after each step."""
     device = start(rank, size, backend, strategy)
     empty = used()
     groups = groups_of(size)
@@ -135,7 +135,7 @@ def cycles(rank: int, size: int, backend: str, count: int, strategy: str) -> dic
 
 
 def other_contexts(device: torch.device) -> int | None:
-    """On how many other GPUs this process has a context; None where that cannot be seen."""
+    """On how many other GPUs this process has a context; None where it is unknown."""
     if device.type != "cuda":
         return None
     try:
@@ -155,7 +155,7 @@ def other_contexts(device: torch.device) -> int | None:
 
 
 def options(rank: int, size: int, backend: str) -> dict[str, Any]:
-    """What the rebuilt backend has of timeout and options, before and after two cycles."""
+    """Timeout and options of the backend, before and after two cycles."""
     device = start(rank, size, backend)
     made: Any = simulated.SimOptions(is_high_priority_stream=True)
     if backend == "nccl":

@@ -1,10 +1,7 @@
-"""One rank of a job that publishes its status; it calls what the file ``call-<n>`` of it says.
+"""A rank of a job that publishes its status, and calls the functions that a test asks for."""
 
-Usage: ``python hanging_rank.py DIRECTORY RANK WORLD_SIZE``.
-"""
-
+import itertools
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -12,38 +9,26 @@ import torch.distributed as dist
 import worlds
 
 import reloadpg
-from reloadpg.observability import publish
 
 LIMIT_S = 300.0
 
-if hasattr(os, "pidfd_open"):
-    del os.pidfd_open  # as for ranks of other hosts: none is seen to have ended
-
 
 def next_call(directory, rank, number):
-    """The next command; the end if there is none for a long time."""
+    """The name of the next function to call."""
     path = Path(directory, f"call-{rank}-{number}")
-    end = time.monotonic() + LIMIT_S
     while not path.exists():
-        if time.monotonic() > end:
-            return "end"
         time.sleep(0.05)
     return path.read_text()
 
 
-def main():
-    directory, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    publish._LAST_WRITE_S = LIMIT_S  # it ends as soon as the last record is written
+def hanging_rank(rank, size, directory):
+    """Call the function of reloadpg that the file ``call-RANK-NUMBER`` names, until killed."""
+    if hasattr(os, "pidfd_open"):
+        del os.pidfd_open  # as for ranks of other hosts: no dead process is detected
+    Path(directory, f"pid-{rank}").write_text(str(os.getpid()))
     reloadpg.install(backends={worlds.BACKEND}, timeout=LIMIT_S)
-    store = dist.FileStore(f"{directory}/store", size)
-    worlds.init(store=store, rank=rank, world_size=size)
+    worlds.init(store=dist.FileStore(f"{directory}/store", size), rank=rank, world_size=size)
     dist.new_group(list(range(size)), group_desc="all of them")
-    number = 0
-    while (call := next_call(directory, rank, number)) != "end":
-        getattr(reloadpg, call)()
+    for number in itertools.count():
+        getattr(reloadpg, next_call(directory, rank, number))()
         Path(directory, f"done-{rank}-{number}").touch()
-        number += 1
-
-
-if __name__ == "__main__":
-    main()

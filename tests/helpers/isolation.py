@@ -1,4 +1,4 @@
-"""A temporary folder, caches and processes of a test run's own: none is shared, none is left."""
+"""Separate temporary folder, caches and processes for a test run: none is shared, none is left."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ shutil.rmtree(folder, ignore_errors=True)
 
 
 def isolate() -> None:
-    """Give this process, and what it starts from now on, a temporary folder of the run's own.
+    """Give this process, and all that it starts, a separate temporary folder.
 
     A keeper process waits for the end of this one, also by a signal. It then kills every process
     that was started with the folder in its environment, and removes the folder: no rank is left,
-    and no later run reads half of a compiled object. A process that ends normally waits for it.
+    and no later run reads a partly written compiled object. A process that ends normally waits.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # Inherited by a run in the background of a script; ranks that tests interrupt must not.

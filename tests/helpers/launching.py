@@ -1,4 +1,4 @@
-"""Starts programs under real launchers, with reloadpg switched on from outside or not."""
+"""Starts programs under real launchers, with or without ``RELOADPG_AUTOINSTALL``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def launch(*command: str) -> str:
-    """Run a launcher, bounded; everything it started is killed with it."""
+    """Run a launcher with a timeout; everything that it started is killed with it."""
     process = subprocess.Popen(
         command,
         env=clean_environment(),
@@ -75,7 +75,7 @@ def launch(*command: str) -> str:
 
 
 def activation(folder: Path, backends: str = "gloo") -> dict[str, str]:
-    """Variables that install reloadpg in every process, without a line in its program.
+    """Variables that install reloadpg in every process without a change to its program.
 
     The entry point is that of a distribution in `folder`, which hides the installed one: nothing
     here depends on how the package was installed.
@@ -105,6 +105,6 @@ def torchrun(ranks: int, *program: object, **variables: str) -> str:
 
 
 def ranks_of(folder: Path, label: str) -> list[Any]:
-    """What the ranks of a job left as `label.RANK.json`, in rank order."""
+    """What the ranks of a job wrote as `label.RANK.json`, in rank order."""
     found = sorted(folder.glob(f"{label}.*.json"), key=lambda path: int(path.suffixes[0][1:]))
     return [json.loads(path.read_text()) for path in found]

@@ -1,4 +1,4 @@
-"""A job on torch's ProcessGroupNCCL over the stand-ins: its start, and what it holds."""
+"""A job on torch's ProcessGroupNCCL over the stand-ins: its start, and its resources."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Held(NamedTuple):
 
 
 def held() -> Held:
-    """What this process holds once the library's threads have ended. Local, bounded."""
+    """What this process holds once the library's threads have ended. Local, with a timeout."""
     for thread in threading.enumerate():
         if thread.name.startswith("reloadpg"):
             thread.join(1)

@@ -1,8 +1,8 @@
-"""Every collective and point-to-point of torch.distributed as a row: how to call it, what it gives.
+"""A table of every collective and point-to-point of torch.distributed, with the expected results.
 
-A row is run by all members of a group. Rank ``g`` (global) contributes numbers made of
-``2**g``, so a sum names the ranks that took part: a result that came from another group, or from
-another stage of the same test, is no member of the expected values.
+A row is run by all members of a group. Rank ``g`` (global) contributes multiples of ``2**g``, so a
+sum identifies the ranks that took part, and a result of another group, or of another stage of the
+same test, is not an expected value.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ OPS = torch.ops._c10d_functional
 OPS_AUTOGRAD = torch.ops._c10d_functional_autograd
 
 PYTHON_WAYS = ("dist", "alias", "c10d_alias")
-"""How a function of torch.distributed is looked up: now, or by names bound before install."""
+"""How a function of torch.distributed is looked up: at the call, or bound before install."""
 
 FUNCTIONAL_WAYS = ("object", "name")
-"""How a functional collective is given its group."""
+"""How the group is passed to a functional collective."""
 
 
 @dataclass
 class Case:
-    """One group as one of its ranks sees it, and how to call a row."""
+    """One group on one of its ranks, and how to call a row."""
 
     group: Any
     members: tuple[int, ...]
@@ -51,12 +51,12 @@ class Case:
 
     @property
     def index(self) -> int:
-        """This rank's number in the group."""
+        """This rank's rank in the group."""
         return self.members.index(self.me)
 
     @property
     def root(self) -> int:
-        """Global rank of the root: not the first member, so that rank and group rank differ."""
+        """Global rank of the root, the second member, so that rank and group rank differ."""
         return self.members[1]
 
     @property
@@ -69,7 +69,7 @@ class Case:
 
     @property
     def handle(self) -> Any:
-        """What a functional collective gets as its group."""
+        """The group argument of a functional collective."""
         group = dist.group.WORLD if self.group is None else self.group
         return group.group_name if self.way == "name" else group
 
@@ -83,7 +83,7 @@ class Case:
         return found[name]  # type: ignore[no-any-return]
 
     def numbers(self, rank: int, count: int = 2) -> list[float]:
-        """What a rank contributes."""
+        """The contribution of a rank."""
         # Divisible by 3 and 4, so that averages are exact.
         return [float(12 * self.salt * 2**rank + 1200 * k) for k in range(count)]
 
@@ -97,7 +97,7 @@ class Case:
         return [sum(column) for column in zip(*self.each(count), strict=True)]
 
     def done(self, result: Any) -> None:
-        """Wait for what an asynchronous call returned; note what a synchronous one returned."""
+        """Wait for the Work of an asynchronous call; record the type of the result."""
         if self.is_async:
             self.notes.append(f"async gives {kind(result)}")
             result.wait()
@@ -118,8 +118,8 @@ class Row:
     Attributes:
         name: name of the row.
         covers: public names that the row calls.
-        run: calls the operation and returns what it gave, as plain values.
-        expect: what it must give on this rank.
+        run: calls the operation and returns its result as plain values.
+        expect: the expected result on this rank.
         ways: how the operation or its group can be looked up.
         modes: ``sync``, ``async``.
         groups: on which groups it is run: ``world``, ``sub``.
@@ -142,7 +142,7 @@ class Row:
 ROWS: dict[str, Row] = {}
 
 HANG_ON_NCCL = {"recv[any source]", "irecv[any source]"}
-"""NCCL cannot receive from any rank; those that send to one that tries wait indefinitely."""
+"""NCCL cannot receive from any rank; a rank that sends then waits indefinitely."""
 
 NOT_ON_TORCHCOMMS = {
     *HANG_ON_NCCL,
@@ -181,7 +181,7 @@ def row(
     modes: tuple[str, ...] = ("sync",),
     groups: tuple[str, ...] = ("world", "sub"),
 ) -> None:
-    """Enter a row; by default it covers what it is named after, up to a bracket."""
+    """Add a row; by default it covers the function in its name, up to a bracket."""
     names = covers or (name.partition("[")[0],)
     missing = not all(_has(covered) for covered in names)
     missing |= worlds.NCCL and name in HANG_ON_NCCL
@@ -252,7 +252,7 @@ def at_root(expect: Callable[[Case], Value]) -> Callable[[Case], Value]:
 
 
 def exchanged(case: Case) -> Value:
-    """What the rank gets when every member sends its i-th pair of numbers to member i."""
+    """The result on this rank when every member sends its i-th pair of numbers to member i."""
     pairs = [case.numbers(rank, 2 * case.size) for rank in case.members]
     return [pair[2 * case.index : 2 * case.index + 2] for pair in pairs]
 
@@ -262,7 +262,7 @@ def flat_exchanged(case: Case) -> Value:
 
 
 def sizes(case: Case, index: int) -> list[int]:
-    """How many numbers a member gets from each, and sends to each: i + j + 1 from i to j."""
+    """How many numbers a member receives from each, and sends to each: i + j + 1 from i to j."""
     return [index + other + 1 for other in range(case.size)]
 
 
@@ -362,16 +362,16 @@ def collective(
     root: bool = False,
     all_make: bool = False,
 ) -> None:
-    """Enter a collective that fills what ``make`` makes.
+    """Add a collective that fills the tensors or objects of ``make``.
 
     Args:
         name: of the row.
-        make: what is filled.
+        make: creates what the collective fills.
         call: called with the function, the case, what is filled, and the keywords of the group.
-        expect: what it must hold.
+        expect: the expected content.
         modes: as of a row.
-        root: whether the root alone gets the result; the others give None.
-        all_make: whether the others make it, too.
+        root: whether only the root has a result; the result of the others is None.
+        all_make: whether the others need ``make``, too.
     """
     function = name.partition("[")[0]
 
@@ -557,7 +557,7 @@ def in_ring(
     send: Callable[[torch.Tensor], Any],
     wait: Callable[[Any], object],
 ) -> Value:
-    """Start both, and wait for both; the first member sends first.
+    """Start both, then wait for both; the first member sends first.
 
     Where the group is bound to a device, all its NCCL operations run on one stream in the order of
     the calls, and members that all receive first would wait for each other.
@@ -611,7 +611,7 @@ def from_any(case: Case) -> Value:
         if case.is_async:
             case.done(source)
         found.append(tensor.tolist() if case.is_async else (source, tensor.tolist()))
-    dist.barrier(case.group)  # what is sent for the next case must not be received for this one
+    dist.barrier(case.group)  # this case must not receive what is sent for the next one
     return sorted(found) if case.is_root else None
 
 
@@ -641,7 +641,7 @@ def batched(case: Case, *partial: str) -> Value:
 
 
 def partly_batched(case: Case) -> Value:
-    """Two of the members only: the first operation on a rebuilt group may be such a one."""
+    """Two of the members only, as the first operation on a rebuilt group may be."""
     if case.index > 1:
         return None
     received = batched(case, ("isend", "irecv")[case.index])
@@ -717,7 +717,7 @@ def functional(
     *covers: str,
     waits: bool = True,
 ) -> None:
-    """Enter a function of ``fc``, or an operator: it returns tensors, to wait for."""
+    """Add a function of ``fc``, or an operator; it returns tensors to wait for."""
     space, _, attribute = name.partition("[")[0].rpartition(".")
 
     def run(case: Case) -> Value:
@@ -808,7 +808,7 @@ functional(
     waits=False,
 )
 
-# The forms into which torch.compile turns the functions of torch.distributed.
+# The forms into which torch.compile rewrites functions of torch.distributed.
 functional(
     "fc.all_reduce_inplace",
     lambda f, c: filled(c.own(), lambda t: f(t, "sum", c.handle)),
@@ -1006,7 +1006,7 @@ Key = tuple[str, str, str, str]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one row gave on one rank: a value, or the type of the error that it raised."""
+    """The result of a row on one rank: a value, or the type of its error."""
 
     value: Value = None
     error: str = ""
@@ -1014,13 +1014,9 @@ class Outcome:
     notes: tuple[str, ...] = ()
     expected: Value = None
 
-    @property
-    def comparable(self) -> tuple[Value, str, tuple[str, ...]]:
-        return self.value, self.error, self.notes
-
 
 def cases(groups: dict[str, Any], me: int, salt: int) -> Iterator[tuple[Row, Key, Case]]:
-    """All that this rank takes part in, in an order that all ranks share.
+    """The cases that this rank takes part in, in the same order on all ranks.
 
     Args:
         groups: by name, the group (None means WORLD as the default argument) and its members.

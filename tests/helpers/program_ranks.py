@@ -14,7 +14,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-import moments
+import faulty_gloo
 import torch
 import torch.distributed as dist
 import worlds
@@ -54,7 +54,7 @@ class Interpreter:
         self._barrier = dist.PrefixStore(f"barrier/{number}", self._barriers)
         self._size = program.size
         worlds.init(
-            "gloo",
+            faulty_gloo.NAME,
             store=dist.PrefixStore(f"program/{number}", store),
             rank=self._rank,
             world_size=program.size,
@@ -190,12 +190,14 @@ class Interpreter:
         inner: list[weakref.ref[Any]],
     ) -> list[Any]:
         if fault is not None and fault[0] == self._rank:
-            for moment in ("releasing", "rebuilding"):  # one of them comes
-                moments.at(moment, fail, nth=fault[1] + 1, after=fault[2] == "after")
+            before: tuple[faulty_gloo.Moment, ...] = ("shutdown", "create")
+            after: tuple[faulty_gloo.Moment, ...] = ("shut down", "created")
+            for moment in before if fault[2] == "before" else after:  # one of them comes
+                faulty_gloo.inject(moment, fail, nth=fault[1] + 1)
         try:
             report = operation()
         finally:
-            moments.restore()
+            faulty_gloo.clear()
         if any(ref() is not None for ref in inner):
             gc.collect()
         alive = sum(ref() is not None for ref in inner)
@@ -215,7 +217,8 @@ def _connect() -> dist.TCPStore:
 def serve(rank: int, size: int, address: str) -> None:
     """Interpret programs until there are no more."""
     barriers = _connect()
-    reloadpg.install(backends={worlds.BACKEND}, timeout=timedelta(seconds=BOUND_S))
+    faulty_gloo.register()
+    reloadpg.install(backends={faulty_gloo.NAME}, timeout=timedelta(seconds=BOUND_S))
     with Client(address, "AF_UNIX") as connection:
         connection.send(rank)
         while (task := connection.recv()) is not None:

@@ -1,7 +1,7 @@
-"""Random programs over process groups, and the model that says what each step must lead to.
+"""Random programs over process groups, and the model that predicts the result of each step.
 
 A program is plain data: a world size and a list of instructions, which every rank interprets
-(``program_ranks``). The model follows the same instructions without a process group.
+(``program_ranks``). The model executes the same instructions without a process group.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Expected = dict[str, Any]
 
 @dataclass
 class Program:
-    """What all ranks are to do. Its repr is what a failure prints."""
+    """The instructions of all ranks. A failure prints the repr."""
 
     size: int
     bound: bool  # whether the default group is bound to a device, and may be split
@@ -42,7 +42,7 @@ class Program:
 
 @dataclass
 class Group:
-    """A group as it should be. ``holders`` are the members that did not destroy it yet."""
+    """The expected group. ``holders`` are the members that did not destroy it yet."""
 
     ranks: tuple[int, ...]
     desc: str
@@ -64,7 +64,7 @@ class Group:
 
 
 class Model:
-    """The job, and what every rank sees after every instruction."""
+    """The job, and the expected observations of each rank after each instruction."""
 
     def __init__(self, size: int, splits: bool = False) -> None:
         self.size = size
@@ -73,10 +73,10 @@ class Model:
         self.released = False
         self.generation = 0
         self.store_blocked = False
-        """A creation that was given up holds the store client that new groups would use."""
+        """An abandoned creation holds the store client that new groups would use."""
         self._names: set[tuple[tuple[int, ...], int]] = set()
 
-    # -- what may come next -------------------------------------------------------------------
+    # -- possible instructions -------------------------------------------------------------------
 
     @property
     def subgroups(self) -> dict[int, Group]:
@@ -89,11 +89,11 @@ class Model:
         return {slot: group for slot, group in self.groups.items() if group.whole}
 
     def local_name(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], int] | None:
-        """What torch names a group after with local synchronization; None where it cannot be used.
+        """The input of torch's name with local synchronization; None where it cannot be used.
 
         Torch hashes the ranks and the number of groups that the process knows. Members that know
         different numbers never meet, and a name that was used before finds old keys in the store.
-        Since 2.15 the members alone advance the counter that all later names come from.
+        Since 2.15 only the members advance the counter that all later names use.
         """
         if ADVANCES_COUNTER:
             return (ranks, len(self._names)) if len(ranks) == self.size else None
@@ -101,10 +101,10 @@ class Model:
         name = (ranks, counts.pop())
         return None if counts or name in self._names else name
 
-    # -- what must be seen --------------------------------------------------------------------
+    # -- expected observations --------------------------------------------------------------------
 
     def step(self, number: int, instruction: Instruction) -> list[Expected]:
-        """Follow one instruction; what each rank must see afterwards."""
+        """Execute one instruction; return the expected observations of each rank."""
         results = getattr(self, f"_{instruction[0]}")(number, *instruction[1:])
         return [{"result": results[rank], **self._seen(rank)} for rank in range(self.size)]
 
@@ -126,7 +126,7 @@ class Model:
         members = tuple(sorted(ranks))
         if local:
             name = self.local_name(members)
-            assert name is not None, "the program is not legal"
+            assert name is not None, "the program is illegal"
             self._names.add(name)
         group = Group(members, desc or "undefined", float(timeout or DEFAULT_TIMEOUT_S))
         self.groups[slot] = group
@@ -211,13 +211,13 @@ class Model:
 
 
 def contribution(rank: int, number: int) -> float:
-    """What a rank brings into the collective of that number: sums of any ranks are distinct."""
+    """The contribution of a rank to a collective: sums of any ranks are distinct."""
     return float(2**rank + 16 * number)
 
 
 @st.composite
 def programs(draw: Any) -> Program:
-    """Legal programs: each instruction is one that a caller may give in the state it meets."""
+    """Legal programs: a caller may give each instruction in the current state."""
     size, bound = draw(st.sampled_from([4, 3, 2])), draw(st.booleans())
     model = Model(size, splits=bound and CAN_SPLIT)
     instructions: list[Instruction] = []
@@ -231,7 +231,7 @@ def programs(draw: Any) -> Program:
 
 
 def _permitted(model: Model) -> list[str]:
-    """What may come next, as often as it should come."""
+    """The possible instructions, weighted by repetition."""
     kinds = ["collective", "collective"]
     kinds += ["reload"] * (4 if model.released else 1)
     kinds += ["offload"] * (1 if model.released else 4)
@@ -247,7 +247,7 @@ def _permitted(model: Model) -> list[str]:
 
 
 def _parts(model: Model) -> list[tuple[int, ...]]:
-    """The ranks that can be split from the default group now: their name is one and unused."""
+    """The ranks that can be split from the default group now: their name is unused."""
     everyone = range(model.size)
     sizes = [model.size] if ADVANCES_COUNTER else range(2, model.size + 1)
     parts = [part for size in sizes for part in combinations(everyone, size)]

@@ -45,7 +45,7 @@ def status(rank, size, *, installed=True, **values):
 
 
 def running(**values):
-    """What a rank says of the operation that it is in."""
+    """The operation that a rank is in."""
     return {
         "operation": "offload",
         "sequence": 4,
@@ -77,10 +77,7 @@ def report(**values):
 
 
 def record(rank, size, **values):
-    """One rank's record; ``installed`` goes to its status too.
-
-    Its clock is ahead by default, so that it is 0 s old on the slowest machine.
-    """
+    """One rank's record. Its clock is ahead by default, so that it is 0 s old on any machine."""
     installed = values.get("installed", True)
     return {
         "version": 1,
@@ -92,12 +89,13 @@ def record(rank, size, **values):
         "installed": values.get("status", {}).get("installed", installed),
         "status": status(rank, size, installed=installed),
         "last_report": report() if installed else None,
+        "last_ms": {"offload": 20.0, "reload": 40.0},
         **values,
     }
 
 
 def write_rank(directory, rank, size, **values):
-    """Write the file of one rank, at once as a whole."""
+    """Write the file of one rank, atomically."""
     temporary = directory / f".rank-{rank}"
     temporary.write_text(json.dumps(record(rank, size, **values)))
     os.replace(temporary, directory / f"rank-{rank}.json")

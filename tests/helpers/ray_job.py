@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -128,6 +129,14 @@ def caught(call: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return {"type": "nothing"}
 
 
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended. An ended one whose parent ended before it may stay a zombie."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def drive(
     rank: int, world_size: int, variables: dict[str, str], part: Literal["loop", "replace"]
 ) -> dict[str, Any]:
@@ -153,9 +162,9 @@ def drive(
             started += psutil.Process().children(recursive=True)
         finally:
             ray.shutdown()
-        _, left = psutil.wait_procs(set(started), timeout=BOUND_S)
-        # One that has ended, and whose parent ended before it, is left to be waited for.
-        left = [one for one in left if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        deadline = time.monotonic() + BOUND_S
+        while (left := list(filter(runs, set(started)))) and time.monotonic() < deadline:
+            time.sleep(0.05)
         seen["started"], seen["left"] = len(set(started)), [str(process) for process in left]
         return seen
 

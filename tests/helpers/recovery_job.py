@@ -24,7 +24,6 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import faulty_gloo
-import moments
 import torch
 import torch.distributed as dist
 import worlds
@@ -222,11 +221,12 @@ def attempt(call: Callable[[], Any]) -> Seen:
 def interfere(
     point: str,
     action: Callable[[], object],
-    moment: Literal["arriving", "counted"] = "arriving",
+    moment: Literal["before", "after"] = "before",
 ) -> None:
     """Do something when this rank comes to a point for the first time.
 
-    The groups of the points in a group are on the backend ``faulty``, or simulated.
+    The groups of the points in a group are on the backend ``faulty``, or simulated. ``after`` a
+    barrier, this rank has read its decision.
     """
     operation, place = point.split(".")
     register = reloadpg.on_offload if operation == "offload" else reloadpg.on_reload
@@ -239,10 +239,11 @@ def interfere(
             faulty_gloo.inject(at, action, nth=nth)
         inject(replace(fault, action="call", nth=nth, call=lambda _: action()))
     else:
-        if place in ("quiesced", "rebuilt") or moment == "counted":
+        if place in ("quiesced", "rebuilt") or moment == "after":
             # Barriers that are there only if a rank has callbacks.
             _extending.append(register(lambda: None, name="extending"))
-        moments.at(moment, action, barrier=point)
+        fault = Fault("barrier", "call", operation=point, moment=moment, call=lambda _: action())
+        inject(fault)
 
 
 def signalling(number: int, error: BaseException) -> Callable[[], None]:
@@ -275,7 +276,6 @@ def stop_interfering() -> None:
     """Undo what :func:`interfere` did, but for callbacks."""
     faulty_gloo.clear()
     clear_faults()
-    moments.restore()
     while _extending:
         _extending.pop()()
 

@@ -1,8 +1,8 @@
-"""Ranks that are killed, and processes that take their places.
+"""Ranks that are killed, and processes that replace them.
 
-``run_replaced`` starts more processes than the job has ranks. Each of those beyond waits until a
-process of the job has died, and then runs the same program under that one's rank, as a process that
-a launcher starts again would: it has the same RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+``run_replaced`` starts more processes than the job has ranks. Each additional one waits until a
+process of the job has died, and then runs the same program with its rank, as a launcher's restart
+would: with the same RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ LIMIT = timedelta(seconds=280)
 
 
 def store() -> Any:
-    """A client of the job's store, by other means than the library's."""
+    """A separate client of the job's store."""
     port = int(os.environ["MASTER_PORT"])
     return dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=LIMIT)
 
 
 def incarnation() -> int:
-    """0 in a process of the job, 1 in the first that takes a place, and so on."""
+    """0 in a process of the job, 1 in the first replacement, and so on."""
     return int(os.environ.get("TEST_INCARNATION", "0"))
 
 
 def all_here() -> None:
-    """Wait until all ranks that begin the job are here; no rank is replaced before."""
+    """Wait until all initial ranks have started; none is replaced before."""
     if incarnation():
         return
     meeting = store()
@@ -46,7 +46,7 @@ def all_here() -> None:
 
 
 def die() -> None:
-    """End this process as the kernel does, and let the next one take its place."""
+    """End this process by SIGKILL, and let the next replacement start."""
     meeting = store()
     number = meeting.add("test/deaths", 1)
     meeting.set(f"test/death/{number}", f"{os.getpid()} {os.environ['RANK']}")

@@ -1,8 +1,8 @@
-"""Stand-ins for what shares a device with a trainer, strict where the real ones are.
+"""Stand-ins for the programs that share a device with a trainer, as strict as the real ones.
 
-``StandInSaver`` keeps account of allocations by torch_memory_saver's rules, and sees those of the
-simulated accelerator's communicators as a preloaded one sees ``cudaMalloc`` and ``cudaFree``.
-Where the real one ends the process, it raises :class:`SaverCrash`.
+``StandInSaver`` counts allocations by torch_memory_saver's rules. It intercepts those of simulated
+communicators, as a preloaded one intercepts ``cudaMalloc`` and ``cudaFree``. :class:`SaverCrash`
+stands for the end of the process.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class StandInSaver:
 
     @contextmanager
     def preloaded(self) -> Iterator[StandInSaver]:
-        """Within this block it sees what the simulated communicators allocate and free."""
+        """Intercept the allocations of simulated communicators within this block."""
 
         def connected(group: GroupInfo) -> None:
             self.malloc(group.serial, group.held_bytes)
@@ -128,7 +128,7 @@ class StandInSaver:
 
 @dataclass
 class Device:
-    """A device with so much room for communicators, the saver's allocations and the engine."""
+    """A device of this capacity for communicators, the saver's allocations and the engine."""
 
     capacity: int
     saver: StandInSaver

@@ -1,8 +1,8 @@
-"""The process that supervises ranks, in the hands of a test: ``preload`` this module in its run.
+"""Control of the process that supervises ranks: ``preload`` this module in a run.
 
-Its clock moves on when a rank says so, and a time limit comes with an event. After a failure the
-other ranks have a minute to end by themselves, and so have Python stacks. Import it in functions
-of ranks alone: it changes the process that imports it. With ``spawn`` it has no effect.
+A rank advances the supervisor's clock, so a time limit comes with an event. After a failure the
+other ranks have a minute to end, and so have Python stacks. Import it only in functions of ranks:
+it changes the process that imports it. It has no effect with ``spawn``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _look(self: _rank._StartedRank) -> None:
 
 
 def advance(seconds: float) -> None:
-    """Put the supervisor's clock forward, and let it look at it. Called in a rank, once a run."""
+    """Advance the supervisor's clock, and wake it. Called in a rank, once per run."""
     part = _file("part")
     part.write_text(str(seconds))
     part.rename(_file("ahead"))

@@ -1,8 +1,8 @@
-"""A job on the simulated accelerator whose groups can be suspended, and what is seen of it."""
+"""A job on the simulated accelerator whose groups can be suspended."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,12 +15,12 @@ from reloadpg.testing import simulated
 
 MIB = 1 << 20
 HELD = 32 * MIB
-"""What each communicator holds; an eighth of it stays when it is suspended."""
+"""Bytes of each communicator; an eighth of them stays when it is suspended."""
 STAYS = HELD // 8
 
 
 class Job:
-    """WORLD and some overlapping subgroups, all of them used once."""
+    """WORLD and overlapping subgroups, each used once."""
 
     def __init__(
         self,
@@ -67,18 +67,9 @@ class Job:
 
 
 def chosen(report: Any) -> dict[str, str]:
-    """Strategy by group's description, WORLD by its name."""
+    """The strategy of each group, by its description; that of WORLD by "WORLD"."""
     return {group.desc.replace("default_pg", "WORLD"): group.strategy for group in report.groups}
 
 
 def reasons(report: Any) -> dict[str, str]:
     return {group.desc.replace("default_pg", "WORLD"): group.reason for group in report.groups}
-
-
-def attempt(function: Callable[[], Any]) -> tuple[str, str]:
-    """Kind and text of the error that a call raises; empty if it raises none."""
-    try:
-        function()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""

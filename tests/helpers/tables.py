@@ -1,4 +1,4 @@
-"""c10d's tables, read without asking the library; and the ranks' parting at rank 0's store."""
+"""c10d's tables, read without the library; and barriers for ranks whose rank 0 has the store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAVES = (str, bytes, int, float, bool, type(None), types.ModuleType, types.Fun
 
 
 def world_tables() -> dict[str, Any]:
-    """Every table of ``distributed_c10d._world``, by name; what it only computes is left out."""
+    """Every table of ``distributed_c10d._world``, by name, without computed ones."""
     properties = inspect.getmembers(type(c10d._world), lambda value: isinstance(value, property))
     return {name: getattr(c10d._world, name) for name, _ in properties if name != "pg_config_info"}
 
@@ -50,7 +50,7 @@ def mentions(target: object) -> list[str]:
 
 
 def holders(target: object) -> list[str]:
-    """Python objects that refer to an object, frames left out: where it could be got from."""
+    """Types of Python objects that refer to an object, without frames."""
     return sorted(
         type(referrer).__name__
         for referrer in gc.get_referrers(target)
@@ -80,7 +80,7 @@ def expected_sum(ranks: Any) -> int:
 
 
 def meet_at_rank_0(rank: int, key: str) -> None:
-    """Rank 0 has the store: it must not go while rank 1 still asks it how the offload ended."""
+    """Rank 0 hosts the store: it must not end while rank 1 still reads the decision."""
     store = c10d._get_default_store()
     if rank == 0:
         store.wait([key], timedelta(seconds=120))
@@ -89,7 +89,7 @@ def meet_at_rank_0(rank: int, key: str) -> None:
 
 
 def store_closed_by_rank_0(rank: int, marker: Path) -> None:
-    """A rank that begins again too early would connect to the store that is going away."""
+    """A rank that begins again too early would connect to the old store."""
     if rank == 0:
         marker.touch()
     while not marker.exists():

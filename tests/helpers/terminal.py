@@ -1,4 +1,4 @@
-"""Runs a command on a separate terminal, and reads what it draws."""
+"""Runs a command on a separate terminal, and reads its output."""
 
 import fcntl
 import os
@@ -19,7 +19,7 @@ _ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Terminal:
-    """A command whose stdout is a terminal. ``raw`` is all that it has written there."""
+    """A command whose stdout is a terminal. ``raw`` is its whole output."""
 
     def __init__(self, process, master):
         self.process = process
@@ -40,7 +40,7 @@ class Terminal:
                 continue
             try:
                 data = os.read(self.master, 1 << 16)
-            except OSError:  # Linux's way to say that the other side is closed
+            except OSError:  # on Linux: the other side is closed
                 return
             self.raw += data
 
@@ -53,7 +53,7 @@ class Terminal:
 
 @contextmanager
 def on_terminal(*arguments, columns=160, lines=40, **variables):
-    """``python -m reloadpg`` with stdout on a terminal of that size."""
+    """``python -m reloadpg`` with stdout on a terminal of this size."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     env = environment(TERM="xterm-256color", **variables)

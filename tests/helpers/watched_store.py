@@ -1,4 +1,4 @@
-"""A store that says what it is asked, as users' own stores come in: a subclass of torch's."""
+"""A store that reports its requests: a subclass of torch's, as users' own stores are."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Watch = Callable[[str, str], object]
 
 
 class WatchedStore(dist.Store):
-    """Another store, each question to which is seen.
+    """Another store, with a callback for each request.
 
     Args:
-        store: the store that answers.
-        watch: called with the name of the method and its key before a question is asked.
-        answered: likewise, when it was answered, before the caller gets the answer.
+        store: the store that responds.
+        watch: called before a request with the name of the method and the key.
+        answered: likewise after the response, before the caller gets it.
 
-    Its clones are watched too.
+    Its clones have the same callbacks.
     """
 
     def __init__(

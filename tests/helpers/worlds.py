@@ -1,4 +1,4 @@
-"""Worlds as trainers make them: bound to a device, or not; on CPU, with torch's own functions."""
+"""Default groups as trainers create them: bound to a device, or not; with torch's functions."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ CAN_SPLIT = hasattr(dist.ProcessGroup, "split_group")
 
 
 WORLD = os.environ.get("TEST_WORLD", "unbound")
-"""``unbound``, ``bound``, ``nccl``, ``nccl-bound`` or ``torchcomms``: what :func:`init` makes.
+"""``unbound``, ``bound``, ``nccl``, ``nccl-bound`` or ``torchcomms``: the default group of
+:func:`init`.
 
-The tests run in all of them. Most trainers bind the default group to a device, and torch then takes
-other ways. ``nccl`` is torch's own ProcessGroupNCCL over the stand-ins for CUDA and NCCL, or on
-GPUs; tensors are then on the device by default. ``torchcomms`` is gloo by TorchComms, unbound.
+The tests run in all of them. Most trainers bind the default group to a device, and torch then uses
+other code paths. ``nccl`` is torch's own ProcessGroupNCCL over the stand-ins for CUDA and NCCL, or
+on GPUs; tensors are then on the device by default. ``torchcomms`` is gloo by TorchComms, unbound.
 """
 if WORLD not in ("unbound", "bound", "nccl", "nccl-bound", "torchcomms"):
     raise ValueError(f"TEST_WORLD={WORLD}: it is unbound, bound, nccl, nccl-bound or torchcomms")
@@ -40,30 +41,34 @@ BOUND = WORLD.endswith("bound") and WORLD != "unbound"
 NCCL = WORLD.startswith("nccl")
 
 SPLITS_EVERY_GROUP = NCCL and (BOUND or TorchVersion(torch.__version__) >= "2.15")
-"""Whether torch makes each new group by a split of the default one, which takes all ranks."""
+"""Whether torch splits each new group from the default one, which needs all ranks."""
 
 SPLIT_CLONES_STORE = NCCL and BOUND and TorchVersion(torch.__version__) < "2.15"
 """Whether torch connects to the store again for each group that it splits."""
 
 BACKEND = "nccl" if NCCL else "gloo"
-"""The backend of the default group, and what ``install(backends={BACKEND})`` makes reloadable."""
+"""The backend of the default group, for ``install(backends={BACKEND})``."""
 
 DEVICE_TYPE = "cuda" if NCCL else "cpu"
 
 WITH_CPU = "cpu:gloo,cuda:nccl" if NCCL else "gloo"
 """The backends of a default group that also takes tensors of the CPU."""
 
+ALL_RESPOND = {"RELOADPG_GRACE_S": "60"}
+"""The environment of jobs in which all ranks respond after a failure, on the busiest machine too.
+A wait for responses ends as soon as all ranks have responded."""
+
 BYPASSING = {"min_size": 1 << 20} if NCCL else {}
-"""Options of ``install`` with which no group of the world is reloadable."""
+"""Options of ``install`` with which all groups bypass."""
 
 
 def device() -> torch.device:
-    """Where collectives of the world find their tensors."""
+    """The device of the tensors of collectives."""
     return torch.device("cuda", torch.cuda.current_device()) if NCCL else torch.device("cpu")
 
 
 def device_of(group: Any) -> torch.device:
-    """Where collectives of a group find their tensors."""
+    """The device of the tensors of a group's collectives."""
     served = {device.type for device in (group or dist.group.WORLD)._device_types}
     return device() if device().type in served else torch.device("cpu")
 
@@ -74,7 +79,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def use_device(rank: int | None = None) -> None:
-    """Give this rank a separate device, on which tensors are created from now on. Idempotent."""
+    """Give this rank a separate device, and create tensors there by default. Idempotent."""
     if not NCCL:
         return
     rank = int(os.environ["RANK"]) if rank is None else rank
@@ -89,7 +94,7 @@ def init(
     create: Callable[..., None] | None = None,
     **kwargs: Any,
 ) -> None:
-    """Make the default group with torch's own function, and bind it to a device if asked to.
+    """Create the default group with torch's function, and bind it to a device if requested.
 
     `create` is that function as a test has bound it.
     """
@@ -116,13 +121,13 @@ def bind() -> None:
 
 unbound_only = pytest.mark.skipif(
     WORLD == "bound",
-    reason="torch looks for the bound device in barriers, in collectives of objects and in every "
-    "new group, and this one is not here",
+    reason="torch uses the bound device in barriers, in collectives of objects and in every new "
+    "group, and this machine does not have it",
 )
 
 
 def barrier() -> None:
-    """Wait for all ranks, without the device that the default group may be bound to."""
+    """Wait for all ranks, without the device that the default group is bound to."""
     value = torch.zeros(1)
     dist.all_reduce(value)
     value.item()  # a device computes on its own
@@ -130,9 +135,9 @@ def barrier() -> None:
 
 @contextmanager
 def accelerator_claimed() -> Iterator[None]:
-    """Within this block torch believes that the CPU is an accelerator.
+    """Make torch take the CPU for an accelerator within this block.
 
-    Before 2.15 ``split_group`` asks whether there is one, and splits its backend.
+    Before 2.15 ``split_group`` splits the backend of the accelerator, if there is one.
     """
     own = torch.accelerator.is_available, torch.accelerator.current_accelerator
     torch.accelerator.is_available = lambda: True  # type: ignore[assignment]
@@ -146,14 +151,14 @@ def accelerator_claimed() -> Iterator[None]:
 def start(
     world: str, *, backend: str = "gloo", file: str = "", store: Any = None, **options: Any
 ) -> None:
-    """Install and make a default group.
+    """Install, and create a default group.
 
     Args:
         world: ``unbound``; ``bound`` to a device when it is installed; ``bound late``, afterwards.
         backend: of the default group.
-        file: of a FileStore to meet on. Torch 2.13 splits gloo groups with a clone of the store,
-            and one in fifty splits over a TCPStore's then reads garbage for an address.
-        store: another store to meet on.
+        file: of a FileStore for the rendezvous. Torch 2.13 splits gloo groups with a clone of the
+            store, and one in fifty splits over a TCPStore's then reads garbage for an address.
+        store: another store for the rendezvous.
         options: of ``install``.
     """
     given = {"backends": {backend}, "timeout": TIMEOUT, **options}
@@ -174,21 +179,20 @@ def start(
 
 
 def subgroup(ranks: list[int], **kwargs: Any) -> Any:
-    """A group of some ranks, which every rank of the world asks for.
+    """Create a group of some ranks; call it on every rank.
 
-    In a bound world torch lets the other ranks take part in a split of the default group, which
-    gloo cannot do (2.13: it has no ``perform_nocolor_split``); the members alone make it there.
+    In a bound world torch needs the other ranks in a split of the default group, which gloo cannot
+    do (2.13: it has no ``perform_nocolor_split``); there only the members create it.
     """
     bound = dist.group.WORLD.bound_device_id is not None
     return dist.new_group(ranks, use_local_synchronization=bound, **kwargs)
 
 
 def split(ranks: list[list[int]], parent: Any = None, **kwargs: Any) -> Any:
-    """Torch's own ``split_group``.
+    """Call torch's ``split_group``.
 
-    Before 2.15 it cannot copy gloo's options, and is given them; and it splits the one gloo backend
-    of two devices twice under one name in the store, which fails every other time: it is asked for
-    one of them.
+    Before 2.15 it cannot copy gloo's options, so they are passed. It splits the one gloo backend of
+    two devices twice under one name in the store, which fails every other time, so one is selected.
     """
     kwargs = {"timeout": TIMEOUT, **kwargs}
     if TorchVersion(torch.__version__) >= "2.15":
@@ -198,14 +202,13 @@ def split(ranks: list[list[int]], parent: Any = None, **kwargs: Any) -> Any:
     options._timeout = kwargs["timeout"]
     kwargs["pg_options"] = options
     with accelerator_claimed():
-        return dist.split_group(parent, ranks, backend="cpu:gloo", **kwargs)
+        if dist.get_backend(parent) == "gloo":
+            kwargs["backend"] = "cpu:gloo"
+        return dist.split_group(parent, ranks, **kwargs)
 
 
 def stop_for(seconds: float, *, after: float, pids: Sequence[int] = ()) -> None:
-    """Have this process stopped in a moment, as a loaded or suspended machine stops it. Local.
-
-    Or several processes, all at once.
-    """
+    """Stop this process, or several at once, for some seconds, as a loaded machine does. Local."""
     which = " ".join(map(str, pids or [os.getpid()]))
     command = f"sleep {after}; kill -STOP {which}; sleep {seconds}; kill -CONT {which}"
     subprocess.Popen(["sh", "-c", command], stdin=subprocess.DEVNULL)
@@ -219,9 +222,9 @@ def summed(group: Any, rank: int) -> float:
 
 
 def sums_right(*groups: Any) -> bool:
-    """Whether a collective sums over the own members of each group, all of which run it.
+    """Whether an all-reduce of powers of two sums over each group's own members. Collective.
 
-    Each rank contributes a power of two. None is the default group.
+    None is the default group.
     """
     found = []
     for group in groups:

@@ -1,4 +1,4 @@
-"""What is not released is not silent: bypassed groups are named, each with the reason."""
+"""Bypassed groups are named, each with the reason."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def _refused(group: Any) -> str:
 
 @pytest.mark.matrix
 def test_bypassed_groups_are_named_with_the_reason() -> None:
-    """An offload that releases nothing warns once, at the user's own call, and says what to pass.
+    """An offload that releases nothing warns once, at the user's call, with the remedy.
 
-    Excluded groups are torch's own, and work while others are offloaded. The refusal inside a block
-    does not say to reload, which the end of the block does. Torch's word for a group without a
+    Excluded groups are torch's, and work while others are offloaded. The error inside a block does
+    not tell the user to reload, since the end of the block does. Torch's "undefined" for a missing
     description is in no text.
     """
     for rank, facts in enumerate(run_ranks(_job, 2, timeout=120)):
@@ -96,8 +96,8 @@ def test_bypassed_groups_are_named_with_the_reason() -> None:
         assert "Call reloadpg.reload() on all ranks" in facts["outside"]
 
 
-def test_patterns_are_compared_with_the_name_too() -> None:
-    """And a pattern that is one string is one pattern."""
+def test_exclude_matches_names_and_descriptions() -> None:
+    """A string is one pattern."""
     with reloadpg.install(exclude="default*") as installed:
         selection = installed.options.selection
     found = selection.bypass({"cuda": "nccl"}, 2, name="default_pg", desc="TP")

@@ -16,15 +16,15 @@ from reloadpg.testing import run_ranks
 
 @pytest.mark.parametrize("where", ["on_offload", "on_reload", "on_report"])
 @pytest.mark.parametrize("callback", [None, 3, "a name"])
-def test_what_cannot_be_called_is_refused_at_once(where: str, callback: Any) -> None:
-    """Not at each offload from then on, on all ranks."""
+def test_a_callback_that_is_not_callable_is_refused(where: str, callback: Any) -> None:
+    """At the registration, not at each operation from then on."""
     register: Callable[[Any], object] = getattr(reloadpg, where)
     with pytest.raises(reloadpg.InvalidOptionError, match=f"{where}.*nothing was registered"):
         register(callback)
 
 
 def _late(rank: int, world_size: int) -> str:
-    """Rank 1 raises in its callback; that of rank 0 returns after rank 1 has given up on it."""
+    """Rank 1 raises in its callback; that of rank 0 returns after rank 1 has timed out."""
     reloadpg.install(backends={"gloo"}, timeout=60)
     dist.init_process_group("gloo")
     store = base_store().clone()
@@ -40,8 +40,8 @@ def _late(rank: int, world_size: int) -> str:
     return seen.text
 
 
-def test_a_rank_in_a_callback_is_not_said_to_be_silent_to_itself() -> None:
-    """It reads that it responded too late; the other one, that it did not respond."""
+def test_the_error_of_a_rank_that_was_late_in_a_callback_says_so() -> None:
+    """It responded too late; to the other rank, it did not respond."""
     late, first = run_ranks(_late, 2, timeout=240)
     assert "No response since then from rank 0" in first
     assert "Rank 1 failed first" in late or "rank 1 failed" in late

@@ -2,102 +2,88 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
-import moments
 import pytest
 import torch
 import torch.distributed as dist
 import worlds
 
 import reloadpg
-from reloadpg.testing import run_ranks
 
 
 def _start(**options):
     reloadpg.install(backends={worlds.BACKEND}, timeout=timedelta(seconds=15), **options)
     worlds.init()
-    return dist.new_group([0, 1]), dist.new_group([2, 1])
+    dist.new_group([0, 1])
+    dist.new_group([2, 1])
 
 
-def _collectives(log):
-    """Record every all-reduce that a live group is asked for, by group name."""
-    original = reloadpg.ReloadableProcessGroup.allreduce
+class _Intercepted:
+    """Within this block an all-reduce of a reloadable group calls a function afterwards."""
 
-    def allreduce(self, *args, **kwargs):
-        log.append(self.group_name)
-        return original(self, *args, **kwargs)
+    def __init__(self, then):
+        self.then = then
 
-    reloadpg.ReloadableProcessGroup.allreduce = allreduce
+    def __enter__(self):
+        self.original = original = reloadpg.ReloadableProcessGroup.allreduce
+
+        def allreduce(group, tensors, *args, **kwargs):
+            work = original(group, tensors, *args, **kwargs)
+            self.then(group, tensors, work)
+            return work
+
+        reloadpg.ReloadableProcessGroup.allreduce = allreduce
+
+    def __exit__(self, *_):
+        reloadpg.ReloadableProcessGroup.allreduce = self.original
 
 
-def _connect(rank, world_size, how):
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("how", ["canary", "none", "eager"])
+def test_collectives_of_a_reload(how):
+    """The canary is one small all-reduce per group, in the order of the rebuild (failure 17).
+
+    By default each group connects in its first collective; gloo connects at its creation.
+    """
     _start()
     log = []
-    _collectives(log)
     reloadpg.offload()
-    report = reloadpg.reload(connect=how)
+    with _Intercepted(lambda group, *_: log.append(group.group_name)):
+        report = reloadpg.reload(connect=how)
     order = [group.name for group in report.groups]
-    return log, order
+    assert log == (order if how == "canary" else [])
+    assert len(order) >= 2  # WORLD and a pair at least
 
 
-def test_every_rebuilt_group_is_checked_in_the_shared_order():
-    """One small all-reduce a group, in the order of the rebuild (failure 17)."""
-    for log, order in run_ranks(_connect, 3, args=("canary",)):
-        assert log == order
-        assert len(log) >= 2  # WORLD and a pair at least
-
-
-@pytest.mark.parametrize("how", ["none", "eager"])
-def test_no_collective_is_run_where_none_is_needed(how):
-    """By default each connects in its first collective, as torch does it; gloo has connected."""
-    for log, order in run_ranks(_connect, 3, args=(how,)):
-        assert log == []
-        assert order
-
-
-def _corrupt(rank, world_size):
-    moments.wait_for_answers()
+@pytest.mark.ranks(3)
+def test_a_wrong_canary_fails_the_reload_on_all_ranks(rank):
+    """A second reload completes."""
+    os.environ |= worlds.ALL_RESPOND
     _start()
     reloadpg.offload()
-    original = reloadpg.ReloadableProcessGroup.allreduce
 
-    def wrong(self, tensors, *args, **kwargs):
-        work = original(self, tensors, *args, **kwargs)
+    def change_the_sum(group, tensors, work):
         work.wait()
-        if rank == 1 and self.group_name == "1":
+        if rank == 1 and group.group_name == "1":
             tensors[0] += 1
-        return work
 
-    reloadpg.ReloadableProcessGroup.allreduce = wrong
-    try:
+    own = rank == 1
+    error = reloadpg.RebuildError if own else reloadpg.PeerFailedError
+    with (
+        _Intercepted(change_the_sum),
+        pytest.raises(error, match="canary" if own else "rank 1 failed"),
+    ):
         reloadpg.reload(connect="canary")
-        error = None
-    except reloadpg.ReloadpgError as caught:
-        error = type(caught).__name__, str(caught)
-    states = sorted({group.state for group in reloadpg.status().groups})
-    reloadpg.ReloadableProcessGroup.allreduce = original
+    assert {group.state for group in reloadpg.status().groups} == {"failed"}
     reloadpg.reload(connect="canary")
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
-    return error, states, tensor.item(), reloadpg.status().state
+    assert (tensor.item(), reloadpg.status().state) == (3, "live")
 
 
-def test_a_wrong_canary_fails_the_reload_on_all_ranks():
-    """The rank that saw it says so, the others name it; a second reload completes."""
-    results = run_ranks(_corrupt, 3)
-    assert results[1][0][0] == "RebuildError"
-    assert "canary" in results[1][0][1]
-    for rank in (0, 2):
-        assert results[rank][0][0] == "PeerFailedError"
-        assert "rank 1 failed" in results[rank][0][1]
-    for _, states, total, state in results:
-        assert states == ["failed"]
-        assert total == 3
-        assert state == "live"
-
-
-def test_an_unknown_way_is_refused():
-    """With those that there are. Ranks that ask for different ways: see ``test_pending.py``."""
+def test_an_unknown_value_of_connect_is_refused():
+    """For ranks with different values, see ``test_pending.py``."""
     with pytest.raises(reloadpg.InvalidOptionError, match=r"'perhaps'.*'canary'"):
         reloadpg.reload(connect="perhaps")

@@ -1,4 +1,4 @@
-"""Several loops of retrying() in one program, and loops that are left before their end."""
+"""Several loops of ``retrying()`` in one program, and loops that are left before their end."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Log = list[str]
 
 
 class Injected(Exception):
-    """The error of a fault that the tests bring about."""
+    """The injected error."""
 
 
 class Body:
-    """What the programs below do in a step: note it, and one collective. One step fails once."""
+    """The body of each step: record its name, and run a collective. One step fails once."""
 
     def __init__(self, job: Any, fails_at: str = "") -> None:
         self.job = job
@@ -46,7 +46,7 @@ def steps(items: Any, **options: Any) -> Iterator[Any]:
 
 
 def evaluation_between_steps(body: Body) -> None:
-    """A loop in the body of another one, as people write evaluation."""
+    """A loop between the steps of another one, such as an evaluation."""
     for step in steps(range(4)):
         with step as number:
             body(f"train{number}")
@@ -102,7 +102,7 @@ CASES = [(program, *case) for program, cases in PROGRAMS.items() for case in cas
 
 
 def every_program(rank: int, size: int) -> list[Log]:
-    """The attempts at steps that each program makes."""
+    """The attempts at the steps of each program."""
     job = FaultJob(rank, size)
     found = []
     for program, fails_at, _ in CASES:
@@ -120,8 +120,8 @@ def logs() -> list[list[Log]]:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i][0].__name__}{i}")
-def test_loops_nest_and_take_turns(logs: list[list[Log]], index: int) -> None:
-    """Every step of every loop is done, and after a fault the one that failed, on all ranks."""
+def test_several_loops(logs: list[list[Log]], index: int) -> None:
+    """Each step of each loop is completed; after a fault all ranks repeat the failed step."""
     for rank in range(4):
         assert logs[rank][index] == CASES[index][2]
 
@@ -172,7 +172,7 @@ def raises_after_the_step(body: Body) -> str:
 
 
 def returns_in_a_function(body: Body) -> str:
-    """It leaves the step and not the loop: nothing is wrong with it."""
+    """It leaves the step and not the loop, which is valid."""
 
     def one(step: Any) -> str:
         with step:
@@ -222,13 +222,13 @@ def exits() -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("index", range(len(LEAVING)), ids=[one.__name__ for one in LEAVING])
-def test_a_step_that_is_left_is_complete_or_raises(exits: list[list[Any]], index: int) -> None:
-    """On all ranks: who leaves a loop at a step that is to be repeated, is told, and the others."""
+def test_leaving_an_incomplete_step_raises_on_all_ranks(exits: list[list[Any]], index: int) -> None:
+    """Leaving a complete step is valid."""
     leaver, faulty = [*LEAVING.values()][index]
     for rank in range(4):
         seen, sums, _ = exits[rank][index]
         kind = faulty if rank == FAULTY else leaver
-        if kind == "Injected":  # its own loop goes on, and finds that the others have left
+        if kind == "Injected":  # its own loop continues, and detects that the others have left
             kind = "PeerFailedError"
         assert seen.kind == kind, (rank, seen)
         assert sums
@@ -241,7 +241,7 @@ def test_a_step_that_is_left_is_complete_or_raises(exits: list[list[Any]], index
 
 
 def earlier_loops(rank: int, size: int) -> Log:
-    """Rank 2 dies in a loop that comes after an endless one, and after one with loops in it."""
+    """Rank 2 dies in a loop that follows an endless one and nested ones."""
     reloadpg.install(backends={"gloo"}, recoverable=True, timeout=120)
     dist.init_process_group("gloo")
     reloadpg.rejoin()
@@ -270,8 +270,8 @@ def earlier_loops(rank: int, size: int) -> Log:
     return log
 
 
-def test_a_replaced_process_passes_over_earlier_loops() -> None:
-    """Loops that the others have completed, without drawing an item, be they endless or nested."""
+def test_a_new_process_skips_completed_loops() -> None:
+    """Without drawing an item, also from endless and nested loops."""
     found = run_replaced(earlier_loops)
     assert found[RANKS] == ["third2", "third3"]
     for rank in {*range(RANKS)} - {VICTIM}:
@@ -279,7 +279,7 @@ def test_a_replaced_process_passes_over_earlier_loops() -> None:
 
 
 def in_two_loops(rank: int, size: int) -> Any:
-    """Rank 2 dies in a loop inside of another one's body."""
+    """Rank 2 dies in a nested loop."""
     reloadpg.install(backends={"gloo"}, recoverable=True, timeout=120)
     dist.init_process_group("gloo")
     seen = attempt(reloadpg.rejoin)
@@ -299,8 +299,8 @@ def in_two_loops(rank: int, size: int) -> Any:
     return attempt(run)
 
 
-def test_a_process_is_not_replaced_in_a_loop_within_a_loop() -> None:
-    """It cannot get there: the body of the outer step is not to be run again. All ranks say so."""
+def test_a_process_cannot_be_replaced_in_a_nested_loop() -> None:
+    """It would have to repeat the body of the outer step. All ranks raise."""
     found = run_replaced(in_two_loops)
     for rank in (0, 1, 3, RANKS):
         assert found[rank].kind in ("ReloadpgError", "PeerFailedError"), (rank, found[rank])
@@ -323,20 +323,21 @@ def fewer_items(rank: int, size: int) -> Any:
     return attempt(run)
 
 
-def test_a_replaced_process_without_the_items_of_the_others_says_so() -> None:
-    """On all ranks, and not by a bare StopIteration."""
+def test_a_new_process_with_too_few_items_raises_on_all_ranks() -> None:
+    """Not a bare StopIteration."""
     found = run_replaced(fewer_items)
     for rank in (0, 1, 3, RANKS):
         assert found[rank].kind == ("ReloadpgError" if rank == RANKS else "PeerFailedError")
         assert "its items end at 1, and the other ranks are at step 2" in found[rank].text
 
 
-# -- whose error it is -----------------------------------------------------------------------------
+# -- which errors repeat a step -------------------------------------------------------------------
 
 
-def own_errors_only(rank: int, size: int) -> Log:
-    """Only one kind of error is to be repeated; the peers' collectives fail by another one."""
-    job = FaultJob(rank, size)
+@pytest.mark.ranks(4)
+def test_an_error_that_follows_a_recovery_repeats_the_step(rank: int, world_size: int) -> None:
+    """Whatever ``on`` names: the abort of the rank that recovers has caused it."""
+    job = FaultJob(rank, world_size)
     log = []
     for step in reloadpg.retrying("ab", on=[Injected]):
         with step as letter:
@@ -347,16 +348,10 @@ def own_errors_only(rank: int, size: int) -> Log:
                 all_reduce(job.ring)
             except RuntimeError as error:
                 raise ValueError("of a trainer") from error
-    return log
+    assert log == ["a", "a", "b", "b"]
 
 
-def test_an_error_that_follows_a_recovery_is_repeated() -> None:
-    """Whatever ``on`` says of it: it comes of the abort of a rank that recovers."""
-    assert run_ranks(own_errors_only, 4, timeout=280) == [["a", "a", "b", "b"]] * 4
-
-
-def test_without_install_an_error_goes_on_at_once() -> None:
-    """Nothing can be recovered, so nothing is repeated."""
+def test_without_install_no_step_is_repeated() -> None:
     begun = []
     with pytest.raises(Injected):
         for step in reloadpg.retrying("ab", on=Injected):

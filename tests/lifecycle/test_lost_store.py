@@ -1,4 +1,4 @@
-"""A store that ends, or stops answering: a clear error on all ranks within the bound."""
+"""A store whose process ends or hangs: a clear error on all ranks within the timeout."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ sys.stdin.read()
 
 
 def signalled(server: int, number: int) -> None:
-    """Signal the store's server; a stopped one answers nothing when this returns."""
+    """Signal the store's server; a stopped one does not respond once this returns."""
     os.kill(server, number)
-    # One thread is told, which stops the others: until it has run, on a loaded machine, they go on.
+    # One thread gets the signal and stops the others: until it runs, they continue.
     tasks = Path(f"/proc/{server}/task")
     while number == signal.SIGSTOP and not all(
         (task / "stat").read_text().rpartition(") ")[2].startswith("T") for task in tasks.iterdir()
@@ -39,7 +39,7 @@ def signalled(server: int, number: int) -> None:
         time.sleep(0.001)
 
 
-def on_a_store_of_its_own(
+def on_a_separate_store(
     rank: int, size: int, port: int, server: int, point: str, number: int
 ) -> dict[str, Any]:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
@@ -72,7 +72,7 @@ def with_store_signalled(point: str, number: int) -> list[dict[str, Any]]:
             assert server.stdout is not None
             port = int(server.stdout.readline())
             args = (port, server.pid, point, number)
-            return run_ranks(on_a_store_of_its_own, 3, args=args, timeout=240)
+            return run_ranks(on_a_separate_store, 3, args=args, timeout=240)
         finally:
             server.kill()
 

@@ -1,4 +1,4 @@
-"""Sources of the memory in use, and what reports make of them."""
+"""Sources of the memory in use, and their use in reports."""
 
 from __future__ import annotations
 
@@ -41,24 +41,22 @@ def runtime(monkeypatch):
 
 @pytest.fixture
 def added(monkeypatch):
-    monkeypatch.setattr(memory._sources, "added", {})
-    monkeypatch.setattr(memory._sources, "checks", [])
+    monkeypatch.setattr(memory, "_sources", {})
+    monkeypatch.setattr(memory, "_checks", [])
     return memory.add_source
 
 
-def test_without_an_accelerator_the_kernel_counts(added):
-    """Resident memory, in bytes, as the kernel has it."""
+def test_without_an_accelerator_resident_memory_is_measured(added):
     seen = memory.in_use()
     assert list(seen) == ["rss"]
     with open("/proc/self/status", encoding="ascii") as file:
         resident = next(int(x.split()[1]) * 1024 for x in file if x.startswith("VmRSS"))
     assert seen["rss"] == pytest.approx(resident, rel=0.02)
     assert memory.free_bytes() is None
-    assert memory.exact_sources() == {"device"}
 
 
-def test_the_device_comes_first(runtime, added):
-    """Then what was added, then the process's own figures."""
+def test_sources_are_ordered(runtime, added):
+    """The device, then added sources, then resident memory."""
     added("other", memory.Source(lambda: 5, lambda: 6))
     seen = memory.in_use()
     assert list(seen) == ["device", "other", "rss"]
@@ -66,7 +64,7 @@ def test_the_device_comes_first(runtime, added):
     assert memory.free_bytes() == (50 * GIB, "device")
 
 
-def test_an_added_source_that_has_nothing_to_say_is_left_out(added):
+def test_an_added_source_without_a_value_is_omitted(added):
     """It may not have started yet."""
     added("other", memory.Source(lambda: None))
     assert "other" not in memory.in_use()
@@ -76,8 +74,8 @@ def test_an_added_source_that_has_nothing_to_say_is_left_out(added):
     assert memory.free_bytes() == (9, "other")
 
 
-def test_memory_that_the_allocator_keeps_is_a_warning(runtime, added):
-    """2 GiB unused in the cache while the groups are offloaded; a little is not worth a line."""
+def test_unused_memory_in_the_allocators_cache_is_a_warning(runtime, added):
+    """2 GiB while the groups are offloaded; not 1 MiB."""
     (text,) = memory.warnings(released=True)
     assert "2048 MiB" in text
     assert "empty_cache" in text
@@ -86,8 +84,8 @@ def test_memory_that_the_allocator_keeps_is_a_warning(runtime, added):
     assert memory.warnings(released=True) == []
 
 
-def test_checks_add_warnings_until_they_are_taken_off(added):
-    """A memory saver says for example that it is paused."""
+def test_checks_add_warnings_until_they_are_removed(added):
+    """Such as a memory saver that is paused."""
     answers = ["the saver is paused"]
     remove = memory.add_check(lambda: answers[0])
     assert memory.warnings(released=True) == ["the saver is paused"]
@@ -119,8 +117,8 @@ REPORT = Report(
 )
 
 
-def test_flat_names():
-    """Scalars only, each under the operation's name."""
+def test_to_dict_and_to_json_of_a_report():
+    """``to_dict`` is flat and scalar; ``to_json`` has all details."""
     flat = REPORT.to_dict()
     assert flat["offload/total_ms"] == 20.0
     assert flat["offload/wait.enter_ms"] == 5.0
@@ -132,10 +130,6 @@ def test_flat_names():
     assert flat["offload/failed"] is False
     assert "offload/restored_bytes" not in flat
     assert all(isinstance(value, (int, float, str)) for value in flat.values())
-
-
-def test_details_are_plain_and_complete():
-    """What JSON gives back is what was put in."""
     details = json.loads(REPORT.to_json())
     assert details["groups"][0]["reason"] == "old"
     assert details["memory"]["after"]["rss"] == 90
@@ -144,18 +138,16 @@ def test_details_are_plain_and_complete():
     assert details["warnings"] == ["w"]
 
 
-def test_what_a_report_says():
-    """The figure that matters, its source, and a failure as such."""
+def test_str_of_a_report():
+    """The released memory with its source, or the error."""
     assert "0.0 MiB released (device)" in str(REPORT)
-    assert [group.name for group in REPORT.skipped] == ["2"]
     failed = Report("reload", False, 3, total_ms=1.0, error="RebuildError: x")
     assert str(failed) == "reload: failed after 1.0 ms: RebuildError: x"
     assert failed.to_dict()["reload/failed"] is True
     assert failed.restored_bytes is None
 
 
-def test_a_status_has_the_same_two_forms():
-    """``to_dict`` is flat and scalar, ``details`` is everything, as of a report."""
+def test_to_dict_and_to_json_of_a_status():
     group = GroupStatus("0", "pair", (0, 1), "gloo", "live", 2, 30.0, memory_bytes=70)
     status = Status(
         installed=True,

@@ -1,4 +1,4 @@
-"""What is told of NCCL where it cannot be run: settings, keys, causes of a hang."""
+"""NCCL's settings, store keys and errors, without NCCL."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _warnings(rank: int, world_size: int, backend: str) -> list[tuple[str, ...]]
 
 @pytest.mark.skipif(worlds.BOUND, reason="its backend serves the CPU; no group can be bound to it")
 def test_a_report_names_settings_that_make_a_release_unsafe() -> None:
-    """Memory that is registered with released communicators, and dumps that stop."""
+    """Memory registered with released communicators, and dumps of the flight recorder."""
     for both, one in run_ranks(_warnings, 2, args=("ncclx",)):
         assert [text.partition(" is set: ")[0] for text in both] == [HOOK, PIPE]
         assert "on_offload" in both[0]
@@ -49,8 +49,7 @@ def test_a_report_names_settings_that_make_a_release_unsafe() -> None:
         assert one == both[1:]
 
 
-def test_other_backends_are_not_concerned() -> None:
-    """These settings are NCCL's."""
+def test_the_settings_cause_no_warning_for_other_backends() -> None:
     assert run_ranks(_warnings, 2, args=("gloo",)) == [[(), ()]] * 2
 
 
@@ -66,7 +65,7 @@ def test_other_backends_are_not_concerned() -> None:
     ],
 )
 def test_keys_of_nccl(rank: int, size: int, more: list[str]) -> None:
-    """Unique ids of large groups, and of pairs, are deleted by the member that writes them."""
+    """Unique ids of groups and of pairs are deleted by the member that writes them."""
     if NEW_ENGINE and rank == 0:
         more = [*more, "7@1.1.2/nccl_storekey_0"]
     keys = c10d.rendezvous_keys("7@1.1.2", {"cpu": "gloo", "cuda": "nccl"}, rank, size)
@@ -79,9 +78,9 @@ def test_keys_of_nccl(rank: int, size: int, more: list[str]) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_keys_of_gloo(rank: int) -> None:
-    """Each key costs the reload a question to the store: none is listed that nobody writes.
+    """No key is listed that no rank writes: each one costs a request to the store.
 
-    Torch makes one backend for all device types where all have the same, and gloo writes one key,
+    Torch creates one backend for all device types where all have the same, and gloo writes one key,
     in a group that torch has split without the device's prefix.
     """
     made = Construction(
@@ -110,6 +109,6 @@ def test_keys_of_gloo(rank: int) -> None:
         ("shape mismatch", False),
     ],
 )
-def test_errors_of_nccl2_are_told_from_those_of_the_program(text: str, expected: bool) -> None:
+def test_errors_of_nccl2_are_communication_errors(text: str, expected: bool) -> None:
     """They are plain RuntimeErrors on torch 2.15, as seen over the stand-ins."""
     assert c10d.is_communication_error(RuntimeError(text)) is expected

@@ -1,4 +1,4 @@
-"""Order of the steps of a cycle, and steps that are no collective."""
+"""Order of the steps of a cycle."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import sys
 from datetime import timedelta
 
 import faulty_gloo
+import pytest
 import torch
 import torch.distributed as dist
 import worlds
 
 import reloadpg
 from reloadpg.c10d import devices
-from reloadpg.testing import run_ranks
 
 
-def _program(rank, world_size):
+@pytest.mark.ranks(2)
+def test_the_steps_of_a_cycle_are_in_order():
+    """Callbacks release other libraries' buffers before the communicators (failure 18).
+
+    The device has finished before the first release, also what the callbacks queued. The caching
+    allocator gives memory back before the rebuild (failure 29). WORLD is released last and rebuilt
+    first. A collective makes one Python call of the library: the forwarding (failure 30).
+    """
     faulty_gloo.register()
     reloadpg.install(backends={"faulty"}, timeout=timedelta(seconds=20))
     worlds.init("faulty")
@@ -30,8 +37,7 @@ def _program(rank, world_size):
     devices.synchronize = lambda: (log.append("synchronize"), synchronize())[1]
     reloadpg.on_offload(lambda: log.append("on_offload"))
     reloadpg.on_reload(lambda: log.append("on_reload"))
-    reports = reloadpg.offload(), reloadpg.reload()
-    groups = [[group.desc for group in report.groups] for report in reports]
+    released, rebuilt = _groups_of_a_cycle()
     called = []
 
     def profile(frame, event, _):
@@ -43,39 +49,29 @@ def _program(rank, world_size):
     sys.setprofile(profile)
     dist.all_reduce(tensor)
     sys.setprofile(None)
-    return log, called, tensor.item(), groups, pair.generation
+    first = {name: log.index(name) for name in log}
+    assert first["on_offload"] < first["synchronize"] < first["release"]
+    assert first["release"] < first["empty cache"] < first["rebuild"]
+    assert log[::-1].index("on_reload") < log[::-1].index("rebuild")
+    assert rebuilt == ["default_pg", "pair", "another"]
+    assert released[-1] == "default_pg"
+    assert sorted(released) == sorted(rebuilt)
+    assert pair.generation == 1
+    assert (called, tensor.item()) == (["allreduce"], 2)
 
 
-def test_the_steps_of_a_cycle_are_in_order():
-    """Callbacks release other libraries' buffers before the communicators (failure 18).
-
-    The device has finished before the first release, also what the callbacks queued. The caching
-    allocator gives memory back before the rebuild (failure 29). WORLD is released last and rebuilt
-    first. A collective makes one Python call of the library: the forwarding (failure 30).
-    """
-    for log, called, total, (released, rebuilt), generation in run_ranks(_program, 2):
-        first = {name: log.index(name) for name in log}
-        assert first["on_offload"] < first["synchronize"] < first["release"]
-        assert first["release"] < first["empty cache"] < first["rebuild"]
-        assert log[::-1].index("on_reload") < log[::-1].index("rebuild")
-        assert rebuilt == ["default_pg", "pair", "another"]
-        assert released[-1] == "default_pg"
-        assert sorted(released) == sorted(rebuilt)
-        assert generation == 1
-        assert called == ["allreduce"]
-        assert total == 2
-
-
-def _one_by_one(rank, world_size):
+@pytest.mark.ranks(2)
+def test_with_parallelism_1_groups_are_released_in_reverse_order_of_the_rebuild():
+    """All ranks use this order."""
     reloadpg.install(backends={worlds.BACKEND}, timeout=timedelta(seconds=20), parallelism=1)
     worlds.init()
     for index in range(6):
         dist.new_group([0, 1], group_desc=f"{index}")
+    released, rebuilt = _groups_of_a_cycle()
+    assert rebuilt == ["default_pg", "0", "1", "2", "3", "4", "5"]
+    assert released == rebuilt[::-1]
+
+
+def _groups_of_a_cycle():
+    """The groups that an offload releases and a reload rebuilds, in the order of the reports."""
     return [[group.desc for group in step().groups] for step in (reloadpg.offload, reloadpg.reload)]
-
-
-def test_one_by_one_groups_are_released_in_the_opposite_order_of_their_rebuild():
-    """An order that all ranks share."""
-    for released, rebuilt in run_ranks(_one_by_one, 2):
-        assert rebuilt == ["default_pg", "0", "1", "2", "3", "4", "5"]
-        assert released == rebuilt[::-1]

@@ -1,14 +1,14 @@
-"""Groups released, created and connected side by side: order, faults, agreement."""
+"""Groups released, created and connected in parallel: order, faults, agreement."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from datetime import timedelta
 from random import Random
 from typing import Any
 
-import moments
 import pytest
 import torch.distributed as dist
 import worlds
@@ -21,7 +21,7 @@ from reloadpg.testing import run_ranks, simulated
 
 BOUND = timedelta(seconds=60)
 RANKS = 4
-GRID = [  # pp 2 x tp 2 of a job of four ranks, with the groups that Megatron makes of it
+GRID = [  # pp 2 x tp 2 of a job of four ranks, with the groups that Megatron creates
     *([0, 1], [2, 3]),  # tensor parallel
     *([0, 2], [1, 3]),  # pipeline parallel
     *([0, 3], [1, 2]),
@@ -67,7 +67,7 @@ def _cycles(rank: int, world_size: int, topology: list[list[int]]) -> list[Any]:
 
 @pytest.mark.parametrize("topology", sampled(TOPOLOGIES, "grid"))
 def test_no_topology_deadlocks(topology: str) -> None:
-    """With random delays, and one to eight at a time, all is released, rebuilt and right."""
+    """With random delays and parallelism 1 to 8, all groups are released and rebuilt."""
     ranks = TOPOLOGIES[topology]
     for rank, cycles in enumerate(run_ranks(_cycles, RANKS, args=(ranks,), timeout=240)):
         sums = [float(sum(one + 1 for one in members)) for members in ranks if rank in members]
@@ -93,7 +93,7 @@ def _most_at_once(rank: int, world_size: int, parallelism: int) -> dict[str, int
                 if most[at] >= parallelism:
                     full[at].set()
             if parallelism > 1:
-                full[at].wait(60)  # until so many are at it, which then go on together
+                full[at].wait(60)  # until so many run, which then continue
             with lock:
                 now[at] -= 1
 
@@ -109,19 +109,20 @@ def _most_at_once(rank: int, world_size: int, parallelism: int) -> dict[str, int
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("parallelism", [1, 4])
-def test_so_many_at_a_time(parallelism: int) -> None:
-    """As many as ``install`` was told, and no more."""
+def test_parallelism_is_the_number_of_groups_at_a_time(parallelism: int) -> None:
     seen = run_ranks(_most_at_once, 2, args=(parallelism,))
     assert seen == [dict.fromkeys(("release", "create", "connect"), parallelism)] * 2
 
 
-def _shared_options(rank: int, world_size: int) -> tuple[int, list[str], bool]:
-    """Groups with the same options object: how many at a time, in which order, and the object."""
+@pytest.mark.matrix
+@pytest.mark.ranks(2)
+def test_groups_that_share_an_options_object_are_created_one_after_the_other() -> None:
+    """Torch writes a group's name and ranks into the caller's object."""
     simulated.register()
     reloadpg.install(timeout=BOUND, parallelism=8)
     worlds.init("sim")
     options = simulated.SimOptions()
-    for index in range(8):  # every second one has options of its own
+    for index in range(8):  # every second one has separate options
         dist.new_group([0, 1], pg_options=options if index % 2 else simulated.SimOptions())
     order: list[str] = []
     lock, now, most = threading.Lock(), [0], [0]
@@ -135,7 +136,7 @@ def _shared_options(rank: int, world_size: int) -> tuple[int, list[str], bool]:
             now[0] += 1
             most.append(now[0])
             order.append(group.name.partition("@")[0])
-        other.wait(60)  # the other groups are created meanwhile
+        other.wait(60)  # the other groups are created in parallel
 
     def end(group: Any) -> None:
         if group.pg_options is options:
@@ -148,19 +149,15 @@ def _shared_options(rank: int, world_size: int) -> tuple[int, list[str], bool]:
             simulated.Fault("create", "call", times=None, moment=moment, call=call)  # type: ignore[arg-type]
         )
     reloadpg.reload()
-    given = [one for one in simulated.groups() if one.pg_options is options]
-    return max(most), order, len(given) == 4
+    assert (max(most), order) == (1, ["2", "4", "6", "8"])
+    assert len([one for one in simulated.groups() if one.pg_options is options]) == 4
 
 
-@pytest.mark.matrix
-def test_groups_that_share_options_are_created_in_turn() -> None:
-    """Torch writes a group's name and ranks into the object that the caller gave."""
-    for most, order, same in run_ranks(_shared_options, 2):
-        assert (most, order, same) == (1, ["2", "4", "6", "8"], True)
-
-
-def _behind_a_hanging_creation(rank: int, world_size: int) -> tuple[int, float]:
-    """How many creations are left, of four that share options and of which the first hangs."""
+@pytest.mark.ranks(2)
+def test_creations_that_wait_for_a_hanging_one_end_when_they_are_abandoned(rank: int) -> None:
+    """Four groups share options, and the creation of the first hangs. The others end once the
+    reload has failed.
+    """
     simulated.register()
     reloadpg.install(timeout=timedelta(seconds=4), parallelism=8)
     worlds.init("sim")
@@ -174,18 +171,14 @@ def _behind_a_hanging_creation(rank: int, world_size: int) -> tuple[int, float]:
         end = time.monotonic() + 60
         while len(reloadpg.status().unfinished) > 1 and time.monotonic() < end:
             threading.Event().wait(0.05)
-        left = len(reloadpg.status().unfinished)
+        assert len(reloadpg.status().unfinished) == 1
     reloadpg.reload()
-    return left, summed(groups[3], rank)
+    assert summed(groups[3], rank) == 3.0
 
 
-def test_creations_behind_one_that_hangs_end_when_they_are_abandoned() -> None:
-    """Those that share its options wait for it, but not once the reload has failed."""
-    assert run_ranks(_behind_a_hanging_creation, 2, timeout=120) == [(1, 3.0)] * 2
-
-
-def _still_creating(rank: int, world_size: int) -> list[str]:
-    """The groups whose abandoned creations are under way after a reload that has failed."""
+@pytest.mark.ranks(2)
+def test_each_abandoned_creation_is_named_once(rank: int) -> None:
+    """By its group. The creation that failed last may still be ending."""
     simulated.register()
     reloadpg.install(timeout=BOUND, parallelism=8)
     worlds.init("sim")
@@ -195,38 +188,34 @@ def _still_creating(rank: int, world_size: int) -> list[str]:
         simulated.inject(simulated.Fault("create", "stall", group=f"{group.group_name}@*"))
         for group in groups[:3]
     ]
-
     store = base_store().clone()
 
     def fail(_: Any) -> None:
         assert all(one.wait_fired(60) for one in held)
         store.set(f"test/{rank}", "the others have begun")
-        store.wait(["test/0", "test/1"])  # a rank that hears of a failure begins no more
+        store.wait(["test/0", "test/1"])  # a rank that reads of a failure begins no more
         raise RuntimeError("after the others have begun")
 
     last = f"{groups[3].group_name}@*"
     simulated.inject(simulated.Fault("create", "call", group=last, call=fail))
     with pytest.raises(reloadpg.ReloadpgError):
         reloadpg.reload()
-    unfinished = reloadpg.status().unfinished
+    unfinished = sorted(reloadpg.status().unfinished)
     simulated.clear_faults()
     reloadpg.reload()
-    return sorted(unfinished)
+    named = [text for text in unfinished if "<ReloadableProcessGroup '4'" not in text]
+    assert len(named) == 3
+    for k, text in enumerate(named):
+        assert f"<ReloadableProcessGroup '{k + 1}'" in text
+        assert text.count("ReloadableProcessGroup") == 1
 
 
-def test_each_abandoned_creation_is_named_once() -> None:
-    """By its own group; the one that fails last may still be on its way out."""
-    for unfinished in run_ranks(_still_creating, 2):
-        named = [text for text in unfinished if "<ReloadableProcessGroup '4'" not in text]
-        assert len(named) == 3
-        for k, text in enumerate(named):
-            assert f"<ReloadableProcessGroup '{k + 1}'" in text
-            assert text.count("ReloadableProcessGroup") == 1
-
-
-def _consequence(rank: int, world_size: int) -> tuple[str, str]:
-    """Rank 1 fails at one group, and drops another one at which rank 0 is still at work."""
-    moments.wait_for_answers()
+@pytest.mark.ranks(2)
+def test_a_failure_is_reported_before_other_groups_are_dropped(rank: int) -> None:
+    """Rank 1 fails at one group, and drops another one that rank 0 is creating. Otherwise rank 0
+    would report that consequence instead of the cause.
+    """
+    os.environ |= worlds.ALL_RESPOND
     simulated.register()
     reloadpg.install(timeout=BOUND, parallelism=2)
     worlds.init("sim")
@@ -250,35 +239,21 @@ def _consequence(rank: int, world_size: int) -> tuple[str, str]:
             "release", "call", group=mine, call=lambda _: own.set("dropped", "1")
         )
         simulated.inject(dropped)
-    try:
+    error = reloadpg.RebuildError if rank == 1 else reloadpg.PeerFailedError
+    with pytest.raises(error, match="" if rank == 1 else "rank 1 failed.*injected fault"):
         reloadpg.reload()
-        text = ""
-    except reloadpg.ReloadpgError as error:
-        text = f"{type(error).__name__}: {error}"
     store.wait(["dropped"], BOUND)
     reloadpg.reload()
-    return text, reloadpg.status().state
-
-
-def test_a_failure_is_told_before_other_groups_are_dropped() -> None:
-    """Else their members fail, too, and report that instead of what went wrong."""
-    (other, state), (own, _) = run_ranks(_consequence, 2)
-    assert own.startswith("RebuildError: ")
-    assert other.startswith("PeerFailedError: ")
-    assert "rank 1 failed" in other
-    assert "injected fault" in other
-    assert state == "live"
+    assert reloadpg.status().state == "live"
 
 
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "8", None])
-def test_what_is_no_number_is_refused(given: Any) -> None:
-    """Nothing is installed."""
+def test_invalid_parallelism_is_refused(given: Any) -> None:
     with pytest.raises(reloadpg.InvalidOptionError, match=r"install\(parallelism="):
         reloadpg.install(parallelism=given)
     assert not reloadpg.is_installed()
 
 
 def test_a_timeout_in_seconds() -> None:
-    """A number means seconds, as in the sibling functions."""
     with reloadpg.install(timeout=60):
         assert reloadpg.status().options["timeout_s"] == 60.0

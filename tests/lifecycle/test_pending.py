@@ -1,4 +1,4 @@
-"""An offload or reload that goes on beside its caller: its handle, and what is refused then."""
+"""``offload(wait=False)`` and ``reload(wait=False)``: the handle, and what is refused."""
 
 from __future__ import annotations
 
@@ -33,27 +33,22 @@ def _start(bound: float = HANG_S, groups: int = 3, **options: Any) -> list[Any]:
     return [dist.group.WORLD, *made]
 
 
-def _raised(call: Any) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def _stalled(at: str, group: Any) -> Any:
-    """A step of one group that waits until it is told to go on."""
+    """Make a step of one group wait until the fault is cleared."""
     name = f"{group.group_name}@*" if at == "create" else group.group_desc
     return simulated.inject(simulated.Fault(at, "stall", group=name, seconds=HANG_S))  # type: ignore[arg-type]
 
 
-def _cycle(rank: int, world_size: int) -> dict[str, Any]:
-    """Offload and reload, each held at its last group while its caller does other things."""
+@pytest.mark.matrix
+@pytest.mark.ranks(2)
+def test_a_running_operation_refuses_collectives_and_other_operations(rank) -> None:
+    """Each operation is held at its last group while its caller continues.
+
+    All groups refuse collectives until it has ended, also those that are not released yet or are
+    rebuilt already; queries return. Callbacks run in its thread and can use the groups.
+    """
     groups = _start(parallelism=1)
     first, last = groups[1], groups[-1]
-    for group in groups:
-        summed(group, rank)
-    facts: dict[str, Any] = {}
     threads: list[threading.Thread] = []
     used: list[float] = []
     reloadpg.on_offload(lambda: used.append(summed(first, rank)))
@@ -64,120 +59,79 @@ def _cycle(rank: int, world_size: int) -> dict[str, Any]:
         fault = _stalled(at, held)
         pending = getattr(reloadpg, operation)(wait=False)
         assert fault.wait_fired(HANG_S)
-        facts[operation] = {
-            "done": pending.done(),
-            "shown": repr(pending),
-            "refused": [_raised(lambda g=g: summed(g, rank)) for g in groups],  # type: ignore[misc]
-            "others": [_raised(call) for call in (reloadpg.offload, reloadpg.reload)],
-            "early": _raised(lambda: pending.result(timeout=0)),  # noqa: B023
-            "queries": [dist.get_rank(first), dist.get_world_size(first)],
-            "live": [group.is_live for group in groups],
-        }
+        assert (pending.done(), repr(pending)) == (False, f"<Pending {operation}, running>")
+        for group in groups:
+            with pytest.raises(reloadpg.GroupOffloadedError, match=f"{operation} is running"):
+                summed(group, rank)
+        for name in ("offload", "reload"):
+            with pytest.raises(
+                reloadpg.ReloadpgError, match=f"{name} was called while {operation}"
+            ):
+                getattr(reloadpg, name)()
+        with pytest.raises(reloadpg.PendingError, match=r"\(wait=False\) is still running"):
+            pending.result(timeout=0)
+        assert (dist.get_rank(first), dist.get_world_size(first)) == (rank, 2)
+        assert {group.is_live for group in groups} == {True, False}
         fault.clear()
         report = pending.result()
-        facts[operation]["report"] = (report.operation, report.changed, len(report.groups))
-        facts[operation]["again"] = pending.result(timeout=timedelta(0)) is report
-        facts[operation]["ended"] = pending.done(), repr(pending)
-        facts[operation]["after"] = _raised(lambda: summed(last, rank))
-    facts["callbacks"] = used
-    facts["thread"] = threading.main_thread() in threads
-    facts["sums"] = [summed(group, rank) for group in groups]
-    facts["generation"] = reloadpg.status().generation
-    return facts
+        assert (report.operation, report.changed, len(report.groups)) == (operation, True, 4)
+        assert pending.result(timeout=timedelta(0)) is report
+        assert (pending.done(), repr(pending)) == (True, f"<Pending {operation}, ended>")
+    assert [summed(group, rank) for group in groups] == [3.0] * 4
+    assert reloadpg.status().generation == 1
+    assert used == [3.0, 3.0]
+    assert threading.main_thread() not in threads
 
 
-@pytest.mark.matrix
-def test_an_operation_that_is_held_in_the_middle() -> None:
-    """Its caller continues: the handle says so, queries answer, and other operations raise.
-
-    Groups refuse collectives until it has ended, those too that are not released yet, or are built
-    already. Callbacks run in its thread and use the groups. The result is the report, as often as
-    it is asked for.
-    """
-    for rank, facts in enumerate(run_ranks(_cycle, 2, timeout=240)):
-        for operation in ("offload", "reload"):
-            seen = facts[operation]
-            assert (seen["done"], seen["shown"]) == (False, f"<Pending {operation}, running>")
-            assert seen["queries"] == [rank, 2]
-            assert "(wait=False) is still running" in seen["early"]
-            assert {*seen["live"]} == {True, False}
-            for text in seen["refused"]:
-                assert text.startswith("GroupOffloadedError: allreduce on ")
-                assert f"{operation} is running" in text
-                assert "Call result()" in text
-            for called, text in zip(("offload", "reload"), seen["others"], strict=True):
-                assert f"{called} was called while {operation} is running" in text
-            assert seen["report"] == (operation, True, 4)
-            assert seen["again"]
-            assert seen["ended"] == (True, f"<Pending {operation}, ended>")
-        assert "reloadpg.reload()" in facts["offload"]["after"]
-        assert facts["reload"]["after"] == ""
-        assert facts["sums"] == [3.0] * 4
-        assert facts["generation"] == 1
-        assert facts["callbacks"] == [3.0, 3.0]
-        assert not facts["thread"]
-
-
-def _failure(rank: int, world_size: int, operation: str) -> tuple[Any, ...]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("operation", ["offload", "reload"])
+def test_result_raises_the_error_of_the_operation(rank, operation: str) -> None:
+    """On all ranks, at each call; the groups are failed until a reload."""
     groups = _start()
-    at = "release"
     if operation == "reload":
         reloadpg.offload()
-        at = "create"
+    at = "release" if operation == "offload" else "create"
     name = f"{groups[2].group_name}@*" if at == "create" else groups[2].group_desc
+    own = reloadpg.ReleaseError if operation == "offload" else reloadpg.RebuildError
     with simulated.inject(simulated.Fault(at, group=name, rank=1)):  # type: ignore[arg-type]
         pending = getattr(reloadpg, operation)(wait=False)
-        first, second = _raised(pending.result), _raised(pending.result)
-    states = {str(group.state) for group in groups}
-    used = _raised(lambda: summed(groups[1], rank))
-    reloadpg.reload(wait=rank == 0)  # how a rank waits is its own business
+        for _ in range(2):
+            with pytest.raises(own if rank == 1 else reloadpg.PeerFailedError, match=r"\(g1\)"):
+                pending.result()
+    assert {str(group.state) for group in groups} == {"failed"}
+    with pytest.raises(reloadpg.GroupOffloadedError, match="did not finish"):
+        summed(groups[1], rank)
+    reloadpg.reload(wait=rank == 0)  # ranks need not wait in the same way
     _join()
-    return first, second, states, used, [summed(group, rank) for group in groups]
+    assert [summed(group, rank) for group in groups] == [3.0] * 4
 
 
 def _join() -> None:
-    """Wait until all operations of this process have ended, whoever has their handles."""
+    """Wait until all operations of this process have ended."""
     for thread in threading.enumerate():
         if thread.name.startswith("reloadpg-") and not thread.daemon:
             thread.join(HANG_S)
 
 
-@pytest.mark.filterwarnings("ignore:the handle of reload")
-@pytest.mark.parametrize("operation", ["offload", "reload"])
-def test_errors_come_out_of_result(operation: str) -> None:
-    """On all ranks alike, as often as it is asked for; the groups are as the error says."""
-    for rank, facts in enumerate(run_ranks(_failure, 2, args=(operation,))):
-        own = "ReleaseError" if operation == "offload" else "RebuildError"
-        first, second, states, used, sums = facts
-        assert first == second
-        assert first.startswith(own if rank == 1 else "PeerFailedError")
-        assert "(g1)" in first
-        assert states == {"failed"}
-        assert "did not finish" in used
-        assert sums == [3.0] * 4
-
-
-def _untouched(rank: int, world_size: int) -> tuple[str, str, list[float]]:
+@pytest.mark.ranks(2)
+def test_an_operation_that_changed_nothing_makes_the_groups_usable_again(rank) -> None:
+    """After an error in a callback, and after a disagreement."""
     groups = _start()
-    collect = reloadpg.on_offload(lambda: 1 / 0) if rank == 1 else lambda: None
-    failed = _raised(reloadpg.offload(wait=False).result)
-    collect()
-    live = [summed(group, rank) for group in groups]
+    remove = reloadpg.on_offload(lambda: 1 / 0) if rank == 1 else lambda: None
+    with pytest.raises(reloadpg.ReloadpgError if rank else reloadpg.PeerFailedError):
+        reloadpg.offload(wait=False).result()
+    remove()
+    assert [summed(group, rank) for group in groups] == [3.0] * 4
     reloadpg.offload(wait=False).result()
     connect: Any = ("eager", "none")[rank]
-    return failed, _raised(reloadpg.reload(connect=connect, wait=False).result), live
+    with pytest.raises(reloadpg.DisagreementError):
+        reloadpg.reload(connect=connect, wait=False).result()
 
 
-def test_what_changed_nothing_gives_the_groups_back() -> None:
-    """An error before anything is touched, and a disagreement."""
-    for rank, (failed, disagreed, live) in enumerate(run_ranks(_untouched, 2)):
-        assert failed.startswith(("PeerFailedError", "ReloadpgError")[rank])
-        assert disagreed.startswith("DisagreementError: ")
-        assert live == [3.0] * 4
-
-
-def _beside(rank: int, world_size: int) -> tuple[list[float], bool, str, bool, int]:
-    """A new group, and the end of the job, while a reload is held at its last group."""
+@pytest.mark.matrix
+@pytest.mark.ranks(2)
+def test_groups_can_be_created_and_destroyed_while_a_reload_runs(rank) -> None:
+    """The operation does not include a new group; the end of the job waits for the operation."""
     groups = _start(parallelism=1)
     last = groups[-1]
     reloadpg.offload()
@@ -185,10 +139,10 @@ def _beside(rank: int, world_size: int) -> tuple[list[float], bool, str, bool, i
     pending = reloadpg.reload(wait=False)
     assert fault.wait_fired(HANG_S)
     new = dist.new_group([0, 1])
-    sums = [summed(new, rank)]
+    assert summed(new, rank) == 3.0
     fault.clear()
     pending.result()
-    sums += [summed(group, rank) for group in (*groups, new)]
+    assert [summed(group, rank) for group in (*groups, new)] == [3.0] * 5
     reloadpg.offload()
     fault = _stalled("create", last)
     pending = reloadpg.reload(wait=False)
@@ -196,58 +150,48 @@ def _beside(rank: int, world_size: int) -> tuple[list[float], bool, str, bool, i
     destroys = threading.Thread(target=dist.destroy_process_group)
     destroys.start()
     destroys.join(0.5)
-    waits = destroys.is_alive()
+    assert destroys.is_alive()
     fault.clear()
     destroys.join(HANG_S)
-    return sums, waits, _raised(pending.result), dist.is_initialized(), simulated.stats().live
+    pending.result()
+    assert not dist.is_initialized()
+    assert simulated.stats().live == 0
 
 
 @pytest.mark.matrix
-def test_groups_can_be_created_and_destroyed_meanwhile() -> None:
-    """A new group is none of the operation's; the end of the job waits for the operation."""
-    for seen in run_ranks(_beside, 2):
-        assert seen == ([3.0] * 6, True, "", False, 0)
+@pytest.mark.ranks(2)
+def test_the_cpu_backend_of_a_mixed_group_works_while_an_operation_runs(rank) -> None:
+    """The other backend raises, also where it is live."""
 
-
-def _mixed(rank: int, world_size: int) -> tuple[list[float], str, str]:
-    def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    def create(store: Any, place: int, size: int, timeout: timedelta) -> Any:
+        return dist.ProcessGroupGloo(store, place, size, timeout)
 
     dist.Backend.register_backend("second", create, devices=["meta"])
     reloadpg.install(backends={"second"}, timeout=timedelta(seconds=HANG_S))
     dist.init_process_group("cpu:gloo,meta:second")
-    pair = dist.new_group([0, 1], backend="cpu:gloo,meta:second")
-    begun, go = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        begun.set()
-        go.wait(HANG_S)
-
-    sums, refused = [], []
+    pair: Any = dist.new_group([0, 1], backend="cpu:gloo,meta:second")
     for operation in ("offload", "reload"):
-        begun.clear()
-        go.clear()
-        getattr(reloadpg, f"on_{operation}")(hold)
+        begun, go = threading.Event(), threading.Event()
+
+        def hold(begun: Any = begun, go: Any = go) -> None:
+            begun.set()
+            go.wait(HANG_S)
+
+        remove = getattr(reloadpg, f"on_{operation}")(hold)
         pending = getattr(reloadpg, operation)(wait=False)
         assert begun.wait(HANG_S)
-        sums.append(summed(pair, rank))
-        refused.append(_raised(lambda: pair._get_backend(torch.device("meta")).name()))
+        assert summed(pair, rank) == 3.0
+        with pytest.raises(reloadpg.GroupOffloadedError, match=f"an? {operation} is running"):
+            pair._get_backend(torch.device("meta")).name()
         go.set()
         pending.result()
-        sums.append(summed(pair, rank))
-    return sums, *refused  # type: ignore[return-value]
+        remove()
+        assert summed(pair, rank) == 3.0
 
 
-@pytest.mark.matrix
-def test_the_cpu_side_of_mixed_groups_goes_on_working() -> None:
-    """The other side refuses, also where it is live."""
-    for sums, offloading, reloading in run_ranks(_mixed, 2):
-        assert sums == [3.0] * 4
-        assert "an offload is running" in offloading
-        assert "a reload is running" in reloading
-
-
-def _dropped(rank: int, world_size: int) -> tuple[list[str], float]:
+@pytest.mark.ranks(1)
+def test_a_handle_that_is_dropped_without_a_result_is_warned_of(rank) -> None:
+    """The warning has the state of the operation. None after ``result()``."""
     groups = _start(min_size=1)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -264,25 +208,24 @@ def _dropped(rank: int, world_size: int) -> tuple[list[str], float]:
         del pending
         reloadpg.reload(wait=False).result()
         gc.collect()
-    return [str(one.message) for one in seen if one.category is RuntimeWarning], summed(None, rank)
-
-
-def test_a_handle_that_is_dropped_is_reported() -> None:
-    """With what became of the operation; not once ``result()`` has said it."""
-    (((under_way, completed, failed), total),) = run_ranks(_dropped, 1)
-    assert "offload(wait=False) was deleted" in under_way
-    assert "the operation is still running" in under_way
+    running, completed, failed = (
+        str(one.message) for one in seen if one.category is RuntimeWarning
+    )
+    assert "offload(wait=False) was deleted" in running
+    assert "the operation is still running" in running
     assert "reload(wait=False) was deleted" in completed
     assert "it completed" in completed
     assert "it raised ReleaseError" in failed
-    assert total == 1.0
+    assert summed(None, rank) == 1.0
 
 
 class _Interrupt(BaseException):
     """What a signal handler raises, as Ctrl-C does."""
 
 
-def _interrupted_result(rank: int, world_size: int) -> tuple[bool, bool, str, float]:
+@pytest.mark.ranks(2)
+def test_a_signal_ends_result_and_not_the_operation(rank) -> None:
+    """``result()`` can be called again."""
     groups = _start()
 
     def interrupt(*_: Any) -> None:
@@ -293,25 +236,20 @@ def _interrupted_result(rank: int, world_size: int) -> tuple[bool, bool, str, fl
     fault = _stalled("create", groups[1])
     pending = reloadpg.reload(wait=False)
     assert fault.wait_fired(HANG_S)
-    interrupted = False
-    try:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    with pytest.raises(_Interrupt):
         pending.result()
-    except _Interrupt:
-        interrupted = True
-    done = pending.done()
+    assert not pending.done()
     fault.clear()
-    return interrupted, done, pending.result().operation, summed(None, rank)
+    assert pending.result().operation == "reload"
+    assert summed(None, rank) == 3.0
 
 
-def test_a_signal_ends_the_wait_and_not_the_operation() -> None:
-    """``result()`` can be called again."""
-    assert run_ranks(_interrupted_result, 2) == [(True, False, "reload", 3.0)] * 2
-
-
-def _interrupted_at_each_call(rank: int, world_size: int) -> tuple[int, str, float]:
-    """An interrupt at every point of the library's own code, in the thread that calls."""
+@pytest.mark.ranks(1)
+def test_an_interrupt_at_any_call_leaves_no_operation_running(rank) -> None:
+    """The operation did not start, or it continues to its end without a handle."""
     _start(groups=1, min_size=1)
+    warnings.simplefilter("ignore")  # of handles that are dropped
     interrupted = 0
     for count in range(1, 200, 3):
         left = [count]
@@ -332,19 +270,12 @@ def _interrupted_at_each_call(rank: int, world_size: int) -> tuple[int, str, flo
             sys.settrace(None)
         _join()
         reloadpg.reload()  # never "offload is running in this process"
-    return interrupted, reloadpg.status().state, summed(None, rank)
-
-
-@pytest.mark.filterwarnings("ignore:the handle of")
-def test_an_interrupt_of_the_call_leaves_nothing_behind() -> None:
-    """The operation did not begin, or it goes on to its end without a handle."""
-    ((interrupted, state, total),) = run_ranks(_interrupted_at_each_call, 1, timeout=240)
     assert interrupted > 20
-    assert (state, total) == ("live", 1.0)
+    assert (reloadpg.status().state, summed(None, rank)) == ("live", 1.0)
 
 
 def _names(rank: int, world_size: int) -> dict[str, Any]:
-    """Create groups with hashed names while a reload rebuilds others, each at its own pace."""
+    """Create groups with hashed names while a reload rebuilds others."""
     reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=HANG_S), parallelism=4)
     worlds.init("gloo")
     every = range(world_size)
@@ -369,43 +300,42 @@ def _names(rank: int, world_size: int) -> dict[str, Any]:
     return {"names": names, "counts": counts, "before": before}
 
 
-def test_a_rebuild_is_in_no_table_that_names_are_made_of() -> None:
-    """Torch hashes the number of groups; ranks that saw different ones made different names."""
+def test_groups_being_rebuilt_do_not_change_the_names_of_new_groups() -> None:
+    """Torch hashes the number of groups; ranks that saw different numbers chose different names."""
     first, second = run_ranks(_names, 2, timeout=240)
     assert first["names"] == second["names"]
     assert first["counts"] == second["counts"] == {first["before"]}
 
 
-def _refusals(rank: int, world_size: int) -> dict[str, str]:
-    """What is refused while a reload is held."""
+@pytest.mark.ranks(2)
+def test_uninstall_and_a_forked_child_raise_while_an_operation_runs(rank) -> None:
+    """No operation runs in a forked child, so ``result()`` would not return there."""
     last = _start(parallelism=1)[-1]
     reloadpg.offload()
     fault = _stalled("create", last)
     pending = reloadpg.reload(wait=False)
     assert fault.wait_fired(HANG_S)
-    found = {"uninstall": _raised(reloadpg.uninstall)}
+    with pytest.raises(reloadpg.PatchConflictError, match="uninstall: an operation is run"):
+        reloadpg.uninstall()
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(writing, _raised(pending.result).encode())
+        try:
+            pending.result()
+        except reloadpg.PendingError as error:
+            os.write(writing, str(error).encode())
         os._exit(0)
     os.waitpid(child, 0)
-    found["child"] = os.read(reading, 1000).decode()
+    os.close(writing)
+    assert os.read(reading, 1000).startswith(b"reload(wait=False): result() was called in")
     fault.clear()
     pending.result()
     assert summed(last, rank) == 3.0
-    return found
 
 
-def test_what_is_refused_while_it_runs() -> None:
-    """The end of the installation, and a wait in a forked child, where nothing runs."""
-    for found in run_ranks(_refusals, 2, timeout=240):
-        assert found["uninstall"].startswith("PatchConflictError: uninstall: an operation is run")
-        assert found["child"].startswith("PendingError: reload(wait=False): result() was called in")
-
-
-def _as_a_future(rank: int, world_size: int) -> dict[str, Any]:
-    """One cycle that succeeds and one that fails on rank 1, each read in every way of a future."""
+@pytest.mark.ranks(2)
+def test_the_handle_has_the_methods_of_a_future(rank) -> None:
+    """It cannot be cancelled, and its error can be read more than once."""
     groups = _start()
     called: list[Any] = []
     pending = reloadpg.offload(wait=False)
@@ -414,38 +344,18 @@ def _as_a_future(rank: int, world_size: int) -> dict[str, Any]:
     async def wait() -> str:
         return (await reloadpg.reload(wait=False)).operation
 
-    offloaded = pending.exception(HANG_S)
-    found = {
-        "error": offloaded,
-        "flags": (pending.done(), pending.running(), pending.cancel(), pending.cancelled()),
-        "awaited": asyncio.run(wait()),
-        "called": [(handle is pending, name) for handle, name in called],
-        "sum": summed(groups[1], rank),
-    }
+    assert pending.exception(HANG_S) is None
+    flags = (pending.done(), pending.running(), pending.cancel(), pending.cancelled())
+    assert flags == (True, False, False, False)
+    assert asyncio.run(wait()) == "reload"
+    assert called == [(pending, "offload")]
+    assert summed(groups[1], rank) == 3.0
     reloadpg.offload()
     if rank == 1:
         simulated.inject(simulated.Fault("create", "raise"))
     failed = reloadpg.reload(wait=False)
-    found["failed"] = type(failed.exception(HANG_S)).__name__
-    found["raised"] = [type(_caught(failed.result)).__name__, type(_caught(failed.result)).__name__]
-    return found
-
-
-def _caught(call: Any) -> Exception | None:
-    try:
-        call()
-    except Exception as error:
-        return error
-    return None
-
-
-def test_the_handle_has_the_methods_of_a_future() -> None:
-    """It cannot be cancelled, and its error can be read more than once."""
-    names = ["PeerFailedError", "RebuildError"]
-    for rank, found in enumerate(run_ranks(_as_a_future, 2, timeout=120)):
-        assert found["error"] is None
-        assert found["flags"] == (True, False, False, False)
-        assert (found["awaited"], found["called"]) == ("reload", [(True, "offload")])
-        assert found["sum"] == 3.0
-        assert found["failed"] == names[rank]
-        assert found["raised"] == [names[rank]] * 2
+    error = reloadpg.RebuildError if rank == 1 else reloadpg.PeerFailedError
+    assert type(failed.exception(HANG_S)) is error
+    for _ in range(2):
+        with pytest.raises(error):
+            failed.result()

@@ -37,7 +37,7 @@ def pool() -> Iterator[Pool]:
 
 
 def check(pool: Pool, program: Program) -> None:
-    """Every rank sees after every instruction what the model says."""
+    """Compare each rank's observations after each instruction with the model."""
     model = Model(program.size)
     seen = pool.run(program)
     for number, instruction in enumerate(program.instructions):
@@ -52,7 +52,7 @@ def check(pool: Pool, program: Program) -> None:
 @settings(SETTINGS, max_examples=10)
 @given(program=programs())
 def test_a_few_programs(pool: Pool, program: Program) -> None:
-    """The same with fewer of them: what the default run has of it."""
+    """:func:`test_programs` with fewer programs, for the default run."""
     check(pool, program)
 
 
@@ -61,6 +61,5 @@ def test_a_few_programs(pool: Pool, program: Program) -> None:
 @SETTINGS
 @given(program=programs())
 def test_programs(pool: Pool, program: Program) -> None:
-    """Groups, generations, sums and errors are the model's on every rank (failures 4 to 6, 9, 12,
-    22, 23, 26, 27)."""
+    """Groups, generations, sums and errors equal the model's (failures 4 to 6, 9, 12, 22 to 27)."""
     check(pool, program)

@@ -1,4 +1,4 @@
-"""After a fault, recover() makes all communicators anew behind the same objects."""
+"""After a fault, ``recover()`` recreates all communicators behind the same objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import moments
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,12 +28,15 @@ FAULTY = 1
 
 Facts = dict[str, Any]
 
+LIVE: Facts = {"same": True, "states": {"live"}, "sums": True, "pending": False}
+"""What holds of all groups after a recovery, besides the generation."""
 
-# -- one function a fault: what each rank does before it calls recover() -------------------------
+
+# -- one function per fault: what each rank does before it calls recover() -----------------------
 
 
 def connections_cut(job: FaultJob) -> Facts:
-    """The connections of one group end, of which nobody is told."""
+    """The connections of one group end, without a notification."""
     before = connections()
     group = job.new_group()
     all_reduce(group)
@@ -44,9 +46,9 @@ def connections_cut(job: FaultJob) -> Facts:
 
 
 def collective_skipped(job: FaultJob) -> Facts:
-    """One rank does not take part, and learns of the fault by the flag alone."""
+    """One rank does not take part, and detects the fault by ``recovery_requested`` only."""
     before = reloadpg.recovery_requested()
-    job.meet("all have looked")
+    job.meet("all have read it")
     if job.rank != FAULTY:
         return {"error": impatient(job.ring, lambda: all_reduce(job.ring))}
     end = time.monotonic() + 120
@@ -56,7 +58,7 @@ def collective_skipped(job: FaultJob) -> Facts:
 
 
 def work_pending(job: FaultJob) -> Facts:
-    """A rank leaves work behind that no peer will ever take part in."""
+    """A rank starts a collective that no peer joins."""
     if job.rank == FAULTY:
         job.pending = dist.all_reduce(torch.ones(1), group=job.ring, async_op=True)  # type: ignore[attr-defined]
     return {}
@@ -69,7 +71,7 @@ def offloaded(job: FaultJob) -> Facts:
 
 
 def offload_half_way(job: FaultJob) -> Facts:
-    """One rank does not come to an offload: those that wait there are called in."""
+    """One rank recovers instead of an offload: those that wait there are notified."""
     if job.rank == FAULTY:
         return {}
     seen = attempt(reloadpg.offload)
@@ -86,8 +88,8 @@ def offload_failed(job: FaultJob) -> Facts:
     return {"kind": seen.kind, "pending": reloadpg.recovery_requested()}
 
 
-def rounds_differ(job: FaultJob) -> Facts:
-    """One rank has ended rounds that the others have not begun."""
+def epochs_differ(job: FaultJob) -> Facts:
+    """One rank has ended epochs that the others have not started."""
     if job.rank == FAULTY:
         job_of_rank = registry.job("test")
         assert job_of_rank is not None
@@ -97,13 +99,13 @@ def rounds_differ(job: FaultJob) -> Facts:
 
 
 def coalescing_left_open(job: FaultJob) -> Facts:
-    """A block that collects operations was left by an error: torch would collect for ever."""
+    """An error in a coalescing block: torch would coalesce all later operations."""
     seen = attempt(lambda: _in_coalescing_block(job))
     return {"kind": seen.kind}
 
 
 def stopped(job: FaultJob) -> Facts:
-    """A rank stands still for longer than the timeout of a collective, and then goes on."""
+    """A rank is stopped for longer than the timeout of a collective, and then continues."""
     store = base_store().clone()
     store.set(f"test/pid/{job.rank}", str(os.getpid()))
     job.meet("stopped")
@@ -141,7 +143,7 @@ CORE: tuple[Callable[[FaultJob], Facts], ...] = (
 )
 MORE: tuple[Callable[[FaultJob], Facts], ...] = (
     work_pending,
-    rounds_differ,
+    epochs_differ,
     coalescing_left_open,
     stopped,
 )
@@ -175,7 +177,7 @@ def survive(rank: int, size: int, names: list[str]) -> dict[str, Facts]:
     params=sampled(["core", "more"], "core"),
 )
 def survived(request: pytest.FixtureRequest) -> list[dict[str, Facts]]:
-    """What each rank has seen, by fault."""
+    """The results of each rank, by fault."""
     faults = CORE if request.param == "core" else MORE
     return run_ranks(survive, 4, args=([fault.__name__ for fault in faults],), timeout=280)
 
@@ -183,20 +185,14 @@ def survived(request: pytest.FixtureRequest) -> list[dict[str, Facts]]:
 # Torch 2.8 does not change the timeout of a gloo group that exists, so a skipped collective lasts.
 @(pytest.mark.matrix if TorchVersion(torch.__version__) >= "2.13" else pytest.mark.slow)
 class TestOneFaultAfterTheOther:
-    """Whatever the fault, and whatever state the ranks are in, the same job goes on."""
+    """Whatever the fault and the state of the ranks, the job continues."""
 
     def test_all_groups_are_live_again(self, survived: list[dict[str, Facts]]) -> None:
         """The same objects under the same names, one generation on all ranks, and right sums."""
         for rank, found in enumerate(survived):
             for count, (name, facts) in enumerate(found.items()):
-                assert facts["after"] == {
-                    "same": True,
-                    "states": {"live"},
-                    "sums": True,
-                    "generation": count + 1,
-                    "generations": {count + 1},
-                    "pending": False,
-                }, (rank, name)
+                generations = {"generation": count + 1, "generations": {count + 1}}
+                assert facts["after"] == LIVE | generations, (rank, name)
 
     def test_the_report_names_the_rank_and_its_reason(self, survived: Any) -> None:
         """The same on all ranks."""
@@ -211,20 +207,20 @@ class TestOneFaultAfterTheOther:
                 assert reasons[FAULTY] == f"test of {name}"
 
     def test_the_store_does_not_grow(self, survived: Any) -> None:
-        """A recovery leaves some keys until the next one, and no more of them each time."""
+        """A recovery leaves some keys until the next one, and not more each time."""
         for found in survived:
             keys = [facts["keys"] for name, facts in found.items() if name != "cycle"]
             assert keys[-1] - keys[0] <= 5 * len(keys), keys
 
-    def test_each_rank_saw_what_the_fault_makes_it_see(self, survived: Any) -> None:
-        """On the rank that is at fault, and on the others."""
+    def test_each_rank_observed_the_fault(self, survived: Any) -> None:
+        """On the faulty rank, and on the others."""
         for rank, found in enumerate(survived):
             for name, facts in found.items():
                 assert _seen(name, facts, rank == FAULTY), (rank, name, facts)
 
 
 def _seen(name: str, facts: Facts, faulty: bool) -> bool:
-    """Whether a rank saw what the fault makes it see: that none was one in name only."""
+    """Whether the fault had the expected effect on a rank."""
     if name == "connections_cut":  # closed, or reset while something was on its way
         found = facts["cut"] == (3 if faulty else 0), "onnection" in facts["error"]
         return all(found) and "Timed out" not in facts["error"]
@@ -245,9 +241,12 @@ def _seen(name: str, facts: Facts, faulty: bool) -> bool:
     return bool(facts["error"]) if name == "stopped" else True
 
 
-def heard(rank: int, size: int) -> Facts:
-    """What a recovery says without being asked, and the callbacks that it calls."""
-    job = FaultJob(rank, size)
+@pytest.mark.ranks(4)
+def test_rank_0_warns_of_a_recovery_and_only_reload_callbacks_are_called(
+    rank: int, world_size: int
+) -> None:
+    """The warning has the rank that requested the recovery, its reason, and the duration."""
+    job = FaultJob(rank, world_size)
     warnings: list[str] = []
     called: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -256,74 +255,53 @@ def heard(rank: int, size: int) -> Facts:
     reloadpg.on_offload(lambda: called.append("offload"))
     reloadpg.on_reload(lambda: called.append("reload"))
     reloadpg.recover("a link is down" if rank == FAULTY else None)
-    return {"warnings": warnings, "called": called, "sums": job.sums()}
-
-
-def test_rank_0_warns_of_a_recovery_and_only_reload_callbacks_are_called() -> None:
-    """The warning says which rank was in trouble, why, and how long the recovery took."""
-    for rank, found in enumerate(run_ranks(heard, 4, timeout=280)):
-        assert found["called"] == ["reload"]
-        assert found["sums"]
-        assert len(found["warnings"]) == (rank == 0), found["warnings"]
-        for text in found["warnings"]:
-            assert re.search(r"^recover: 4 groups in [\d.]+ ms, generation 1; rank 1: a link", text)
+    assert called == ["reload"]
+    assert job.sums()
+    assert len(warnings) == (rank == 0), warnings
+    for text in warnings:
+        assert re.search(r"^recover: 4 groups in [\d.]+ ms, generation 1; rank 1: a link", text)
 
 
 # -- one recovery after the other -----------------------------------------------------------------
 
 
-def several(rank: int, size: int) -> list[tuple[str, Facts]]:
-    """Recoveries with nothing between them, with an offload between them, and on one rank first."""
-    job = FaultJob(rank, size)
-    found = [("at once", [reloadpg.recover(f"number {n}").generation for n in range(3)])]
+@pytest.mark.ranks(4)
+def test_consecutive_recoveries(rank: int, world_size: int) -> None:
+    """In a row, while offloaded, and with a rank that called before the others."""
+    job = FaultJob(rank, world_size)
+    assert [reloadpg.recover(f"number {n}").generation for n in range(3)] == [1, 2, 3]
 
-    def end(name: str, generation: int) -> None:
-        found.append((name, {**job.whole(), "at least": generation}))
+    def check(name: str, generation: int) -> None:
+        found = job.whole()
+        assert found["generation"] >= generation, name
+        assert found == {**LIVE, "generation": found["generation"]} | {
+            "generations": {found["generation"]}
+        }, name
         job.meet(name)
 
-    end("at once", 3)
+    check("at once", 3)
     reloadpg.recover("before")
     reloadpg.offload()
     reloadpg.recover("while offloaded")
     reloadpg.recover("and again")
-    end("offloaded", 6)
+    check("offloaded", 6)
     reloadpg.recover("together")
-    if rank == FAULTY:  # it is in trouble again before the others have begun anything
+    if rank == FAULTY:  # it needs another one before the others have started anything
         seen = attempt(lambda: reloadpg.recover("alone", timeout=0.5))
         assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (0, 2, 3)), seen
-    job.meet("one is in trouble")
+    job.meet("one has called")
     assert reloadpg.recovery_requested()
     reloadpg.recover()
-    end("once more", 8)
+    check("once more", 8)
     if rank != FAULTY:  # the work is dropped at once, as gloo needs it
         dist.all_reduce(torch.ones(1), group=job.ring, async_op=True)
     reloadpg.recover("the next collective hangs")
     reloadpg.recover("so does the one after")
-    end("end", 10)
-    return found
-
-
-def test_recoveries_one_after_the_other() -> None:
-    """Twice and three times in a row, offloaded or not, and by a rank that is alone."""
-    results = run_ranks(several, 4, timeout=280)
-    for (_, first), *ends in results:
-        assert first == [1, 2, 3]
-        for (name, after), (_, same) in zip(ends, results[0][1:], strict=True):
-            generation = same["generation"]
-            assert generation >= after["at least"], name
-            assert after == {
-                "same": True,
-                "states": {"live"},
-                "sums": True,
-                "generation": generation,
-                "generations": {generation},
-                "pending": False,
-                "at least": after["at least"],
-            }, name
+    check("end", 10)
 
 
 def loop_where_one_dies(rank: int, size: int) -> tuple[Seen, list[tuple[int, int]], list[str]]:
-    """A loop whose second step one rank does not survive."""
+    """A loop in whose second step one rank dies."""
     reloadpg.install(backends={worlds.BACKEND}, timeout=BOUND)
     worlds.init(timeout=timedelta(seconds=5))
     recoveries: list[str] = []
@@ -343,7 +321,7 @@ def loop_where_one_dies(rank: int, size: int) -> tuple[Seen, list[tuple[int, int
 
 @pytest.mark.slow
 def test_a_loop_ends_when_a_rank_has_died() -> None:
-    """It recovers once, waits for the rank as long as that does, and names it."""
+    """It recovers once, with the timeout of a recovery, and names the rank."""
     outcomes = run_ranks(loop_where_one_dies, 4, timeout=280, check=False)
     assert outcomes[2].signal == signal.SIGKILL
     for outcome in (outcomes[0], outcomes[1], outcomes[3]):
@@ -353,70 +331,49 @@ def test_a_loop_ends_when_a_rank_has_died() -> None:
         assert recoveries == ["recover"]
 
 
-# -- ranks that do not come, and jobs without groups ----------------------------------------------
+# -- ranks that do not call, and jobs without groups ----------------------------------------------
 
 
-def come_late(rank: int, size: int) -> Facts:
-    """One rank comes only after the others have waited for it in vain."""
-    job = FaultJob(rank, size)
-    if rank == FAULTY:
-        job.meet("gave up")
-        seen = None
-    else:
+@pytest.mark.ranks(4)
+def test_a_rank_that_does_not_call_is_named_and_may_call_later(rank: int, world_size: int) -> None:
+    """The others wait for ``timeout``; all ranks meet in the next call."""
+    job = FaultJob(rank, world_size)
+    if rank != FAULTY:
         seen = attempt(lambda: reloadpg.recover(timeout=5))
-        job.meet("gave up")
-    pending = reloadpg.recovery_requested()
+        assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (FAULTY,))
+        assert "recover(timeout=...)" in seen.text
+    job.meet("timed out")
+    assert reloadpg.recovery_requested()
     reloadpg.recover()
-    return {"seen": seen, "pending": pending, "after": job.whole()}
+    assert job.sums()
+    assert not reloadpg.recovery_requested()
 
 
-def test_a_rank_that_does_not_come_is_named_and_may_come_later() -> None:
-    """The bound is ``timeout``; all meet in the next call, whoever was in the first."""
-    for rank, found in enumerate(run_ranks(come_late, 4, timeout=200)):
-        if rank != FAULTY:
-            assert found["seen"].kind == "RendezvousTimeoutError"
-            assert found["seen"].missing == (FAULTY,)
-            assert "recover(timeout=...)" in found["seen"].text
-        assert found["pending"]
-        assert found["after"]["sums"]
-        assert not found["after"]["pending"]
-
-
-def differ_in_groups(rank: int, size: int) -> Any:
-    """One rank has destroyed a group that the others have."""
-    moments.wait_for_answers()
-    job = FaultJob(rank, size)
+@pytest.mark.ranks(4)
+def test_ranks_with_different_groups_cannot_recover(rank: int, world_size: int) -> None:
+    """All ranks name the group, and no group is live."""
+    os.environ |= worlds.ALL_RESPOND
+    job = FaultJob(rank, world_size)
     if rank == FAULTY:
         dist.destroy_process_group(job.ring)
-    return attempt(reloadpg.recover), {str(group.state) for group in job.groups[:-1]}
+    seen = attempt(reloadpg.recover)
+    assert seen.kind == "DisagreementError"
+    assert "group '5'" in seen.text
+    assert "without a communicator" in seen.text
+    assert {str(group.state) for group in job.groups[:-1]} == {"failed"}
 
 
-def test_ranks_with_different_groups_cannot_recover() -> None:
-    """All ranks say which group it is, and that nothing is live."""
-    for seen, states in run_ranks(differ_in_groups, 4, timeout=200):
-        assert seen.kind == "DisagreementError"
-        assert "group '5'" in seen.text
-        assert "without a communicator" in seen.text
-        assert states == {"failed"}
-
-
-def without_a_job(rank: int, size: int) -> Any:
+@pytest.mark.ranks(1)
+def test_recover_without_a_job_changes_nothing() -> None:
     reloadpg.install(backends={"gloo"})
     report = reloadpg.recover("nothing")
-    return report.changed, report.note, reloadpg.recovery_requested()
-
-
-def test_without_a_job_there_is_nothing_to_recover() -> None:
-    """As for the other operations."""
-    ((changed, note, pending),) = run_ranks(without_a_job, 1)
-    assert not changed
-    assert "not initialized" in note
-    assert not pending
+    assert not report.changed
+    assert "not initialized" in report.note
+    assert not reloadpg.recovery_requested()
 
 
 @pytest.mark.parametrize("given", [0, -1.0, float("nan")])
-def test_a_bound_that_is_not_positive_is_refused(given: float) -> None:
-    """Before anything is touched."""
+def test_the_timeout_must_be_positive(given: float) -> None:
     with pytest.raises(reloadpg.InvalidOptionError, match="timeout"):
         reloadpg.recover(timeout=given)
 
@@ -425,8 +382,9 @@ def _second(store: Any, rank: int, size: int, timeout: Any) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def recover_mixed(rank: int, size: int) -> Any:
-    """A default group with a backend that an offload leaves alive."""
+@pytest.mark.ranks(2)
+def test_all_backends_of_a_mixed_group_are_recreated() -> None:
+    """The fault may concern each of them. An offload keeps the one that is not selected."""
     dist.Backend.register_backend("second", _second, devices=["meta"])
     reloadpg.install(backends={"gloo"})
     dist.init_process_group("cpu:gloo,meta:second")
@@ -434,15 +392,10 @@ def recover_mixed(rank: int, size: int) -> Any:
     meta = torch.device("meta")
     kept = world._get_backend(meta)
     reloadpg.offload()
-    same = world._get_backend(meta) is kept
+    assert world._get_backend(meta) is kept
     reloadpg.recover("test")
+    assert world._get_backend(meta) is not kept
     tensors = [torch.ones(1), torch.ones(1)]
     dist.all_reduce(tensors[0])
     world._get_backend(meta).allreduce([tensors[1]]).wait()
-    return same, world._get_backend(meta) is kept, [tensor.item() for tensor in tensors]
-
-
-def test_both_sides_of_a_mixed_group_are_made_anew() -> None:
-    """Either may have been hit by the fault; an offload leaves one of them alive."""
-    for same, still, sums in run_ranks(recover_mixed, 2, timeout=120):
-        assert (same, still, sums) == (True, False, [2.0, 2.0])
+    assert [tensor.item() for tensor in tensors] == [2.0, 2.0]

@@ -1,4 +1,4 @@
-"""Recovery on the simulated accelerator: its memory is what it was, whatever the fault."""
+"""Recovery on the simulated accelerator: memory is the same as before any fault."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OURS = "*@*"
 
 
 class SimulatedJob(Job):
-    """One rank's part of a job of overlapping simulated groups, all of them connected."""
+    """One rank's part of a job of overlapping, connected simulated groups."""
 
     def __init__(self, rank: int, parallelism: int) -> None:
         simulated.register()
@@ -39,7 +39,7 @@ class SimulatedJob(Job):
         self.ring = self.groups[-1]
 
     def account(self) -> dict[str, Any]:
-        """What the accelerator holds now, by its own count and by each group."""
+        """The memory of the accelerator, by its own count and by group."""
         stats, groups = simulated.stats(), simulated.groups()
         return {
             "held": stats.held_bytes,
@@ -52,7 +52,7 @@ class SimulatedJob(Job):
         }
 
     def whole(self) -> dict[str, Any]:
-        """What must hold after each recovery; the account is taken before any use of the groups."""
+        """What must hold after each recovery; the account precedes any use of the groups."""
         account = self.account()
         return {
             "account": account,
@@ -67,7 +67,7 @@ class SimulatedJob(Job):
         dist.all_reduce(torch.ones(1), group=self.ring)
 
 
-# -- one function a fault: what each rank sees before it calls recover() --------------------------
+# -- one function per fault: the error of each rank before it calls recover() ---------------------
 
 
 def collective_raises(job: SimulatedJob) -> str:
@@ -77,7 +77,7 @@ def collective_raises(job: SimulatedJob) -> str:
 
 
 def collective_stalls(job: SimulatedJob) -> str:
-    """A rank stalls in a collective until another one has called it in; then it goes on."""
+    """A rank stalls in a collective until another one requests a recovery."""
 
     def stall(_: object) -> None:
         end = time.monotonic() + 120
@@ -94,7 +94,7 @@ def collective_stalls(job: SimulatedJob) -> str:
 
 
 def abort_raises(job: SimulatedJob) -> str:
-    """Communicators cannot be aborted on one rank: they are dropped all the same."""
+    """Aborts fail on one rank: its communicators are dropped."""
     simulated.inject(Fault("release", rank=FAULTY, operation="abort", times=None))
     return collective_raises(job)
 
@@ -112,8 +112,8 @@ def fails_in(at: str, nth: int) -> Callable[[SimulatedJob], str]:
     return fault
 
 
-def offloaded_meanwhile(job: SimulatedJob) -> str:
-    """One rank fails in an offload that others have not begun to end."""
+def fails_in_offload(job: SimulatedJob) -> str:
+    """One rank fails in an offload."""
     with simulated.inject(Fault("release", rank=FAULTY, operation="shutdown", nth=2)):
         return attempt(reloadpg.offload).text
 
@@ -128,7 +128,7 @@ ALL = (
     fails_in("create", 3),
     fails_in("connect", 2),
     fails_in("collective", 2),
-    offloaded_meanwhile,
+    fails_in_offload,
 )
 
 
@@ -153,8 +153,7 @@ def recover_after_each(rank: int, size: int, parallelism: int, which: str) -> li
 def test_the_accelerator_holds_what_it_held_before(parallelism: int, which: str) -> None:
     """After each of several faults in one job, before the groups are used again.
 
-    The canary has connected each of them; each communicator is of the generation that the groups
-    are in, and none was dropped.
+    The canary has connected each group; each communicator has the current generation.
     """
     results = run_ranks(recover_after_each, RANKS, args=(parallelism, which), timeout=280)
     for rank, (start, *after, offloaded) in enumerate(results):
@@ -172,7 +171,7 @@ def test_the_accelerator_holds_what_it_held_before(parallelism: int, which: str)
             assert account["generations"] == {str(generation)}, found
             assert account["states"] == {SimState.CONNECTED}
             assert account["leaked"] == 0
-            # Gloo has no abort: who waits for a rank that has failed waits for its timeout.
+            # Gloo has no abort: a rank that waits for one that has failed waits for its timeout.
             assert not [text for text in found["after"]["unfinished"] if "destroyed" in text]
             assert found["after"]["same"]
             assert found["after"]["sums"], found["name"]
@@ -180,7 +179,7 @@ def test_the_accelerator_holds_what_it_held_before(parallelism: int, which: str)
 
 
 def abort_stalls(rank: int, size: int, parallelism: int) -> dict[str, Any]:
-    """An abort does not come back on one rank, until long after the recovery."""
+    """An abort stalls on one rank until after the recovery."""
     job = SimulatedJob(rank, parallelism)
     before = job.account()
     stall = simulated.inject(
@@ -207,10 +206,8 @@ def abort_stalls(rank: int, size: int, parallelism: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallelism", [1, 8])
-def test_an_abort_that_does_not_end_is_named_and_its_memory_comes_back_with_it(
-    parallelism: int,
-) -> None:
-    """The job goes on meanwhile, with one communicator's memory more; the report says so."""
+def test_an_abort_that_stalls_is_named_and_releases_its_memory_at_its_end(parallelism: int) -> None:
+    """The job continues with one more communicator's memory; the report has a warning."""
     results = run_ranks(abort_stalls, RANKS, args=(parallelism,), timeout=280)
     for rank, found in enumerate(results):
         before, during, after = found["before"], found["during"], found["after"]

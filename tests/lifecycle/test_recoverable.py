@@ -38,12 +38,10 @@ def findings() -> list[tuple[str, str]]:
     return [(one.level, one.message) for one in diagnose().findings if one.check == "recovery"]
 
 
-def test_what_is_unset_is_set_and_unset_again() -> None:
-    """A plain installation sets nothing."""
-    reloadpg.install()
-    assert settings() == {}
-    assert findings() == []
-    reloadpg.uninstall()
+def test_unset_variables_are_set_until_uninstall() -> None:
+    """Without ``recoverable`` none is set."""
+    with reloadpg.install():
+        assert (settings(), findings()) == ({}, [])
     with reloadpg.install(recoverable=True):
         assert settings() == NEEDED
         assert reloadpg.status().options["recoverable"] is True
@@ -51,8 +49,8 @@ def test_what_is_unset_is_set_and_unset_again() -> None:
     assert settings() == {}
 
 
-def test_what_is_set_well_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its old name too; and a heartbeat that is longer than the operations of this library."""
+def test_suitable_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under an old name too; and a heartbeat timeout longer than the library's."""
     given = {
         "NCCL_BLOCKING_WAIT": "0",
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000",
@@ -84,10 +82,10 @@ def test_what_is_set_well_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
         ("TORCH_NCCL_ENABLE_MONITORING", "1"),
     ],
 )
-def test_what_is_in_the_way_is_refused(
+def test_unsuitable_values_are_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
-    """By name; nothing is installed or set. Doctor says it too, and it is a problem once asked."""
+    """The error names the variable; nothing is installed or set. Doctor has a note."""
     monkeypatch.setenv(name, value)
     if name.endswith("MONITORING"):
         monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "60")
@@ -104,7 +102,7 @@ def test_what_is_in_the_way_is_refused(
 def test_the_default_of_torchrun_is_overridden(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It sets 1 in its workers, which ends the process; put back by uninstall. Doctor agrees."""
+    """torchrun sets 1 in its workers, which ends the process; ``uninstall`` restores it."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     with caplog.at_level("INFO", "reloadpg"), reloadpg.install(backends={"nccl"}, recoverable=True):
@@ -117,16 +115,14 @@ def test_the_default_of_torchrun_is_overridden(
         reloadpg.install(backends={"nccl"}, recoverable=True)
 
 
-def test_a_job_without_nccl_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the user has set stays, and doctor has no problem with it."""
+def test_without_nccl_any_value_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     with reloadpg.install(backends={"gloo"}, recoverable=True):
         assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
         assert [level for level, _ in findings()] == ["ok"]
 
 
-def test_a_variable_that_was_changed_since_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For doctor, in a process that was to be recoverable."""
+def test_doctor_reports_a_variable_changed_after_install(monkeypatch: pytest.MonkeyPatch) -> None:
     with reloadpg.install(backends={"nccl"}, recoverable=True):
         monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         ((level, message),) = findings()
@@ -136,10 +132,8 @@ def test_a_variable_that_was_changed_since_is_a_problem(monkeypatch: pytest.Monk
         assert findings() == [("problem", "missing: TORCH_NCCL_ASYNC_ERROR_HANDLING=2")]
 
 
-def test_groups_that_exist_already_have_read_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An NCCL group made before is refused, since its watchdog runs with other settings."""
+def test_an_existing_nccl_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its watchdog runs with other settings."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         config = c10d.device_backends(dist.group.WORLD)  # type: ignore[arg-type]

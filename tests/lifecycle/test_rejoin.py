@@ -1,4 +1,4 @@
-"""A process that has died is replaced: the new one rejoins the job by rejoin()."""
+"""``rejoin()``: a new process takes the place of one that has died."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from recovery_job import RING, attempt, interfere
 from replacing import RANKS, VICTIM, all_here, die, incarnation, run_replaced, store
 from tables import meet_at_rank_0, store_closed_by_rank_0
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import reloadpg
 from reloadpg.rendezvous.decision import store_lost, store_silent
@@ -32,7 +30,7 @@ STEPS = 3
 
 
 class Injected(Exception):
-    """The error of a fault that the tests bring about."""
+    """The injected error."""
 
 
 class Member:
@@ -76,7 +74,7 @@ class Member:
         return value
 
     def whole(self) -> dict[str, Any]:
-        """What must hold once the job goes on."""
+        """What must hold once the job continues."""
         return {
             "same": [id(group) for group in self.groups] == self.ids,
             "states": {str(group.state) for group in self.groups},
@@ -116,7 +114,7 @@ class Member:
 
 
 def begun(step: Any, state: list[torch.Tensor], snapshot: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What every program does at the beginning of a step; returns the new snapshot."""
+    """Restore or receive the state at the beginning of a step; return the new snapshot."""
     if step.attempt > 1:
         for tensor, before in zip(state, snapshot, strict=True):
             tensor.copy_(before)
@@ -135,7 +133,7 @@ def no_fault(step: int, place: int) -> None:
 
 
 def one_replaced(rank: int, size: int, dies: bool) -> dict[str, Any]:
-    """Rank 2 is killed in the second loop, while the others are in a collective with it."""
+    """Rank 2 is killed in the second loop, while the other ranks are in a collective with it."""
     job = Member(rank)
     found: dict[str, Any] = {"made": job.made}
     if not incarnation():
@@ -163,13 +161,13 @@ def one_replaced(rank: int, size: int, dies: bool) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    """What each process has seen; the last is the one that takes rank 2's place."""
+    """The results of each process; the last one took rank 2's place."""
     return run_replaced(one_replaced, True)
 
 
 @pytest.fixture(scope="module")
 def whole_job(found: list[Any]) -> list[Any]:
-    """What the four ranks have seen that are there in the end, in rank order."""
+    """The results of the four ranks at the end of the job, in rank order."""
     return [found[RANKS] if rank == VICTIM else found[rank] for rank in range(RANKS)]
 
 
@@ -177,8 +175,8 @@ def whole_job(found: list[Any]) -> list[Any]:
 class TestOneProcessIsReplaced:
     """In the middle of a training step, in a collective; bound or not as ``TEST_WORLD`` says."""
 
-    def test_its_groups_are_made_without_the_others(self, found: Any) -> None:
-        """Names, ranks and backends as on a rank that began the job; no communicator."""
+    def test_its_groups_are_created_without_the_other_ranks(self, found: Any) -> None:
+        """Names, ranks and backends as on a rank that started the job; no communicator."""
         new, other = found[RANKS], found[3]
         assert new["made"]["states"] == {"failed"}
         assert other["made"]["states"] == {"live"}
@@ -188,8 +186,8 @@ class TestOneProcessIsReplaced:
         assert set(new["made"]["backends"]) == {"gloo"}
         assert new["pending"]
 
-    def test_nothing_else_works_before_it_has_rejoined(self, found: Any) -> None:
-        """Each refusal says what to call."""
+    def test_other_calls_raise_before_rejoin(self, found: Any) -> None:
+        """The errors say what to call."""
         new = found[RANKS]
         assert new["use"].kind == "GroupOffloadedError"
         assert "replaces one that has ended. Call reloadpg.rejoin()" in new["use"].text
@@ -207,8 +205,8 @@ class TestOneProcessIsReplaced:
                 "pending": False,
             }, rank
 
-    def test_the_loop_goes_on_where_the_others_are(self, whole_job: Any) -> None:
-        """All know which rank has a new process, in that step and in no other."""
+    def test_the_loop_continues_at_the_step_of_the_other_ranks(self, whole_job: Any) -> None:
+        """``step.replaced`` has the rank, in that step only."""
         for rank, facts in enumerate(whole_job):
             if rank == VICTIM:
                 assert facts["log"] == [(1, 1, (VICTIM,)), (2, 1, ())]
@@ -217,20 +215,20 @@ class TestOneProcessIsReplaced:
                 assert facts["log"] == log
 
     def test_only_the_new_process_rejoins(self, whole_job: Any) -> None:
-        """On the others, and once it has, ``rejoin`` does nothing."""
+        """On other ranks, and a second time, ``rejoin`` does nothing."""
         for rank, facts in enumerate(whole_job):
             assert facts["rejoined"] == (rank == VICTIM)
             assert facts["replaced"] == ((VICTIM,) if rank == VICTIM else ())
             assert not facts["again"]
 
-    def test_training_ends_as_without_it(self, whole_job: Any) -> None:
+    def test_training_ends_as_without_a_death(self, whole_job: Any) -> None:
         """Bit by bit, on all ranks."""
         expected = run_replaced(one_replaced, False, deaths=0)
         assert [one["weights"] for one in whole_job] == [one["weights"] for one in expected]
 
 
 def _named(facts: Any) -> list[tuple[str, list[int]]]:
-    """The groups with a number for a name: those are one to a list of ranks, but for WORLD."""
+    """The groups whose name is a number, without WORLD: one per list of ranks."""
     made = facts["made"]
     return list(zip(made["names"], made["ranks"], strict=True))[1:5]
 
@@ -246,7 +244,7 @@ PHASES = {
 
 
 def killed_at(rank: int, size: int, points: tuple[str, ...], backend: str) -> dict[str, Any]:
-    """In each step a process of another rank is killed, at its point."""
+    """In each step a process of another rank is killed at the step's point."""
     # A survivor of a death in a recovery waits so long for the new process.
     bound = 20.0 if points and points[0].startswith("recover") else 4.0
     job = Member(rank, bound=bound, backends=backend, world=backend)
@@ -274,34 +272,28 @@ def killed_at(rank: int, size: int, points: tuple[str, ...], backend: str) -> di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", PHASES)
-def test_a_process_killed_at_any_phase_is_replaced(kind: str) -> None:
-    """One after the other, each rank in its turn; training ends as without."""
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [*((kind, "gloo" if kind == "step" else "faulty") for kind in PHASES), ("reload", "sim")],
+)
+def test_a_process_killed_at_any_phase_is_replaced(kind: str, backend: str) -> None:
+    """Each rank in its turn; training ends as without a fault.
+
+    On the simulated accelerator each rank then holds one communicator per group, with as many bytes
+    as a rank of an undisturbed job.
+    """
     points = PHASES[kind]
-    backend = "gloo" if kind == "step" else "faulty"
     found = run_replaced(killed_at, points, backend, deaths=len(points))
     there = [one for one in found if one is not None]
-    assert len(there) == RANKS
     expected = run_replaced(undisturbed, len(points) + 1, deaths=0)
+    assert len(there) == RANKS
     for facts in there:
         assert facts["weights"] == expected[0]
         assert facts["after"]["sums"]
         assert facts["after"]["states"] == {"live"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["reload"])
-def test_nothing_is_left_of_it_on_the_simulated_accelerator(kind: str) -> None:
-    """Each rank, old or new, holds one communicator a group, as much as a rank without a fault."""
-    points = PHASES[kind]
-    found = run_replaced(killed_at, points, "sim", deaths=len(points))
-    there = [one for one in found if one is not None]
-    [*expected] = run_replaced(killed_at, (), "sim", deaths=0)
-    steps = run_replaced(undisturbed, len(points) + 1, deaths=0)
-    assert len(there) == RANKS
-    for facts in there:
-        assert facts["weights"] == steps[0]
-        assert (facts["live"], facts["held"]) == (facts["groups"], expected[0]["held"])
+    if backend == "sim":
+        held = run_replaced(killed_at, (), "sim", deaths=0)[0]["held"]
+        assert {(one["live"], one["held"]) for one in there} == {(there[0]["groups"], held)}
 
 
 def undisturbed(rank: int, size: int, steps: int) -> list[float]:
@@ -310,98 +302,11 @@ def undisturbed(rank: int, size: int, steps: int) -> list[float]:
     return job.weights.tolist()
 
 
-# -- DDP, killed in the backward pass -------------------------------------------------------------
-
-
-def train_ddp(rank: int, size: int, dies: int) -> list[Any]:
-    """The wrapper is made anew in each attempt; weights and momentum come from another rank."""
-    reloadpg.install(backends={worlds.BACKEND}, recoverable=True, timeout=PATIENCE)
-    worlds.init(timeout=PATIENCE)
-    reloadpg.rejoin()
-    torch.manual_seed(incarnation())  # a new process begins with other weights
-    layers = [torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)]
-    model = torch.nn.Sequential(*layers)
-    momentum = [torch.zeros_like(parameter) for parameter in model.parameters()]
-    state = [*(parameter.data for parameter in model.parameters()), *momentum]
-    snapshot: list[torch.Tensor] = []
-    log = []
-    for step in reloadpg.retrying(range(5)):
-        with step as number:
-            log.append((number, step.attempt))
-            snapshot = begun(step, state, snapshot)
-            if (rank, number, incarnation()) == (VICTIM, dies, 0):
-                layers[0].register_full_backward_hook(lambda *_: die())
-            wrapped = DistributedDataParallel(
-                model, find_unused_parameters=True, init_sync=False, bucket_cap_mb=1e-4
-            )
-            generator = torch.Generator().manual_seed(100 * rank + number)
-            inputs = torch.randn(4, 8, generator=generator)
-            model.zero_grad()
-            (wrapped(inputs) - inputs.roll(1, 1)).pow(2).mean().backward()
-            del wrapped
-            with torch.no_grad():
-                for parameter, mean in zip(model.parameters(), momentum, strict=True):
-                    mean.mul_(0.9).add_(parameter.grad)  # type: ignore[arg-type]
-                    parameter.sub_(0.1 * mean)
-    return [[tensor.tolist() for tensor in state], log]
-
-
-def train_fsdp2(rank: int, size: int, dies: int) -> list[Any]:
-    """Sharded anew in each attempt, from full weights; a new process gets them from another."""
-    reloadpg.install(backends={worlds.BACKEND}, recoverable=True, timeout=PATIENCE)
-    worlds.init(timeout=PATIENCE)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    reloadpg.rejoin()
-    torch.manual_seed(incarnation())
-    state = [torch.randn(8, 8) for _ in range(2)]
-    snapshot: list[torch.Tensor] = []
-    for step in reloadpg.retrying(range(4)):
-        with step as number:
-            snapshot = begun(step, state, snapshot)
-            layers = [torch.nn.Linear(8, 8, bias=False) for _ in state]
-            with torch.no_grad():
-                for layer, tensor in zip(layers, state, strict=True):
-                    layer.weight.copy_(tensor)
-            model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1])
-            for layer in layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            if (rank, number, incarnation()) == (VICTIM, dies, 0):
-                layers[0].register_full_backward_hook(lambda *_: die())
-            generator = torch.Generator().manual_seed(100 * rank + number)
-            inputs = torch.randn(4, 8, generator=generator)
-            (model(inputs) - inputs.roll(1, 1)).pow(2).mean().backward()
-            gradients = [layer.weight.grad.full_tensor() for layer in layers]  # type: ignore
-            for tensor, gradient in zip(state, gradients, strict=True):
-                tensor -= 0.1 * gradient
-            reloadpg.offload()
-            reloadpg.reload()
-    return [tensor.tolist() for tensor in state]
-
-
-@pytest.mark.slow
-def test_fsdp2_ends_as_without_it() -> None:
-    """Killed in the backward pass, on a mesh of replicas and shards."""
-    found = [one for one in run_replaced(train_fsdp2, 2) if one is not None]
-    expected = run_replaced(train_fsdp2, -1, deaths=0)
-    assert len(found) == RANKS
-    assert all(weights == expected[0] for weights in found)
-
-
-@pytest.mark.slow
-def test_ddp_ends_as_without_it() -> None:
-    """Killed in the backward pass, where the gradients of the last layers are being reduced."""
-    found = [one for one in run_replaced(train_ddp, 2) if one is not None]
-    expected = run_replaced(train_ddp, -1, deaths=0)
-    assert [weights for weights, _ in found] == [expected[0][0]] * RANKS
-    assert found[0][1] == [(0, 1), (1, 1), (2, 1), (2, 2), (3, 1), (4, 1)]
-
-
 # -- when the new process comes -------------------------------------------------------------------
 
 
 def comes_first(job: Member, meeting: Any) -> list[Any]:
-    """The others are in no trouble, and learn of the new process by the flag."""
+    """The other ranks have no error, and detect the new process by ``recovery_requested``."""
     if incarnation():
         return [reloadpg.rejoin().replaced]
     if job.rank == VICTIM:
@@ -412,7 +317,7 @@ def comes_first(job: Member, meeting: Any) -> list[Any]:
 
 
 def comes_late(job: Member, meeting: Any) -> list[Any]:
-    """The others have given up; the new process waits for their next call."""
+    """The other ranks have timed out; the new process waits for their next call."""
     if incarnation():
         return [reloadpg.rejoin().replaced]
     if job.rank == VICTIM:
@@ -432,7 +337,7 @@ def dies_before_it_rejoins(job: Member, meeting: Any) -> list[Any]:
 
 
 def dies_as_it_rejoins(job: Member, meeting: Any) -> list[Any]:
-    """The first new process ends while the groups are rebuilt: all call again."""
+    """The first new process ends while the groups are rebuilt: all ranks call again."""
     if job.rank == VICTIM and not incarnation():
         die()
     if incarnation() == 1:
@@ -444,7 +349,7 @@ def dies_as_it_rejoins(job: Member, meeting: Any) -> list[Any]:
 
 
 def counted_at_the_barrier(job: Member, meeting: Any) -> list[Any]:
-    """It dies at the first barrier of a recovery, where the others will count it."""
+    """It dies at the first barrier of a recovery, after its arrival was counted."""
     if job.rank == VICTIM and not incarnation():
         arrive = attempt(lambda: reloadpg.recover(timeout=5))
         assert arrive.missing == (0, 1, 3)
@@ -462,7 +367,7 @@ def two_at_once(job: Member, meeting: Any) -> list[Any]:
 
 
 def all_of_them(job: Member, meeting: Any) -> list[Any]:
-    """All processes are new: the store alone has lived on."""
+    """All processes are new; only the store has continued."""
     if not incarnation():
         die()
     return [reloadpg.rejoin().replaced]
@@ -488,8 +393,8 @@ MOMENTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.__name__)
-def test_the_moment_does_not_matter(moment: Callable[..., Any]) -> None:
-    """All ranks are live in the end and know which of them are new."""
+def test_a_process_can_be_replaced_at_any_moment(moment: Callable[..., Any]) -> None:
+    """All ranks are live at the end, and know the replaced ranks."""
     replaced, deaths = MOMENTS[moment]
     there = [
         one for one in run_replaced(at_a_moment, moment.__name__, deaths=deaths) if one is not None
@@ -503,11 +408,11 @@ def test_the_moment_does_not_matter(moment: Callable[..., Any]) -> None:
             assert "reloadpg.rejoin()" in one["found"][0].text
 
 
-# -- brought up by init_distributed ---------------------------------------------------------------
+# -- started by init_distributed ---------------------------------------------------------------
 
 
 def brought_up(rank: int, size: int) -> Any:
-    """A mesh, bounds and agreement by the library's own bring-up, and its exit."""
+    """Start and end the job by ``init_distributed``, with a mesh."""
     reloadpg.install(backends={worlds.BACKEND}, recoverable=True, timeout=PATIENCE)
     with reloadpg.init_distributed(
         "gloo", mesh_dims={"dp_shard": 2, "tp": 2}, timeout=PATIENCE, device="cpu"
@@ -525,8 +430,8 @@ def brought_up(rank: int, size: int) -> Any:
 
 
 @pytest.mark.slow
-def test_a_job_that_init_distributed_brought_up() -> None:
-    """The bring-up of the new process waits for no other rank."""
+def test_a_job_started_by_init_distributed() -> None:
+    """``init_distributed`` of the new process waits for no other rank."""
     found = [one for one in run_replaced(brought_up) if one is not None]
     assert found == [((VICTIM,), 4.0)] * RANKS
 
@@ -556,8 +461,8 @@ def split(rank: int, size: int, file: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not worlds.CAN_SPLIT, reason="this torch cannot split gloo groups")
-def test_splits_are_made_without_the_others(tmp_path: Path) -> None:
-    """Under torch's own names, whichever part the rank is in."""
+def test_splits_are_created_without_the_other_ranks(tmp_path: Path) -> None:
+    """Under torch's names, whichever part the rank is in."""
     found = run_replaced(split, str(tmp_path / "store"))
     names: dict[tuple[int, ...], str] = {}
     for made, sums, replaced in filter(None, found):
@@ -573,12 +478,12 @@ def test_splits_are_made_without_the_others(tmp_path: Path) -> None:
 
 
 def refuse(rank: int, size: int) -> Any:
-    """A group of a backend that is not reloadable; then other groups than the others have."""
+    """Create a group that matches ``exclude`` in the new process."""
     reloadpg.install(backends={worlds.BACKEND}, recoverable=True, timeout=PATIENCE, exclude="left*")
     worlds.init(timeout=PATIENCE)
     if incarnation():
         alone = dist.new_group([rank])
-        refused = attempt(lambda: dist.new_group([0, 1, 2, 3], group_desc="left alone"))
+        refused = attempt(lambda: dist.new_group([0, 1, 2, 3], group_desc="left out"))
         value = torch.ones(1)
         dist.all_reduce(value, group=alone)
         return refused, attempt(reloadpg.rejoin), value.item()
@@ -589,8 +494,8 @@ def refuse(rank: int, size: int) -> Any:
 
 
 @pytest.mark.slow
-def test_what_the_new_process_cannot_have() -> None:
-    """It says so: a group that is not reloadable, and one that the others do not have."""
+def test_a_new_process_cannot_create_a_group_that_is_not_reloadable() -> None:
+    """With other ranks; a group of one rank works."""
     found = run_replaced(refuse)
     refused, seen, alone = found.pop()
     assert refused.kind == "ReloadpgError"
@@ -611,7 +516,7 @@ def host_dies(rank: int, size: int) -> Any:
 
 @pytest.mark.slow
 def test_the_process_that_hosts_the_store_cannot_be_replaced() -> None:
-    """The others say so, whether they find the store lost or silent."""
+    """The error says so, whether the store has ended or does not respond."""
     outcomes = run_ranks(host_dies, 3, timeout=120, check=False, store="rank0")
     for one in outcomes[1:]:
         assert one.exception is None, one.exception
@@ -620,8 +525,8 @@ def test_the_process_that_hosts_the_store_cannot_be_replaced() -> None:
 
 
 @pytest.mark.parametrize("operation", ["recover", "step", "reload"])
-def test_the_errors_of_a_lost_store_say_who_cannot_be_replaced(operation: str) -> None:
-    """Those of the operations that a process could be replaced in."""
+def test_errors_of_a_lost_store_say_which_process_cannot_be_replaced(operation: str) -> None:
+    """In operations in which a process could be replaced."""
     lost = store_lost(operation, "enter", RuntimeError("gone"))
     silent = store_silent(operation, "enter", seconds=1.0, rank=1, size=2)
     for error in (lost, silent):
@@ -630,7 +535,7 @@ def test_the_errors_of_a_lost_store_say_who_cannot_be_replaced(operation: str) -
 
 
 def two_jobs(rank: int, size: int, folder: Path) -> Any:
-    """The same processes; each job has a store of its own, which rank 0 hosts."""
+    """Two jobs of the same processes, each on a separate store, which rank 0 hosts."""
     reloadpg.install(backends={worlds.BACKEND}, recoverable=True, timeout=PATIENCE)
     found = []
     for job in range(2):
@@ -643,14 +548,13 @@ def two_jobs(rank: int, size: int, folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_a_second_job_of_the_same_processes_replaces_nothing(tmp_path: Path) -> None:
-    """Its groups are created by all ranks."""
+def test_a_second_job_of_the_same_processes_replaces_no_process(tmp_path: Path) -> None:
     for found in run_ranks(two_jobs, 2, args=(tmp_path,), timeout=120, store="rank0"):
         assert found == [("live", False), ("live", False)]
 
 
-def test_without_a_job_there_is_nothing_to_rejoin() -> None:
-    """As for the other operations; without an installation it says what to call."""
+def test_rejoin_without_a_job() -> None:
+    """Without an installation, the error says what to call."""
     with pytest.raises(reloadpg.NotInstalledError, match="recoverable=True"):
         reloadpg.rejoin()
     with reloadpg.install(backends={worlds.BACKEND}):
@@ -659,7 +563,6 @@ def test_without_a_job_there_is_nothing_to_rejoin() -> None:
 
 
 @pytest.mark.parametrize("given", [0, -1.0, float("nan")])
-def test_a_bound_that_is_not_positive_is_refused(given: float) -> None:
-    """Before anything is touched."""
+def test_the_timeout_must_be_positive(given: float) -> None:
     with pytest.raises(reloadpg.InvalidOptionError, match=r"timeout="):
         reloadpg.rejoin(timeout=given)

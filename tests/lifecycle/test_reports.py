@@ -1,4 +1,4 @@
-"""Reports: one of each operation, also of one that failed."""
+"""The report of each operation, also of one that failed."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def listen(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_reports_of_operations_that_complete_and_of_one_that_fails() -> None:
-    """The report that is returned is the one that callbacks get, until they are removed.
+    """Callbacks get the report that the call returns, until they are removed.
 
     Phases, waits and groups lie within the call. A callback that raises is logged, and the
-    operation succeeds. The status has the last error until an operation completes; from within an
-    operation it answers without memory, for which no communicator is asked then.
+    operation succeeds. The status has the last error until an operation completes. While an
+    operation runs, the status has no memory, since no communicator is queried.
     """
     for rank, seen in enumerate(run_ranks(listen, 2, timeout=60)):
         error = "ReloadpgError" if rank == 1 else "PeerFailedError"
@@ -92,7 +92,7 @@ def test_reports_of_operations_that_complete_and_of_one_that_fails() -> None:
         assert "ZeroDivisionError" in seen["failed"]
         assert seen["afterwards"] == ""
         assert seen["memory"] == ([0], [None])
-        assert seen["after"] == [0, 0, 0]  # whoever gets the report can ask again
+        assert seen["after"] == [0, 0, 0]  # the callback of the report can query memory
 
 
 def warned(rank: int, size: int) -> list[tuple[str, str]]:
@@ -116,7 +116,7 @@ def warned(rank: int, size: int) -> list[tuple[str, str]]:
 
 
 def test_a_warning_is_logged_once_whatever_its_figures() -> None:
-    """Later ones of the kind are for debugging; another warning is news."""
+    """Later ones of the kind are logged at level DEBUG."""
     ranks = run_ranks(warned, 2, timeout=60)
     for text, logged in zip(["12.5 MiB stay", "this rank is odd"], ranks, strict=True):
         same = [entry for entry in logged if "something else" not in entry[1]]
@@ -132,15 +132,15 @@ def _report(rank: int, size: int, released: int, error: str = "") -> Report:
     return Report("offload", not error, 3, groups, spans, 12.0, "", memory, (), error, rank=rank)
 
 
-def test_a_report_reads_well_in_small_numbers() -> None:
-    """One group, not "1 groups"; and no memory is not "-0.0 MiB"."""
+def test_str_of_a_report_with_small_numbers() -> None:
+    """One group, not "1 groups"; zero memory, not "-0.0 MiB"."""
     text = str(_report(0, 1, -5))
     assert text == "offload: 1 group in 12.0 ms, 0.0 MiB released (device), generation 3"
     assert str(_report(0, 2, 3 << 20)).startswith("offload: 2 groups in 12.0 ms, 3.0 MiB released")
 
 
-def test_a_report_adds_up_its_parts() -> None:
-    """Waits and the library's own share; the bytes that an offload released or a reload took."""
+def test_computed_figures_of_a_report() -> None:
+    """Waits, the library's own overhead, and the bytes that were released or restored."""
     offload = _report(0, 1, 3 << 20)
     assert (offload.wait_ms, offload.overhead_ms) == (2.0, 8.0)
     assert offload.moved_bytes == offload.released_bytes == 3 << 20
@@ -148,8 +148,8 @@ def test_a_report_adds_up_its_parts() -> None:
     assert reload.moved_bytes == reload.restored_bytes == -(3 << 20)
 
 
-def test_reports_of_many_ranks_are_a_table() -> None:
-    """One row a rank; a failure with the first line of its error. It is a list all the same."""
+def test_reports_of_many_ranks_print_a_table() -> None:
+    """One row per rank, with the first line of an error. ``Reports`` is a list."""
     reports = reloadpg.Reports([_report(0, 2, 3 << 20), _report(1, 0, -5, "PeerFailed: x\nmore")])
     header, rule, first, second = str(reports).splitlines()
     assert header.split() == [

@@ -1,4 +1,4 @@
-"""retrying() repeats a step on all ranks alike, and nothing on one rank alone."""
+"""``retrying()`` repeats a step on all ranks, or on none."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Log = list[tuple[int, int]]
 
 
 class Injected(Exception):
-    """The error of a fault that the tests bring about."""
+    """The injected error."""
 
 
 def steps(job: FaultJob, fault: Callable[[int, int], object], **options: Any) -> tuple[Seen, Log]:
-    """Run four steps of a collective each; what was raised, and each attempt at a step."""
+    """Run four steps with a collective each; return the error and the attempts."""
     log: Log = []
 
     def run() -> None:
@@ -56,7 +56,7 @@ def none(number: int, attempt: int) -> None:
 
 
 def fault_before(job: FaultJob) -> tuple[Seen, Log]:
-    """The other ranks are in the collective of the step: they fail there."""
+    """The other ranks fail in the collective of the step."""
     return steps(job, raising(2), on=(Injected, RuntimeError))
 
 
@@ -71,12 +71,12 @@ def too_many(job: FaultJob) -> tuple[Seen, Log]:
 
 
 def own_error(job: FaultJob) -> tuple[Seen, Log]:
-    """An error of the program, while the others wait in a collective for this rank."""
+    """An error that ``on`` does not name, while the other ranks wait in a collective."""
     return steps(job, raising(1, error=ValueError), on=(Injected, RuntimeError))
 
 
 def backend_errors(job: FaultJob) -> tuple[Seen, Log]:
-    """Without ``on``, errors of communication are repeated."""
+    """Without ``on``, communication errors repeat the step."""
 
     def fault(number: int, attempt: int) -> None:
         if (number, attempt) == (2, 1):
@@ -86,14 +86,14 @@ def backend_errors(job: FaultJob) -> tuple[Seen, Log]:
 
 
 def interrupted(job: FaultJob) -> tuple[Seen, Log]:
-    """An interrupt is no fault: the others, which wait for this rank, raise at once."""
+    """An interrupt does not repeat the step: the other ranks raise at once."""
     seen = steps(job, raising(-1, error=KeyboardInterrupt))
     reloadpg.recover("after an interrupt")
     return seen
 
 
 def recovery_fails(job: FaultJob) -> tuple[Seen, Log]:
-    """A fault of the recovery itself is repaired by another one, and is no attempt at the step."""
+    """A recovery that fails is repeated, and does not count as an attempt."""
     if job.rank == FAULTY:
         interfere("recover.rebuilt", _raise)
     try:
@@ -174,10 +174,10 @@ EXPECTED: dict[str, tuple[Log, str, str]] = {
 
 
 @pytest.mark.matrix
-def test_all_ranks_end_a_step_alike() -> None:
-    """Whatever happens in it on one rank: the same attempts, also of ranks that had finished it.
+def test_all_ranks_make_the_same_attempts() -> None:
+    """Whatever happens on one rank, also on ranks that had finished the step.
 
-    That rank raises its own error, and the others name it; the groups are live afterwards.
+    That rank raises its own error, and the errors of the others name it; the groups are live.
     """
     cases = run_ranks(every_case, 4, timeout=280)
     for case, (log, own, others) in EXPECTED.items():
@@ -194,15 +194,18 @@ def test_all_ranks_end_a_step_alike() -> None:
 
 
 def fail_with_work(job: FaultJob) -> None:
-    """Raise while a receive that no peer will ever serve is in a variable, as in a pipeline."""
+    """Raise while a variable refers to a receive that no peer serves, as in a pipeline."""
     work = dist.irecv(torch.ones(1), src=2, group=job.ring)
     assert work is not None
     raise Injected("in the middle of a schedule")
 
 
-def work_in_a_variable(rank: int, size: int) -> list[str]:
-    """What each rank's step raised, where one rank's function had begun a receive."""
-    job = FaultJob(rank, size)
+@pytest.mark.ranks(4)
+def test_a_reference_to_pending_work_delays_no_rank(rank: int, world_size: int) -> None:
+    """An exception refers to the function's variables, and so to a receive that the function began.
+    The peers do not wait for their timeouts.
+    """
+    job = FaultJob(rank, world_size)
     raised = []
     for step in reloadpg.retrying(range(2), on=(Injected, RuntimeError)):
         with step:
@@ -216,26 +219,19 @@ def work_in_a_variable(rank: int, size: int) -> list[str]:
             except RuntimeError as error:
                 raised.append(str(error))
                 raise
-    return raised
+    (text,) = raised
+    assert "Timed out" not in text
+    assert ("of the trainer" if rank == FAULTY else "onnection") in text  # closed, or reset
 
 
-def test_work_in_a_variable_of_the_function_that_failed_holds_up_no_rank() -> None:
-    """An exception holds the function's variables; the peers must not wait for their timeouts."""
-    for rank, raised in enumerate(run_ranks(work_in_a_variable, 4, timeout=280)):
-        (text,) = raised
-        assert "Timed out" not in text
-        assert ("of the trainer" if rank == FAULTY else "onnection") in text  # closed, or reset
-
-
-def test_a_step_is_a_context_manager() -> None:
-    """Nothing else says how it ended."""
+def test_a_step_that_is_not_entered_raises() -> None:
+    """Its end would be unknown."""
     with pytest.raises(reloadpg.ReloadpgError, match="context manager"):
         for step in reloadpg.retrying(range(2)):
             assert repr(step) == "<Step 0, attempt 1, open>"
 
 
 @pytest.mark.parametrize("attempts", [0, -1, True, 1.5])
-def test_attempts_are_a_positive_number(attempts: Any) -> None:
-    """Said before the first step."""
+def test_attempts_must_be_a_positive_integer(attempts: Any) -> None:
     with pytest.raises(reloadpg.InvalidOptionError, match="attempts"):
         reloadpg.retrying(range(2), attempts=attempts)

@@ -12,7 +12,6 @@ from worlds import BACKEND, TIMEOUT, init, summed
 
 import reloadpg
 from reloadpg import DisagreementError, GroupOffloadedError, InvalidOptionError, PeerFailedError
-from reloadpg.testing import run_ranks
 
 pytestmark = pytest.mark.matrix
 
@@ -38,106 +37,72 @@ def states():
     return {name: one.state for name, one in reloadpg.status().sets.items()}
 
 
-def _one_at_a_time(rank, world_size):
+@pytest.mark.ranks(2)
+def test_each_set_is_offloaded_and_reloaded_separately(rank):
+    """The other set stays usable. Without a name, the operations are for all sets."""
     groups = groups_of_two_sets()
-    seen = []
-
-    def see(report):
-        names = {one.set for one in report.groups}
-        seen.append(([works(group, rank) for group in groups], states(), names, report.sets))
-
-    see(reloadpg.offload("trainer"))
-    see(reloadpg.offload("engine"))
-    see(reloadpg.reload("engine"))  # while the default group is offloaded
-    see(reloadpg.offload())
-    see(reloadpg.reload())
-    again = reloadpg.reload("trainer")
+    for operation, names, used, found in (
+        (lambda: reloadpg.offload("trainer"), {"trainer"}, [False, False, True], "offloaded live"),
+        (lambda: reloadpg.offload("engine"), {"engine"}, [False] * 3, "offloaded offloaded"),
+        # while the default group is offloaded
+        (lambda: reloadpg.reload("engine"), {"engine"}, [False, False, True], "offloaded live"),
+        (reloadpg.offload, {"engine"}, [False] * 3, "offloaded offloaded"),
+        (reloadpg.reload, {"trainer", "engine"}, [True] * 3, "live live"),
+    ):
+        report = operation()
+        assert {one.set for one in report.groups} == names
+        assert report.sets in ("all", *names)
+        assert [works(group, rank) for group in groups] == used
+        assert states() == dict(zip(("trainer", "engine"), found.split(), strict=True))
+    assert not reloadpg.reload("trainer").changed
     status = reloadpg.status()
     cycles = {name: (one.groups, one.cycles) for name, one in status.sets.items()}
-    return seen, again.changed, cycles, status.generation, str(status)
+    assert cycles == {"trainer": (2, 1), "engine": (1, 2)}
+    assert status.generation == 2
+    assert "set engine: live" in str(status)
 
 
-def test_each_set_is_offloaded_and_reloaded_separately():
-    """The other one works on; ``offload()`` and ``reload()`` are for all of them."""
-    for seen, again, cycles, generation, text in run_ranks(_one_at_a_time, 2):
-        used, found, sets, named = zip(*seen, strict=True)
-        assert list(used) == [
-            [False, False, True],
-            [False, False, False],
-            [False, False, True],
-            [False, False, False],
-            [True, True, True],
-        ]
-        assert found[0] == {"trainer": "offloaded", "engine": "live"}
-        assert found[2] == {"trainer": "offloaded", "engine": "live"}
-        assert found[4] == {"trainer": "live", "engine": "live"}
-        assert sets == ({"trainer"}, {"engine"}, {"engine"}, {"engine"}, {"trainer", "engine"})
-        assert named == ("trainer", "engine", "engine", "all", "all")
-        assert not again
-        assert cycles == {"trainer": (2, 1), "engine": (1, 2)}
-        assert generation == 2
-        assert "set engine: live" in text
-
-
-def _blocks(rank, world_size):
+@pytest.mark.ranks(2)
+def test_blocks_of_sets_nest(rank):
+    """The outermost block of a set reloads it; a swap leaves its first set live."""
     world, _, engine = groups_of_two_sets()
-    seen = {}
 
-    def see(name):
-        seen[name] = works(world, rank), works(engine, rank)
+    def usable():
+        return works(world, rank), works(engine, rank)
 
     with reloadpg.offloaded("trainer"):
-        see("trainer")
+        assert usable() == (False, True)
         with reloadpg.offloaded(collect=True, connect="eager"):
-            see("all within")
-        see("after all within")
+            assert usable() == (False, False)
+        assert usable() == (False, True)
         with reloadpg.offloaded("trainer"):
             pass
-        see("after itself within")
-    see("after")
+        assert usable() == (False, True)
+    assert usable() == (True, True)
     with reloadpg.offloaded():
         reloadpg.reload("engine")
-        see("reloaded in a block")
+        assert usable() == (False, True)
         with reloadpg.offloaded("engine"):
-            see("engine in a block")
-        see("engine after its block")
+            assert usable() == (False, False)
+        assert usable() == (False, True)
     swap = reloadpg.swapped(out="trainer", into="engine")
     with swap:
-        see("swapped")
-    see("after swap")
+        assert usable() == (False, True)
+    assert usable() == (True, False)
     with pytest.raises(ZeroDivisionError), swap:
-        see("swapped again")
+        assert usable() == (False, True)
         raise ZeroDivisionError
-    see("after a swap that raised")
+    assert usable() == (True, False)
     reloadpg.reload()
-    return seen
 
 
-def test_blocks_of_sets_nest():
-    """The outermost block of a set reloads it; a swap leaves its first set live."""
-    for seen in run_ranks(_blocks, 2):
-        assert seen == {
-            "trainer": (False, True),
-            "all within": (False, False),
-            "after all within": (False, True),
-            "after itself within": (False, True),
-            "after": (True, True),
-            "reloaded in a block": (False, True),
-            "engine in a block": (False, False),
-            "engine after its block": (False, True),
-            "swapped": (False, True),
-            "after swap": (True, False),
-            "swapped again": (False, True),
-            "after a swap that raised": (True, False),
-        }
-
-
-def _partial(rank, world_size):
+@pytest.mark.ranks(3)
+def test_ranks_without_a_group_of_a_set_take_part(rank):
+    """Callbacks are called for their sets; a pending reload leaves the other set usable."""
     reloadpg.install(backends={BACKEND}, timeout=TIMEOUT)
     init()
     with reloadpg.region("engine"):
         engine = dist.new_group([0, 1])
-    member = rank < 2
     called = []
     for name in ("trainer", "engine"):
         reloadpg.on_offload(lambda name=name: called.append(f"offload {name}"), sets=name)
@@ -145,25 +110,18 @@ def _partial(rank, world_size):
     reloadpg.on_offload(lambda: called.append("offload any"))
     for _ in range(2):
         with reloadpg.swapped(out="trainer", into="engine"):
-            used = works(engine, rank) if member else None
+            assert rank == 2 or works(engine, rank)
     pending = reloadpg.reload("engine", wait=False)
-    total = summed(dist.group.WORLD, rank)  # the trainer's groups are not reserved
+    assert summed(dist.group.WORLD, rank) == 6.0
     pending.result()
-    return used, total, called, states()
-
-
-def test_ranks_in_no_group_of_a_set_take_part():
-    """Callbacks are called for their sets; a pending reload leaves the other set usable."""
     swap = ["offload trainer", "offload any", "offload engine", "offload any", "reload trainer"]
-    again = [*swap[:2], "reload engine", *swap[2:]]
-    for rank, (used, total, called, found) in enumerate(run_ranks(_partial, 3)):
-        assert used is (True if rank < 2 else None)
-        assert total == 6.0
-        assert called == [*swap, *again, "reload engine"]
-        assert found == {"trainer": "live", "engine": "live"}
+    assert called == [*swap, *swap[:2], "reload engine", *swap[2:], "reload engine"]
+    assert states() == {"trainer": "live", "engine": "live"}
 
 
-def _failure(rank, world_size):
+@pytest.mark.ranks(2)
+def test_a_failure_in_one_set_leaves_the_other_unchanged(rank):
+    """The failed set can be reloaded again; a recovery makes all sets live."""
     world, _, engine = groups_of_two_sets()
 
     def fail():
@@ -174,45 +132,33 @@ def _failure(rank, world_size):
     remove = reloadpg.on_reload(fail, sets="engine")
     with pytest.raises(PeerFailedError if rank == 0 else reloadpg.ReloadpgError):
         reloadpg.reload("engine")
-    failed = states(), works(world, rank), works(engine, rank)
+    assert states() == {"trainer": "live", "engine": "failed"}
+    assert (works(world, rank), works(engine, rank)) == (True, False)
     remove()
     generation = world.generation
     reloadpg.reload("engine")
-    repaired = states(), works(engine, rank), world.generation == generation
+    assert states() == {"trainer": "live", "engine": "live"}
+    assert works(engine, rank)
+    assert world.generation == generation
     reloadpg.offload("trainer")
     reloadpg.recover("a fault")
-    return failed, repaired, states(), works(world, rank), works(engine, rank)
+    assert states() == {"trainer": "live", "engine": "live"}
+    assert works(world, rank)
+    assert works(engine, rank)
 
 
-def test_a_failure_in_one_set_leaves_the_other_as_it_is():
-    """The failed one can be reloaded again; a recovery makes all sets live."""
-    for failed, repaired, recovered, *used in run_ranks(_failure, 2):
-        assert failed == ({"trainer": "live", "engine": "failed"}, True, False)
-        assert repaired == ({"trainer": "live", "engine": "live"}, True, True)
-        assert recovered == {"trainer": "live", "engine": "live"}
-        assert used == [True, True]
-
-
-def _disagreements(rank, world_size):
+@pytest.mark.ranks(2)
+def test_ranks_must_agree_on_the_sets(rank):
+    """On the requested sets, and on the set of each group."""
     groups_of_two_sets()
-    texts = []
-    with pytest.raises(DisagreementError) as raised:
+    chosen = "chosen sets is trainer on rank 0 and engine on rank 1"
+    with pytest.raises(DisagreementError, match=chosen):
         reloadpg.offload("engine" if rank else "trainer")
-    texts.append(str(raised.value))
     with reloadpg.region("engine" if rank else "critic"):
         dist.new_group()
-    with pytest.raises(DisagreementError) as raised:
+    with pytest.raises(DisagreementError, match="set is critic on rank 0 and engine on rank 1"):
         reloadpg.offload()
-    texts.append(str(raised.value))
-    return texts, states()
-
-
-def test_ranks_agree_on_the_sets():
-    """On those that are asked for, and on the set of each group."""
-    for (asked, group), found in run_ranks(_disagreements, 2):
-        assert "chosen sets is trainer on rank 0 and engine on rank 1" in asked
-        assert "set is critic on rank 0 and engine on rank 1" in group
-        assert set(found.values()) == {"live"}
+    assert set(states().values()) == {"live"}
 
 
 @pytest.mark.parametrize(
@@ -226,22 +172,18 @@ def test_ranks_agree_on_the_sets():
         lambda: reloadpg.on_offload(print, sets=[""]),
     ],
 )
-def test_what_is_no_name_of_a_set_is_refused(call):
+def test_an_invalid_name_of_a_set_is_refused(call):
     with reloadpg.install(), pytest.raises(InvalidOptionError, match="nothing was changed"):
         call()
 
 
-def _typing_error(rank, world_size):
+@pytest.mark.ranks(2)
+def test_an_unknown_set_with_a_similar_name_is_warned_of(rank):
     _, _, engine = groups_of_two_sets()
     report = reloadpg.offload("engin")
-    return report.changed, report.warnings, works(engine, rank)
-
-
-def test_a_name_that_is_nearly_that_of_a_set_is_warned_of():
-    for changed, warnings, used in run_ranks(_typing_error, 2):
-        assert not changed
-        assert any("engine" in one for one in warnings)
-        assert used
+    assert not report.changed
+    assert any("engine" in one for one in report.warnings)
+    assert works(engine, rank)
 
 
 class _Named(SimpleNamespace):
@@ -266,8 +208,8 @@ class Coordinator(_Named):
     ("package", "freed"),
     [("vllm", "enable_nccl_comm_suspend"), ("sglang.srt", "disable_custom_all_reduce")],
 )
-def test_what_an_engine_keeps_that_is_no_process_group_is_named(monkeypatch, package, freed):
-    """With what frees it; not what is switched off, suspended, or gone."""
+def test_an_engines_own_communicators_are_named(monkeypatch, package, freed):
+    """With what frees them; not those that are disabled, suspended or deleted."""
     nccl = PyNcclCommunicator(disabled=False, _suspended=False)
     reduce = CustomAllreduce(disabled=False)
     off = {"qr_comm": CustomAllreduce(disabled=True), "symm_mem_comm": None}

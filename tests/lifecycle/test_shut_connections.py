@@ -1,4 +1,4 @@
-"""The connections that an abort of gloo groups shuts down."""
+"""Connections that an abort of gloo groups shuts down."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from reloadpg.lifecycle import recover
 from reloadpg.testing import run_ranks
 
 LIMIT = timedelta(seconds=20)
-"""The timeout of collectives: reached only by one that is not woken."""
+"""The timeout of collectives: reached only by a rank that is not notified."""
 
 
-def closes(rank: int, world_size: int) -> int:
-    """Gloo's thread closes one of this rank's two connections while they are looked for."""
+@pytest.mark.ranks(3)
+def test_a_connection_that_closes_during_the_search_does_not_keep_the_others_open() -> None:
+    """Gloo's thread closes one of two. If the other stayed open, peers would wait for timeouts."""
     dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(1))
     found, fstat = [*filter(has_peer, connections())], os.fstat
@@ -41,14 +42,14 @@ def closes(rank: int, world_size: int) -> int:
             raise OSError("closed")
         return fstat(descriptor)
 
-    # Only noted: gloo's threads would close what is shut before it can be counted.
+    # Only counted: gloo's threads would close what is shut before it can be counted.
     with mock.patch.object(socket.socket, "shutdown") as shut, mock.patch.object(os, "fstat", look):
         c10d.shut_connections([], 1)
-    return len(found) - shut.call_count
+    assert len(found) - shut.call_count == 1
 
 
 def has_peer(descriptor: int) -> bool:
-    """Whether it is connected, and does not listen."""
+    """Whether a socket is connected, and not listening."""
     with socket.socket(fileno=os.dup(descriptor)) as one:
         try:
             one.getpeername()
@@ -57,14 +58,9 @@ def has_peer(descriptor: int) -> bool:
         return True
 
 
-def test_a_connection_that_closes_meanwhile_does_not_keep_the_others_open() -> None:
-    """Otherwise the peers wait for their timeouts, and the recovery 10 s for their groups."""
-    assert run_ranks(closes, 3, timeout=240) == [1, 1, 1]
-
-
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """Within this block a process is stopped with all of its threads, as on a loaded machine."""
+    """Stop a process with all of its threads within this block, as on a loaded machine."""
     os.kill(pid, signal.SIGSTOP)
     try:
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
@@ -75,7 +71,7 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 def ended(works: list[Any]) -> set[str]:
-    """How works ended, without the connections' numbers."""
+    """How works ended."""
     found = set()
     for work in works:
         try:
@@ -87,7 +83,7 @@ def ended(works: list[Any]) -> set[str]:
 
 
 def aborts(rank: int, size: int, what: str) -> set[str]:
-    """Rank 0 aborts the group while rank 1 is stopped; how the works of one of them end."""
+    """Abort the group on rank 0 while rank 1 is stopped; return how the works end."""
     dist.init_process_group("gloo", timeout=LIMIT)
     dist.all_reduce(torch.ones(1))
     store, group = base_store().clone(), dist.group.WORLD
@@ -116,7 +112,7 @@ def aborts(rank: int, size: int, what: str) -> set[str]:
 def test_no_pending_work_waits_for_its_timeout(what: str) -> None:
     """Neither this rank's, whose peers do not respond, nor sends that a peer has begun.
 
-    Gloo forgets a send that it cannot write because the connection is closed.
+    Gloo drops a send that it cannot write because the connection is closed.
     """
     own, peer = run_ranks(aborts, 2, args=(what,), timeout=240)
     assert own == {"closed"}
@@ -124,7 +120,7 @@ def test_no_pending_work_waits_for_its_timeout(what: str) -> None:
 
 
 def recovers(rank: int, size: int) -> set[str]:
-    """Rank 0 recovers while rank 1 is stopped; how the sends of rank 1 end."""
+    """Recover on rank 0 while rank 1 is stopped; return how the sends of rank 1 end."""
     reloadpg.install(backends={"gloo"}, timeout=60)
     dist.init_process_group("gloo", timeout=LIMIT)
     dist.all_reduce(torch.ones(1))
@@ -148,20 +144,21 @@ def recovers(rank: int, size: int) -> set[str]:
     return found
 
 
-def test_a_recovery_that_cannot_wait_for_the_connections_keeps_them_for_the_peers() -> None:
-    """Their sends end before their timeout, although the abort went on."""
+def test_a_recovery_that_does_not_wait_for_peers_keeps_their_connections() -> None:
+    """Their sends end before their timeout."""
     assert run_ranks(recovers, 2, timeout=240)[1] <= {"complete", "closed"}
 
 
-def keeps(rank: int, size: int) -> int:
-    """How many connections an abort keeps open."""
+@pytest.mark.parametrize(
+    "kept",
+    [
+        pytest.param(1 - lazy, marks=pytest.mark.ranks(2, env={"TORCH_GLOO_LAZY_INIT": str(lazy)}))
+        for lazy in (0, 1)
+    ],
+    ids=["eager", "lazy"],
+)
+def test_an_abort_does_not_keep_lazy_connections(kept: int) -> None:
+    """Gloo's thread would end the process if one were open when its device is destroyed."""
     dist.init_process_group("gloo", timeout=LIMIT)
     dist.all_reduce(torch.ones(1))
-    return len(c10d.shut_connections([dist.group.WORLD]))
-
-
-@pytest.mark.parametrize("lazy", ["0", "1"])
-def test_lazy_connections_are_not_kept(lazy: str) -> None:
-    """Gloo's thread would end the process over one that is kept while its device is destroyed."""
-    kept = run_ranks(keeps, 2, timeout=240, env={"TORCH_GLOO_LAZY_INIT": lazy})
-    assert kept == ([0, 0] if lazy == "1" else [1, 1])
+    assert len(c10d.shut_connections([dist.group.WORLD])) == kept

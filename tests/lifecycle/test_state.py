@@ -1,4 +1,4 @@
-"""retrying(state=...): what is taken, restored and handed over, and what is refused."""
+"""``retrying(state=...)``: what is restored, passed to a new process, and refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMEOUT = 120
 
 
 class Injected(Exception):
-    """The error of a fault that the tests bring about."""
+    """The injected error."""
 
 
 def wrong(message: str) -> Any:
@@ -39,52 +39,49 @@ def wrong(message: str) -> Any:
 # -- what is refused ------------------------------------------------------------------------------
 
 
-def test_what_has_no_state_is_refused_at_the_call() -> None:
-    """Before the loop begins, by its name."""
+def test_an_object_without_state_is_refused_at_the_call() -> None:
     with wrong(r"object is neither a module nor an optimizer.*nothing was started"):
         reloadpg.retrying("ab", state=(torch.nn.Linear(1, 1), object()))
 
 
 @pytest.mark.parametrize("on", [[1], "RuntimeError", (ValueError, 2), int])
-def test_on_is_read_at_the_call(on: Any) -> None:
-    """Types and functions only; a list of types will do."""
+def test_on_is_validated_at_the_call(on: Any) -> None:
+    """A type, a list of types, or a function."""
     with wrong("on="):
         reloadpg.retrying("ab", on=on)
     reloadpg.retrying("ab", on=[ValueError, KeyError])
 
 
-def test_fsdp1_is_refused(tmp_path: Any) -> None:
-    """Its flat parameters cannot be reset."""
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        # Its flat parameters cannot be reset.
+        (
+            lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+            "FSDP1.*ful",
+        ),
+        # Its first step cannot be repeated: the ranks would issue different collectives.
+        (lambda model: DistributedDataParallel(model, static_graph=True), "static_graph=True"),
+    ],
+    ids=["fsdp1", "ddp"],
+)
+def test_wrappers_that_cannot_be_reset_are_refused(tmp_path: Any, wrap: Any, message: str) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        model = FullyShardedDataParallel(torch.nn.Linear(2, 2), device_id=torch.device("cpu"))
-        with wrong("FSDP1.*fully_shard"):
-            reloadpg.retrying("ab", state=torch.nn.Sequential(model))
-    finally:
-        dist.destroy_process_group()
-
-
-def test_ddp_with_a_static_graph_is_refused(tmp_path: Any) -> None:
-    """Its first step cannot be repeated: the ranks would issue different collectives."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = DistributedDataParallel(torch.nn.Linear(2, 2), static_graph=True)
-        with wrong("static_graph=True"):
-            reloadpg.retrying("ab", state=model)
+        with wrong(message):
+            reloadpg.retrying("ab", state=torch.nn.Sequential(wrap(torch.nn.Linear(2, 2))))
     finally:
         dist.destroy_process_group()
 
 
 def test_a_value_that_cannot_be_restored_in_place_is_refused() -> None:
-    """At the call, by the name of its type."""
     with wrong("a set in a dict or list cannot be restored in place"):
         reloadpg.retrying("ab", state=({"seen": [set()]},))
 
 
-def test_the_state_of_a_loop_in_a_step_is_that_of_the_step() -> None:
-    """A fault repeats the outer step, whose state has to hold all of it."""
+def test_a_loop_in_a_step_cannot_have_state() -> None:
+    """A fault repeats the outer step, so the outer loop needs the whole state."""
     for step in reloadpg.retrying("a"):
         with step, wrong("Pass `state` to the outer loop"):
             next(reloadpg.retrying("b", state=torch.ones(1)))
@@ -94,7 +91,7 @@ def test_the_state_of_a_loop_in_a_step_is_that_of_the_step() -> None:
 
 
 class Counter(torch.nn.Module):
-    """A module with state of its own kind, and a buffer that it replaces."""
+    """A module with extra state, and a buffer that it replaces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,9 +111,10 @@ class Counter(torch.nn.Module):
         return (self.weight + 1) * value
 
 
-def restored(rank: int, size: int) -> list[Any]:
-    """What two attempts at a step saw at their beginnings, all of which the first has changed."""
-    job = FaultJob(rank, size)
+@pytest.mark.ranks(4)
+def test_a_repeated_step_begins_as_the_first_attempt_did(rank: int, world_size: int) -> None:
+    """Weights, buffers, gradients, optimizer, random generators, and values of the program."""
+    job = FaultJob(rank, world_size)
     model = Counter()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
@@ -162,20 +160,14 @@ def restored(rank: int, size: int) -> list[Any]:
             all_reduce(job.ring)
             values.pop("new")
     assert objects == {id(model.weight), id(values["list"]), id(values["array"])}
-    return seen
-
-
-def test_a_repeated_step_begins_as_the_first_attempt_did() -> None:
-    """Weights, buffers, gradients, optimizer, random generators, and what the program keeps."""
-    for seen in run_ranks(restored, 4, timeout=280):
-        assert [one[0] for one in seen] == [0, 0, 1, 1, 2, 2]
-        for first, second in zip(seen[::2], seen[1::2], strict=True):
-            assert first == second
-        assert seen[0] != seen[2]
+    assert [one[0] for one in seen] == [0, 0, 1, 1, 2, 2]
+    for first, second in zip(seen[::2], seen[1::2], strict=True):
+        assert first == second
+    assert seen[0] != seen[2]
 
 
 def pipelined(rank: int, size: int, fails: str) -> Any:
-    """A stage of a pipeline on each rank, one of which fails in a pass through its layer."""
+    """Train a pipeline of one stage per rank; one rank fails in a pass through its layer."""
     job = FaultJob(rank, size)
     torch.manual_seed(rank)
     layer = torch.nn.Linear(WIDTH, WIDTH)
@@ -232,9 +224,18 @@ def test_a_pipeline_schedule_drops_the_microbatches_of_an_unfinished_step() -> N
 # -- without state= -------------------------------------------------------------------------------
 
 
-def half_gathered(rank: int, size: int, repair: str) -> Any:
-    """A model of FSDP2 that a fault in the backward pass has left gathered, and its next use."""
-    FaultJob(rank, size)
+@pytest.mark.matrix
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("repair", ["", "reset"])
+def test_a_half_gathered_model_is_refused_without_state(
+    rank: int, world_size: int, repair: str
+) -> None:
+    """A fault in the backward pass leaves a model of FSDP2 gathered, and loading weights does not
+    repair it. After torch's own reset it can be used.
+    """
+    if repair and not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"):
+        pytest.skip("this torch has no reset_iter_state()")
+    FaultJob(rank, world_size)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     model = torch.nn.Sequential(*layers)
     for layer in layers:
@@ -259,28 +260,19 @@ def half_gathered(rank: int, size: int, repair: str) -> Any:
                         model.reset_iter_state()
                 model(torch.ones(1, WIDTH)).sum().backward()
 
-    return attempt(run)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("repair", ["", "reset"])
-def test_a_half_gathered_model_is_refused_without_state(repair: str) -> None:
-    """Loaded weights do not repair it; one that was reset by torch's own function is used."""
-    if repair and not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"):
-        pytest.skip("this torch has no reset_iter_state()")
-    for seen in run_ranks(half_gathered, 4, args=(repair,), timeout=280):
-        if repair:
-            assert seen.kind == ""
-        else:
-            assert seen.kind in ("RuntimeError", "PeerFailedError")
-            assert "retrying(state=(model, optimizer))" in seen.text
+    seen = attempt(run)
+    if repair:
+        assert seen.kind == ""
+    else:
+        assert seen.kind in ("RuntimeError", "PeerFailedError")
+        assert "retrying(state=(model, optimizer))" in seen.text
 
 
 # -- a process that is replaced --------------------------------------------------------------------
 
 
 def replaced(rank: int, size: int, kind: str, dies: bool) -> Any:
-    """Training in which rank 2 is killed in a backward pass; the new one begins with other weights.
+    """Train; rank 2 is killed in a backward pass, and the new process starts with other weights.
 
     Kinds: ``ddp``, ``hsdp`` (replicas of shards), ``fsdp`` (each shard is held by one rank).
     """
@@ -289,7 +281,7 @@ def replaced(rank: int, size: int, kind: str, dies: bool) -> Any:
     torch.manual_seed(incarnation())
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     model: Any = torch.nn.Sequential(layers[0], torch.nn.BatchNorm1d(WIDTH), layers[1])
-    if kind == "ddp":  # buckets that are not made anew, and so the order of sums
+    if kind == "ddp":  # buckets that are not rebuilt, and so the order of sums
         model = DistributedDataParallel(model, init_sync=False, find_unused_parameters=True)
     else:
         dims = (2, 2) if kind == "hsdp" else (1, 4)
@@ -326,7 +318,7 @@ def replaced(rank: int, size: int, kind: str, dies: bool) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "hsdp"])
-def test_a_replaced_process_gets_the_state(kind: str) -> None:
+def test_a_new_process_gets_the_state(kind: str) -> None:
     """From a rank that holds the same; training ends as without a death, bit by bit."""
     found = run_replaced(replaced, kind, True)
     expected = run_replaced(replaced, kind, False, deaths=0)
@@ -335,7 +327,7 @@ def test_a_replaced_process_gets_the_state(kind: str) -> None:
 
 
 def test_a_shard_that_no_other_rank_holds_is_lost() -> None:
-    """All ranks say so before the step begins again, and what would have kept it."""
+    """All ranks raise before the step begins again; the error has the remedy."""
     found = run_replaced(replaced, "fsdp", True)
     for rank in (0, 1, 3, RANKS):
         seen, begun = found[rank]

@@ -1,4 +1,4 @@
-"""Strategy of a group: a table, and what members conclude from each other's proposals."""
+"""Strategy of a group: proposals of its members, and their common decision."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("wanted", "obstacle", "used", "strategy", "reason"), TABLE)
-def test_what_a_member_proposes(wanted, obstacle, used, strategy, reason):
-    """By what the user wants and what the communicator can do."""
+def test_proposal_of_a_member(wanted, obstacle, used, strategy, reason):
     choice = propose(wanted, obstacle, used=used)
     assert choice.strategy == strategy
     assert reason in choice.reason
     assert bool(choice.reason) == bool(reason)
 
 
-def test_members_conclude_alike():
-    """Whatever three members propose, all conclude the same, and the strongest of it."""
+def test_members_agree_on_the_strongest_proposal():
+    """For all combinations of three members' proposals."""
     kinds = [Choice("suspend"), Choice("skip", "unused"), Choice("recreate", "old")]
     for proposals in itertools.product(kinds, repeat=3):
         proposed = [p.to_proposal("g") for p in proposals if p.strategy != "suspend"]
@@ -41,13 +40,9 @@ def test_members_conclude_alike():
         assert results == {strongest}
 
 
-def test_without_another_proposal_a_group_keeps_its_own_proposal():
-    """Nobody had anything to say against it."""
+def test_proposals_that_other_members_do_not_change():
+    """Any without another proposal, and ``recreate``, which takes no other reason either."""
     assert conclude(Choice("suspend"), None) == Choice("suspend")
-
-
-def test_a_group_that_is_to_be_recreated_stays_so():
-    """What the user wants recreated is not suspended for others' sake, nor given their reasons."""
     for theirs in (Choice("skip", "x"), Choice("recreate", "y")):
         assert conclude(Choice("recreate"), theirs) == Choice("recreate")
 
@@ -60,8 +55,7 @@ def test_a_group_that_is_to_be_recreated_stays_so():
         ("world", "default_pg", "recreate"),
     ],
 )
-def test_patterns(name, desc, wanted):
-    """Descriptions and names; the first that matches counts."""
+def test_the_first_pattern_that_matches_name_or_description_counts(name, desc, wanted):
     groups = {"TENSOR*": "recreate", "default_pg": "recreate", "TENSOR_MODEL*": "suspend"}
     assert StrategyPolicy("suspend", groups=groups).wanted(name, desc) == wanted
 
@@ -76,7 +70,7 @@ def test_patterns(name, desc, wanted):
         ("suspend", {"*": "recreate"}, True),
     ],
 )
-def test_whether_any_group_may_be_suspended(name, groups, may):
+def test_may_suspend(name, groups, may):
     """It decides which barriers a job has."""
     assert StrategyPolicy(name, groups=groups).may_suspend is may
 
@@ -85,7 +79,6 @@ def test_whether_any_group_may_be_suspended(name, groups, may):
     "make",
     [
         lambda: StrategyPolicy("wishful"),
-        lambda: StrategyPolicy("auto"),
         lambda: StrategyPolicy(groups={"x": "wishful"}),
         lambda: StrategyPolicy.of(["recreate"]),
         lambda: StrategyPolicy("suspend", groups=["a"]),
@@ -93,20 +86,18 @@ def test_whether_any_group_may_be_suspended(name, groups, may):
         lambda: StrategyPolicy("suspend", groups=None),
     ],
 )
-def test_bad_policies_are_refused(make):
-    """An InvalidOptionError, which is a ValueError."""
+def test_invalid_policies_are_refused(make):
     with pytest.raises(InvalidOptionError, match="nothing was installed"):
         make()
 
 
-def test_auto_is_refused_and_suspend_is_named():
-    """``auto`` was a strategy of earlier versions; ``suspend`` does what it was used for."""
+def test_the_error_for_auto_names_suspend():
+    """``auto`` was a strategy of earlier versions."""
     with pytest.raises(InvalidOptionError, match="'suspend', which recreates a group that cannot"):
         StrategyPolicy.of("auto")
 
 
-def test_a_policy_keeps_what_it_was_given():
-    """Changing the caller's mapping afterwards changes nothing."""
+def test_a_policy_copies_its_mapping():
     groups = {"x": "suspend"}
     policy = StrategyPolicy(groups=groups)
     groups["x"] = "wishful"

@@ -1,4 +1,4 @@
-"""Training that goes through faults ends bit-equal with training that went through none."""
+"""Training with faults ends bit by bit as training without."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from reloadpg.testing import run_ranks, standins
 WIDTH = 16
 KINDS = ("forward", "backward", "end", "cut", "recovery", "collective", "skipped", "stalled")
 """What one rank does in a step: raise in the forward or backward pass or at the end; lose its
-connections, and then also fail in the recovery; call a collective that raises there alone; take no
-part in a collective; stand still for longer than the timeout of the others' collectives. Training
-with a scaler can also raise between two of its calls (``unscaled``)."""
+connections, and then also fail in the recovery; call a collective that raises on this rank only;
+skip a collective; stall for longer than the timeout of the others' collectives. Training with a
+scaler can also raise between two of its calls (``unscaled``)."""
 
 
 class Injected(Exception):
-    """The error of a fault that the test brings about."""
+    """The injected error."""
 
 
 class Fault:
-    """What goes wrong on one rank in one step; nothing if it has no kind."""
+    """The fault of one rank in one step; none if it has no kind."""
 
     def __init__(self, kind: str = "", faulty: bool = False, device: str = "cpu") -> None:
         self.kind = kind
@@ -48,7 +48,7 @@ class Fault:
         self.device = device
 
     def takes(self, kind: str) -> bool:
-        """Whether this rank is to do that now; true once."""
+        """Whether this rank has this kind of fault now; true once."""
         found = self.faulty and self.kind == kind
         if found:
             self.kind = ""
@@ -93,7 +93,7 @@ class Fault:
         raise Injected("in the recovery")
 
     def end_step(self, group: Any) -> None:
-        """Sum over a group at the end of the step, as trainers do with the losses for a log."""
+        """Sum over a group at the end of the step, as trainers do to log losses."""
         self.at("end")()
         if self.takes("skipped"):
             return
@@ -115,7 +115,7 @@ def impatience(groups: list[Any]) -> Iterator[None]:
 
 
 class Training:
-    """One rank's training: a model of DDP or FSDP2, what belongs to it, and the fault to come.
+    """One rank's training of a model with DDP or FSDP2, and its next fault.
 
     Kinds: ``ddp``; ``amp``, DDP with a scaler of gradients, dropout, batch norm and a schedule;
     ``fsdp``; ``accumulate``, FSDP2 that reduces the gradients of every second step.
@@ -137,7 +137,7 @@ class Training:
             )
         model: Any = torch.nn.Sequential(*layers).to(device)
         if kind in ("ddp", "amp"):
-            # Buckets of a layer each, made anew after the first step.
+            # Buckets of one layer each, rebuilt after the first step.
             model = DistributedDataParallel(model, bucket_cap_mb=1e-3)
         else:
             mesh = init_device_mesh(device, (dist.get_world_size(),))
@@ -152,7 +152,7 @@ class Training:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """What half a step may have changed."""
+        """What an unfinished step may have changed."""
         return self.model, self.optimizer, self.scaler, self.schedule, self.seen
 
     def step(self, number: int) -> None:
@@ -209,7 +209,7 @@ class MegatronTraining:
 
 
 def train(training: Any, steps: int, faults: dict[int, tuple[int, str]]) -> Any:
-    """Train; the weights at the end, and the attempts at each step."""
+    """Train; return the final weights and the attempts at each step."""
     attempts = []
     for step in reloadpg.retrying(
         range(steps), attempts=5, on=(Injected, RuntimeError, ValueError), state=training.state
@@ -237,7 +237,7 @@ def trained(
     faults: dict[int, tuple[int, str]],
     device: str = "cpu",
 ) -> Any:
-    """A training, and how it went through its faults."""
+    """Train with faults; return also the generation, and the faults with a long recovery."""
     if device == "cuda":
         torch.cuda.set_device(rank)
         reloadpg.install(recoverable=True, timeout=PATIENCE)
@@ -265,7 +265,7 @@ def trained(
 @pytest.mark.parametrize(
     "case",
     [
-        # What FSDP2 keeps of a step differs between versions of torch.
+        # The state of FSDP2 within a step differs between versions of torch.
         pytest.param(("fsdp", 4), marks=pytest.mark.matrix),
         pytest.param(("accumulate", 4), marks=[pytest.mark.matrix, pytest.mark.slow]),
         *sampled(
@@ -278,7 +278,7 @@ def trained(
     ids=str,
 )
 def test_training_ends_as_without_a_fault(case: tuple[str, int]) -> None:
-    """Bit by bit, wherever a step fails and by whatever kind of fault, drawn at random.
+    """Bit by bit, with random faults at random steps.
 
     No rank waits for a collective's timeout, unless gloo has lost a send.
     """
@@ -299,7 +299,7 @@ def test_training_on_nccl_ends_as_without_a_fault(kind: str) -> None:
 
 
 def _drawn(kind: str, count: int) -> dict[int, tuple[int, str]]:
-    """So many faults, by step: the rank, and what it does."""
+    """Random faults: the rank and the kind, by step."""
     drawn = random.Random(count)
     kinds = [*KINDS, *drawn.choices(KINDS, k=50)]
     if count == 4:

@@ -1,7 +1,7 @@
-"""Two hosts, made of network namespaces, with torchrun's own rendezvous between them.
+"""Two hosts in network namespaces, with torchrun's rendezvous between them.
 
-Each host has one end of a link and an address of its own inside its namespace; nothing outside of
-the two namespaces is touched. Needs root and iproute2.
+Each host has one end of a link and its own address inside its namespace; nothing outside the two
+namespaces is changed. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ADDRESSES = ("10.199.0.1", "10.199.0.2")
 LINK = "veth0"
 STORE_ADDRESSES = ("10.199.1.1", "10.199.1.2")
 STORE_LINK = "veth1"
-"""Of hosts whose store is on a network of its own, as with InfiniBand beside Ethernet."""
+"""Of hosts whose store is on a separate network, as with InfiniBand and Ethernet."""
 DOWN_S = 5.0
 """Seconds for which a link is down that comes back."""
 
@@ -42,11 +42,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import faulty_gloo
-import moments
 import torch
 import torch.distributed as dist
 
 import reloadpg
+from reloadpg.testing import simulated
 
 bound, cut, folder = float(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 faulty_gloo.register()
@@ -72,7 +72,7 @@ def write(name, text):
 
 
 def cut_here():
-    """Let the parent cut the link, and go on when it has."""
+    """Let the parent cut the link, then continue."""
     write(f"here.{rank}", "")
     fifo = folder / f"go.{rank}"
     with fifo.open() as go:
@@ -82,7 +82,8 @@ def cut_here():
 seen = {"before": sums(), "group_rank": os.environ["GROUP_RANK"]}
 inner = [id(group.communicator) for group in groups]
 if cut == "enter":
-    moments.at("arriving", cut_here, barrier="reload.enter")
+    fault = simulated.Fault("barrier", "call", operation="reload.enter", call=lambda _: cut_here())
+    simulated.inject(fault)
 elif cut == "group":
     faulty_gloo.inject("create", cut_here, group=f"{groups[1].group_name}@*")
 elif cut == "callback":
@@ -103,7 +104,7 @@ if not seen["error"]:
     seen["after"] = sums()
 write(f"rank{rank}.json", json.dumps(seen))
 if seen["error"]:
-    os._exit(0)  # the other host is not told
+    os._exit(0)  # without notifying the other host
 dist.destroy_process_group()
 '''
 
@@ -138,7 +139,7 @@ def write(name, text):
 
 
 def cut_here():
-    """Let the parent cut the link, and go on when it has."""
+    """Let the parent cut the link, then continue."""
     write(f"here.{rank}", "")
     (folder / f"go.{rank}").read_text()
 
@@ -274,7 +275,7 @@ class Hosts:
         for name in self.names:
             ip("-n", name, "link", "set", "lo", "up")
         for link, addresses in ((LINK, ADDRESSES), (STORE_LINK, STORE_ADDRESSES)):
-            # Both ends are born inside: the machine's own namespace never has the link.
+            # Both ends are created inside: the machine's own namespace never has the link.
             ip("-n", first, "link", "add", link, "type", "veth", "peer", link, "netns", second)
             for name, address in zip(self.names, addresses, strict=True):
                 ip("-n", name, "address", "add", f"{address}/24", "dev", link)
@@ -340,7 +341,7 @@ class Hosts:
         return "\n".join((self.folder / f"{n}.log").read_text()[-6000:] for n in self.names)
 
     def await_files(self, names: list[str], end: float) -> None:
-        """Until all are there; fail with the launchers' output at the end of the time."""
+        """Wait until all exist; fail with the launchers' output at the end of the time."""
         while not all((self.folder / name).exists() for name in names):
             if time.monotonic() > end:
                 pytest.fail(f"{names}: not all written in time\n{self.logs()}")
@@ -358,7 +359,7 @@ class Hosts:
             subprocess.run(["ip", "netns", "delete", name], timeout=20, capture_output=True)
 
     def _inside(self, launcher: subprocess.Popen[bytes]) -> list[int]:
-        """The launcher, and what runs in the two namespaces (ranks have sessions of their own)."""
+        """The launcher, and what runs in the two namespaces (ranks have separate sessions)."""
         found = [launcher.pid]
         for name in self.names:
             text = subprocess.run(
@@ -402,8 +403,8 @@ def test_a_cycle_over_two_hosts(tmp_path: Path) -> None:
 def test_a_link_that_is_cut_during_a_reload(tmp_path: Path, where: str) -> None:
     """At the start, in a group's rebuild, or before the last barrier (failures 14 and 16).
 
-    The ranks of both hosts raise within the timeout, name ranks, or the store that does not
-    answer, and no group is live.
+    The ranks of both hosts raise within the timeout and name ranks, or the unresponsive store. No
+    group is live.
     """
     with two_hosts(tmp_path) as hosts:
         fifos = [hosts.folder / f"go.{rank}" for rank in range(2)]
@@ -429,7 +430,7 @@ def test_a_link_that_is_cut_during_a_reload(tmp_path: Path, where: str) -> None:
 def outages(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:
-    """What each rank of one job saw of the outages that it came through, one after another.
+    """The results of each rank of one job that goes through all outages.
 
     The store is on the link that goes down, or on another one.
     """

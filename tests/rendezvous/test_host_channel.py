@@ -1,25 +1,23 @@
-"""Ranks of one host arrive together: their messages, and what the store is asked."""
+"""Ranks of one host arrive together: their messages, and the requests to the store."""
 
 from __future__ import annotations
 
-import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import pytest
+from rank_threads import FAR, PLAN, SOON, Job, two_barriers
 from torch.distributed import TCPStore
 from watched_store import WatchedStore
 
-from reloadpg.errors import DisagreementError, PeerFailedError
+from reloadpg.errors import DisagreementError
 from reloadpg.rendezvous import peers
 from reloadpg.rendezvous.host_channel import HostChannel
-from reloadpg.rendezvous.plan import Plan
 from reloadpg.rendezvous.round import Rendezvous
 
-FAR = 600.0
-"""Timeout in seconds that no rank reaches where all goes well."""
-SOON = 100.0
 OK = '{"kind": "ok"}'
 
 
@@ -33,8 +31,8 @@ def pair() -> Iterator[tuple[HostChannel, HostChannel]]:
     follower.close()
 
 
-def test_an_arrival_is_taken_once(pair: tuple[HostChannel, HostChannel]) -> None:
-    """The sum, and whether all have arrived: asked again, all have, and nothing is left."""
+def test_an_arrival_is_counted_once(pair: tuple[HostChannel, HostChannel]) -> None:
+    """``gather`` returns the sum of new arrivals, and whether all have arrived."""
     leader, follower = pair
     assert leader.gather("a", 0.0) == (0, False)
     assert follower.hand("a", 17)
@@ -44,10 +42,10 @@ def test_an_arrival_is_taken_once(pair: tuple[HostChannel, HostChannel]) -> None
     assert leader.gather("b", SOON) == (5, True)
 
 
-def test_a_decision_is_heard_by_those_who_wait_for_it(
+def test_a_decision_is_read_at_its_barrier(
     pair: tuple[HostChannel, HostChannel],
 ) -> None:
-    """One of an earlier barrier is passed over."""
+    """A decision of an earlier barrier is ignored."""
     leader, follower = pair
     leader.gather("a", 0.0)
     assert follower.hear("a", 0.0) is None
@@ -57,8 +55,7 @@ def test_a_decision_is_heard_by_those_who_wait_for_it(
     assert follower.hear("b", 0.0) is None
 
 
-def test_a_leader_that_is_gone_is_noticed_at_once(pair: tuple[HostChannel, HostChannel]) -> None:
-    """No arrival is handed to it, and no wait for it lasts."""
+def test_a_closed_leader_ends_the_wait(pair: tuple[HostChannel, HostChannel]) -> None:
     leader, follower = pair
     leader.gather("a", 0.0)
     leader.close()
@@ -66,10 +63,10 @@ def test_a_leader_that_is_gone_is_noticed_at_once(pair: tuple[HostChannel, HostC
     assert not follower.hand("a", 1)
 
 
-def test_a_rank_that_arrived_alone_is_not_waited_for(
+def test_a_leader_does_not_wait_for_a_rank_that_the_store_counted(
     pair: tuple[HostChannel, HostChannel],
 ) -> None:
-    """Until it sends something again."""
+    """It waits again once the rank has sent an arrival."""
     leader, follower = pair
     assert leader.gather("a", 0.0) == (0, False)
     leader.spread("a", OK)
@@ -80,8 +77,8 @@ def test_a_rank_that_arrived_alone_is_not_waited_for(
     assert leader.gather("c", 0.0) == (0, False)
 
 
-def test_no_leader_no_message() -> None:
-    """A rank that finds none counts itself."""
+def test_a_rank_without_a_leader_sends_nothing() -> None:
+    """It is counted through the store instead."""
     lone = HostChannel(1)
     lone.follow("there-is-none")
     assert not lone.hand("a", 1)
@@ -89,67 +86,39 @@ def test_no_leader_no_message() -> None:
     lone.close()
 
 
-class Hosts:
-    """A job whose ranks are threads, on hosts, and the requests of each to their store."""
+class HostsJob(Job):
+    """Ranks on these hosts, and the number of requests of each to the store.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, hosts: list[int]) -> None:
+    Unless ``meets`` is False, they have passed two barriers: from then on they arrive together.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, hosts: list[int], *, meets: bool = True
+    ) -> None:
         self.asked: Counter[tuple[int, str]] = Counter()
-        self.counting = False
-        self.size = len(hosts)
-        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.server = server
-        self.ranks = []
+        self.server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ranks = []
         for rank, host in enumerate(hosts):
             monkeypatch.setattr(peers, "_host", lambda host=host: f"host {host}")
-            store = WatchedStore(server.clone(), self._watch(rank))
-            self.ranks.append(Rendezvous(lambda store=store: store, rank, self.size, watches=True))
+            store = WatchedStore(self.server.clone(), partial(self._count, rank))
+            ranks.append(Rendezvous(lambda store=store: store, rank, len(hosts), watches=True))
+        super().__init__(ranks)
+        assert not meets or self.run(two_barriers) == ["passed"] * len(hosts)
 
-    def _watch(self, rank: int) -> Any:
-        def watch(method: str, key: str) -> None:
-            if self.counting:
-                self.asked[rank, method] += 1
-
-        return watch
-
-    def run(self, body: Any) -> list[Any]:
-        results: dict[int, Any] = {}
-
-        def call(rank: int) -> None:
-            try:
-                results[rank] = body(self.ranks[rank])
-            except Exception as error:
-                results[rank] = error
-
-        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * SOON)
-        return [results[rank] for rank in range(self.size)]
+    def _count(self, rank: int, method: str, key: str) -> None:
+        self.asked[rank, method] += 1
 
     def end(self) -> None:
         for rank in self.ranks:
             rank.end()
 
 
-def plan(kind: str = "0") -> Plan:
-    return Plan("offload", {"generation": kind})
-
-
-def two_barriers(rdv: Rendezvous) -> str:
-    round_ = rdv.open("offload", ("enter", "released"), FAR)
-    round_.agree("enter", plan())
-    round_.barrier("released")
-    return "passed"
-
-
-def test_only_one_rank_of_a_host_asks_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three requests a barrier, and the decision and two deletions of one rank."""
-    job = Hosts(monkeypatch, [0, 0, 0, 0, 1, 1, 1, 2])
-    assert job.run(two_barriers) == ["passed"] * 8
+def test_one_rank_of_each_host_uses_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three requests per host and barrier; one rank also decides and deletes two keys."""
+    job = HostsJob(monkeypatch, [0, 0, 0, 0, 1, 1, 1, 2])
     assert job.run(two_barriers) == ["passed"] * 8
     keys = job.server.num_keys()
-    job.counting = True
+    job.asked.clear()
     for _ in range(5):
         assert job.run(two_barriers) == ["passed"] * 8
     job.end()
@@ -160,38 +129,32 @@ def test_only_one_rank_of_a_host_asks_the_store(monkeypatch: pytest.MonkeyPatch)
     assert job.server.num_keys() == keys
 
 
-def test_ranks_of_several_hosts_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The summands of a host are added up before they are counted."""
-    job = Hosts(monkeypatch, [0, 0, 1, 1])
-    for _ in range(2):
-        assert job.run(two_barriers) == ["passed"] * 4
+def test_a_rank_that_waited_in_an_earlier_job_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has counted one more job, and rank 1 follows it there from a barrier."""
+    job = HostsJob(monkeypatch, [0, 0], meets=False)
+    job.server.add("reloadpg/instance/0", 1)
 
-    def other(rdv: Rendezvous) -> None:
-        round_ = rdv.open("offload", ("enter",), FAR)
-        round_.agree("enter", plan("1" if rdv.rank == 3 else "0"))
+    def body(rdv: Rendezvous) -> str:
+        while rdv.rank == 0 and not job.server.check(["reloadpg/1/0.1/enter/count"]):
+            time.sleep(0.01)
+        return two_barriers(rdv)
 
-    found = job.run(other)
+    assert job.run(body) == ["passed"] * 2
+    assert [rdv.instance for rdv in job.ranks] == [2, 2]
+    job.end()
+
+
+def test_a_difference_on_one_host_raises_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The leader of a host adds up its ranks' sums."""
+    job = HostsJob(monkeypatch, [0, 0, 1, 1])
+    different = replace(PLAN, settings={"generation": "1"})
+    found = job.run(
+        lambda rdv: rdv.open("offload", ("enter",), FAR).agree(
+            "enter", different if rdv.rank == 3 else PLAN
+        )
+    )
     job.end()
     assert all(isinstance(one, DisagreementError) for one in found), found
     assert all("0 on ranks 0-2 and 1 on rank 3" in str(one) for one in found), found
-
-
-@pytest.mark.parametrize("failing", range(4))
-def test_a_failure_reaches_all_hosts(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
-    """A leader's and a follower's, of which the others wait; the next operation passes."""
-    job = Hosts(monkeypatch, [0, 0, 1, 1])
-    assert job.run(two_barriers) == ["passed"] * 4
-
-    def fails(rdv: Rendezvous) -> None:
-        round_ = rdv.open("offload", ("enter", "released"), FAR)
-        round_.agree("enter", plan())
-        if rdv.rank == failing:
-            round_.fail(RuntimeError("broken"))
-        else:
-            round_.barrier("released")
-
-    found = job.run(fails)
-    assert found.pop(failing) is None
-    assert all(isinstance(one, PeerFailedError) and one.rank == failing for one in found), found
-    assert job.run(two_barriers) == ["passed"] * 4
-    job.end()

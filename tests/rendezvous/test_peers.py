@@ -1,4 +1,4 @@
-"""A process on the same host that has ended is found at once, and named as dead on all ranks."""
+"""A process on the same host that has ended is detected at once, and named on all ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from datetime import timedelta
 
+import faulty_gloo
 import pytest
 import torch.distributed as dist
 
@@ -15,35 +16,41 @@ import reloadpg
 from reloadpg.rendezvous.peers import Peers
 from reloadpg.testing import run_ranks
 
-BOUND_S = 300.0
-"""Seconds; longer than the test may last: no rank reaches it."""
+TIMEOUT_S = 300.0
+"""Longer than the test may last."""
 
 
 def killed(
     rank: int, size: int, port: int, victim: int, when: str
 ) -> tuple[str, str, tuple[int, ...]]:
-    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=BOUND_S))
+    faulty_gloo.register()
+    reloadpg.install(backends={faulty_gloo.NAME}, timeout=timedelta(seconds=TIMEOUT_S))
     store = dist.TCPStore("127.0.0.1", port, None, False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    reloadpg.offload()
-    reloadpg.reload()
-    if rank == victim and when == "before":
+    dist.init_process_group(faulty_gloo.NAME, store=store, rank=rank, world_size=size)
+    if when != "at first":
+        reloadpg.offload()
+        reloadpg.reload()
+    if rank == victim and when == "at first":
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank == victim:
+    if rank == victim and when == "at a barrier":
         reloadpg.on_offload(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    elif rank == victim:
+        faulty_gloo.inject("create", lambda: os.kill(os.getpid(), signal.SIGKILL))
     try:
         reloadpg.offload()
+        reloadpg.reload()
     except reloadpg.PeerFailedError as error:
         return type(error).__name__, str(error), error.missing
     return "", "", ()
 
 
-@pytest.mark.parametrize("when", ["before", "in a callback"])
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("victim", "when"),
+    [(0, "at first"), (2, "at first"), (0, "at a barrier"), (2, "in a rebuild")],
+)
 def test_a_rank_that_is_killed_is_named_as_dead(victim: int, when: str) -> None:
-    """The others wait for it at a barrier, without the timeout of five minutes.
-
-    Rank 0 is the leader of its host: the others have handed it their arrivals.
+    """Before its first operation, or while the others wait at a barrier or rebuild a group. Rank 0
+    leads its host.
     """
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     args = (server.port, victim, when)
@@ -59,6 +66,29 @@ def test_a_rank_that_is_killed_is_named_as_dead(victim: int, when: str) -> None:
         assert missing == (victim,)
 
 
+def killed_in_bring_up(rank: int, size: int, victim: int) -> tuple[str, tuple[int, ...]]:
+    faulty_gloo.register()
+    if rank == victim:
+        faulty_gloo.inject("create", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        reloadpg.init_distributed("faulty", init_timeout=TIMEOUT_S)
+    except reloadpg.PeerFailedError as error:
+        return str(error), error.missing
+    return "", ()
+
+
+def test_a_rank_that_is_killed_in_bring_up_is_named_as_dead() -> None:
+    """The others are in torch's creating function, which would wait for it for minutes."""
+    victim = 1
+    outcomes = run_ranks(killed_in_bring_up, 3, args=(victim,), timeout=120, check=False)
+    assert outcomes[victim].signal == signal.SIGKILL
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            text, missing = outcome.result
+            assert f"init_distributed: rank {victim} died" in text
+            assert missing == (victim,)
+
+
 OTHER = """
 from reloadpg.rendezvous.peers import Peers
 print(Peers(1).entry(), end="", flush=True)
@@ -66,8 +96,8 @@ input()
 """
 
 
-def test_only_the_very_process_that_was_published_is_watched() -> None:
-    """Ids are used again: the start time tells processes apart. One's own is not watched."""
+def test_a_process_is_identified_by_its_id_and_start_time() -> None:
+    """An id may be reused. A process does not watch itself."""
     command = [sys.executable, "-c", OTHER]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -77,7 +107,7 @@ def test_only_the_very_process_that_was_published_is_watched() -> None:
             peers, deceived = Peers(0), Peers(2)
             entries = peers.entry() + other.stdout.readline()
             assert peers.meet(entries) == (0, 1)
-            deceived.meet(f"{entries}1 {other.pid} 12345 x\n")  # its id was another process's
+            deceived.meet(f"{entries}1 {other.pid} 12345 1-1 x\n")  # its id was another process's
             alive = peers.dead()
         finally:
             other.kill()

@@ -47,7 +47,6 @@ def total(plans: dict[int, Plan]) -> int:
 @given(jobs())
 @settings(max_examples=200, deadline=None)
 def test_plans_that_agree_sum_to_zero(plans: dict[int, Plan]) -> None:
-    """Whatever the groups, and whoever is a member of them."""
     assert total(plans) == 0
 
 
@@ -85,10 +84,10 @@ def named(text: str) -> set[int]:
 
 @given(jobs(), st.data())
 @settings(max_examples=200, deadline=None)
-def test_one_change_on_one_rank_is_seen_and_said(
+def test_a_change_on_one_rank_is_detected_and_named(
     plans: dict[int, Plan], data: st.DataObject
 ) -> None:
-    """The sum is not zero, and the difference is found and names that rank (failure 12)."""
+    """The sum is not zero, and the message names that rank (failure 12)."""
     rank = data.draw(st.sampled_from(sorted(plans)))
     different = {**plans, rank: data.draw(st.sampled_from(changes(plans[rank])))}
     assert total(different) != 0
@@ -102,7 +101,7 @@ def test_one_change_on_one_rank_is_seen_and_said(
 def test_the_order_of_groups_in_a_plan_does_not_matter(
     plans: dict[int, Plan], data: st.DataObject
 ) -> None:
-    """Their order of creation is in their digests; the list itself is a set."""
+    """The order of creation is in the groups' digests."""
     shuffled = {
         rank: replace(plan, groups=tuple(data.draw(st.permutations(plan.groups))))
         for rank, plan in plans.items()
@@ -113,7 +112,6 @@ def test_the_order_of_groups_in_a_plan_does_not_matter(
 @given(jobs())
 @settings(max_examples=50, deadline=None)
 def test_plans_survive_the_store(plans: dict[int, Plan]) -> None:
-    """Written and read back, a plan is the same."""
     for rank, plan in plans.items():
         again = Plan.from_json(plan.to_json())
         assert again == plan
@@ -187,7 +185,7 @@ def test_message_for_different_groups(other: list[GroupPlan], text: str) -> None
 
 
 def test_message_for_many_groups_is_short() -> None:
-    """Three groups are named, the others counted."""
+    """It names three groups and counts the others."""
     groups = tuple(replace(GROUP, name=str(i)) for i in range(9))
     text = differences({0: replace(AGREED, groups=groups), 1: replace(AGREED, groups=())})
     assert text.count("group '") == 3

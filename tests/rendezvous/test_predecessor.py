@@ -1,4 +1,4 @@
-"""A process that takes another one's place in a job, as the store tells it."""
+"""A process that replaces another one finds the other's mark in the store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAR = 200.0
 
 
 def begin(store: object, rank: int = 0, size: int = 1, **more: object) -> Rendezvous:
-    """A rank that begins the job that the store is of."""
+    """A rank that begins the job on this store."""
     rendezvous = Rendezvous(lambda: store, rank, size, marks=True, **more)  # type: ignore[arg-type]
     rendezvous.ask(lambda _: None, Wait("begin", FAR))
     return rendezvous
@@ -31,7 +31,7 @@ def leave_mark(store: object, rank: int = 0, instance: int = 1) -> None:
 
 
 def test_a_job_that_begins_has_no_predecessor() -> None:
-    """Nor one of the same process, nor one whose ranks have left no mark."""
+    """Nor has the same process, or a rank of a job without marks."""
     store = HashStore()
     assert Predecessor.find(store, 0, 1) is None
     begin(store)
@@ -41,8 +41,8 @@ def test_a_job_that_begins_has_no_predecessor() -> None:
     assert Predecessor.find(other, 0, 1) is None
 
 
-def test_the_mark_of_another_process_is_its_place() -> None:
-    """In the last job on the store; it is taken by the first that asks."""
+def test_the_mark_of_another_process_is_found_once() -> None:
+    """In the last job on the store. The first process that looks takes it."""
     store = HashStore()
     for _ in range(2):
         begin(store)
@@ -51,29 +51,31 @@ def test_the_mark_of_another_process_is_its_place() -> None:
     assert Predecessor.find(store, 0, 2) is None
 
 
-def test_a_job_that_all_ranks_have_ended_is_over() -> None:
-    """One rank that has ended it, with an error or not, can be replaced."""
+def test_no_rank_of_an_ended_job_can_be_replaced() -> None:
+    """While one rank has not ended the job, another can be replaced."""
     store = HashStore()
     ranks = [begin(store, rank, 2) for rank in range(2)]
     for rank in range(2):
         leave_mark(store, rank)
     ranks[0].end()
     assert Predecessor.find(store, 0, 2) == Predecessor(1, 0)
+    ranks[1].end()
+    assert Predecessor.find(store, 1, 2) == Predecessor(1, 0)  # rank 0's replacement has not ended
     leave_mark(store)
     for rank in ranks:
         rank.end()
     assert Predecessor.find(store, 0, 2) is None
 
 
-def test_one_that_replaces_opens_no_round_before_it_has_rejoined() -> None:
-    """Its count of rounds is not the others'."""
+def test_a_replacement_starts_no_operation_before_it_has_rejoined() -> None:
+    """It does not know the other ranks' count of operations."""
     rank = begin(HashStore(), predecessor=Predecessor(1, 0))
     with pytest.raises(ReloadpgError, match=r"Call reloadpg\.rejoin\(\) first"):
         rank.open("offload", ["enter"], FAR)
 
 
 def test_a_predecessor_that_was_counted_is_not_counted_again() -> None:
-    """It had arrived, one rank has not: those that wait leave, and all meet in a new recovery."""
+    """It had arrived at a barrier. The ranks that wait there leave and meet in a new recovery."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [server.clone() for _ in range(4)]
     ranks = [begin(store, rank, 3) for rank, store in enumerate(stores[:3])]

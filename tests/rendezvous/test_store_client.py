@@ -1,4 +1,4 @@
-"""Bounded questions to the store."""
+"""Requests to the store have a deadline and a grace period."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reloadpg.rendezvous.worker_thread import Wait
 from reloadpg.testing import run_ranks
 
 
-def _stopped_after_the_bound(rank, world_size):
+def _stopped_after_the_deadline(rank, world_size):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     # Lets this process run on 4 s after it has closed the pipe and stopped itself.
     command = f"read _; while sleep 4 && kill -CONT {os.getpid()}; do :; done"
@@ -31,10 +31,10 @@ def _stopped_after_the_bound(rank, world_size):
             time.sleep(0.01)
 
     def answer(own):
-        until_the_next_pause()  # the bound is past, and the grace has begun
+        until_the_next_pause()  # the deadline is over, and the grace period has begun
         waker.stdin.close()
         os.kill(os.getpid(), signal.SIGSTOP)
-        until_the_next_pause()  # the asking thread has looked at its clock since, and goes on
+        until_the_next_pause()  # the waiting thread has read its clock since
         return own.add("answers", 1)
 
     client = StoreClient(lambda: store)
@@ -43,6 +43,6 @@ def _stopped_after_the_bound(rank, world_size):
     return client.ask(answer, Wait("test", 0.1))
 
 
-def test_the_grace_does_not_pass_while_the_process_is_stopped() -> None:
-    """A loaded machine, or one that was suspended, is not a store that does not answer."""
-    assert run_ranks(_stopped_after_the_bound, 1, timeout=60) == [1]
+def test_a_stopped_process_does_not_use_up_the_grace_period() -> None:
+    """A loaded or suspended machine is not a store that does not respond."""
+    assert run_ranks(_stopped_after_the_deadline, 1, timeout=60) == [1]

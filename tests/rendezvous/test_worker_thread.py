@@ -1,4 +1,4 @@
-"""Work beside the calling thread."""
+"""Work in a separate thread."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class _Held:
     pass
 
 
-def test_a_task_that_has_ended_holds_nothing_of_its_work() -> None:
-    """It may be kept, to be waited for; the groups that it has aborted must not be kept with it."""
+def test_an_ended_task_keeps_no_reference_to_its_work() -> None:
+    """A task may be kept; the groups that it has aborted must not be kept with it."""
 
     def begin() -> tuple[Task[None], weakref.ref[_Held]]:
         held = _Held()
@@ -26,7 +26,7 @@ def test_a_task_that_has_ended_holds_nothing_of_its_work() -> None:
 
     task, held = begin()
     assert task.wait(60)
-    task._thread.join(60)
+    task.join(60)
     gc.collect()
     assert held() is None
 
@@ -50,6 +50,6 @@ def _given_to_another_thread(rank: int, world_size: int) -> list[bool]:
     return while_waiting
 
 
-def test_a_signal_that_another_thread_was_given_is_handled_while_waiting() -> None:
-    """The system wakes the main thread for none of these: the wait itself looks for it."""
+def test_a_signal_delivered_to_another_thread_is_handled_while_waiting() -> None:
+    """The kernel wakes the main thread for no such signal: the wait checks for it."""
     assert run_ranks(_given_to_another_thread, 1, timeout=120) == [[True]]

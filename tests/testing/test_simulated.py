@@ -1,4 +1,4 @@
-"""The simulated accelerator: its results, its memory, its counters, and what replays pass to it."""
+"""The simulated accelerator: results, memory, counters, and the arguments of replays."""
 
 from __future__ import annotations
 
@@ -42,14 +42,10 @@ and a function of torch for groups of gloo alone."""
 @pytest.mark.parametrize(
     "installed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["bare", "installed"]
 )
-def test_each_operation_gives_the_values_of_gloo_on_a_new_group(
+def test_each_operation_gives_the_values_of_gloo(
     installed: bool, rank: int, world_size: int
 ) -> None:
-    """Every row of the operation table, as the first use of its group.
-
-    ``install()`` without options makes these groups reloadable. ``destroy_process_group`` releases
-    each of them.
-    """
+    """Every row of the operation table, as the first use of its group."""
     start(installed=installed)
     assert isinstance(dist.group.WORLD, reloadpg.ReloadableProcessGroup) == installed
     gloo: Any = dist.new_group(backend="gloo")
@@ -79,11 +75,8 @@ HELD = 96 * MIB
 
 @pytest.mark.matrix
 @pytest.mark.ranks(2)
-def test_a_communicator_holds_resident_memory_from_its_first_use_until_its_release() -> None:
-    """Offloading returns at least 95% of it to the operating system (failure 20).
-
-    A reload takes none until a group is used. Destroying a group frees its memory.
-    """
+def test_a_communicator_holds_resident_memory_until_its_release() -> None:
+    """From its first use. An offload returns 95% of it to the operating system (failure 20)."""
     start(installed=True, bytes_per_communicator=HELD)
     group = dist.new_group([0, 1])
     # What any first collective costs (threads, pages of code) is not memory of a communicator.
@@ -110,8 +103,8 @@ def test_a_communicator_holds_resident_memory_from_its_first_use_until_its_relea
 
 @pytest.mark.matrix
 @pytest.mark.ranks(2)
-def test_each_cycle_releases_each_group_and_creates_it_with_the_original_arguments() -> None:
-    """Timeout, the very options object, ranks, size and description (failure 9)."""
+def test_each_cycle_recreates_each_group_with_its_arguments() -> None:
+    """Timeout, the same options object, ranks, size and description (failure 9)."""
     start(installed=True)
     options = SimOptions(is_high_priority_stream=True, hints=("a",))
     groups: list[Any] = [

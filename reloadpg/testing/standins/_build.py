@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,7 +100,7 @@ def build() -> Path:
         if not target.is_dir():
             made = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
             try:
-                _Builder(torch, compiler, made).run()
+                _Builder(torch, made).run()
                 made.rename(target)
             finally:
                 shutil.rmtree(made, ignore_errors=True)
@@ -138,22 +139,8 @@ class _Torch:
                 f"separate venv if you like: pip install --no-deps torch=={plain} "
                 "(the packages of NVIDIA that it requires are not needed)"
             )
-        return cls(version, libraries, _content(libraries), _nccl_version())
-
-
-def _content(libraries: Path) -> str:
-    """What identifies torch's libraries: hashes that pip has recorded, else sizes and times."""
-    recorded = {
-        Path(str(file.locate())).resolve(): file.hash.value
-        for file in importlib.metadata.files("torch") or ()
-        if file.hash is not None and file.suffix == ".so"
-    }
-    parts = []
-    for path in sorted(libraries.glob("*.so")):
-        status = path.stat()
-        known = recorded.get(path.resolve(), f"{status.st_size} {status.st_mtime_ns}")
-        parts.append(f"{path.name} {known}")
-    return "\n".join(parts)
+        sizes = (f"{path.name} {path.stat().st_size}" for path in sorted(libraries.glob("*.so")))
+        return cls(version, libraries, "\n".join(sizes), _nccl_version())
 
 
 def _nccl_version() -> int:
@@ -281,11 +268,8 @@ def _needs(libraries: Path) -> _Needs:
 
 
 class _Builder:
-    """One build, into an empty folder."""
-
-    def __init__(self, torch: _Torch, compiler: str, out: Path) -> None:
+    def __init__(self, torch: _Torch, out: Path) -> None:
         self._torch = torch
-        self._compiler = compiler
         self._out = out
 
     def run(self) -> None:
@@ -309,23 +293,16 @@ class _Builder:
         (self._out / "libraries").write_text("\n".join(order))
 
     def _compile(self, settings: Sequence[str]) -> Mapping[str, Path]:
-        running = {}
-        for source, _ in REAL.values():
+        flags = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", *settings)
+
+        def compiled(source: str) -> Path:
             target = self._out / f"{source}.o"
-            flags = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", *settings)
-            command = ("g++", *flags, "-c", str(SOURCES / source), "-o", str(target))
-            errors = (self._out / f"{source}.errors").open("w+")
-            process = subprocess.Popen(command, stderr=errors, env=_plain_environment())
-            running[source] = (target, process, errors)
-        for source, (_, process, errors) in running.items():
-            with errors:
-                if process.wait():
-                    errors.seek(0)
-                    raise StandinsError(
-                        f"{self._compiler} cannot compile {source}; nothing was kept:\n"
-                        f"{errors.read()[-4000:]}"
-                    )
-        return {source: target for source, (target, _, _) in running.items()}
+            _output("g++", *flags, "-c", str(SOURCES / source), "-o", str(target))
+            return target
+
+        sources = [source for source, _ in REAL.values()]
+        with ThreadPoolExecutor() as pool:
+            return dict(zip(sources, pool.map(compiled, sources), strict=True))
 
     def _link(
         self,

@@ -1,0 +1,52 @@
+"""The ranks of a job as threads, each with its own ``Rendezvous``: nothing is process-global."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from reloadpg.rendezvous.plan import Plan
+from reloadpg.rendezvous.round import Rendezvous
+
+FAR = 600.0
+"""Timeout in seconds that no rank reaches."""
+SOON = 100.0
+"""Seconds in which every rank has ended that does not wait for FAR."""
+PLAN = Plan("offload", {"generation": "0"})
+
+
+class Job:
+    """Ranks that run a function at the same time."""
+
+    def __init__(self, ranks: Sequence[Rendezvous]) -> None:
+        self.ranks = ranks
+
+    def run(
+        self, body: Callable[[Rendezvous], Any], ranks: Sequence[int] | None = None
+    ) -> list[Any]:
+        """What each rank's call returned or raised; all of them end within SOON."""
+        chosen = range(len(self.ranks)) if ranks is None else ranks
+        results: dict[int, Any] = {}
+
+        def call(rank: int) -> None:
+            try:
+                results[rank] = body(self.ranks[rank])
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in chosen]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SOON)
+        return [results[rank] for rank in chosen]
+
+
+def two_barriers(rdv: Rendezvous) -> str:
+    """One operation: agreement, work, and a second barrier."""
+    round_ = rdv.open("offload", ("enter", "released"), FAR)
+    round_.agree("enter", PLAN)
+    round_.run("released", lambda *_: None, lambda: "nothing")
+    round_.barrier("released")
+    return "passed"
