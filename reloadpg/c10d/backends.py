@@ -16,11 +16,13 @@ from typing import Any, cast
 
 import torch
 from torch._C._distributed_c10d import Backend as CppBackend
-from torch._C._distributed_c10d import (
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     Store,
+    _create_work_from_future,
 )
-from torch.distributed import DistBackendError, DistError, ProcessGroup
+from torch.distributed import DistBackendError, DistError, ProcessGroup, Work
 from torch.distributed import distributed_c10d as _c10d
+from torch.futures import Future
 
 from ..errors import GroupDestroyedError, GroupOffloadedError
 from .tables import device_backends, known_groups, label_of
@@ -32,6 +34,7 @@ __all__ = [
     "aborted_groups",
     "add_backends",
     "await_peers",
+    "completed_work",
     "drop_inherited_connections",
     "get_timeouts",
     "group_of_backends",
@@ -56,6 +59,13 @@ __all__ = [
 _GLOO = getattr(_c10d, "ProcessGroupGloo", None)
 
 
+def completed_work() -> Work:
+    """A Work that is complete, for a call that must not return None."""
+    future: Future[Any] = Future()
+    future.set_result([])
+    return cast(Work, _create_work_from_future(future))
+
+
 def live_backends(group: ProcessGroup, devices: Sequence[str]) -> dict[str, CppBackend]:
     """The backend objects of a group by device type; devices without one are left out."""
     found: dict[str, CppBackend] = {}
@@ -75,10 +85,7 @@ def options_of(group: ProcessGroup, devices: Sequence[str]) -> object:
 
 
 def get_timeouts(group: ProcessGroup, devices: Sequence[str]) -> dict[str, timedelta]:
-    """Current timeouts by device type, as changed by ``_set_pg_timeout`` or ``set_timeout``.
-
-    Without those of TorchComms, whose options always show torch's default.
-    """
+    """Timeouts by device type; none of TorchComms, whose options always show the default."""
     found: dict[str, timedelta] = {}
     for device, backend in live_backends(group, devices).items():
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
@@ -88,7 +95,7 @@ def get_timeouts(group: ProcessGroup, devices: Sequence[str]) -> dict[str, timed
 
 
 def set_timeouts(group: ProcessGroup, timeouts: Mapping[str, timedelta]) -> None:
-    """Give a group's backends the timeouts read by :func:`get_timeouts`. Local, idempotent."""
+    """Give a group's backends the timeouts read by :func:`get_timeouts`. Idempotent."""
     now = get_timeouts(group, tuple(timeouts))
     backends = live_backends(group, tuple(timeouts))
     for device, timeout in timeouts.items():
@@ -100,11 +107,10 @@ def set_timeouts(group: ProcessGroup, timeouts: Mapping[str, timedelta]) -> None
 
 
 def is_connected(backend: CppBackend) -> bool:
-    """Whether a backend has a communicator for the current device; False if it cannot tell. Local.
+    """Whether a backend has a communicator for the current device; False if it cannot tell.
 
     ``ProcessGroupNCCL.eager_connect_single_device`` makes another communicator each time and loses
-    the one before (torch 2.13.0 and 2.14.1, over stand-ins for CUDA and NCCL); that of
-    ``ProcessGroupNCCL2`` (2.15) keeps the first.
+    the one before (torch 2.13.0 and 2.14.1, over stand-ins for CUDA and NCCL).
     """
     pointer = getattr(backend, "_comm_ptr", None)
     try:
@@ -114,7 +120,7 @@ def is_connected(backend: CppBackend) -> bool:
 
 
 def suspend_obstacle(backend: CppBackend) -> str:
-    """Say why the communicators of a backend cannot be suspended; empty if they can. Local.
+    """Say why the communicators of a backend cannot be suspended; empty if they can.
 
     ``Backend.suspend`` is in torch 2.12 and later; NCCL has it from 2.29.7 on. With
     ``NCCL_CUMEM_ENABLE=0`` NCCL reports success and releases nothing. Torch expects
@@ -149,9 +155,6 @@ def suspend(backend: CppBackend) -> None:
     they wait for the other members (2.13.0 to 2.15.0), so that no timeout could end the wait. NCCL
     is called here as torch calls it, without either lock: another thread can abort the
     communicator, which ends the call (seen over stand-ins for NCCL, not on a GPU).
-
-    Raises:
-        RuntimeError: NCCL returned an error.
     """
     if _is_nccl(backend):
         _call_nccl("ncclCommSuspend", backend, ctypes.c_int(_SUSPEND_MEM))
@@ -196,10 +199,7 @@ def _nccl() -> ctypes.CDLL | None:
 
 
 def nccl_version() -> tuple[int, ...] | None:
-    """Return the version of the loaded NCCL; None if this torch has none. Local.
-
-    Before torch 2.13 it is the version that torch was built with.
-    """
+    """The version of the loaded NCCL, before torch 2.13 of the build; None without one."""
     engine = getattr(_c10d, "ProcessGroupNCCL", None)
     if engine is None:
         return None
@@ -216,8 +216,7 @@ def _cumem_obstacle() -> str:
 def is_communication_error(error: BaseException) -> bool:
     """Whether an error is that of a failed collective, and not of the program. Pure.
 
-    Torch has classes for it. The errors of gloo (torch 2.8 to 2.15) and of ``ProcessGroupNCCL2``
-    (2.15) are plain RuntimeErrors.
+    Torch has classes for it, but the errors of gloo and of ``ProcessGroupNCCL2`` are RuntimeErrors.
     """
     if isinstance(error, DistError):
         return True
@@ -232,7 +231,7 @@ def is_communication_error(error: BaseException) -> bool:
 def recovery_settings(
     environ: Mapping[str, str], seconds: float
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the settings with which torch's NCCL engines raise faults in the program. Local.
+    """Return the settings with which torch's NCCL engines raise faults in the program.
 
     By default the watchdog ends the process after a timeout or an error. With these settings it
     aborts the communicator instead: the device continues *with wrong values*, and only the next
@@ -242,13 +241,9 @@ def recovery_settings(
     for CUDA and NCCL. With ``TORCH_NCCL_BLOCKING_WAIT=1`` the former runs no watchdog, and a
     collective that is not waited for by ``wait()`` hangs indefinitely.
 
-    Args:
-        environ: the variables to look at. They are read when a group is created.
-        seconds: how long an operation of this library waits.
-
     Returns:
-        Settings that are missing, or that torchrun has set by default; and messages about
-        those that conflict.
+        Settings that are missing, or that torchrun has set by default; and messages about those
+        that conflict, if an operation of this library waits for so many ``seconds``.
     """
     missing, obstacles = {}, []
     known = _RECOVERY_SETTINGS | (TORCHCOMMS_RECOVERY if uses_torchcomms() else {})
@@ -266,7 +261,7 @@ def recovery_settings(
 
 
 def nccl_is_concerned(backends: Collection[str] | None) -> bool:
-    """Whether groups of these backends, or of any for None, may use NCCL in this torch. Local."""
+    """Whether groups of these backends, or of any for None, may use NCCL in this torch."""
     if backends is None:
         return torch.distributed.is_nccl_available()
     return any(name.startswith("nccl") for name in backends)
@@ -279,9 +274,8 @@ def drop_inherited_connections() -> None:
     """Close the parent's gloo connections in a forked child. Local, idempotent.
 
     A connection ends when all processes have closed it: a child that holds it, such as a worker of
-    a DataLoader, keeps the peers of an abort waiting for their timeouts. The threads that serve it
-    are not in the child, so it is unusable there. The descriptors are replaced by the null device:
-    gloo would close their numbers again.
+    a DataLoader, keeps the peers of an abort waiting for their timeouts. The descriptors are
+    replaced by the null device: gloo would close their numbers again.
     """
     with suppress(OSError):
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -306,13 +300,8 @@ def shut_connections(groups: Sequence[ProcessGroup], others: int = 0) -> list[so
     So only the connections of live groups are kept, and no lazy ones: gloo destroys their device
     first.
 
-    Args:
-        groups: the groups.
-        others: how many other groups are aborted, whose objects are unknown. Their connections are
-            shut if no other group has connections.
-
-    Returns:
-        The connections that the peers can still write to, for :func:`await_peers`.
+    ``others`` is how many other groups are aborted, whose objects are unknown. Their connections
+    are shut if no other group has connections. Returns those for :func:`await_peers`.
     """
     backends = {group: found for group in groups if (found := _connected_gloo(group))}
     devices = _gloo_sockets()
@@ -374,10 +363,7 @@ def _connected_gloo(group: ProcessGroup) -> list[Any]:
 
 
 def _fail_pending(backend: Any) -> None:
-    """End the pending collectives of a gloo backend, and close its connections. Local.
-
-    A receive that times out does so, in all of gloo's collectives on the same connections.
-    """
+    """End the pending collectives of a gloo backend by a receive that times out."""
     for peer in range(backend.size()):
         with suppress(RuntimeError):
             if peer != backend.rank():
@@ -389,7 +375,6 @@ _UNUSED_TAG = 2**31 - 1
 
 
 def _is_open(descriptor: int, one: socket.socket) -> bool:
-    """Whether a descriptor still is that of a connection of which this is a duplicate."""
     try:
         return os.fstat(descriptor).st_ino == os.fstat(one.fileno()).st_ino
     except OSError:
@@ -397,10 +382,10 @@ def _is_open(descriptor: int, one: socket.socket) -> bool:
 
 
 def _gloo_sockets() -> list[dict[int, int]]:
-    """The sockets of each gloo device of this process: descriptors and inodes.
+    """The sockets of each gloo device of this process: descriptors and inodes; Linux only.
 
     A device has an epoll instance that is inherited over ``exec``, with pointers as data, one pipe,
-    and its sockets (seen on torch 2.13, Linux). None are found on other systems.
+    and its sockets (seen on torch 2.13).
     """
     found = []
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
@@ -454,7 +439,7 @@ if hasattr(_c10d, "ProcessGroupNCCL2"):
 
 
 def aborted_groups() -> list[str]:
-    """Name the groups of this process whose communicator the watchdog has found broken. Local.
+    """Name the groups of this process whose communicator the watchdog has found broken.
 
     The engines note an error before they free the device (seen as for :func:`recovery_settings`),
     so what a device that is idle has computed is right if there is none.
@@ -470,11 +455,7 @@ def aborted_groups() -> list[str]:
 
 
 def raise_for_aborted() -> None:
-    """Raise if results on this rank's idle device are wrong: a collective was aborted. Local.
-
-    Raises:
-        DistBackendError: as torch raises it in the next collective of that group.
-    """
+    """Raise torch's DistBackendError if results on this rank's idle device are wrong."""
     if found := aborted_groups():
         raise DistBackendError(
             f"a collective was aborted on this rank, and its results are wrong: {'; '.join(found)}."
@@ -509,10 +490,9 @@ def release_cautions(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def memory_stats(backend: CppBackend) -> dict[str, int] | None:
-    """Return the bytes that a backend's communicators say they hold; empty if never used.
+    """Return the bytes that a backend's communicators say they hold, by NCCL's names.
 
-    Local. Keys as NCCL has them: ``total``, ``suspend`` (what a suspend gives back), ``persist``
-    (what it leaves), ``suspended`` (1 while suspended). None if the backend gives no account.
+    Empty if never used; None if the backend gives no account.
     """
     stats = getattr(backend, "memory_stats", None)
     if stats is None:
@@ -526,14 +506,7 @@ def memory_stats(backend: CppBackend) -> dict[str, int] | None:
 def group_of_backends(
     rank: int, size: int, store: Store, backends: Mapping[str, tuple[str, CppBackend]]
 ) -> ProcessGroup:
-    """A bare group, in no table, that serves the given devices with existing backends.
-
-    Args:
-        rank: rank in the group.
-        size: number of members.
-        store: the store of the group.
-        backends: by device type, the backend's name and the object.
-    """
+    """A bare group, in no table, that serves the given devices with existing backends."""
     group = ProcessGroup(store, rank, size)
     add_backends(group, backends)
     name, _ = next(iter(backends.values()))
@@ -542,7 +515,6 @@ def group_of_backends(
 
 
 def add_backends(group: ProcessGroup, backends: Mapping[str, tuple[str, CppBackend]]) -> None:
-    """Mount existing backends on a group, for devices that it does not serve yet. Local."""
     for device, (name, backend) in backends.items():
         group._register_backend(torch.device(device), _backend_type(name), backend)
 
@@ -552,14 +524,11 @@ def _backend_type(name: str) -> Any:
 
 
 def abort_groups(groups: Sequence[ProcessGroup]) -> None:
-    """Abort some groups, not WORLD, in one order (``_abort_process_group``). Waits for no peer."""
+    """Abort some groups, not WORLD, in one order. Waits for no peer."""
     for group in groups:
         _c10d._abort_process_group(group)
 
 
 def abort_all() -> None:
-    """Abort all groups of this process (``_abort_process_group``). Blocking; waits for no peer.
-
-    All in one call: aborting the communicators of one job one by one hung (pytorch#119797).
-    """
+    """Abort all groups in one call: aborting them one by one hung (pytorch#119797). Blocking."""
     _c10d._abort_process_group()

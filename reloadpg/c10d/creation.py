@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -48,11 +48,7 @@ def creator_modules() -> tuple[ModuleType, ...]:
 
 
 def creators_outside_tables() -> list[str]:
-    """Name what creates groups and enters them into no table, as far as the installed torch has it.
-
-    Methods of ``ProcessGroup`` (2.13: ``split_group``, ``merge_remote_group``) and ``new_group`` of
-    the experimental module ``_dist2`` (2.13).
-    """
+    """Name what creates groups and enters them into no table, in the installed torch."""
     methods = ("split_group", "merge_remote_group")
     found = [f"ProcessGroup.{name}" for name in methods if name in vars(ProcessGroup)]
     return [*found, "_dist2.new_group"] if find_spec("torch.distributed._dist2") else found
@@ -78,16 +74,11 @@ def sorts_ranks() -> bool:
 
 
 def batching_refuses_subclasses() -> bool:
-    """Whether ``batch_isend_irecv`` coalesces for plain ``ProcessGroup`` objects alone.
-
-    Seen on 2.8 and 2.13: it asks ``type(group) is ProcessGroup``, so a batch on a subclass is
-    issued operation by operation, which NCCL can deadlock on. 2.15 asks the backend only.
-    """
+    """Whether ``batch_isend_irecv`` coalesces for plain groups alone (2.8, 2.13)."""
     return "type" in inspect.unwrap(_c10d.batch_isend_irecv).__code__.co_names
 
 
 def check_batch(operations: Any) -> None:
-    """Raise what ``batch_isend_irecv`` raises for a list that is no batch."""
     _c10d._check_p2p_op_list(operations)
 
 
@@ -104,14 +95,7 @@ def batch_coalesced(operations: Sequence[Any]) -> list[Any]:
 class Asked(NamedTuple):
     """A group that torch is about to create, with this rank as a member.
 
-    Attributes:
-        store: the store that it is given, without the prefix of its name.
-        name: its name.
-        desc: its description.
-        rank: this process's rank in it.
-        size: number of members.
-        devices: backend by device type.
-        is_world: whether it is to be the default group.
+    The store lacks the prefix of the name; ``devices`` are the backends by device type.
     """
 
     store: Store
@@ -129,9 +113,7 @@ class CreationByMembers:
 
     Where the default group is bound to a device, torch makes new groups by splitting its
     communicator, in which all ranks of the job take part; with ``TORCH_DIST_INIT_BARRIER=1`` all
-    ranks wait for each other. Within this block neither happens.
-
-    Other threads are not affected. What torch does was seen on 2.8, 2.13 and 2.15.
+    ranks wait for each other. Within this block neither happens (2.8, 2.13 and 2.15).
 
     Attributes:
         name: the name that groups get; None for torch's names, from a counter that all ranks
@@ -154,12 +136,7 @@ class CreationByMembers:
         _hooks.enter(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _hooks.leave()
 
 
@@ -245,8 +222,7 @@ def _of_this_start(store: Store) -> Store:
     """The store of a default group, with a prefix for this start of the job.
 
     Torchrun restarts all processes of a job on the same store, in which the ranks would read the
-    addresses of processes that have ended (seen with gloo on 2.13). A single process that is
-    restarted has the same number as the others.
+    addresses of processes that have ended (seen with gloo on 2.13).
     """
     number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return store if number in ("", "0") else PrefixStore(f"start{number}", store)
@@ -291,12 +267,9 @@ def _without_backends(
 def part_of_split(
     parent: ProcessGroup, split_ranks: Sequence[Sequence[int]]
 ) -> tuple[str, list[int] | None]:
-    """Name this rank's part of a split, as ``split_group`` does. Local.
+    """Name this rank's part of a split, as ``split_group`` does, with its global ranks or None.
 
     Call it once for each split: torch counts the calls in the names of later groups.
-
-    Returns:
-        The name, and the global ranks; None if this rank is in no part.
     """
     # Torch before 2.15 sorts the ranks of the parts.
     sorts = "sorted" in inspect.unwrap(original("split_group")).__code__.co_names
@@ -323,9 +296,8 @@ def is_creating() -> bool:
 def forget_parent(options: object) -> None:
     """Remove the parent of a split from these options. Local, idempotent.
 
-    When torch splits a communicator it stores the parent in the options that it was given (NCCL's
-    have ``split_from``). It would split from it again for the next group with the same options, and
-    the options keep the parent alive.
+    Torch stores the parent in the options that it was given (NCCL's have ``split_from``). It would
+    split from it again for the next group with the same options, which keep the parent alive.
     """
     if getattr(options, "split_from", None) is not None:
         cast(Any, options).split_from = None
@@ -345,9 +317,8 @@ def create_world(
 ) -> ProcessGroup:
     """Create a default group as ``init_process_group`` does, given the store; it is in the tables.
 
-    ``init_process_group`` itself cannot be called again: it refuses a second default group, it
-    opens a new rendezvous, and it wraps ``sys.excepthook`` once more each time. Collective over
-    all ranks for backends that connect at creation; blocking.
+    ``init_process_group`` itself refuses a second default group, opens a new rendezvous, and wraps
+    ``sys.excepthook`` once more each time.
     """
     with CreationByMembers(name, store, device):
         group, _ = _c10d._new_process_group_helper(

@@ -26,22 +26,17 @@ def runtime() -> ModuleType | None:
 
 
 def name_devices() -> str:
-    """Describe the accelerators of this machine; empty without one. Calls the driver.
-
-    Does not initialise any: ``torch.cuda.device_count`` goes to NVML and creates no context.
-    """
+    """Describe the accelerators of this machine, by NVML; empty without one. Creates no context."""
     accelerator = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count() if accelerator is not None else 0
     return f"{counted(count, f'{accelerator.type} device')}" if accelerator and count else ""
 
 
 def current_index() -> int | None:
-    """Index of the current device, or None without an accelerator in use. Local."""
     return torch.accelerator.current_device_index() if runtime() is not None else None
 
 
 def use_index(index: int | None) -> None:
-    """Make a device current in this thread; None does nothing. Local."""
     if index is not None:
         torch.accelerator.set_device_index(index)
 
@@ -53,11 +48,7 @@ def synchronize() -> None:
 
 
 def empty_cache() -> None:
-    """Release the unused memory of torch's caching allocator. Local.
-
-    Otherwise a reload can run out of memory for communicators while the allocator holds gigabytes
-    that are free (slime#669, #1086).
-    """
+    """Release the unused memory of torch's caching allocator, or communicators may lack it."""
     module = runtime()
     if module is not None and hasattr(module, "empty_cache"):
         module.empty_cache()

@@ -13,6 +13,8 @@ import torch
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d as _c10d
 
+from .tables import tables_by_group
+
 __all__ = [
     "is_coalescing",
     "on_collective_error",
@@ -26,14 +28,12 @@ __all__ = [
 
 def table_sizes() -> dict[str, int]:
     """Entries of each of c10d's tables of groups, by the table's name. Local."""
-    tables = _c10d._world
-    names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
-    sizes = {name: len(getattr(tables, name)) for name in (*names, "pg_coalesce_state")}
     # Torch leaves a group's tag behind with an empty list.
-    sizes["tags_to_pg"] = sum(len(groups) for groups in tables.tags_to_pg.values())
-    # 2.15 keeps the recorder of a group here; earlier versions have no such table.
-    sizes["pg_flight_recorder_hooks"] = len(getattr(tables, "pg_flight_recorder_hooks", {}))
-    return sizes
+    tags = _c10d._world.tags_to_pg.values()
+    return {
+        **{name: len(table) for name, table in tables_by_group().items()},
+        "tags_to_pg": sum(map(len, tags)),
+    }
 
 
 def registered(names: Iterable[str]) -> frozenset[str]:
@@ -49,11 +49,10 @@ def registered(names: Iterable[str]) -> frozenset[str]:
 
 
 def unfinished_collectives(most: int) -> list[str]:
-    """The last collectives that the flight recorder has as begun and not completed. Local.
+    """The last collectives that NCCL's flight recorder has as begun and not completed.
 
-    From any thread, without waiting for the device; NCCL's only. Seen on 2.8, where
-    ``TORCH_NCCL_TRACE_BUFFER_SIZE`` must be set, and on 2.13 and 2.15, where the recorder is on by
-    default. ``ProcessGroupNCCL2`` (2.15) has a separate one.
+    Seen on 2.8, where ``TORCH_NCCL_TRACE_BUFFER_SIZE`` must be set, and on 2.13 and 2.15, where the
+    recorder is on by default. ``ProcessGroupNCCL2`` (2.15) has a separate one.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
     if dump is None:  # built without NCCL
@@ -74,18 +73,13 @@ def unfinished_collectives(most: int) -> list[str]:
 
 
 def is_coalescing(group: object) -> bool:
-    """Whether torch is coalescing this group's operations."""
     return group in cast(Any, _c10d._world.pg_coalesce_state)
 
 
 def register_debug_handler(name: str, answer: Callable[[], str]) -> bool:
-    """Serve JSON at ``/handler/<name>`` of torch's per-rank debug server (``_register_handler``).
+    """Serve JSON at ``/handler/<name>`` of torch's debug server; False if torch (2.8) has none.
 
-    Local; the server calls it in a separate thread. A second handler of one name is ignored by
-    torch with a warning. Seen on 2.13 and 2.15; 2.8 has none.
-
-    Returns:
-        Whether the installed torch takes handlers.
+    The server calls it in a separate thread. A second one of the same name is ignored.
     """
     register = getattr(torch._C._distributed_c10d, "_register_handler", None)
     if register is None:
@@ -105,12 +99,9 @@ def register_debug_handler(name: str, answer: Callable[[], str]) -> bool:
 def on_collective_error(call: Callable[[BaseException], object]) -> Callable[[], None]:
     """Call a function with each error that a collective of ``torch.distributed`` raises.
 
-    Local. Torch logs such an error (``c10d_logger``, level DEBUG) before it raises it again, and a
-    filter on that logger sees it. It sees none of a group's own methods, and none while DEBUG
-    records are disabled. Adding a function twice has no effect. Seen on 2.8, 2.13 and 2.15.
-
-    Returns:
-        A function that removes it; idempotent.
+    Torch logs such an error (``c10d_logger``, level DEBUG) before it raises it again, and a filter
+    on that logger sees it. It sees none of a group's own methods, and none while DEBUG records are
+    disabled. Seen on 2.8, 2.13 and 2.15. Returns a function that removes it; idempotent.
     """
     from torch.distributed import c10d_logger
 

@@ -36,7 +36,7 @@ def root_store_of_job(world: ProcessGroup) -> Callable[[], Store]:
     """Return a function that finds the root store of the job for as long as the job lasts.
 
     Rank 0's client of a TCPStore holds the server, which ends with the default group, so objects
-    that outlive the group must hold neither. Called later, the function raises a RuntimeError.
+    that outlive the group must hold neither.
     """
     reference = weakref.ref(world)
 
@@ -52,17 +52,13 @@ def root_store_of_job(world: ProcessGroup) -> Callable[[], Store]:
 def clone_store(store: Store) -> Store:
     """Return a client of the same store with a separate connection. Blocking.
 
-    A blocking wait holds the lock of its TCPStore client until it ends, so threads that must
-    not wait for each other need one client each.
+    A blocking wait holds the lock of its client, so each thread needs one.
     """
     return cast(Store, cast(Any, store).clone())
 
 
 def is_store_host(store: Store, rank: int) -> bool:
-    """Whether the server of a store runs in this process. Local.
-
-    Torch has no function for it. A TCPStore's server listens on the port that its clients know.
-    """
+    """Whether the server of a TCPStore runs in this process, by the port on which it listens."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     port = getattr(store, "port", None)
@@ -76,7 +72,6 @@ def is_store_host(store: Store, rank: int) -> bool:
 
 
 def _listening(port: int) -> list[str]:
-    """The inodes of the sockets on this host that listen on a port."""
     found = []
     for name in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with suppress(FileNotFoundError), open(name, encoding="ascii") as file:
@@ -99,12 +94,6 @@ def rendezvous_keys(name: str, backends: Mapping[str, str], rank: int, size: int
     ``ProcessGroupNCCL2`` (2.15, over stand-ins): rank 0 writes ``<name>/nccl_storekey_0``.
     TorchComms (2.15): gloo writes ``<rank>`` in the device's prefix, and rank 0 ``init_count``; by
     its source, rank 0 of NCCL writes ``nccl_storekey_<name>``.
-
-    Args:
-        name: the name of the generation; for a group that is not WORLD, under WORLD's.
-        backends: those that were created, by device type.
-        rank: rank in the group.
-        size: number of members.
     """
     places = {f"{name}//{device}//": backend for device, backend in backends.items()}
     places[f"{name}//"] = next((one for one in backends.values() if one != "gloo"), "gloo")

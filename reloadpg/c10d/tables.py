@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import ChainMap
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any, cast
@@ -24,7 +24,6 @@ from ..errors import described
 from .torchcomms import HAS_TORCHCOMMS, own_communicators
 
 __all__ = [
-    "NameFreed",
     "backend_class",
     "Unseen",
     "backend_of",
@@ -44,6 +43,8 @@ __all__ = [
     "known_backends",
     "known_groups",
     "label_of",
+    "labels_of",
+    "name_freed",
     "name_of",
     "ranks_of",
     "store_of",
@@ -59,12 +60,10 @@ any thread that creates a group, so a list is never replaced by a copy."""
 
 
 def is_initialized() -> bool:
-    """Whether a default group exists."""
     return _c10d.is_initialized()
 
 
 def world() -> ProcessGroup | None:
-    """The default group in c10d's tables, or None."""
     return _c10d._world.default_pg
 
 
@@ -93,11 +92,14 @@ def label_of(group: ProcessGroup) -> str:
     return f"{name_of(group)!r} ({described(desc_of(group), ranks_of(group))})"
 
 
-def ranks_of(group: ProcessGroup) -> tuple[int, ...]:
-    """Global ranks of the members, in the order of their group ranks.
+def labels_of(groups: Sequence[ProcessGroup]) -> str:
+    """The labels of the first eight groups, and the number of the others, for messages."""
+    more = f" and {len(groups) - 8} more" if len(groups) > 8 else ""
+    return ", ".join(map(label_of, groups[:8])) + more
 
-    A group made by hand with ``_new_process_group_helper`` has none until its maker notes them.
-    """
+
+def ranks_of(group: ProcessGroup) -> tuple[int, ...]:
+    """Global ranks of the members, in the order of their group ranks."""
     ranks = _c10d._world.pg_group_ranks.get(group)
     return tuple(range(group.size())) if ranks is None else tuple(ranks)
 
@@ -108,10 +110,7 @@ def backend_of(group: ProcessGroup) -> str:
 
 
 def backend_class(group: Any, device: str) -> type:
-    """Torch's class of the backend that a group has, or had, for a type of device.
-
-    Only those that torch asks for by ``isinstance``, as seen on 2.8 to 2.15; ``object`` for others.
-    """
+    """The class of a group's backend for a device, if torch asks for it (2.8 to 2.15)."""
     name = device_backends(group).get(device, "") if is_known(group) else ""
     return cast(type, getattr(_c10d, _CLASSES.get(name, ""), object))
 
@@ -127,13 +126,10 @@ def store_of(group: ProcessGroup) -> Store:
 def entry_of(
     group: ProcessGroup,
 ) -> tuple[str, Mapping[int, int], str, Mapping[str, str]]:
-    """Read what the tables say of a group that one of torch's creating functions has returned.
+    """Read a new group's name, members, backend string, and backends by device type.
 
-    Nothing is copied, since a job creates groups by the thousand; torch changes none of it later.
-
-    Returns:
-        The name; the members, by global rank in the order of their group ranks; the backend string
-        as asked for; the backend by device type.
+    The members are by global rank, in the order of their group ranks. Nothing is copied, since a
+    job creates groups by the thousand; torch changes none of it later.
     """
     tables = _c10d._world
     ranks = tables.pg_group_ranks.get(group)
@@ -196,12 +192,10 @@ def create_without_backends(
     device: Any,
     tag: str | None,
 ) -> tuple[ProcessGroup, Store]:
-    """Create a group that has no backend, and enter it into the tables as torch does. Local.
+    """Create a group that has no backend, and enter it into the tables as torch does.
 
-    Its maker enters the ranks. Torch 2.8 to 2.15 enter a group into the same tables.
-
-    Returns:
-        The group, and its store.
+    Its maker enters the ranks. Torch 2.8 to 2.15 enter a group into the same tables. Returns the
+    group and its store.
     """
     own = PrefixStore(f"{name}/", store)
     group = ProcessGroup(own, rank, size)
@@ -224,16 +218,12 @@ def create_without_backends(
 
 
 def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
-    """Put ``proxy`` in the place of ``inner`` in c10d's tables and in the C++ name registry.
-
-    Afterwards every ``dist.*`` function finds the proxy, by object and by name, and ``inner`` is
-    in no table. Local, not idempotent.
-    """
+    """Put ``proxy`` in the place of ``inner`` in c10d's tables and in the C++ name registry."""
     if HAS_TORCHCOMMS:
         own_communicators(inner)
-    tables = _c10d._world
-    name, tag = tables.pg_names[inner], tables.pg_to_tag.get(inner)
-    for table in _tables_by_group():
+    tables, by_group = _c10d._world, tables_by_group()
+    name, tag = by_group["pg_names"][inner], by_group["pg_to_tag"].get(inner)
+    for table in by_group.values():
         if inner in table:
             table[proxy] = table.pop(inner)
     tags = tables.tags_to_pg
@@ -253,9 +243,9 @@ def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
 
 
 def take_generation(inner: ProcessGroup, proxy: ProcessGroup) -> None:
-    """Remove a rebuilt ``inner`` from the tables: its proxy is there already. Not idempotent.
+    """Remove a rebuilt ``inner`` from the tables: its proxy is there already.
 
-    The proxy keeps the store of its first generation, in which users may have keys. Local.
+    The proxy keeps the store of its first generation, in which users may have keys.
     """
     if HAS_TORCHCOMMS:
         own_communicators(inner)
@@ -268,13 +258,10 @@ def take_generation(inner: ProcessGroup, proxy: ProcessGroup) -> None:
 
 
 _NAMED_TABLES = (
-    "pg_map",
-    "pg_names",
-    "pg_group_ranks",
-    "pg_backend_config",
-    "pg_to_tag",
-    "tags_to_pg",
+    *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"),
 )
+_HOOKS = "pg_flight_recorder_hooks"  # the recorder of a group, from 2.15 on
+_BY_GROUP = (*_NAMED_TABLES[:-1], "pg_coalesce_state", _HOOKS)
 
 
 class _OfThread(threading.local):
@@ -289,8 +276,8 @@ class Unseen:
     rebuilt while other threads create groups must not be counted, or ranks give one group different
     names. Existing groups are visible as before. After the block its groups are in no table.
 
-    Other threads are not affected. Each table is a property of the class of ``_world``, which torch
-    documents as the place to override them.
+    Each table is a property of the class of ``_world``, which torch documents as the place to
+    override them.
     """
 
     _lock = threading.Lock()
@@ -331,27 +318,20 @@ class Unseen:
         return property(find)
 
 
-class NameFreed:
-    """A block in which another group can be created under a group's name.
-
-    Torch refuses a name that is in use, and puts the other group in the place of the first.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-
-    def __enter__(self) -> None:
-        tables = _c10d._world
-        self._name = tables.pg_names[self._group]
-        tables.pg_names[self._group] = cast(Any, f"{self._name} (being rebuilt)")
-        _unregister_process_group(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        tables = _c10d._world
-        tables.pg_names[self._group] = self._name
+@contextmanager
+def name_freed(group: ProcessGroup) -> Iterator[None]:
+    """A block in which another group can be created under a group's name, which torch refuses."""
+    names = _c10d._world.pg_names
+    name = names[group]
+    names[group] = cast(Any, f"{name} (being rebuilt)")
+    _unregister_process_group(name)
+    try:
+        yield
+    finally:
+        names[group] = name
         with suppress(RuntimeError):
-            _unregister_process_group(self._name)
-        _register_process_group(self._name, self._group)
+            _unregister_process_group(name)
+        _register_process_group(name, group)
 
 
 def evict(inner: ProcessGroup) -> None:
@@ -361,7 +341,7 @@ def evict(inner: ProcessGroup) -> None:
     tables = _c10d._world
     name = tables.pg_names.get(inner)
     tag = tables.pg_to_tag.get(inner)
-    for table in _tables_by_group():
+    for table in tables_by_group().values():
         table.pop(inner, None)
     for groups in list(tables.tags_to_pg.values()):  # other threads may create groups
         with _changing_lists, suppress(ValueError):
@@ -396,24 +376,13 @@ def close_coalescing(group: ProcessGroup) -> None:
 
 
 def drop_generation(proxy: ProcessGroup) -> None:
-    """Remove the entries that belong to one generation. Local, idempotent."""
     _flight_recorder_hooks().pop(proxy, None)
 
 
-def _tables_by_group() -> tuple[dict[Any, Any], ...]:
-    tables = _c10d._world
-    return (
-        tables.pg_map,
-        tables.pg_names,
-        tables.pg_group_ranks,
-        tables.pg_backend_config,
-        tables.pg_to_tag,
-        tables.pg_coalesce_state,
-        _flight_recorder_hooks(),
-    )
+def tables_by_group() -> dict[str, dict[Any, Any]]:
+    """The tables whose keys are groups, by name."""
+    return {name: getattr(_c10d._world, name, {}) for name in _BY_GROUP}
 
 
 def _flight_recorder_hooks() -> dict[Any, Any]:
-    # 2.15 keeps the recorder of a group here; earlier versions have no such table.
-    hooks: dict[Any, Any] = getattr(_c10d._world, "pg_flight_recorder_hooks", {})
-    return hooks
+    return tables_by_group()[_HOOKS]

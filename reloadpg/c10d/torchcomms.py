@@ -42,7 +42,7 @@ TORCHCOMMS_RECOVERY = {
 
 
 def uses_torchcomms() -> bool:
-    """Whether torch creates its groups with TorchComms now, one at a time. Local.
+    """Whether torch creates its groups with TorchComms now.
 
     Torch writes rank and size into the process's environment for the time of each creation.
     """
@@ -51,7 +51,7 @@ def uses_torchcomms() -> bool:
 
 
 def torchcomms_obstacle() -> str:
-    """Say why this torch's groups cannot be rebuilt with TorchComms; empty if they can. Local.
+    """Say why this torch's groups cannot be rebuilt with TorchComms; empty if they can.
 
     Before 2.15 torch splits a parent for each new group. On plain torch 2.13 about 60 groups in a
     row hang, and so does a group of some ranks before one that includes others.
@@ -78,10 +78,10 @@ def _communicators(part: Any) -> list[Any]:
 
 
 def own_communicators(group: ProcessGroup) -> None:
-    """Remove a group's communicators from torch's list, so that they end with it. Local.
+    """Remove a group's communicators from torch's list, so that they end with it.
 
-    ``finalize()`` frees nothing with gloo. Torch calls it for all in the list when the default
-    group is destroyed, and it raises for a communicator that an offload has finalized.
+    Torch calls ``finalize()`` for all in the list when the default group is destroyed, and it
+    raises for a communicator that an offload has finalized.
     """
     for comm in _communicators(group):
         with suppress(ValueError):
@@ -89,7 +89,7 @@ def own_communicators(group: ProcessGroup) -> None:
 
 
 def abort_part(part: Any) -> None:
-    """Abort a group, or one of its backends, unless that would end the process. Local.
+    """Abort a group, or one of its backends, unless that would end the process.
 
     TorchComms' gloo cannot abort. Its NCCL, by the source, ends the process in ``abort()``, unless
     ``TORCHCOMM_ABORT_ON_ERROR=0`` was set when the communicator was created, and not by a split.

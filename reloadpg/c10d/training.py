@@ -60,7 +60,6 @@ def leaves_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def copy_tensors(into: Sequence[Tensor], of: Sequence[Tensor]) -> None:
-    """Copy tensors into others, in the order of the current stream."""
     if into:
         with torch.no_grad():
             torch._foreach_copy_(list(into), list(of), non_blocking=True)
@@ -101,10 +100,6 @@ def _groups(state: Any) -> list[Any]:
     return [one for one in (several or [state._fsdp_param_group]) if one is not None]
 
 
-def _is_idle(value: Any) -> bool:
-    return bool(value.name == "IDLE")
-
-
 def _is_unfinished(state: Any) -> bool:
     context, communication = state._state_ctx, state._comm_ctx
     return (
@@ -112,7 +107,7 @@ def _is_unfinished(state: Any) -> bool:
         or context.post_backward_final_callback_queued
         or bool(getattr(communication, "post_forward_order", ()))
         or any(
-            not _is_idle(group._training_state)
+            group._training_state.name != "IDLE"
             or group._all_gather_result is not None
             or any(one.sharded_state.name != "SHARDED" for one in group.fsdp_params)
             for group in _groups(state)
@@ -220,14 +215,11 @@ def step_flags(module: torch.nn.Module) -> list[tuple[Any, str]]:
 
 
 def refuse_unfinished() -> int:
-    """Let each FSDP2 model that a step has left unfinished refuse its next use. Local.
+    """Let each FSDP2 model that a step has left unfinished refuse its next use; count them.
 
     Its gathered parameters may be older than the weights that are loaded into it, and neither
     ``load_state_dict`` nor ``reshard()`` repairs that. A model that was reset, as by
     ``reset_iter_state()`` of torch 2.13, is not refused. Searches all objects of the process.
-
-    Returns:
-        The number of such models.
     """
     kind = getattr(sys.modules.get(_FSDP2), "FSDPState", None)
     if kind is None:
@@ -261,7 +253,7 @@ def _refuse_next_use(state: Any) -> None:
 
 
 def reset_step(module: torch.nn.Module) -> None:
-    """Drop the remains of an unfinished step in FSDP2 and in DDP's reducer. Local, idempotent.
+    """Drop the remains of an unfinished step in FSDP2 and in DDP's reducer. Idempotent.
 
     The order in which a reducer sums gradients stays as it is.
     """
@@ -286,7 +278,7 @@ def reset_pipeline(schedule: Any, stages: Sequence[Any]) -> None:
 
 
 def remake_step(module: torch.nn.Module) -> None:
-    """Recreate the reducer of each DDP in a module. Local.
+    """Recreate the reducer of each DDP in a module.
 
     A new process orders its gradients differently until its first step has ended, and all ranks
     must use one order.
@@ -304,10 +296,7 @@ def remake_step(module: torch.nn.Module) -> None:
 
 
 def replicas_of(module: torch.nn.Module, rank: int) -> set[int] | None:
-    """The ranks that hold the same parameters as one rank; None if the module does not say it.
-
-    DDP says it by its group, DTensors (FSDP2, tensor parallelism) by their meshes.
-    """
+    """The ranks with the same parameters, by DDP's groups and DTensors' meshes; None if unknown."""
     found: set[int] | None = None
     for one in module.modules():
         if isinstance(one, DistributedDataParallel):
@@ -344,5 +333,4 @@ def scaler_stages(scaler: Any) -> dict[int, dict[str, Any]] | None:
 
 
 def set_scaler_stages(scaler: Any, stages: dict[int, dict[str, Any]]) -> None:
-    """Put a GradScaler back to the stages read by :func:`scaler_stages`. Local."""
     scaler._per_optimizer_states = defaultdict(scaler._per_optimizer_states.default_factory, stages)

@@ -1,14 +1,9 @@
 """The record of the call that created a group, and its replay.
 
-The caller's arguments are captured once and passed to torch's original function at every reload.
-Positional arguments stay positional. ``timeout`` and ``pg_options`` are the caller's objects. Rank
-lists are copied, so the caller may change its lists.
-
 Only the members take part in a replay. If torch first created the group by splitting another one
 (``split_group``, or ``new_group`` under a default group that is bound to a device), all ranks of
 the parent took part. The replay instead creates a separate communicator for the members, with the
-same backend, timeout and options. So the cost of a reload depends on the rank's own groups, not on
-the size of the job, and no group depends on another one.
+same backend, timeout and options. So no group depends on another one.
 """
 
 from __future__ import annotations
@@ -17,11 +12,11 @@ import copy
 import hashlib
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, lru_cache
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -37,6 +32,7 @@ __all__ = [
     "Construction",
     "Facts",
     "Order",
+    "by_members",
     "group_order",
     "parameters_of",
     "thread",
@@ -58,12 +54,7 @@ class verbatim:  # noqa: N801 - a context manager
         self._before = thread.verbatim
         thread.verbatim = True
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         thread.verbatim = self._before
 
 
@@ -78,10 +69,9 @@ HANDED_OVER: Order = (2,)
 def group_order(name: str) -> Order:
     """Return the sort key of a group by its name: torch's counter, else a hash.
 
-    Torch's counter is equal on all ranks. The names of splits and of groups created with local
-    synchronization are hashes that only the members know, and their order of creation may differ
-    between ranks. One total order over both prevents a deadlock between ranks that share several
-    groups.
+    The names of splits and of groups created with local synchronization are hashes that only the
+    members know, and their order of creation may differ between ranks. One total order prevents a
+    deadlock between ranks that share several groups.
     """
     return (1, 0, int(name)) if name.isdecimal() else (1, 1, name)
 
@@ -126,13 +116,7 @@ _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Call(NamedTuple):
-    """One call: the original function and the caller's arguments.
-
-    Attributes:
-        function: torch's original function, never a wrapper.
-        args: positional arguments, rank lists copied.
-        kwargs: keyword arguments, rank lists copied; read-only.
-    """
+    """One call: torch's original function, and the caller's arguments with rank lists copied."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -172,18 +156,22 @@ class Call(NamedTuple):
         )
 
 
-Facts = tuple[
-    Call,
-    str,
-    Mapping[int, int],
-    str,
-    Mapping[str, str],
-    tuple[str, ...],
-    int,
-    str,
-    "tuple[object, timedelta | None] | None",
-]
-"""The facts that are read when a group is created: the arguments of :meth:`Construction.of`."""
+class Facts(NamedTuple):
+    """What is read when a group is created, and not copied: see :class:`Construction`.
+
+    ``ranks`` are the members as :func:`c10d.entry_of` returns them. ``parents`` are the options and
+    the timeout to use if the call has none.
+    """
+
+    call: Call
+    name: str
+    ranks: Mapping[int, int]
+    backend: str
+    devices: Mapping[str, str]
+    selected: tuple[str, ...]
+    rank: int
+    desc: str
+    parents: tuple[object, timedelta | None]
 
 
 @dataclass(frozen=True)
@@ -191,17 +179,13 @@ class Construction:
     """The record of one group's creation: everything that a replay needs.
 
     Attributes:
-        call: the captured call.
         name: the group's stable name, as torch gave it the first time.
         ranks: global ranks of the members, in the order of their group ranks.
         backend: the requested backend (``nccl``, ``cpu:gloo,cuda:nccl``).
         devices: backend by device type.
         selected: the device types whose backend is released and rebuilt.
-        order: sort key of the group.
-        rank: this process's rank in the group.
         options: ``pg_options``, from the caller or read from the group.
-        timeout: the timeout, from the caller or read from the group; None for torch's default.
-        desc: the description.
+        timeout: from the caller or read from the group; None for torch's default.
         rebuild: recreates a group passed to ``register_group()``; called in place of ``call``.
         destroy: destroys the group that torch or ``rebuild`` created; None for its ``shutdown()``.
     """
@@ -221,48 +205,24 @@ class Construction:
     destroy: Callable[[ProcessGroup], object] | None = None
 
     @classmethod
-    def of(
-        cls,
-        call: Call,
-        name: str,
-        ranks: Mapping[int, int],
-        backend: str,
-        devices: Mapping[str, str],
-        selected: tuple[str, ...],
-        rank: int,
-        desc: str,
-        parents: tuple[object, timedelta | None] | None,
-    ) -> Construction:
-        """Build the record from the call and the facts that were read when it returned.
-
-        ``ranks`` are the members as :func:`c10d.entry_of` returns them. ``parents`` are the options
-        and the timeout to use if the call has none. The others are the attributes.
-        """
-        given = call.given
-        options, timeout = parents or (None, None)
+    def of(cls, facts: Facts) -> Construction:
+        given = facts.call.given
+        options, timeout = facts.parents
         given_options = given.get("pg_options", given.get("backend_options"))
         given_timeout = given.get("timeout")
         return cls(
-            call,
-            name,
-            tuple(ranks),
-            backend,
-            dict(devices),
-            selected,
-            group_order(name),
-            rank,
+            facts.call,
+            facts.name,
+            tuple(facts.ranks),
+            facts.backend,
+            dict(facts.devices),
+            facts.selected,
+            group_order(facts.name),
+            facts.rank,
             options if given_options is None else given_options,
             timeout if given_timeout is None else given_timeout,
-            desc,
+            facts.desc,
         )
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return self.call.args
-
-    @property
-    def kwargs(self) -> Mapping[str, Any]:
-        return self.call.kwargs
 
     @property
     def is_world(self) -> bool:
@@ -285,7 +245,6 @@ class Construction:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether some of the group's backends stay alive while it is offloaded."""
         return bool(self.kept)
 
     @cached_property
@@ -296,7 +255,6 @@ class Construction:
 
     @property
     def summary(self) -> str:
-        """Backends and description, for messages."""
         backends = ",".join(f"{device}:{name}" for device, name in sorted(self.devices.items()))
         return backends if self.desc in ("", "undefined") else f"{backends} {self.desc!r}"
 
@@ -315,9 +273,6 @@ class Construction:
                 default group, except for the default group itself.
             device: the device that the group is bound to, or None.
             whole: whether to also create the backends that stay alive in an offload.
-
-        Returns:
-            The group; it is in the tables of c10d that this thread sees.
         """
         if self.rebuild is not None:
             with verbatim():
@@ -340,8 +295,8 @@ class Construction:
                 desc=self.desc,
             )
         call = self.call
-        if call.function.__name__ == "split_group":
-            call = self._as_new_group(backend)
+        if call.function.__name__ == "split_group":  # without its parent
+            call = by_members(self.ranks, self.timeout, backend, self.desc, self.options)
         elif part:
             call = call.replacing("backend", backend)
         with verbatim(), c10d.CreationByMembers(name, store, device):
@@ -350,15 +305,18 @@ class Construction:
             raise RuntimeError("torch returned the value for non-members to a member of the group")
         return cast(ProcessGroup, made)
 
-    def _as_new_group(self, backend: str) -> Call:
-        """The ``new_group`` call that creates the group of a split without its parent."""
-        kwargs = {
-            "ranks": list(self.ranks),
-            "timeout": self.timeout,
-            "backend": backend,
-            "pg_options": self.options,
-            "use_local_synchronization": True,
-            "group_desc": self.desc,
-            **({} if c10d.sorts_ranks() else {"sort_ranks": False}),
-        }
-        return Call(c10d.original("new_group"), (), kwargs)
+
+def by_members(
+    ranks: Sequence[int], timeout: object, backend: object, desc: str, options: object = None
+) -> Call:
+    """The ``new_group`` call in which only the members take part, ranks in this order."""
+    kwargs = {
+        "ranks": list(ranks),
+        "timeout": timeout,
+        "backend": backend,
+        "pg_options": options,
+        "use_local_synchronization": True,
+        "group_desc": desc,
+        **({} if c10d.sorts_ranks() else {"sort_ranks": False}),
+    }
+    return Call(c10d.original("new_group"), (), kwargs)

@@ -1,8 +1,7 @@
 """Dispatch of a group's collectives and controls to its live communicator.
 
-Every method of ``ProcessGroup`` in torch 2.8 to 2.15 is written out below, so that
-``grep "def allreduce"`` finds it. Methods that the installed torch lacks are removed at the end.
-Each method forwards to ``self._inner``: the live group, or the placeholder that raises.
+Every name of ``ProcessGroup`` in torch 2.8 to 2.15 is listed below. The methods are made from two
+templates. Each forwards to ``self._inner``: the live group, or the placeholder that raises.
 
 A collective costs one more Python call than on a plain group (benchmarks/dispatch.py). A call with
 ``**kwargs`` takes 0.05 us longer, so it is made only if there are any. A method must never return
@@ -12,175 +11,76 @@ None to C++, but a synchronous coalesced call of NCCL does since torch 2.8.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
-from torch import Tensor
-from torch.distributed import ProcessGroup, Work
-from torch.futures import Future
+from torch.distributed import ProcessGroup
 
 from .. import c10d
 
-__all__ = ["COLLECTIVES", "COMPLETED_WORK", "UNKNOWN", "Dispatch", "dispatched"]
+__all__ = ["COLLECTIVES", "COMPLETED_WORK", "DISPATCHED", "UNKNOWN", "Dispatch"]
 
-
-class _CompletedWork(Work):
-    """A Work that is complete."""
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> list[Tensor]:
-        return []
-
-    def synchronize(self) -> None:
-        return None
-
-    def get_future(self) -> Future[list[Tensor]]:
-        future: Future[list[Tensor]] = Future()
-        future.set_result([])
-        return future
-
-
-COMPLETED_WORK: Work = _CompletedWork()
+COMPLETED_WORK = c10d.completed_work()
 """Returned where a synchronous coalesced NCCL call returns None, since torch 2.8."""
+
+_KINDS = {
+    # collectives whose parameters are not listed below
+    "forwarded": """
+        _allgather_base _end_coalescing _reduce_scatter_base all_gather_single
+        all_gather_single_coalesced all_to_all_single allgather allgather_coalesced
+        allgather_into_tensor_coalesced allreduce allreduce_coalesced alltoall alltoall_base
+        broadcast gather gather_into_tensor gather_single recv_anysource reduce reduce_scatter
+        reduce_scatter_single reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced
+        scatter
+    """,
+    # of the live communicator; they do not return a Work
+    "controls": """
+        _backend_id _get_backend _get_sequence_number_for_group _register_backend
+        _set_default_backend _set_sequence_number_for_group get_backend get_reconfigure_handle
+        merge_remote_group monitored_barrier new_window reconfigure register_abort_hook
+        register_post_hook register_pre_hook split_group unregister_abort_hook
+        unregister_post_hook unregister_pre_hook
+    """,
+    # controls that are repeated after a rebuild
+    "carried": "_enable_collectives_timing _register_on_completion_hook",
+    # properties of the live communicator; False without one
+    "queries": """
+        supports_abort_hooks supports_completion_hooks supports_reconfigure supports_window
+    """,
+    # implemented by a reloadable group itself, in every state
+    "identity": """
+        _add_ephemeral_timeout _device_types _get_backend_name _has_hooks _set_group_desc
+        _set_group_name _wait_for_pending_works abort bound_device_id get_group_store group_desc
+        group_name name rank set_timeout shutdown size use_pg_for_symm_mem_rendezvous
+    """,
+    # the C++ base class of a reloadable group returns the right value
+    "inherited": """
+        BackendType CUSTOM GLOO MPI NCCL UCC UNDEFINED XCCL _id _pybind11_conduit_v1_ boxed unbox
+    """,
+}
+_OF = {kind: frozenset(names.split()) for kind, names in _KINDS.items()}
+INHERITED = _OF["inherited"]
+
+COLLECTIVES = _OF["forwarded"] | {"barrier", "recv", "send"}
+"""Names of the methods that return a Work."""
+
+_NAMES = frozenset(name for name in dir(ProcessGroup) if not name.startswith("__"))
+
+UNKNOWN = _NAMES - {"_start_coalescing"} - COLLECTIVES.union(*_OF.values())
+"""Methods of a torch newer than this module, which are assumed to need a communicator."""
+
+DISPATCHED = _NAMES - INHERITED - _OF["identity"] - _OF["queries"]
+"""Names of the methods that need a communicator: the placeholder refuses them."""
 
 
 class Dispatch(ProcessGroup):
     """A ``ProcessGroup`` whose every method calls the same method of ``self._inner``."""
 
     _inner: Any
+    _get_sequence_number_for_group: Callable[[], int]
 
-    # -- collectives: they return a Work ------------------------------------------------------
-
-    def _allgather_base(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner._allgather_base
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def _end_coalescing(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner._end_coalescing
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def _reduce_scatter_base(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner._reduce_scatter_base
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def all_gather_single(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.all_gather_single
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def all_gather_single_coalesced(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.all_gather_single_coalesced
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def all_to_all_single(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.all_to_all_single
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def allgather(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.allgather
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def allgather_coalesced(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.allgather_coalesced
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def allgather_into_tensor_coalesced(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.allgather_into_tensor_coalesced
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def allreduce(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.allreduce
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def allreduce_coalesced(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.allreduce_coalesced
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def alltoall(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.alltoall
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def alltoall_base(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.alltoall_base
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.broadcast
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def gather(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.gather
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def gather_into_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.gather_into_tensor
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def gather_single(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.gather_single
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def recv_anysource(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.recv_anysource
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.reduce
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.reduce_scatter
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def reduce_scatter_single(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.reduce_scatter_single
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def reduce_scatter_single_coalesced(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.reduce_scatter_single_coalesced
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def reduce_scatter_tensor_coalesced(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.reduce_scatter_tensor_coalesced
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
-
-    def scatter(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._inner.scatter
-        work = call(*args, **kwargs) if kwargs else call(*args)
-        return COMPLETED_WORK if work is None else work
+    # Changes made to the live group after its creation, which are carried over to the next one.
+    _calls: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...] = ()
 
     # The shortest methods list their parameters, which saves 5% of their time.
 
@@ -198,65 +98,6 @@ class Dispatch(ProcessGroup):
         work = self._inner.barrier(*args, **kwargs)
         return COMPLETED_WORK if work is None else work
 
-    # -- controls of the live communicator: they do not return a Work -------------------------
-
-    def _backend_id(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner._backend_id(*args, **kwargs)
-
-    def _get_backend(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner._get_backend(*args, **kwargs)
-
-    def _get_sequence_number_for_group(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner._get_sequence_number_for_group(*args, **kwargs)
-
-    def _register_backend(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner._register_backend(*args, **kwargs)
-
-    def _set_default_backend(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner._set_default_backend(*args, **kwargs)
-
-    def _set_sequence_number_for_group(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner._set_sequence_number_for_group(*args, **kwargs)
-
-    def get_backend(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner.get_backend(*args, **kwargs)
-
-    def get_reconfigure_handle(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner.get_reconfigure_handle(*args, **kwargs)
-
-    def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner.merge_remote_group(*args, **kwargs)
-
-    def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner.monitored_barrier(*args, **kwargs)
-
-    def new_window(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner.new_window(*args, **kwargs)
-
-    def reconfigure(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner.reconfigure(*args, **kwargs)
-
-    def register_abort_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner.register_abort_hook(*args, **kwargs)
-
-    def register_post_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner.register_post_hook(*args, **kwargs)
-
-    def register_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner.register_pre_hook(*args, **kwargs)
-
-    def split_group(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner.split_group(*args, **kwargs)
-
-    def unregister_abort_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner.unregister_abort_hook(*args, **kwargs)
-
-    def unregister_post_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner.unregister_post_hook(*args, **kwargs)
-
-    def unregister_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner.unregister_pre_hook(*args, **kwargs)
-
     def _start_coalescing(self, *args: Any, **kwargs: Any) -> None:
         try:
             self._inner._start_coalescing(*args, **kwargs)
@@ -264,111 +105,47 @@ class Dispatch(ProcessGroup):
             c10d.close_coalescing(self)
             raise
 
-    # -- controls that are carried over: ReloadableProcessGroup repeats them after a rebuild ---
 
-    def _enable_collectives_timing(self, *args: Any, **kwargs: Any) -> Any:
-        return self._carry("_enable_collectives_timing", args, kwargs)
-
-    def _register_on_completion_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._carry("_register_on_completion_hook", args, kwargs)
-
-    def _carry(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
-
-    # -- queries of the live communicator: False without one -----------------------------------
-
-    @property
-    def supports_abort_hooks(self) -> bool:
-        return getattr(self._inner, "supports_abort_hooks", False)
-
-    @property
-    def supports_completion_hooks(self) -> bool:
-        return getattr(self._inner, "supports_completion_hooks", False)
-
-    @property
-    def supports_reconfigure(self) -> bool:
-        return getattr(self._inner, "supports_reconfigure", False)
-
-    @property
-    def supports_window(self) -> bool:
-        return getattr(self._inner, "supports_window", False)
+def _collective(self: Any, *args: Any, **kwargs: Any) -> Any:
+    call = self._inner.METHOD
+    work = call(*args, **kwargs) if kwargs else call(*args)
+    return COMPLETED_WORK if work is None else work
 
 
-IDENTITY = frozenset(
-    {
-        "_add_ephemeral_timeout",
-        "_device_types",
-        "_get_backend_name",
-        "_has_hooks",
-        "_set_group_desc",
-        "_set_group_name",
-        "_wait_for_pending_works",
-        "abort",
-        "bound_device_id",
-        "get_group_store",
-        "group_desc",
-        "group_name",
-        "name",
-        "rank",
-        "set_timeout",
-        "shutdown",
-        "size",
-        "use_pg_for_symm_mem_rendezvous",
-    }
-)
-"""Names that a reloadable group implements itself, in every state."""
-
-INHERITED = frozenset(
-    {
-        "BackendType",
-        "CUSTOM",
-        "GLOO",
-        "MPI",
-        "NCCL",
-        "UCC",
-        "UNDEFINED",
-        "XCCL",
-        "_id",
-        "_pybind11_conduit_v1_",
-        "boxed",
-        "unbox",
-    }
-)
-"""Names for which the C++ base class of a reloadable group returns the right value."""
+def _control(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self._inner.METHOD(*args, **kwargs)
 
 
-COLLECTIVES = frozenset(
-    name
-    for name, method in vars(Dispatch).items()
-    if "COMPLETED_WORK" in getattr(getattr(method, "__code__", None), "co_names", ())
-)
-"""Names of the methods that return a Work."""
+def _carried(self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = self._inner.METHOD(*args, **kwargs)
+    self._calls = (*self._calls, ("METHOD", args, kwargs))
+    return result
 
 
-def dispatched() -> frozenset[str]:
-    """Names of the methods that need a communicator: the placeholder refuses them."""
-    methods = frozenset(name for name in vars(Dispatch) if not name.startswith("__"))
-    return methods - {"_inner", "_carry"} - {n for n in methods if n.startswith("supports_")}
+def _query(self: Any) -> bool:
+    return getattr(self._inner, "METHOD", False)
 
 
-def _forward(name: str) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._inner, name)(*args, **kwargs)
+def _method(template: Any, name: str) -> FunctionType:
+    """Return the template with ``METHOD`` replaced: as fast as a method that is written out."""
 
-    forward.__name__ = name
-    return forward
+    def replaced(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(name if value == "METHOD" else value for value in values)
+
+    code = template.__code__
+    names, constants = replaced(code.co_names), replaced(code.co_consts)
+    code = code.replace(co_name=name, co_names=names, co_consts=constants)
+    return FunctionType(code, globals(), name)
 
 
-UNKNOWN = frozenset(
-    name
-    for name in dir(ProcessGroup)
-    if not name.startswith("__") and name not in {*vars(Dispatch), *IDENTITY, *INHERITED}
-)
-"""Methods of a torch newer than this module, which are assumed to need a communicator."""
-
-for _name in UNKNOWN:
-    setattr(Dispatch, _name, _forward(_name))
-for _name in dispatched() | {n for n in vars(Dispatch) if n.startswith("supports_")}:
-    if not hasattr(ProcessGroup, _name):  # hasattr() must give the same result as on a plain group
-        delattr(Dispatch, _name)
+for _template, _names in (
+    (_collective, _OF["forwarded"]),
+    (_control, _OF["controls"] | UNKNOWN),
+    (_carried, _OF["carried"]),
+    (_query, _OF["queries"]),
+):
+    # hasattr() must give the same result as on a plain group of the installed torch
+    for _name in _NAMES & _names:
+        _made = _method(_template, _name)
+        setattr(Dispatch, _name, property(_made) if _template is _query else _made)
 c10d.skip_in_compiled_code(f for f in vars(Dispatch).values() if hasattr(f, "__code__"))

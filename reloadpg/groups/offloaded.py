@@ -9,33 +9,15 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..errors import GroupDestroyedError, GroupOffloadedError
-from .dispatch import dispatched
+from .dispatch import DISPATCHED
 from .sets import TRAINER
-
-if TYPE_CHECKING:
-    from typing import Protocol
-
-    class Owner(Protocol):
-        """The group that holds the placeholder."""
-
-        @property
-        def state(self) -> GroupState: ...
-
-        @property
-        def group_name(self) -> str: ...
-
-        @property
-        def set_name(self) -> str: ...
-
-        def set_default_timeout(self, timeout: timedelta) -> None: ...
-
 
 __all__ = ["GroupState", "Offloaded", "OffloadedBackend", "UnderWay"]
 
@@ -76,11 +58,7 @@ _operation: ContextVar[UnderWay | None] = ContextVar("reloadpg_operation", defau
 
 
 class UnderWay:
-    """An operation in a separate thread. Until it ends, only its threads can use the groups.
-
-    Attributes:
-        operation: its name.
-    """
+    """An operation in a separate thread. Until it ends, only its threads can use the groups."""
 
     def __init__(self, operation: str) -> None:
         self.operation = operation
@@ -93,11 +71,9 @@ class UnderWay:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread is one of the operation's."""
         return _operation.get() is self
 
     def end(self) -> None:
-        """Mark the operation as ended. Local, idempotent."""
         self._ended.set()
 
     def wait(self) -> None:
@@ -110,7 +86,6 @@ class Offloaded:
     """The placeholder that a group without a live communicator dispatches to.
 
     Args:
-        owner: the group.
         kept: the backends of a mixed group that stay alive and still serve their devices.
         reason: why the group failed, for messages.
         suspended: the group that torch created, if its communicator is suspended.
@@ -123,7 +98,7 @@ class Offloaded:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: Any,
         kept: ProcessGroup | None,
         reason: str = "",
         suspended: ProcessGroup | None = None,
@@ -183,18 +158,13 @@ class OffloadedBackend:
     is read from a cache, to set a timeout, and to destroy another group. Only the methods that
     these need work; all others raise :class:`~reloadpg.errors.GroupOffloadedError`. ``isinstance``
     is true for the backend's class, which torch checks before it sets a timeout (before 2.15).
-
-    Args:
-        placeholder: the placeholder that the group dispatches to.
-        owner: the group.
-        device: the device type.
     """
 
     uid = -1
     supports_coalescing = False
     supports_splitting = False
 
-    def __init__(self, placeholder: Offloaded, owner: Owner, device: str) -> None:
+    def __init__(self, placeholder: Offloaded, owner: Any, device: str) -> None:
         self._placeholder = placeholder
         self._owner = owner
         self._device = device
@@ -240,6 +210,6 @@ def _refusing(name: str) -> Callable[..., Any]:
     return refuse
 
 
-for _name in dispatched():
+for _name in DISPATCHED:
     setattr(Offloaded, _name, _refusing(_name))
 c10d.skip_in_compiled_code(f for f in vars(Offloaded).values() if hasattr(f, "__code__"))

@@ -128,8 +128,7 @@ def _originals(name: str) -> list[Any]:
 def _bindings(targets: Iterable[int]) -> Iterator[tuple[ModuleType, str, int]]:
     """Yield every name in every loaded module that is bound to one of the objects with these ids.
 
-    Reads module dictionaries only: no ``__getattr__`` or ``__dir__`` of a module is called. A quick
-    set test skips the modules that hold no target, which is nearly all of them.
+    Reads module dictionaries only: no ``__getattr__`` or ``__dir__`` of a module is called.
     """
     ids = frozenset(targets)
     for module in list(sys.modules.values()):

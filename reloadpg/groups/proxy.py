@@ -44,9 +44,6 @@ class History:
         strategy: strategy of the last release; empty before the first one.
         held_bytes: bytes that its communicator held then, as the backend reported them, or None.
         suspended_bytes: the part of these bytes that a suspend releases.
-        cycles: number of releases.
-        offload_ms, reload_ms: time that the last offload and reload took for this group; None
-            before the first.
     """
 
     strategy: str = ""
@@ -80,14 +77,6 @@ class ReloadableProcessGroup(Dispatch):
             none.
         names_in_store: names of the generations that have keys in the job's store.
         before_end: called before the group is destroyed for good.
-
-    Args:
-        inner: the live group.
-        record: the record of its creation, or the facts from which it is built on first use.
-        name: its stable name.
-        rank: this process's rank in it.
-        size: its number of members.
-        desc: its description.
     """
 
     # Every member creates one instance for each of its groups. To keep that cheap, the initial
@@ -103,41 +92,33 @@ class ReloadableProcessGroup(Dispatch):
 
     # Changes made to the live group after its creation, which are carried over to the next one.
     _timeouts: Mapping[str, timedelta] = MappingProxyType({})
-    _calls: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...] = ()
     _symm_mem: Any = None
 
-    def __init__(
-        self,
-        inner: ProcessGroup,
-        record: Construction | Facts,
-        *,
-        name: str,
-        rank: int,
-        size: int,
-        desc: str,
-    ) -> None:
+    def __init__(self, inner: ProcessGroup, record: Construction | Facts) -> None:
+        rank, size = record.rank, len(record.ranks)
         # The (store, rank, size) form, the only one in torch's stubs, fails for subclasses.
         ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg, arg-type]
         self._current: Any = inner
         self._inner = inner
         self._record = record
-        self._name = name
+        self._name = record.name
         self._rank = rank
         self._size = size
-        self._desc = desc
-        self.names_in_store = [name]
+        self._desc = record.desc
+        self.names_in_store = [record.name]
         self._backend_name = inner.name()
         self._devices = inner._device_types
         device = inner.bound_device_id
         if device is not None:
             # The C++ getter is not virtual, so the proxy's C++ object must hold the device.
             _BOUND_DEVICE.__set__(self, device)
+        c10d.take_place(inner, self)
 
     @property
     def construction(self) -> Construction:
         record = self._record
         if not isinstance(record, Construction):
-            record = self._record = Construction.of(*record)
+            record = self._record = Construction.of(record)
         return record
 
     @property
@@ -165,19 +146,14 @@ class ReloadableProcessGroup(Dispatch):
     getRank = ProcessGroup.__dict__["rank"]  # noqa: N815
     getSize = ProcessGroup.__dict__["size"]  # noqa: N815
 
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self._name
-
     def getGroupName(self) -> str:  # noqa: N802 - looked up by C++
         return self._name
 
-    @property
-    def group_desc(self) -> str:
-        return self._desc
-
     def getGroupDesc(self) -> str:  # noqa: N802 - looked up by C++
         return self._desc
+
+    group_name = property(getGroupName)  # type: ignore[assignment]
+    group_desc = property(getGroupDesc)
 
     def getBackendName(self) -> str:  # noqa: N802 - looked up by C++
         # Not the live backend's name: given "gloo", DDP's logger requests a gloo backend from the
@@ -187,8 +163,7 @@ class ReloadableProcessGroup(Dispatch):
     def name(self) -> str:
         return self._backend_name
 
-    def _get_backend_name(self) -> str:
-        return self._backend_name
+    _get_backend_name = name
 
     @property
     def _device_types(self) -> list[Any]:
@@ -238,11 +213,6 @@ class ReloadableProcessGroup(Dispatch):
     def _wait_for_pending_works(self) -> None:
         if self.is_live:
             self._current._wait_for_pending_works()
-
-    def _carry(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = getattr(self._inner, name)(*args, **kwargs)
-        self._calls = (*self._calls, (name, args, kwargs))
-        return result
 
     def __copy__(self) -> ReloadableProcessGroup:
         return self
@@ -480,13 +450,7 @@ c10d.skip_in_compiled_code(
 
 
 def find_group(name: str, ranks: tuple[int, ...] = ()) -> ProcessGroup:
-    """Return this process's group of that name, to resolve a pickled group.
-
-    Local; works while the group is offloaded.
-
-    Raises:
-        GroupPickleError: this process has no group of that name, or its ranks differ.
-    """
+    """Return this process's group of that name, to resolve a pickled group."""
     for group in c10d.known_groups():
         if c10d.name_of(group) == name:
             if ranks and c10d.ranks_of(group) != tuple(ranks):

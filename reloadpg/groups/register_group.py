@@ -83,14 +83,6 @@ def register_group(
         rebuild=rebuild,
         destroy=destroy,
     )
-    proxy = ReloadableProcessGroup(
-        group,
-        construction,
-        name=name,
-        rank=construction.rank,
-        size=len(construction.ranks),
-        desc=construction.desc,
-    )
+    proxy = ReloadableProcessGroup(group, construction)
     proxy.set_name = set_name
-    c10d.take_place(group, proxy)
     return proxy

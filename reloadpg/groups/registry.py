@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch.distributed import ProcessGroup
@@ -46,16 +46,6 @@ _CONNECT_S = 6.0
 """Seconds within which a connection to the store succeeds without a response from DNS."""
 
 
-class Patched(Protocol):
-    """The names that an installation has changed."""
-
-    def foreign(self) -> list[str]:
-        """List the names that other code has changed since, with their current value."""
-
-    def undo(self) -> None:
-        """Restore the originals."""
-
-
 @dataclass(frozen=True)
 class Options:
     """The arguments of ``install``; equal ones make a second ``install`` a no-op."""
@@ -84,13 +74,7 @@ class Options:
 
 
 class Unfinished(NamedTuple):
-    """A call that is still running after its operation has failed.
-
-    Attributes:
-        group: description of the group.
-        task: the call.
-        creates: whether it creates a communicator and waits for peers; otherwise it destroys one.
-    """
+    """A call that still runs after its operation has failed: it creates or destroys a group."""
 
     group: str
     task: Task[Any]
@@ -125,20 +109,15 @@ class Job:
 
     Attributes:
         of: the default group of the job; the job ends with it.
-        rendezvous: the rendezvous of the job's ranks.
         sets: the states of the sets. Blocks refer to these and not to the job, whose store ends
             with the default group.
         generation: number of completed reloads, of any set.
         cycles: number of completed offloads, of any set.
-        unfinished: calls that are still running after their operation has failed.
         doomed: detached communicators that are not destroyed yet, with a description of their
             groups.
         creation_stores: store clients for creating groups; None without peers.
         connecting: connections to the store that are made in the background.
         suspend_obstacle: the suspend or resume that has failed; empty if none has.
-        last_error: the error that the last operation raised on this rank; empty if none.
-        round: the current round, or the last one.
-        position: this rank's position in the loops of ``retrying``.
         loops: the loops of ``retrying`` on this rank; used by that module only.
         replaced: the ranks that were replaced since the last completed step; equal on all ranks
             at the same step.
@@ -169,7 +148,6 @@ class Job:
 
     @property
     def offloaded(self) -> bool:
-        """Whether any set is offloaded."""
         return any(state.offloaded for state in self.sets.all())
 
     def end(self) -> None:
@@ -178,10 +156,7 @@ class Job:
         self.await_connections()
 
     def await_connections(self) -> None:
-        """Wait for connections in progress, which hold rank 0's store; for a limited time.
-
-        A connection to which the server does not respond is abandoned.
-        """
+        """Wait a limited time for connections in progress, which hold rank 0's store."""
         wait = Wait("the end of the job", _CONNECT_S)
         for task in self.connecting:
             if not task.is_current:  # that thread may have released the last reference
@@ -200,9 +175,8 @@ class Callback(NamedTuple):
 class Callbacks:
     """The callbacks that users registered.
 
-    They are called before groups are released, before and after they are rebuilt, with the report
-    of each operation, with each call of ``install``, and once by the next ``uninstall``. Those in
-    ``begin`` are called at the start of an operation, before any change. They must not raise.
+    Those in ``begin`` are called at the start of an operation, before any change; they must not
+    raise. Those in ``uninstall`` are called once.
     """
 
     begin: list[Callable[[], object]] = field(default_factory=list)
@@ -215,16 +189,6 @@ class Callbacks:
     uninstall: list[Callable[[], object]] = field(default_factory=list)
 
 
-class Owner(Protocol):
-    """A lifecycle operation. While ``is_running`` is true, no other one can start."""
-
-    name: str
-    is_running: bool
-
-    def status(self) -> Any:
-        """Return its progress. Local, from any thread."""
-
-
 class Registry:
     """The state behind the public functions. One instance per process: :data:`registry`."""
 
@@ -232,10 +196,12 @@ class Registry:
         self._clear()
 
     def _clear(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Never held across a callback or a collective step."""
         self.pid = os.getpid()
         self.options: Options | None = None
-        self.patches: Patched | None = None
+        self.patches: Any = None
+        """The ``Patches`` of the installation; None without one."""
         self.by_environment = False
         """Whether ``RELOADPG_AUTOINSTALL`` made the installation."""
         self.callbacks = Callbacks()
@@ -249,7 +215,7 @@ class Registry:
         self.outside_tables: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
         """Groups that are in none of torch's tables, with the reason."""
         self._job: Job | None = None
-        self._running: weakref.ref[Owner] | None = None
+        self._running: weakref.ref[Any] | None = None
         self._inherited: ProcessGroup | None = None
 
     def after_fork(self) -> None:
@@ -271,15 +237,7 @@ class Registry:
     # -- the job ----------------------------------------------------------------------------
 
     def job(self, operation: str, predecessor: Predecessor | None = None) -> Job | None:
-        """Return the job of the current default group; None when nothing is initialised.
-
-        Args:
-            operation: name of the caller, for messages.
-            predecessor: the process that this one replaces, if it joins a running job.
-
-        Raises:
-            ReloadpgError: the default group was inherited from a parent process.
-        """
+        """Return the job of the current default group, which may join one; None without a group."""
         world = c10d.world()
         if world is None:
             self._job = None
@@ -290,7 +248,7 @@ class Registry:
                 "belong to the parent process and cannot be used or changed. Call it in the "
                 "parent, or start the child with the 'spawn' method and initialise it there."
             )
-        with self._lock:
+        with self.lock:
             if self._job is None or self._job.of() is not world:
                 # Rank 0's store, and the server in it, must not outlive the default group:
                 # otherwise the next job would find the keys of this one.
@@ -307,7 +265,6 @@ class Registry:
             return self._job
 
     def begin_job(self) -> None:
-        """Register the job of a default group that all ranks have just created."""
         job = self.job("init_process_group")
         if job is not None and not job.rendezvous.alone:
             job.rendezvous.count_job(c10d.root_store(job.world))
@@ -332,10 +289,7 @@ class Registry:
         return sorted(groups, key=lambda group: group.construction.order)
 
     def unmanaged(self) -> list[tuple[ProcessGroup, str]]:
-        """List the groups that are selected but not managed, with the reason.
-
-        They keep their communicators while the others are offloaded. Local.
-        """
+        """List the groups that are selected but not managed, with the reason."""
         found = [
             (group, self.left_alone.get(group, _RAW))
             for group, bypass in self._others()
@@ -348,7 +302,6 @@ class Registry:
         return found
 
     def bypassed(self) -> list[tuple[ProcessGroup, Bypass]]:
-        """List the groups that bypass, with the reason. Local."""
         return [(group, bypass) for group, bypass in self._others() if bypass is not None]
 
     def _others(self) -> Iterator[tuple[ProcessGroup, Bypass | None]]:
@@ -361,7 +314,6 @@ class Registry:
                 yield group, bypass_of(group, options.selection)
 
     def offloaded(self) -> list[ReloadableProcessGroup]:
-        """List the managed groups without a live communicator."""
         return [group for group in self.managed() if group.state is not GroupState.LIVE]
 
     @property
@@ -376,45 +328,35 @@ class Registry:
 
     # -- one operation at a time --------------------------------------------------------------
 
-    def begin(self, owner: Owner) -> None:
+    def begin(self, operation: Any) -> None:
         """Refuse a second lifecycle operation while one runs, from any thread or callback.
 
         The operation ends when its ``is_running`` is false or when the object is deleted, so an
         interrupt at any instruction leaves no process busy. Call this within the ``try`` whose
         ``finally`` resets ``is_running``.
-
-        Raises:
-            ReloadpgError: another operation runs.
         """
-        with self._lock:
-            running = self._owner()
+        with self.lock:
+            running = self._operation()
             if running is not None:
                 raise ReloadpgError(
-                    f"{owner.name} was called while {running.name} is running in this process; "
+                    f"{operation.name} was called while {running.name} is running in this process; "
                     "nothing was changed. Call them one after the other, from one thread and "
                     "not from a callback. After a call with wait=False, first call result() on "
                     "its handle."
                 )
-            self._running = weakref.ref(owner)
+            self._running = weakref.ref(operation)
 
-    def _owner(self) -> Owner | None:
-        owner = None if self._running is None else self._running()
-        return owner if owner is not None and owner.is_running else None
+    def _operation(self) -> Any:
+        found = None if self._running is None else self._running()
+        return found if found is not None and found.is_running else None
 
     @property
     def busy(self) -> bool:
-        """Whether a lifecycle operation is running in this process."""
-        return self._owner() is not None
+        return self._operation() is not None
 
     def progress(self) -> Any:
-        """Return the progress of the running operation, or None. Local, from any thread."""
-        running = self._owner()
+        running = self._operation()
         return None if running is None else running.status()
-
-    @property
-    def lock(self) -> threading.RLock:  # type: ignore[valid-type]
-        """Lock of the installation; never held across a callback or a collective step."""
-        return self._lock
 
 
 def bypass_of(group: ProcessGroup, selection: Selection) -> Bypass | None:

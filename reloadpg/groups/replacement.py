@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from .. import c10d
 from ..errors import ReloadpgError, described
 from ..rendezvous.predecessor import Predecessor
-from .creation import Call, verbatim
+from .creation import Call, by_members, verbatim
 from .proxy import ReloadableProcessGroup
 from .registry import registry
 from .sets import TRAINER
@@ -23,14 +23,9 @@ __all__ = ["Places", "await_members", "is_without_backends", "replaces", "split_
 
 
 class Places:
-    """Find out whether a new default group joins a running job.
+    """Find the process of a running job that a new default group replaces: ``taken``, or None."""
 
-    Attributes:
-        taken: the process that this one replaces; None if the job is new.
-    """
-
-    def __init__(self) -> None:
-        self.taken: Predecessor | None = None
+    taken: Predecessor | None = None
 
     def take(self, asked: c10d.Asked) -> bool:
         """Read from the store which process this one replaces, if any. Waits a limited time."""
@@ -86,19 +81,14 @@ def split_alone(call: Call) -> Any:
     name, members = c10d.part_of_split(parent, ranks)
     if members is None:
         return c10d.non_member()
-    kwargs = {
-        "ranks": members,
-        "timeout": given.get("timeout"),
-        "backend": given.get("backend") or c10d.backend_of(parent),
-        "use_local_synchronization": True,
-        "group_desc": given.get("group_desc") or f"{c10d.desc_of(parent)}:split",
-        **({} if c10d.sorts_ranks() else {"sort_ranks": False}),
-    }
+    backend = given.get("backend") or c10d.backend_of(parent)
+    desc = given.get("group_desc") or f"{c10d.desc_of(parent)}:split"
+    alone = by_members(members, given.get("timeout"), backend, desc)
     creation = c10d.CreationByMembers(
         name, c10d.store_of(parent), without_backends=is_without_backends
     )
     with verbatim(), creation:
-        made = c10d.original("new_group")(**kwargs)
+        made = alone()
     made.bound_device_id = parent.bound_device_id  # as torch does, for any backend
     return made
 

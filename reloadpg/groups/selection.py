@@ -21,12 +21,7 @@ STRATEGY_NAMES = ("recreate", "suspend")
 
 
 class Bypass(NamedTuple):
-    """Why a group bypasses.
-
-    Attributes:
-        reason: as text.
-        remedy: the argument of ``install`` that would make the group reloadable.
-    """
+    """Why a group bypasses, and the argument of ``install`` that would make it reloadable."""
 
     reason: str
     remedy: str
@@ -34,16 +29,10 @@ class Bypass(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """Rule that selects the reloadable groups, and the backends of each to release.
+    """Rule that selects the reloadable groups, and the backends of each: arguments of ``install``.
 
-    Attributes:
-        backends: backend names to make reloadable; None means every backend that serves an
-            accelerator.
-        min_size: smallest number of members; smaller groups bypass.
-        world: whether the default group is made reloadable too.
-        exclude: patterns (``fnmatch``) of the description or name of groups that bypass.
-        sets: for each set, the patterns of the modules that create its groups, in order. None as a
-            set, or as its patterns, makes the groups bypass.
+    None for ``backends`` means every backend that serves an accelerator; None as a set, or as its
+    patterns, makes the groups bypass.
     """
 
     backends: frozenset[str] | None = None
@@ -63,21 +52,7 @@ class Selection:
         *,
         registered_later: bool = False,
     ) -> Selection:
-        """Validate the options of ``install``.
-
-        Args:
-            backends: see ``install``.
-            min_size: see ``install``.
-            world: see ``install``.
-            exclude: see ``install``.
-            sets: see ``install``.
-            registered_later: whether ``backends`` may have names that torch does not know yet.
-
-        Raises:
-            InvalidOptionError: an unknown backend, no backend, ``min_size`` below 1, a ``world``
-                that is not a bool, an ``exclude`` that is not a pattern, or ``sets`` that do not
-                map names to patterns.
-        """
+        """Validate the arguments; ``registered_later`` allows backends unknown to torch."""
         if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
             raise InvalidOptionError(
                 f"install(min_size={min_size!r}): the smallest group is one rank; nothing was "
@@ -128,12 +103,7 @@ class Selection:
         return f"backends={backends}, min_size={self.min_size}, world={self.world}{exclude}{sets}"
 
     def selected(self, devices: Mapping[str, str], size: int) -> tuple[str, ...]:
-        """Return the device types whose backend is released; empty for a group that bypasses.
-
-        Args:
-            devices: backend by device type.
-            size: number of members.
-        """
+        """Return the device types whose backend is released; empty for a group that bypasses."""
         if size < self.min_size:
             return ()
         names = self.backends
@@ -157,7 +127,7 @@ class Selection:
     def set_now(self) -> str | None:
         """Return the set of a group that this thread creates now; None for a group that bypasses.
 
-        Local. The innermost region decides; without one, the nearest caller that a rule matches.
+        The innermost region decides; without one, the nearest caller that a rule matches.
         """
         if regions := open_regions.get():
             return self.managed_set(regions[-1])
@@ -182,16 +152,7 @@ class Selection:
         is_world: bool = False,
         in_set: str | None = TRAINER,
     ) -> Bypass | None:
-        """Return why a group bypasses; None if it is selected.
-
-        Args:
-            devices: backend by device type.
-            size: number of members.
-            name: the group's name.
-            desc: its description.
-            is_world: whether it is the default group.
-            in_set: its set; None if a rule or region puts it in no set.
-        """
+        """Return why a group bypasses; None if it is selected. A group may be in no set."""
         if is_world and not self.world:
             return Bypass("install(world=False)", "world=True")
         if self.managed_set(in_set) is None:
@@ -310,7 +271,7 @@ class StrategyPolicy:
         return any(name != "recreate" for name in (self.name, *self.groups.values()))
 
     def wanted(self, name: str, desc: str) -> str:
-        """Return the strategy that the user chose for a group."""
+        """Return the strategy that the user chose for a group. Local, pure."""
         for pattern, strategy in self.groups.items():
             if fnmatchcase(desc, pattern) or fnmatchcase(name, pattern):
                 return strategy

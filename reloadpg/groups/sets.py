@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from types import FrameType, TracebackType
+from types import FrameType
 
 from ..errors import InvalidOptionError
 
@@ -65,17 +65,12 @@ class region(ContextDecorator):  # noqa: N801 - used like a function
     def __enter__(self) -> None:
         open_regions.set((*open_regions.get(), self._name))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         open_regions.set(open_regions.get()[:-1])
 
 
 def creators(frame: FrameType | None = None) -> Iterator[str]:
-    """Yield the modules of the functions on the call stack, innermost first. Local.
+    """Yield the modules of the functions on the call stack, innermost first, that create groups.
 
     Functions of torch and of this library are skipped: they create groups for their callers.
     """
@@ -88,7 +83,6 @@ def creators(frame: FrameType | None = None) -> Iterator[str]:
 
 
 def check_name(name: object, where: str) -> None:
-    """Raise InvalidOptionError if this cannot be the name of a set."""
     if not isinstance(name, str) or not name:
         raise InvalidOptionError(
             f"{where}({name!r}): not the name of a set; nothing was changed. Pass a name such as "
@@ -98,12 +92,7 @@ def check_name(name: object, where: str) -> None:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The sets that an operation is for.
-
-    Attributes:
-        names: sets.
-        others: whether it is for all sets except ``names``.
-    """
+    """The sets that an operation is for: ``names``, or all ``others``."""
 
     names: frozenset[str] = frozenset()
     others: bool = True
@@ -120,7 +109,6 @@ class Chosen:
         return (name in self.names) != self.others
 
     def without(self, other: Chosen) -> Chosen:
-        """Return the difference."""
         if not other.others:
             if self.others:
                 return Chosen(self.names | other.names)
@@ -129,11 +117,9 @@ class Chosen:
         return Chosen(kept, others=False)
 
     def overlaps(self, other: Chosen) -> bool:
-        """Whether a set is in both."""
         return bool(self.without(Chosen(other.names, others=not other.others)))
 
     def joined(self, names: Iterable[str]) -> Chosen:
-        """Return the union."""
         found = frozenset(names)
         return Chosen(self.names - found if self.others else self.names | found, self.others)
 
@@ -197,11 +183,9 @@ class SetStates:
 
     @property
     def names(self) -> list[str]:
-        """The sets that operations have named."""
         return list(self._named)
 
     def all(self) -> list[SetState]:
-        """Return all states."""
         return [*self._named.values(), self._rest]
 
     def where(self, chosen: Chosen, holds: Callable[[SetState], bool]) -> Chosen:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,14 +15,7 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..rendezvous.predecessor import Predecessor
-from .creation import (
-    WORLD_ORDER,
-    Call,
-    Construction,
-    parameters_of,
-    thread,
-    verbatim,
-)
+from .creation import WORLD_ORDER, Call, Construction, Facts, parameters_of, thread, verbatim
 from .proxy import GroupState, ReloadableProcessGroup
 from .registry import bypass_of, registry
 from .replacement import Places, await_members, is_without_backends, replaces, split_alone
@@ -40,10 +34,7 @@ _UNCHANGED = frozenset({list, tuple, range, type(None)})
 
 
 def wrappers() -> dict[str, Wrapper]:
-    """Return the wrappers that the installed torch needs, by the name of the wrapped function.
-
-    A dotted name is a method, or a function of a module other than c10d's.
-    """
+    """Return the wrappers that the installed torch needs; a dotted name is in another module."""
     found: dict[str, Wrapper] = {
         "new_group": _new_group,
         "_new_group_with_tag": _new_group,  # torch's compiler creates its own groups with it
@@ -111,12 +102,10 @@ def _init_process_group(wrapped: Function) -> Function:
             return wrapped(*args, **kwargs)
         call = Call.capture(wrapped, args, kwargs)
         options, places = registry.options, Places()
-        if options is not None and options.recoverable:
-            with verbatim(), c10d.CreationByMembers(without_backends=places.take):
-                result = wrapped(*call.args, **call.kwargs)
-        else:
-            with verbatim():
-                result = wrapped(*call.args, **call.kwargs)
+        joins = options is not None and options.recoverable
+        creation = c10d.CreationByMembers(without_backends=places.take) if joins else nullcontext()
+        with verbatim(), creation:
+            result = wrapped(*call.args, **call.kwargs)
         if manage_world(call, places.taken) is not None:
             registry.begin_job()
         _warn_of_unknown_backends()
@@ -169,14 +158,8 @@ def _manage(
     """Replace a new group by a proxy if it is selected and does not manage itself.
 
     Every member makes this call for every group. Work that only an operation needs is deferred to
-    ``Construction.of``, which runs when the record is first read.
-
-    Args:
-        made: the group that torch created.
-        call: the call that created it; None to capture it now, if the group is selected.
-        function: the function that was called with ``args`` and ``kwargs``.
-        args: see ``function``.
-        kwargs: see ``function``.
+    ``Construction.of``, which runs when the record is first read. Without a ``call``, it is
+    captured now, if the group is selected.
     """
     options = registry.options
     if options is None or type(made) is ReloadableProcessGroup:
@@ -200,7 +183,7 @@ def _manage(
     if call is None:
         call = Call.capture(function, args, kwargs)
     bare = not c10d.has_backends(made) and replaces()
-    parents = None
+    parents: tuple[object, Any] = (None, None)
     if function.__name__ == "split_group":  # torch has copied the parent's options
         timeouts = c10d.get_timeouts(made, selected).values()
         parent = Call(function, args, kwargs).given.get("parent_pg") or c10d.world()
@@ -215,18 +198,16 @@ def _manage(
     for value in call.kwargs.values():
         c10d.forget_parent(value)
     rank, desc = made.rank(), str(made.group_desc)
-    facts = (call, name, ranks, backend, devices, selected, rank, desc, parents)
-    proxy = ReloadableProcessGroup(made, facts, name=name, rank=rank, size=size, desc=desc)
+    facts = Facts(call, name, ranks, backend, devices, selected, rank, desc, parents)
+    proxy = ReloadableProcessGroup(made, facts)
     if set_name != TRAINER:
         proxy.set_name = set_name
-    c10d.take_place(made, proxy)
     if bare:
         await_members(proxy)
     return proxy
 
 
 def _obstacle(group: ProcessGroup, size: int) -> str:
-    """Return why a selected group cannot be managed; empty if it can."""
     if callable(getattr(group, "configure", None)):  # no group of torch has it
         return "its configure() recreates its communicators, like torchft's: it manages itself"
     try:
@@ -243,10 +224,8 @@ def manage_world(
 ) -> ReloadableProcessGroup | None:
     """Make the default group reloadable if it is selected. Local, idempotent.
 
-    Args:
-        call: the captured ``init_process_group``; None if it ran before ``install``: its arguments
-            are then read from the live group.
-        predecessor: the process that this one replaces in a running job, if any.
+    The arguments of an ``init_process_group`` before ``install`` (``call`` is None) are read from
+    the live group.
     """
     options = registry.options
     world = c10d.world()
@@ -281,15 +260,7 @@ def manage_world(
         str(world.group_desc),
     )
     c10d.complete_ranks(world, tuple(devices))
-    proxy = ReloadableProcessGroup(
-        world,
-        construction,
-        name=construction.name,
-        rank=construction.rank,
-        size=len(ranks),
-        desc=construction.desc,
-    )
-    c10d.take_place(world, proxy)
+    proxy = ReloadableProcessGroup(world, construction)
     if predecessor is not None:
         await_members(proxy)
     registry.job("install", predecessor)  # connects to the store in the background
@@ -318,7 +289,6 @@ def _batch_isend_irecv(wrapped: Function) -> Function:
 
 
 def _coalesces(operations: Any) -> bool:
-    """Whether this is a valid batch on a live proxy whose backend coalesces."""
     if not isinstance(operations, list) or not operations:
         return False  # torch raises the error
     group = getattr(operations[0], "group", None) or c10d.world()

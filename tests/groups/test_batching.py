@@ -12,13 +12,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
 from reloadpg.groups import dispatch
-from reloadpg.testing import run_ranks
 
 pytestmark = pytest.mark.matrix
 
 
 class _Coalescing(ProcessGroup):
-    """An inner group whose backend coalesces, as NCCL's does; it records what it is asked."""
+    """An inner group whose backend coalesces, as NCCL's does; it records the calls."""
 
     def __init__(self, rank, size):
         super().__init__(rank, size)
@@ -50,9 +49,13 @@ def _batch(group):
     ]
 
 
-def _program(rank, world_size):
+@pytest.mark.ranks(1)
+def test_a_batch_on_a_reloadable_group_is_coalesced():
+    """Issued one by one, two NCCL ranks that both send first wait for each other; torch 2.8 and
+    2.13 look at the group's type (failure 15). A batch on an offloaded group leaves no coalescing
+    open, and ``uninstall`` restores torch's function.
+    """
     early = dist.batch_isend_irecv
-    namespace = SimpleNamespace()
     dist.Backend.register_backend(
         "coalescing", lambda *_: _Coalescing(0, 2), extended_api=True, devices=["cpu"]
     )
@@ -61,55 +64,19 @@ def _program(rank, world_size):
     group = dist.new_group([0, 1], backend="coalescing")
     for work in dist.batch_isend_irecv(_batch(group)):
         work.wait()
-    namespace.calls = list(group.communicator.calls)
-    errors = []
-    for wrong in ([], "ops", [1]):
-        found = []
-        for function in (dist.batch_isend_irecv, early):
-            try:
-                function(wrong)
-            except Exception as error:
-                found.append((type(error).__name__, str(error)))
-        errors.append(found)
+    assert group.communicator.calls == ["start", "send 1", "recv 1", "end"]
+    for wrong in ([], "ops", [1]):  # type and message of the error are torch's
+        with pytest.raises(Exception) as plain:
+            early(wrong)
+        with pytest.raises(plain.type) as patched:
+            dist.batch_isend_irecv(wrong)
+        assert str(patched.value) == str(plain.value)
     batch = _batch(group)
     reloadpg.offload()
-    try:
+    with pytest.raises(reloadpg.GroupOffloadedError):
         dist.batch_isend_irecv(batch)
-        refused = False
-    except reloadpg.GroupOffloadedError:
-        refused = True
-    left = len(distributed_c10d._world.pg_coalesce_state)
+    assert len(distributed_c10d._world.pg_coalesce_state) == 0
     reloadpg.reload()
-    works = len(dist.batch_isend_irecv(_batch(group)))
+    assert len(dist.batch_isend_irecv(_batch(group))) >= 1
     reloadpg.uninstall()
-    return namespace.calls, errors, refused, left, works, dist.batch_isend_irecv is early
-
-
-@pytest.fixture(scope="module")
-def result():
-    return run_ranks(_program, 1)[0]
-
-
-def test_a_batch_on_a_proxy_is_coalesced(result):
-    """Issued alone, two NCCL ranks that both send first wait for each other; torch 2.8 and 2.13
-    look at the group's type (failure 15)."""
-    assert result[0] == ["start", "send 1", "recv 1", "end"]
-
-
-def test_what_is_no_batch_gets_torchs_own_error(result):
-    """An empty list, a text, a list of other things: type and message are torch's."""
-    for patched, plain in result[1]:
-        assert patched == plain
-
-
-def test_a_batch_on_an_offloaded_group_is_refused_and_leaves_nothing_open(result):
-    """GroupOffloadedError, no coalescing left behind, and it works again after the reload."""
-    _, _, refused, left, works, _ = result
-    assert refused
-    assert left == 0
-    assert works >= 1
-
-
-def test_uninstall_restores_it(result):
-    """The original object is back."""
-    assert result[5]
+    assert dist.batch_isend_irecv is early

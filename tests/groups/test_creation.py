@@ -1,4 +1,4 @@
-"""The record of a creating call: frozen, verbatim, ordered alike on all ranks."""
+"""The record of a creating call: a verbatim copy, in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import HashStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
@@ -25,6 +24,7 @@ from reloadpg.groups.creation import (
     WORLD_ORDER,
     Call,
     Construction,
+    by_members,
     group_order,
 )
 from reloadpg.testing import run_ranks
@@ -32,13 +32,6 @@ from reloadpg.testing import run_ranks
 
 def _record(*args, **kwargs):
     return args, kwargs
-
-
-def _split_group(*args, **kwargs):
-    return args, kwargs
-
-
-_split_group.__name__ = "split_group"
 
 
 def _construction(call, **changes):
@@ -54,12 +47,9 @@ def _construction(call, **changes):
     return Construction(call, **{**fields, **changes})
 
 
-def test_a_rank_list_changed_by_the_caller_does_not_change_the_replay():
-    """The list is copied at capture (failure 11), nested lists too, and again at each replay."""
-    ranks, splits = [0, 1, 2], [[0, 1], [2]]
-    call = Call.capture(_record, (ranks,), {"split_ranks": splits})
-    ranks.append(9)
-    splits[0].append(9)
+def test_a_replayed_function_can_change_its_lists():
+    """They are copied at capture, nested lists too, and again at each replay (failure 11)."""
+    call = Call.capture(_record, ([0, 1, 2],), {"split_ranks": [[0, 1], [2]]})
     first_args, first_kwargs = call()
     assert first_args == ([0, 1, 2],)
     assert first_kwargs == {"split_ranks": [[0, 1], [2]]}
@@ -68,25 +58,14 @@ def test_a_rank_list_changed_by_the_caller_does_not_change_the_replay():
     assert call() == (([0, 1, 2],), {"split_ranks": [[0, 1], [2]]})
 
 
-def test_positional_stays_positional_and_objects_stay_the_same_objects():
-    """timeout and pg_options are the caller's own; nothing is filled in."""
-    options, timeout = object(), timedelta(minutes=120)
-    args, kwargs = Call.capture(_record, ((0, 1), timeout), {"pg_options": options})()
-    assert args == ((0, 1), timeout)
-    assert args[1] is timeout
-    assert kwargs == {"pg_options": options}
-    assert kwargs["pg_options"] is options
-
-
-def test_an_iterator_of_ranks_is_drained_once_and_replayed():
-    """A generator works for torch, so it must work twice for us; a range stays a range."""
+def test_an_iterator_of_ranks_can_be_replayed():
+    """Torch accepts a generator; a range stays a range."""
     call = Call.capture(_record, (iter([1, 0]), range(2)), {})
     assert call() == (([1, 0], range(2)), {})
     assert call() == (([1, 0], range(2)), {})
 
 
 def test_captured_keywords_are_read_only():
-    """Nobody changes a construction by accident."""
     call = Call.capture(_record, (), {"backend": "nccl"})
     with pytest.raises(TypeError):
         call.kwargs["backend"] = "gloo"
@@ -94,15 +73,14 @@ def test_captured_keywords_are_read_only():
 
 @given(st.lists(st.integers(0, 10**6), unique=True), st.randoms())
 @settings(deadline=None)
-def test_groups_sort_by_torchs_counter_not_by_text(numbers, rng):
-    """Names are decimal text; '10' comes after '9', whatever order the ranks list them in."""
+def test_group_names_sort_as_numbers(numbers, rng):
     names = [str(number) for number in numbers]
     rng.shuffle(names)
     assert sorted(names, key=group_order) == [str(n) for n in sorted(numbers)]
 
 
 def test_world_comes_first_and_counters_before_hashes():
-    """One total order over both kinds of names; ties are impossible."""
+    """One total order over both kinds of names."""
     orders = [WORLD_ORDER, group_order("3"), group_order("12"), group_order("0fa9")]
     shuffled = orders[:]
     random.Random(3).shuffle(shuffled)
@@ -110,31 +88,7 @@ def test_world_comes_first_and_counters_before_hashes():
     assert len(set(orders)) == len(orders)
 
 
-def test_a_mixed_group_replays_only_its_released_backends():
-    """The CPU side never went away; making gloo again and again leaks host memory (failure 31)."""
-
-    def new_group(ranks=None, timeout=None, backend=None, pg_options=None):
-        calls.append((ranks, backend))
-        return object()
-
-    calls = []
-    keyword = _construction(
-        Call.capture(new_group, ([0, 1],), {"backend": "cpu:gloo,cuda:nccl"}), selected=("cuda",)
-    )
-    assert keyword.is_mixed
-    assert keyword.kept == ("cpu",)
-    positional = _construction(
-        Call.capture(new_group, ([0, 1], None, "cpu:gloo,cuda:nccl", None), {}),
-        selected=("cuda",),
-    )
-    implied = _construction(Call.capture(new_group, ([0, 1],), {}), selected=("cuda",))
-    for construction in (keyword, positional, implied):
-        construction.replay("7@1.1.1.0", HashStore(), None)
-    assert calls == [([0, 1], "cuda:nccl")] * 3
-
-
-def test_the_digest_covers_what_members_must_agree_on():
-    """Name, members, backends and order; equal inputs give equal digests of 40 bits."""
+def test_the_digest_covers_name_members_backends_and_order():
     call = Call.capture(_record, (), {})
     base = _construction(call)
     assert base.digest == _construction(call).digest
@@ -149,11 +103,9 @@ def test_the_digest_covers_what_members_must_agree_on():
 
 
 @pytest.mark.parametrize("options", [None, SimpleNamespace(), SimpleNamespace(split_from="gone")])
-def test_a_split_is_replayed_on_its_own(options):
-    """Torch leaves the parent in NCCL's options, and would split from it again."""
-    call = Call.capture(_split_group, (), {"parent_pg": None, "split_ranks": [[0, 1]]})
-    made = _construction(call, options=options, ranks=(2, 0), selected=("cpu", "cuda"))
-    again = made._as_new_group("nccl")
+def test_a_split_is_replayed_as_a_new_group(options):
+    """Torch keeps the parent in NCCL's options, and would split from it again."""
+    again = by_members((2, 0), None, "nccl", "", options)
     assert again.kwargs["ranks"] == [2, 0]
     assert again.kwargs["pg_options"] is options
     c10d.forget_parent(options)
@@ -179,7 +131,7 @@ RANKS = {
 
 @pytest.mark.parametrize("kind", RANKS)
 def test_any_container_of_ranks_is_copied(kind):
-    """Changed by its owner after the call, it changed every replay (failure 11)."""
+    """A change by the caller after the call changed every replay (failure 11)."""
     given = RANKS[kind]()
     call = Call.capture(_record, (given,), {"ranks": given if kind != "generator" else [1, 0]})
     for change in ("clear", "reverse"):
@@ -197,7 +149,7 @@ def test_any_container_of_ranks_is_copied(kind):
 
 @pytest.mark.parametrize("args", [([0, 1], None), ()])
 def test_arguments_below_a_wrapper_without_a_signature_are_found_by_keyword(args):
-    """A library below ours may take ``*args, **kwargs``; a keyword keeps its name all the same."""
+    """Another library's wrapper may take ``*args, **kwargs``."""
     call = Call.capture(_record, args, {"backend": "nccl", "pg_options": "theirs"})
     assert call.given == {"backend": "nccl", "pg_options": "theirs"}
     assert call.replacing("backend", "gloo")() == (
@@ -207,7 +159,7 @@ def test_arguments_below_a_wrapper_without_a_signature_are_found_by_keyword(args
 
 
 # ---------------------------------------------------------------------------------------------
-# what a creation costs, counted
+# cost of a creation, in calls
 
 
 class _CountingList(list):
@@ -226,7 +178,7 @@ class _CountingList(list):
 
 
 def _calls(action):
-    """Python functions that are called in it, itself included."""
+    """The Python functions that it calls, and itself."""
     found = []
     sys.setprofile(lambda frame, event, _: event == "call" and found.append(frame.f_code.co_name))
     try:
@@ -271,7 +223,7 @@ def _cost_of_creations(rank, world_size):
 
 
 @pytest.mark.matrix
-def test_a_creation_costs_a_few_calls_whatever_the_size_of_group_and_job():
+def test_the_cost_of_a_creation_depends_on_no_size():
     """Every rank calls ``new_group`` for every group of the job: 100,000 times in a large one.
 
     A member builds no record before an operation reads it, then from a snapshot that was taken at
@@ -292,8 +244,7 @@ def test_a_creation_costs_a_few_calls_whatever_the_size_of_group_and_job():
     assert costs["proxies"] == 113  # WORLD is one, and two were counted
 
 
-def test_a_function_that_was_wrapped_during_a_creation_stays_wrapped():
-    """Another library's patch of torch, made while groups are created, is not undone with ours."""
+def test_another_librarys_patch_made_during_a_creation_is_kept():
     module, name = dist.distributed_c10d, "_process_group_name"
     original, calls = getattr(module, name), []
     with contextlib.ExitStack() as undo:

@@ -1,4 +1,4 @@
-"""The end of a group: what waits for pending work, and what does not."""
+"""The end of a group with pending work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch.distributed as dist
 import worlds
 
 import reloadpg
-from reloadpg.testing import run_ranks
 
 
 class _Stuck(dist.ProcessGroup):
@@ -38,7 +37,16 @@ class _Stuck(dist.ProcessGroup):
         self.log.append("abort")
 
 
-def _ends(rank, world_size, how):
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("how", "calls"), [("shutdown", ["wait", "shutdown"]), ("abort", ["abort"])]
+)
+@pytest.mark.skipif(
+    worlds.BOUND or worlds.SPLITS_EVERY_GROUP,
+    reason="torch asks every new group for one of the device",
+)
+def test_a_shutdown_waits_for_pending_work_and_an_abort_does_not(how, calls):
+    """The pending work may be what the abort is to end; torch's abort does not wait either."""
     dist.Backend.register_backend("stuck", lambda *_: _Stuck(), extended_api=True, devices=["cpu"])
     reloadpg.install(backends={"stuck"}, min_size=1)
     worlds.init()
@@ -46,14 +54,4 @@ def _ends(rank, world_size, how):
     stuck = group.communicator
     group._register_on_completion_hook(lambda _: None)
     getattr(group, how)()
-    return stuck.log, str(group.state)
-
-
-@pytest.mark.skipif(
-    worlds.BOUND or worlds.SPLITS_EVERY_GROUP,
-    reason="torch asks every new group for one of the device",
-)
-def test_only_a_shutdown_waits_for_pending_work():
-    """An abort of what is stuck must not wait for it, as torch's does not."""
-    assert run_ranks(_ends, 1, args=("shutdown",)) == [(["wait", "shutdown"], "destroyed")]
-    assert run_ranks(_ends, 1, args=("abort",)) == [(["abort"], "destroyed")]
+    assert (stuck.log, group.state) == (calls, "destroyed")

@@ -1,4 +1,4 @@
-"""Many cycles leave nothing behind: memory, files, threads, tables, store keys."""
+"""Many cycles leave no memory, files, threads, table entries or store keys."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _keys(store):
 
 
 def _threads(process, most):
-    """Number of threads; one that Python has forgotten may take a moment to be gone."""
+    """Number of threads; one that Python has ended may take a moment to exit."""
     end = time.monotonic() + 60
     while process.num_threads() > most and time.monotonic() < end:
         time.sleep(0.01)
@@ -53,7 +53,7 @@ def _threads(process, most):
 def _measure(names, old_names, most_threads):
     for thread in threading.enumerate():
         if thread.name.startswith("reloadpg"):
-            thread.join(60)  # it has done its work, and is about to end
+            thread.join(60)  # it is about to end
     gc.collect()
     process = psutil.Process()
     return {
@@ -99,7 +99,7 @@ def _many_cycles(rank, world_size, cycles):
         reloadpg.reload()
         assert [summed(group, rank) for group in groups] == [3] * len(groups)
         if cycle in (WARM, cycles):
-            # Both ranks must be here: a rank that is ahead has keys of its own in the store.
+            # Both ranks must be here: a rank that is ahead has more keys in the store.
             worlds.barrier()
             old = inner_names if cycle > 1 else []
             most = measured[WARM]["threads"] if measured else math.inf

@@ -1,4 +1,4 @@
-"""A proxy is the group: in every table, by name, by object, copied, pickled, destroyed."""
+"""A reloadable group keeps its identity: in c10d's tables, by name, copied, pickled, destroyed."""
 
 from __future__ import annotations
 
@@ -55,12 +55,17 @@ def _install(**options):
     return reloadpg.install(**{"backends": {worlds.BACKEND}, "timeout": TIMEOUT, **options})
 
 
+def _start(**options):
+    _install(**options)
+    worlds.init(timeout=TIMEOUT)
+
+
 # ---------------------------------------------------------------------------------------------
-# one program that makes groups in every way, with and without the library
+# one program that creates groups in every way, with and without the library
 
 
 def _make_groups(rank):
-    """Everything that a creating function returned on this rank, by how it was called."""
+    """What each creating function returned on this rank, by how it was called."""
     made = {"WORLD": dist.group.WORLD}
     made["new_group"] = dist.new_group([0, 2, 3])
     made["new_group, a pair"] = dist.new_group([1, 3])
@@ -82,7 +87,7 @@ def _make_groups(rank):
         if worlds.WORLD != "torchcomms":  # its gloo raises on the other ranks
             made["split_group, not of all"] = dist.split_group(None, [[1, 2]])
     # Last: since torch 2.15 it advances the members' counter, which all later names come from.
-    # Where torch makes groups by a split of WORLD, it waits for ever for ranks that do not call.
+    # Where torch splits groups from WORLD, it waits indefinitely for ranks that do not call.
     if not worlds.SPLITS_EVERY_GROUP:
         made["local sync"] = dist.new_group([0, 1], use_local_synchronization=True)
     return made, meshes
@@ -93,7 +98,7 @@ def _is_group(value):
 
 
 def _snapshot(made, rank):
-    """What can be said of the groups now."""
+    """The groups as they are now."""
     groups = {label: group for label, group in made.items() if _is_group(group)}
     tables = world_tables()
     return {
@@ -194,7 +199,7 @@ def test_every_group_of_two_and_more_is_a_proxy(job, stock):
 
 
 @pytest.mark.matrix
-def test_non_member_gets_what_torch_gives(job, stock):
+def test_other_ranks_get_what_torch_returns(job, stock):
     """NON_GROUP_MEMBER from new_group, or torch's own value for the other ways (failure 6)."""
     for facts, plain in zip(job, stock, strict=True):
         assert facts["outside"] == plain["outside"]
@@ -205,7 +210,7 @@ def test_non_member_gets_what_torch_gives(job, stock):
 
 
 @pytest.mark.matrix
-def test_proxy_is_the_group_in_every_generation(job, stock):
+def test_the_proxy_is_the_group_in_every_generation(job, stock):
     """In each table in which torch has the group, which are as long as torch's (failure 1).
 
     The C++ registry has it under the name that torch gives (failure 8). Object, hash, name and
@@ -230,7 +235,7 @@ def test_proxy_is_the_group_in_every_generation(job, stock):
 
 
 @pytest.mark.matrix
-def test_inner_group_is_nowhere_but_in_its_proxy(job):
+def test_only_the_proxy_refers_to_the_communicator(job):
     """In no table and under no name; it is gone when the offload returns."""
     for facts in job:
         for inner in facts["inner"]:
@@ -250,132 +255,107 @@ class _Holder(torch.nn.Module):
         self.group = group
 
 
-def _error_of(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return None
+@pytest.mark.matrix
+@pytest.mark.ranks(3)
+def test_copies_and_pickles_are_the_same_object(rank):
+    """copy, deepcopy and pickle of groups and of models that hold them, in each state (failure 7).
 
-
-def _copies(rank, world_size):
-    _install()
-    worlds.init(timeout=TIMEOUT)
+    A pickle raises where the process has no such group: on a rank that is not a member, where the
+    name has other ranks, and after the end of the job.
+    """
+    _start()
     world, pair = dist.group.WORLD, dist.new_group([0, 1])
-    store = dist.distributed_c10d._get_default_store()
+    store = c10d._get_default_store()
     if rank == 0:
         store.set("test/pair", pickle.dumps(pair))
         store.set("test/world", pickle.dumps({"model": _Holder(world)}))
     worlds.barrier()
-    facts = {}
-    for state in ("live", "offloaded", "reloaded"):
-        if state != "live":
-            getattr(reloadpg, state.removesuffix("ed"))()
-        facts[state] = {
-            "copy": copy.copy(world) is world,
-            "deepcopy": copy.deepcopy(world) is world,
-            "deepcopied model": copy.deepcopy(_Holder(world)).group is world,
-            "deepcopied list": copy.deepcopy([world, {"a": world}]) == [world, {"a": world}],
-            "pickle": [
-                pickle.loads(pickle.dumps(world, protocol)) is world
-                for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)
-            ],
-            "from rank 0": pickle.loads(store.get("test/world"))["model"].group is world,
-        }
+
+    def fails(function, *args):
+        with pytest.raises(GroupPickleError, match="a pickled process group"):
+            function(*args)
+
+    for step in (lambda: None, reloadpg.offload, reloadpg.reload):
+        step()
+        assert copy.copy(world) is copy.deepcopy(world) is world
+        assert copy.deepcopy(_Holder(world)).group is world
+        assert copy.deepcopy([world, {"a": world}]) == [world, {"a": world}]
+        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+            assert pickle.loads(pickle.dumps(world, protocol)) is world
+        assert pickle.loads(store.get("test/world"))["model"].group is world
         if rank < 2:
-            facts[state]["pair from rank 0"] = pickle.loads(store.get("test/pair")) is pair
+            assert pickle.loads(store.get("test/pair")) is pair
         else:
-            facts[state]["error"] = _error_of(pickle.loads, store.get("test/pair"))
+            fails(pickle.loads, store.get("test/pair"))
     data = pickle.dumps(world)
     find, (name, ranks) = world.__reduce__()
-    facts["other ranks"] = _error_of(find, name, ranks[:-1])
+    fails(find, name, ranks[:-1])
     worlds.barrier()
     dist.destroy_process_group()
-    facts["after destroy"] = _error_of(pickle.loads, data)
-    return facts
-
-
-@pytest.fixture(scope="module")
-def copies():
-    return run_ranks(_copies, 3)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("state", ["live", "offloaded", "reloaded"])
-def test_copies_and_pickles_are_the_same_object(copies, state):
-    """copy, deepcopy and pickle of groups and of models that hold them (failure 7)."""
-    for rank, facts in enumerate(copies):
-        got = dict(facts[state])
-        error = got.pop("error", None)
-        assert got.pop("pickle") == [True] * (pickle.HIGHEST_PROTOCOL - 1)
-        assert set(got.values()) == {True}, got
-        assert (error is None) == (rank < 2)
-
-
-def test_pickle_of_a_group_that_is_not_here_says_so(copies):
-    """On a non-member, where the name has other ranks, and after the end of the job."""
-    for kind, text in (
-        copies[2]["live"]["error"],
-        copies[2]["offloaded"]["error"],
-        copies[0]["other ranks"],
-        copies[0]["after destroy"],
-    ):
-        assert kind == GroupPickleError.__name__
-        assert "a pickled process group" in text
+    fails(pickle.loads, data)
 
 
 # ---------------------------------------------------------------------------------------------
 # destruction
 
 
+def _raises(function, *args, **kwargs):
+    """The type of the error that a call raises; None if it raises none."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return type(error)
+    return None
+
+
 def _use(group):
-    return _error_of(dist.all_reduce, torch.ones(1), group=group)
+    return _raises(dist.all_reduce, torch.ones(1), group=group)
 
 
-def _forgotten(group, name):
-    return {
-        "in tables": mentions(group),
-        "by name": resolves_to(name) is None,
-        "in status": name in [entry.name for entry in reloadpg.status().groups],
-    }
+def _assert_forgotten(group, name):
+    assert mentions(group) == []
+    assert resolves_to(name) is None
+    assert name not in [entry.name for entry in reloadpg.status().groups]
+    assert group.state == "destroyed"
 
 
-def _destroying(rank, world_size):
-    _install()
-    worlds.init(timeout=TIMEOUT)
-    facts = {}
-    for state in ("live", "offloaded"):
-        group, other = dist.new_group([0, 1]), dist.new_group([0, 1])
-        name = group.group_name
-        dist.all_reduce(torch.ones(1), group=group)
-        inner = weakref.ref(group.communicator)
-        if state == "offloaded":
-            reloadpg.offload()
-        dist.destroy_process_group(group)
-        facts[state] = {
-            "forgotten": _forgotten(group, name),
-            "state": str(group.state),
-            "inner": inner() is None,
-            "error": _error_of(group.allreduce, [torch.ones(1)]),
-            "through dist": _use(group),
-            "again": _error_of(dist.destroy_process_group, group),
-        }
-        if state == "live":
-            reloadpg.offload()
-        reloadpg.reload()
-        facts[state] |= {
-            "not back": _forgotten(group, name),
-            "state after": str(group.state),
-            "other": summed(other, rank),
-            "WORLD": summed(None, rank),
-            "generation": (other.generation, group.generation),
-        }
-        ref = weakref.ref(group)
-        group_was = ref() is group
-        del group
-        gc.collect()
-        facts[state]["collected"] = group_was and ref() is None
-        dist.destroy_process_group(other)
+@pytest.mark.matrix
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("state", ["live", "offloaded"])
+def test_a_destroyed_group_is_forgotten_and_not_rebuilt(rank, state):
+    """``destroy_process_group`` removes it from all tables (failure 5).
+
+    The library keeps no reference to it (failure 13); other groups are reloaded.
+    """
+    _start()
+    group, other = dist.new_group([0, 1]), dist.new_group([0, 1])
+    name = group.group_name
+    dist.all_reduce(torch.ones(1), group=group)
+    inner = weakref.ref(group.communicator)
+    if state == "offloaded":
+        reloadpg.offload()
+    dist.destroy_process_group(group)
+    _assert_forgotten(group, name)
+    assert inner() is None
+    assert _raises(group.allreduce, [torch.ones(1)]) is GroupDestroyedError
+    assert _use(group) is not None
+    assert _raises(dist.destroy_process_group, group) is not None
+    if state == "live":
+        reloadpg.offload()
+    reloadpg.reload()
+    _assert_forgotten(group, name)
+    assert summed(other, rank) == summed(None, rank) == 3
+    assert (other.generation, group.generation) == (1, 0)
+    ref = weakref.ref(group)
+    del group
+    gc.collect()
+    assert ref() is None
+
+
+@pytest.mark.ranks(2)
+def test_short_lived_groups_leave_nothing(rank):
+    """Groups as checkpointing creates them: created, reloaded, destroyed (failure 13)."""
+    _start()
     before = lengths()
     for _ in range(5):
         short = [dist.new_group([0, 1]) for _ in range(3)]
@@ -388,116 +368,66 @@ def _destroying(rank, world_size):
         gc.collect()
         assert [ref() for ref in refs] == [None] * 3
     after = lengths()
-    # Torch itself leaves the empty list of a destroyed group's tag behind.
-    facts["tags"] = after.pop("tags_to_pg") - before.pop("tags_to_pg")
-    facts["short-lived"] = (before == after, len(reloadpg.status().groups))
-    return facts
+    # Torch itself leaves the empty list of a destroyed group's tag.
+    assert after.pop("tags_to_pg") - before.pop("tags_to_pg") == 15
+    assert before == after
+    assert len(reloadpg.status().groups) == 1
 
 
-@pytest.fixture(scope="module")
-def destroying():
-    return run_ranks(_destroying, 2)
+def _end_job(rank, life, folder):
+    """Destroy all groups, and return when rank 0's store server has ended."""
+    meet_at_rank_0(rank, f"life {life}")
+    dist.destroy_process_group()
+    store_closed_by_rank_0(rank, folder / f"closed {life}")
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("state", ["live", "offloaded"])
-def test_destroyed_group_is_forgotten_and_does_not_come_back(destroying, state):
-    """destroy_process_group(proxy) takes it from all tables for good (failure 5).
+@pytest.mark.ranks(2, store="rank0")
+@pytest.mark.parametrize("state", ["live", "offloaded", "world=False"])
+def test_a_job_can_end_and_start_again_in_the_same_process(rank, state, tmp_path):
+    """``destroy_process_group()``, live or offloaded, then another job (failure 5).
 
-    The library keeps no reference to it (failure 13); other groups are reloaded.
+    Rank 0's store ends with the default group, so the next job finds no old keys.
     """
-    gone = {"in tables": [], "by name": True, "in status": False}
-    for facts in (found[state] for found in destroying):
-        assert facts["forgotten"] == facts["not back"] == gone
-        assert facts["state"] == facts["state after"] == "destroyed"
-        assert facts["inner"]
-        assert facts["error"][0] == GroupDestroyedError.__name__
-        assert facts["through dist"] is not None
-        assert facts["again"] is not None
-        assert facts["other"] == facts["WORLD"] == 3
-        mine, destroyed = facts["generation"]
-        assert (mine > 0, destroyed) == (True, 0)
-        assert facts["collected"]
-
-
-def test_short_lived_groups_leave_nothing(destroying):
-    """Groups as checkpointing makes them: created, reloaded, destroyed, gone (failure 13)."""
-    assert [facts["short-lived"] for facts in destroying] == [(True, 1)] * 2
-    assert [facts["tags"] for facts in destroying] == [15, 15]
-
-
-def _again(rank, world_size, state, folder):
-    _install()
-    facts = []
+    world = state != "world=False"
+    _install(world=world)
     old = []
     for life in range(3):
         worlds.init(timeout=TIMEOUT)
-        world, pair = dist.group.WORLD, dist.new_group([0, 1])
-        old.append(world)
-        facts.append(
-            {
-                "kinds": (type(world).__name__, type(pair).__name__),
-                "generation": reloadpg.status().generation,
-                "sums": [summed(None, rank), summed(pair, rank)],
-            }
-        )
+        old.append(dist.group.WORLD if world else life)  # a plain group itself keeps its store
+        pair = dist.new_group([0, 1])
+        assert isinstance(dist.group.WORLD, ReloadableProcessGroup) == world
+        assert isinstance(pair, ReloadableProcessGroup)
+        assert reloadpg.status().generation == 0
+        assert (summed(None, rank), summed(pair, rank)) == (3, 3)
         _cycle()
         _cycle()
-        facts[-1] |= {
-            "later": [summed(None, rank), summed(pair, rank)],
-            "generations": (world.generation, pair.generation),
-        }
+        assert (summed(None, rank), summed(pair, rank)) == (3, 3)
+        assert pair.generation == 2
         inner = weakref.ref(pair.communicator)
         if state == "offloaded":
             reloadpg.offload()
-        meet_at_rank_0(rank, f"life {life}")
-        dist.destroy_process_group()
-        store_closed_by_rank_0(rank, folder / f"closed {life}")
-        facts[-1] |= {
-            "tables": {name: n for name, n in lengths().items() if n and name != "tags_to_pg"},
-            "states": (str(world.state), str(pair.state)),
-            "inner": inner() is None,
-            "calls": [reloadpg.offload().changed, reloadpg.reload().changed],
-            "error": _error_of(world.allreduce, [torch.ones(1)]),
-            "initialized": reloadpg.status().initialized,
-        }
-    facts.append(len({id(world) for world in old}))
-    return facts
-
-
-def _installed_only(rank, world_size, world, folder):
-    reloadpg.install(backends={worlds.BACKEND}, world=world, timeout=TIMEOUT)
-    sums = []
-    for life in range(3):
-        worlds.init(timeout=TIMEOUT)
-        sums += [summed(None, rank), summed(dist.new_group([0, 1]), rank)]
-        if not world:  # our own connection to the store is made by the first operation
-            reloadpg.offload()
-            reloadpg.reload()
-        meet_at_rank_0(rank, f"life {life}")
-        dist.destroy_process_group()
-        store_closed_by_rank_0(rank, folder / f"closed {life}")
-    return sums
+        _end_job(rank, life, tmp_path)
+        assert {name: n for name, n in lengths().items() if n and name != "tags_to_pg"} == {}
+        assert pair.state == "destroyed"
+        assert inner() is None
+        assert not reloadpg.offload().changed
+        assert not reloadpg.reload().changed
+        assert not reloadpg.status().initialized
+        if world:
+            assert old[-1].state == "destroyed"
+            assert _raises(old[-1].allreduce, [torch.ones(1)]) is GroupDestroyedError
+    assert len({id(one) for one in old}) == 3
 
 
 @pytest.mark.matrix
+@pytest.mark.ranks(2, store="rank0")
+@pytest.mark.parametrize("delay", [0, 0.5])
 @pytest.mark.parametrize("world", [True, False])
-def test_nothing_of_ours_outlives_the_default_group(world, tmp_path):
-    """Rank 0's store ends with it, as without us: the next job finds no old keys (failure 5)."""
-    results = run_ranks(_installed_only, 2, args=(world, tmp_path), store="rank0")
-    assert results == [[3] * 6] * 2
-
-
-def _follow_rank_0(rank, key):
-    """Rank 1 must not end a group that rank 0 still connects."""
-    store = c10d._get_default_store()
-    if rank == 0:
-        store.set(key, "")
-    else:
-        store.wait([key], timedelta(minutes=1))
-
-
-def _held(rank, world_size, world, delay):
+def test_the_store_server_ends_with_the_default_group(rank, world, delay):
+    """It has ended when ``destroy_process_group`` returns, although the program still holds WORLD
+    and the library was still connecting its own clients (failure 5).
+    """
     connect, numbers = store_client.c10d.clone_store, itertools.count(1)
 
     def connect_late(store):
@@ -505,52 +435,28 @@ def _held(rank, world_size, world, delay):
         return connect(store)
 
     store_client.c10d.clone_store = connect_late
-    reloadpg.install(backends={worlds.BACKEND}, world=world, timeout=TIMEOUT)
-    worlds.init(timeout=TIMEOUT)
+    _start(world=world)
     held = dist.group.WORLD if world else None  # a plain group itself keeps its store
     port = int(os.environ["MASTER_PORT"])
     if not delay:
         _cycle()
     elif not world:
-        reloadpg.offload()  # with no group to manage, the job begins here
-    _follow_rank_0(rank, "connected")
+        reloadpg.offload()  # with no reloadable group, the library connects here
+    # Rank 1 must not end a group that rank 0 still connects.
+    if rank == 0:
+        c10d._get_default_store().set("connected", "")
+    else:
+        c10d._get_default_store().wait(["connected"], timedelta(minutes=1))
     meet_at_rank_0(rank, "end")
     dist.destroy_process_group()
-    with socket.socket() as client:
-        refused = client.connect_ex(("127.0.0.1", port)) != 0
-    return refused or rank != 0, str(getattr(held, "state", "destroyed"))
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("delay", [0, 0.5])
-@pytest.mark.parametrize("world", [True, False])
-def test_store_server_ends_with_the_default_group(world, delay):
-    """It is gone when destroy_process_group returns, though WORLD is still held, and though our
-    own connections were still being made (failure 5)."""
-    assert run_ranks(_held, 2, args=(world, delay), store="rank0") == [(True, "destroyed")] * 2
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("state", ["live", "offloaded"])
-def test_job_can_end_and_begin_again_in_the_same_process(state, tmp_path):
-    """destroy_process_group() live or offloaded, then init_process_group and cycles (failure 5)."""
-    for facts in run_ranks(_again, 2, args=(state, tmp_path), store="rank0"):
-        assert facts.pop() == 3  # the WORLD of each life is an object of its own
-        for life in facts:
-            assert life["kinds"] == ("ReloadableProcessGroup",) * 2
-            assert life["generation"] == 0
-            assert life["sums"] == life["later"] == [3, 3]
-            assert life["generations"] == (2, 2)
-            assert life["tables"] == {}
-            assert life["states"] == ("destroyed", "destroyed")
-            assert life["inner"]
-            assert life["calls"] == [False, False]
-            assert life["error"][0] == GroupDestroyedError.__name__
-            assert not life["initialized"]
+    if rank == 0:
+        with socket.socket() as client:
+            assert client.connect_ex(("127.0.0.1", port)) != 0
+    assert getattr(held, "state", "destroyed") == "destroyed"
 
 
 # ---------------------------------------------------------------------------------------------
-# who is wrapped, and when
+# which groups are reloadable, and from when on
 
 
 def _layers(function):
@@ -561,176 +467,128 @@ def _layers(function):
     return count
 
 
-def _twice(rank, world_size):
-    _install()
-    worlds.init(timeout=TIMEOUT)
+@pytest.mark.ranks(2)
+def test_installing_again_adds_no_wrapper_and_no_proxy():
+    """One wrapt layer at each name, one proxy per group (failure 24)."""
+    _start()
     _install()  # as the framework does, after its dependency has
     pair = dist.new_group([0, 1])
-    _install()
-    layers = {
-        f"{module.__name__}.{name}": _layers(getattr(module, name))
-        for module in (dist, c10d)
-        for name in ("new_group", "split_group", "init_process_group")
-    }
-    counts = []
-    for _ in range(3):
+    for cycle in (1, 2, 3):
         _install()
         _cycle()
-        inner = {type(one.communicator).__name__ for one in (pair, dist.group.WORLD)}
-        counts.append((len(c10d._world.pg_map), inner, pair.generation))
-    return layers, counts
-
-
-def test_installing_twice_wraps_once():
-    """One wrapt layer at each name, one proxy a group, no growth (failure 24)."""
-    for layers, counts in run_ranks(_twice, 2):
-        assert set(layers.values()) == {1}
-        assert counts == [(2, {"ProcessGroup"}, cycle) for cycle in (1, 2, 3)]
-
-
-def _made_while_offloaded(rank, world_size):
-    _install()
-    worlds.init(timeout=TIMEOUT)
-    before = dist.new_group([0, 1, 2])
-    reloadpg.offload()
-    made = dist.new_group([0, 1], group_desc="made while offloaded")
-    absent = dist.new_group([1, 2])
-    # Its name is a hash of the ranks and of how many groups the caller knows (since torch 2.15: of
-    # how many were made): three on each of its ranks.
-    local = dist.new_group([0, 2], use_local_synchronization=True)
-    facts = {
-        "live": [made.is_live, summed(made, rank)] if rank < 2 else None,
-        "local": [local.is_live, summed(local, rank)] if rank != 1 else None,
-        "before": _use(before),
-        "WORLD": _use(None),
-        "absent": absent is dist.GroupMember.NON_GROUP_MEMBER,
-    }
-    inner = made.communicator if rank < 2 else None
-    reloadpg.reload()
-    facts["kept"] = rank == 2 or (made.communicator is inner and made.generation == 0)
-    del inner
-    facts["sums"] = [summed(None, rank), summed(before, rank)]
-    facts["sums"] += [summed(made, rank)] if rank < 2 else []
-    _cycle()
-    facts["generations"] = [before.generation] + ([made.generation] if rank < 2 else [])
-    facts["sums later"] = [summed(None, rank), summed(before, rank)]
-    facts["sums later"] += [summed(made, rank)] if rank < 2 else []
-    if rank != 1:
-        facts["local later"] = summed(local, rank)
-    return facts
+        for module in (dist, c10d):
+            for name in ("new_group", "split_group", "init_process_group"):
+                assert _layers(getattr(module, name)) == 1
+        for group in (pair, dist.group.WORLD):
+            assert type(group.communicator) is dist.ProcessGroup
+        assert (len(c10d._world.pg_map), pair.generation) == (2, cycle)
 
 
 @pytest.mark.matrix
-def test_group_made_while_offloaded_lives_at_once_and_outlives_the_reload():
+@pytest.mark.ranks(3)
+def test_a_group_created_while_offloaded_is_live_and_kept_by_the_reload(rank):
     """It is not rebuilt by that reload, and takes part in the next cycle (failure 22)."""
-    for rank, facts in enumerate(run_ranks(_made_while_offloaded, 3)):
-        assert facts["WORLD"][0] == GroupOffloadedError.__name__
-        assert facts["kept"]
-        assert facts["absent"] == (rank == 0)
-        assert facts["before"][0] == GroupOffloadedError.__name__
-        assert facts["generations"] == ([2, 2] if rank < 2 else [2])
-        if rank < 2:
-            assert facts["live"] == [True, 3]
-        if rank != 1:
-            assert facts["local"] == [True, 5]
-            assert facts["local later"] == 5
-        assert facts["sums"] == facts["sums later"] == ([7, 7, 3] if rank < 2 else [7, 7])
+    _start()
+    before = dist.new_group([0, 1, 2])
+    reloadpg.offload()
+    made = dist.new_group([0, 1], group_desc="made while offloaded")
+    assert (dist.new_group([1, 2]) is dist.GroupMember.NON_GROUP_MEMBER) == (rank == 0)
+    # Its name is a hash of the ranks and of how many groups the caller knows (since torch 2.15: of
+    # how many were created): three on each of its ranks.
+    local = dist.new_group([0, 2], use_local_synchronization=True)
+    mine = {before: 7, dist.group.WORLD: 7}
+    if rank < 2:
+        assert (made.is_live, summed(made, rank)) == (True, 3)
+        inner = made.communicator
+        mine[made] = 3
+    if rank != 1:
+        assert (local.is_live, summed(local, rank)) == (True, 5)
+        mine[local] = 5
+    assert _use(before) is _use(None) is GroupOffloadedError
+    reloadpg.reload()
+    if rank < 2:
+        assert made.communicator is inner
+        assert made.generation == 0
+        del inner
+    assert [summed(group, rank) for group in mine] == list(mine.values())
+    _cycle()
+    assert before.generation == 2
+    if rank < 2:
+        assert made.generation == 2
+    assert [summed(group, rank) for group in mine] == list(mine.values())
 
 
-def _choice(rank, world_size):
-    facts = {}
+@pytest.mark.matrix
+@pytest.mark.ranks(3)
+def test_world_and_small_groups_can_bypass(rank):
+    """``world=False`` and ``min_size`` leave groups as torch created them, and usable."""
     with _install(world=False, min_size=3):
         worlds.init(timeout=TIMEOUT)
         pair, trio = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
         reloadpg.offload()
-        facts["kinds"] = [type(g).__name__ for g in (dist.group.WORLD, pair, trio)]
-        facts["WORLD"] = summed(None, rank)
-        facts["pair"] = summed(pair, rank) if rank < 2 else 3
-        facts["trio"] = _use(trio)
-        facts["status"] = len(reloadpg.status().groups), reloadpg.status().bypassed
+        assert type(dist.group.WORLD) is dist.ProcessGroup
+        assert isinstance(trio, ReloadableProcessGroup)
+        assert summed(None, rank) == 7
+        if rank < 2:
+            assert type(pair) is dist.ProcessGroup
+            assert summed(pair, rank) == 3
+        assert _use(trio) is GroupOffloadedError
+        status = reloadpg.status()
+        assert (len(status.groups), status.bypassed) == (1, 2 if rank < 2 else 1)
         reloadpg.reload()
-        facts["reloaded"] = summed(trio, rank)
-    return facts
+        assert summed(trio, rank) == 7
 
 
+@worlds.unbound_only
 @pytest.mark.matrix
-def test_world_and_small_groups_can_be_left_alone():
-    """``world=False`` and ``min_size`` leave groups as torch made them, and usable."""
-    for rank, facts in enumerate(run_ranks(_choice, 3)):
-        small = "ProcessGroup" if rank < 2 else type(dist.GroupMember.NON_GROUP_MEMBER).__name__
-        assert facts["kinds"] == ["ProcessGroup", small, "ReloadableProcessGroup"]
-        assert (facts["WORLD"], facts["pair"], facts["reloaded"]) == (7, 3, 7)
-        assert facts["trio"][0] == GroupOffloadedError.__name__
-        assert facts["status"] == (1, 2 if rank < 2 else 1)
-
-
-def _bypass(rank, world_size):
+@pytest.mark.ranks(2)
+def test_gloo_groups_bypass_where_others_serve_an_accelerator(rank):
+    """By default; their backend and store outlive the release of WORLD (failure 21)."""
     simulated.register()
     reloadpg.install(timeout=TIMEOUT)
     worlds.init("sim", timeout=TIMEOUT)
     pair = dist.new_group([0, 1])
     cpu = dist.new_group([0, 1], backend="gloo")
     local = dist.new_group([0, 1], backend="gloo", use_local_synchronization=True)
+    groups = (dist.group.WORLD, pair, cpu, local)
+    kinds = [isinstance(group, ReloadableProcessGroup) for group in groups]
+    assert kinds == [True, True, False, False]
     store = c10d._world.pg_map[cpu][1]
-    facts = {"kinds": [type(g).__name__ for g in (dist.group.WORLD, pair, cpu, local)]}
     inner = cpu._get_backend(torch.device("cpu"))
     for _ in range(2):
         reloadpg.offload()
-        facts["gloo while offloaded"] = [summed(cpu, rank), summed(local, rank)]
-        facts["sim while offloaded"] = [_use(None)[0], _use(pair)[0]]
+        assert (summed(cpu, rank), summed(local, rank)) == (3, 3)
+        assert _use(None) is _use(pair) is GroupOffloadedError
         dist.monitored_barrier(cpu)
         reloadpg.reload()
-    facts["sums"] = [summed(group, rank) for group in (None, pair, cpu, local)]
-    facts["same gloo"] = cpu._get_backend(torch.device("cpu")) is inner
-    facts["same store"] = c10d._world.pg_map[cpu][1] is store
+    assert [summed(group, rank) for group in groups] == [3, 3, 3, 3]
+    assert cpu._get_backend(torch.device("cpu")) is inner
+    assert c10d._world.pg_map[cpu][1] is store
     dist.destroy_process_group(cpu)
     dist.destroy_process_group()
-    return facts
 
 
-@worlds.unbound_only
 @pytest.mark.matrix
-def test_gloo_groups_bypass_beside_an_accelerators():
-    """By default only accelerators' groups are reloadable; gloo groups outlive WORLD's release.
-
-    (failure 21)
-    """
-    for facts in run_ranks(_bypass, 2):
-        proxy = "ReloadableProcessGroup"
-        assert facts["kinds"] == [proxy, proxy, "ProcessGroup", "ProcessGroup"]
-        assert facts["gloo while offloaded"] == [3, 3]
-        assert facts["sim while offloaded"] == [GroupOffloadedError.__name__] * 2
-        assert facts["sums"] == [3, 3, 3, 3]
-        assert facts["same gloo"]
-        assert facts["same store"]
-
-
-def _after_init(rank, world_size):
+@pytest.mark.ranks(2)
+def test_world_becomes_reloadable_when_install_comes_after_init(rank):
+    """Under its name, with the timeout that it was created with."""
     worlds.init(timeout=timedelta(seconds=77))
-    held = dist.group.WORLD
+    name = dist.group.WORLD.group_name
     _install()
     world = dist.group.WORLD
-    facts = {
-        "proxy": type(world).__name__,
-        "name": world.group_name == held.group_name,
-    }
-    del held
+    assert isinstance(world, ReloadableProcessGroup)
+    assert world.group_name == name
     _cycle()
-    backend = world._get_backend(worlds.device())
-    facts["timeout"] = backend.options._timeout.total_seconds()
-    facts["sum"] = summed(None, rank)
-    facts["generation"] = world.generation
-    return facts
+    assert world._get_backend(worlds.device()).options._timeout.total_seconds() == 77
+    assert (summed(None, rank), world.generation) == (3, 1)
 
 
-@pytest.mark.matrix
-def test_world_is_taken_over_when_install_comes_after_init():
-    """It is a proxy from then on, under its own name, with the timeout it was made with."""
-    for facts in run_ranks(_after_init, 2):
-        assert facts == {
-            "proxy": "ReloadableProcessGroup",
-            "name": True,
-            "timeout": 77.0,
-            "sum": 3,
-            "generation": 1,
-        }
+@pytest.mark.ranks(1)
+def test_the_name_of_a_group_cannot_be_changed():
+    """A new name raises; torch may set the same name again."""
+    reloadpg.install(backends={worlds.BACKEND}, min_size=1)
+    worlds.init()
+    world = dist.group.WORLD
+    world._set_group_name(world.group_name)
+    with pytest.raises(ValueError, match="is fixed for the life of the job"):
+        world._set_group_name("another")

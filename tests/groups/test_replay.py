@@ -1,4 +1,4 @@
-"""A reload calls the creating functions with what the caller gave, and only where needed."""
+"""A reload calls the creating functions with the caller's arguments, on members only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _install(**options):
 
 
 class _Recorder:
-    """Stands for a function of torch and notes what it really receives."""
+    """Replaces a function of torch by one that records its arguments and calls it."""
 
     def __init__(self, name):
         self.name = name
@@ -148,7 +148,7 @@ def received():
 @worlds.unbound_only
 @pytest.mark.matrix
 @pytest.mark.parametrize("label", CALLS)
-def test_creating_function_receives_what_the_caller_gave(received, label):
+def test_creating_function_receives_the_callers_arguments(received, label):
     """Positional stays positional and keywords keywords, at first and at every reload.
 
     Timeout, pg_options, description and backend among them. (failures 9, 10)
@@ -165,7 +165,7 @@ def test_creating_function_receives_what_the_caller_gave(received, label):
 @worlds.unbound_only
 @pytest.mark.matrix
 def test_replay_is_not_made_of_defaults(received):
-    """What was compared holds the values that were lost elsewhere (failures 9, 10)."""
+    """The arguments that were compared are those that other libraries lost (failures 9, 10)."""
     for facts in received:
         for generation in facts["generations"]:
             seen = {label: inner for label, (_, inner) in generation.items()}
@@ -183,7 +183,7 @@ def test_replay_is_not_made_of_defaults(received):
 
 @worlds.unbound_only
 @pytest.mark.matrix
-def test_world_is_created_with_what_init_process_group_resolved(received):
+def test_world_is_created_with_the_arguments_of_init_process_group(received):
     """The helper of torch gets the same timeout, options, backend and ranks each time."""
     for facts in received:
         first, *later = facts["WORLD"]
@@ -196,7 +196,10 @@ def test_world_is_created_with_what_init_process_group_resolved(received):
             assert list(again["global_ranks_in_group"]) == list(first["global_ranks_in_group"])
 
 
-def _mutated(rank, world_size):
+@pytest.mark.matrix
+@pytest.mark.ranks(3)
+def test_a_rank_list_changed_after_the_call_does_not_change_the_replay(rank):
+    """Lists are copied, nested lists too; an iterator is read once (failure 11)."""
     _install()
     worlds.init(timeout=TIMEOUT)
     ranks, keyword, nested = [0, 1], [1, 2], [[0, 2], [1]]
@@ -205,91 +208,83 @@ def _mutated(rank, world_size):
     mine, _ = dist.new_subgroups_by_enumeration(nested)
     drained = iter([0, 1, 2])
     try:
-        all_three = dist.new_group(drained)
-    except Exception as error:
-        all_three = type(error).__name__
+        every = dist.new_group(drained)
+    except TypeError:  # this torch needs a list
+        every = None
     ranks.append(2)
     keyword.clear()
     nested[0].reverse()
     nested.clear()
-    facts = {"pair": [], "other": [], "mine": []}
     for _ in range(2):
         _cycle()
-        for label, group in (("pair", pair), ("other", other), ("mine", mine)):
-            if isinstance(group, dist.ProcessGroup):
-                facts[label].append(
-                    (dist.get_process_group_ranks(group), summed(group, rank))
-                    if group.size() > 1
-                    else None
-                )
-        if isinstance(all_three, dist.ProcessGroup):
-            facts.setdefault("drained", []).append(summed(all_three, rank))
-    return facts
-
-
-@pytest.mark.matrix
-def test_rank_list_changed_after_the_call_changes_nothing():
-    """The caller goes on using its own list; an iterator is read once (failure 11)."""
-    for rank, facts in enumerate(run_ranks(_mutated, 3)):
-        assert facts["pair"] == ([([0, 1], 3)] * 2 if rank < 2 else [])
-        assert facts["other"] == ([([1, 2], 6)] * 2 if rank > 0 else [])
-        assert facts["mine"] == ([([0, 2], 5)] * 2 if rank != 1 else [None] * 2)
-        assert facts.get("drained", [7, 7]) == [7, 7]
+        for group, members in ((pair, [0, 1]), (other, [1, 2]), (mine, [0, 2]), (every, [0, 1, 2])):
+            if rank in members and group is not None:
+                assert dist.get_process_group_ranks(group) == members
+                assert summed(group, rank) == expected_sum(members)
 
 
 # ---------------------------------------------------------------------------------------------
 # what was changed on the live group
 
 
-def _timeouts(group):
+def _timeout(group):
     backend = group._get_backend(worlds.device_of(group))
     return backend.options._timeout.total_seconds()
 
 
-def _changed(rank, world_size):
+@pytest.mark.matrix
+@pytest.mark.ranks(2)
+def test_timeout_and_description_changed_on_the_live_group_hold():
+    """As Megatron changes them with _set_pg_timeout; read from the rebuilt backend (failure 9)."""
     _install()
     worlds.init(timeout=timedelta(seconds=61))
     pair = dist.new_group([0, 1], timeout=timedelta(seconds=62), group_desc="before")
     kept = dist.new_group([0, 1], timeout=timedelta(seconds=63))
-    facts = {"first": [_timeouts(g) for g in (dist.group.WORLD, pair, kept)]}
+    groups = (dist.group.WORLD, pair, kept)
+    assert [_timeout(group) for group in groups] == [61, 62, 63]
     c10d._set_pg_timeout(timedelta(seconds=71), dist.group.WORLD)
     c10d._set_pg_timeout(timedelta(seconds=72), pair)
     pair._set_group_desc("after")
-    facts["changed"] = [_timeouts(g) for g in (dist.group.WORLD, pair, kept)]
-    facts["reloaded"], facts["descriptions"], facts["status"] = [], [], []
+    assert [_timeout(group) for group in groups] == [71, 72, 63]
     for _ in range(3):
         reloadpg.offload()
-        facts["status"].append([entry.timeout_s for entry in reloadpg.status().groups])
-        facts["descriptions"].append(pair.group_desc)
+        assert [entry.timeout_s for entry in reloadpg.status().groups] == [71, 72, 63]
+        assert pair.group_desc == "after"
         reloadpg.reload()
-        facts["reloaded"].append([_timeouts(g) for g in (dist.group.WORLD, pair, kept)])
-        facts["descriptions"].append(pair.communicator.group_desc)
-    return facts
-
-
-@pytest.mark.matrix
-def test_timeout_and_description_changed_on_the_live_group_hold():
-    """As Megatron does with _set_pg_timeout; read from the rebuilt backend itself (failure 9)."""
-    for facts in run_ranks(_changed, 2):
-        assert facts["first"] == [61, 62, 63]
-        assert facts["changed"] == [71, 72, 63]
-        assert facts["reloaded"] == [[71, 72, 63]] * 3
-        assert facts["status"] == [[71, 72, 63]] * 3
-        assert facts["descriptions"] == ["after"] * 6
+        assert [_timeout(group) for group in groups] == [71, 72, 63]
+        assert pair.communicator.group_desc == "after"
 
 
 # ---------------------------------------------------------------------------------------------
-# who takes part
+# which ranks take part
 
 
-def _participants(rank, world_size, in_callback=False):
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "in_callback",
+    [
+        pytest.param(False, marks=pytest.mark.ranks(3)),
+        *(
+            pytest.param(one, marks=pytest.mark.ranks(3, env={"TORCH_DIST_INIT_BARRIER": "1"}))
+            for one in (False, True)
+        ),
+    ],
+)
+def test_only_members_replay(rank, in_callback):
+    """A reload calls the creating function on members only.
+
+    With TORCH_DIST_INIT_BARRIER=1 each creation is a barrier of the job; a replay is not. A group
+    that its members destroyed before the reload, or in a callback before it rebuilds anything, is
+    not replayed (failures 5, 12).
+    """
     new_group = _Recorder("new_group")
     _install()
     worlds.init(timeout=TIMEOUT)
-    groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 1, 2], [0, 2])]
+    made = [[0, 1], [1, 2], [0, 1, 2], [0, 2]]
+    groups = [dist.new_group(ranks) for ranks in made]
     doomed = dist.new_group([0, 1], group_desc="doomed")
     new_group.take()
-    facts = {"replayed": []}
+    mine = [ranks for ranks in made if rank in ranks]
     for cycle in range(2):
         reloadpg.offload()
         if cycle == 1 and rank < 2:
@@ -298,34 +293,15 @@ def _participants(rank, world_size, in_callback=False):
             else:
                 dist.destroy_process_group(doomed)
         reloadpg.reload()
-        # Side by side, so the order of the calls is not that of the groups.
-        facts["replayed"].append(sorted(call[0][0] for call in new_group.take()))
-    facts["sums"] = [
-        summed(group, rank) for group in groups if isinstance(group, dist.ProcessGroup)
-    ]
-    return facts
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(("barrier", "in_callback"), [(None, False), ("1", False), ("1", True)])
-def test_only_members_replay(barrier, in_callback):
-    """A non-member's creating function is not called at reload; a rank pays for its own groups.
-
-    With TORCH_DIST_INIT_BARRIER=1 each creation is a barrier of the job; a replay is not. A group
-    that its members destroyed before the reload, or in a callback before it rebuilds anything, is
-    not replayed (failures 5, 12).
-    """
-    made = [[0, 1], [1, 2], [0, 1, 2], [0, 2]]
-    env = {"TORCH_DIST_INIT_BARRIER": barrier}
-    for rank, facts in enumerate(run_ranks(_participants, 3, args=(in_callback,), env=env)):
-        mine = [ranks for ranks in made if rank in ranks]
-        doomed = [[0, 1]] if rank < 2 else []
-        assert facts["replayed"] == [sorted(mine + doomed), sorted(mine)]
-        assert facts["sums"] == [expected_sum(ranks) for ranks in mine]
+        # Groups are rebuilt in parallel, in any order.
+        replayed = sorted(call[0][0] for call in new_group.take())
+        assert replayed == sorted(mine + [[0, 1]] * (cycle == 0 and rank < 2))
+    for ranks, group in zip(made, groups, strict=True):
+        assert rank not in ranks or summed(group, rank) == expected_sum(ranks)
 
 
 def _ring(rank, world_size):
-    """Each pair of neighbours has a group, made between them alone, at its own moment."""
+    """Each pair of neighbours creates a group without the other ranks."""
     _install()
     worlds.init(timeout=TIMEOUT)
     # By torch's rule for the names, a group must be the n-th of both members: even pairs first.
@@ -349,7 +325,7 @@ def _ring(rank, world_size):
 
 @pytest.mark.matrix
 def test_overlapping_local_groups_reload_in_one_order():
-    """Rings {0,1}, {1,2}, {2,3}, {3,0} known to their members alone do not wait in a circle.
+    """Rings {0,1}, {1,2}, {2,3}, {3,0}, each created by its members only, do not deadlock.
 
     (failures 12, 14)
     """
@@ -357,7 +333,7 @@ def test_overlapping_local_groups_reload_in_one_order():
     for facts in results:
         assert facts["generations"] == {3}
         assert facts["orders"] == [sorted(facts["made"])] * 3
-    # Otherwise this would show nothing: some rank reloads in another order than it created.
+    # Some rank reloads in another order than it created: otherwise the test shows nothing.
     assert any(facts["made"] != sorted(facts["made"]) for facts in results)
 
 
@@ -365,88 +341,53 @@ def test_overlapping_local_groups_reload_in_one_order():
 # mixed groups
 
 
-def _create_second(store, rank, size, timeout):
-    return c10d.ProcessGroupGloo(store, rank, size, timeout)
-
-
-def _mixed(rank, world_size):
+@pytest.mark.matrix
+@pytest.mark.ranks(2)
+def test_the_cpu_backend_of_a_mixed_group_is_kept(rank):
+    """Only the selected backend is released and recreated. Gloo works throughout, with the same
+    object, while the released backend raises GroupOffloadedError.
+    """
     created = []
 
-    def create(*args):
-        created.append(args[1:3])
-        return _create_second(*args)
+    def create(store, place, size, timeout):
+        created.append(place)
+        return c10d.ProcessGroupGloo(store, place, size, timeout)
 
     dist.Backend.register_backend("second", create, devices=["meta"])
     _install(backends={"second"})
     dist.init_process_group("cpu:gloo,meta:second", timeout=TIMEOUT)
     pair = dist.new_group([0, 1], backend="cpu:gloo,meta:second")
-    default = dist.new_group([0, 1])
-    groups = {"WORLD": dist.group.WORLD, "pair": pair, "default": default}
+    positional = dist.new_group([0, 1], None, "cpu:gloo,meta:second", None)
+    groups = (dist.group.WORLD, pair, positional, dist.new_group([0, 1]))
     cpu, meta = torch.device("cpu"), torch.device("meta")
-    facts = {label: [] for label in groups}
-    kept = {label: group._get_backend(cpu) for label, group in groups.items()}
-    before = {label: group._get_backend(meta) for label, group in groups.items()}
+    kept = [group._get_backend(cpu) for group in groups]
+    old = [group._get_backend(meta) for group in groups]
     for _ in range(2):
         created.clear()
         reloadpg.offload()
-        for label, group in groups.items():
-            facts[label].append({"sum while offloaded": summed(group, rank)})
-            now = facts[label][-1]
-            gathered = [None] * group.size()
+        for group, backend in zip(groups, kept, strict=True):
+            assert group.state == "offloaded"
+            assert summed(group, rank) == 3
+            gathered = [None] * 2
             dist.all_gather_object(gathered, rank, group=group)
-            now["objects"] = gathered
-            functional = fc.all_reduce(torch.ones(1), "sum", group.group_name)
-            now["functional"] = (functional + 0).item()
-            try:
+            assert gathered == [0, 1]
+            assert (fc.all_reduce(torch.ones(1), "sum", group.group_name) + 0).item() == 2
+            assert group._get_backend(cpu) is backend
+            with pytest.raises(GroupOffloadedError) as caught:
                 group._get_backend(meta).allreduce([torch.ones(2)])
-            except GroupOffloadedError as error:
-                now["other side"] = error.operation
-            now["state"] = str(group.state)
-            now["same while offloaded"] = group._get_backend(cpu) is kept[label]
-        made_by_offload = len(created)
+            assert caught.value.operation == "allreduce"
+        assert created == []
         reloadpg.reload()
-        for label, group in groups.items():
-            now = facts[label][-1]
-            now["created"] = (made_by_offload, len(created))
-            now["same"] = group._get_backend(cpu) is kept[label]
-            now["new"] = group._get_backend(meta) is not before[label]
-            before[label] = group._get_backend(meta)
+        assert len(created) == len(groups)
+        for group, backend, released in zip(groups, kept, old, strict=True):
+            assert group._get_backend(cpu) is backend
+            assert group._get_backend(meta) is not released
             tensor = torch.ones(2)
-            before[label].allreduce([tensor]).wait()
-            now["other works"] = tensor.tolist()
-            now["sum"] = summed(group, rank)
-            now["devices"] = sorted(device.type for device in group._device_types)
-            now["config"] = dist.get_backend_config(group)
-            now["by name"] = resolves_to(group.group_name) is group
-    facts["bare"] = [dist.get_backend(group) for group in groups.values()]
-    return facts
-
-
-@pytest.mark.matrix
-def test_mixed_group_keeps_its_cpu_side():
-    """Only the named backend is released and made again; gloo works throughout, the same object.
-
-    The released side raises GroupOffloadedError.
-    """
-    for facts in run_ranks(_mixed, 2):
-        assert len(set(facts.pop("bare"))) == 1
-        for label, cycles in facts.items():
-            for cycle in cycles:
-                config = cycle.pop("config")
-                assert "cpu:gloo" in config, label
-                assert "meta:second" in config, label
-                assert cycle == {
-                    "sum while offloaded": 3,
-                    "objects": [0, 1],
-                    "functional": 2.0,
-                    "other side": "allreduce",
-                    "state": "offloaded",
-                    "same while offloaded": True,
-                    "created": (0, 3),
-                    "same": True,
-                    "new": True,
-                    "other works": [2.0, 2.0],
-                    "sum": 3,
-                    "devices": ["cpu", "meta"],
-                    "by name": True,
-                }, label
+            group._get_backend(meta).allreduce([tensor]).wait()
+            assert tensor.tolist() == [2.0, 2.0]
+            assert summed(group, rank) == 3
+            assert sorted(device.type for device in group._device_types) == ["cpu", "meta"]
+            assert {*dist.get_backend_config(group).split(",")} >= {"cpu:gloo", "meta:second"}
+            assert resolves_to(group.group_name) is group
+        old = [group._get_backend(meta) for group in groups]
+    assert len({dist.get_backend(group) for group in groups}) == 1

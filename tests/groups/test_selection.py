@@ -28,7 +28,7 @@ MIXED = {"cpu": "gloo", "cuda": "nccl"}
     ],
 )
 def test_by_default_every_backend_that_serves_an_accelerator(devices, size, selected):
-    """gloo, mpi and fake bypass, and so do single-rank groups."""
+    """gloo, mpi, fake and single-rank groups bypass."""
     assert Selection().selected(devices, size) == selected
 
 
@@ -43,24 +43,22 @@ def test_by_default_every_backend_that_serves_an_accelerator(devices, size, sele
     ],
 )
 def test_named_backends_override_the_default(backends, devices, selected):
-    """Only what is named, and that even if it is gloo."""
+    """Only the named ones, also gloo."""
     assert Selection(frozenset(backends)).selected(devices, 2) == selected
 
 
 @pytest.mark.parametrize(("size", "selected"), [(1, ()), (3, ()), (4, ("cuda",)), (5, ("cuda",))])
-def test_smaller_groups_bypass(size, selected):
-    """min_size is the smallest size that is taken."""
+def test_groups_smaller_than_min_size_bypass(size, selected):
     assert Selection(min_size=4).selected(NCCL, size) == selected
 
 
-def test_a_single_name_is_taken_as_one_backend_not_as_letters():
-    """``backends="gloo"`` means the same as ``backends={"gloo"}``."""
+def test_a_string_is_one_backend():
     assert Selection.of("gloo", 2, True) == Selection.of({"gloo"}, 2, True)
 
 
 @pytest.mark.parametrize("backends", [None, {"gloo"}])
 @pytest.mark.parametrize("world", ["no", 0, None])
 def test_world_is_true_or_false(backends, world):
-    """A word would count as true: with ``world="no"`` the default group would be reloadable."""
+    """Not any truthy value: ``world="no"`` would make the default group reloadable."""
     with pytest.raises(InvalidOptionError, match=r"install\(world=.*nothing was installed"):
         Selection.of(backends, 2, world)

@@ -1,7 +1,7 @@
-"""Trainers that bind the default group to a device, and split all other groups from it.
+"""Default groups that are bound to a device, from which torch splits all other groups.
 
 On each of torch's NCCL engines, over the stand-ins: the creation of each group connects it, and a
-reload creates it by its members alone.
+reload creates it by its members only.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def _cycles(rank: int, world_size: int, made_by: str, how: str) -> dict[str, Any
 
 @pytest.mark.parametrize("how", ["reload", "recover"])
 @pytest.mark.parametrize("made_by", ["split", "mesh"])
-def test_split_groups_go_and_come_back_and_leave_nothing(
+def test_cycles_of_split_groups_leave_nothing(
     ranks: Callable[..., list[Any]], made_by: str, how: str
 ) -> None:
-    """No communicator is left in an offload, sums and timeouts are right after each cycle.
+    """An offload leaves no communicator; sums and timeouts are right after each cycle.
 
     Communicators, bytes, threads and descriptors are those of the fifth cycle. So are keys in the
     store, but for those of the last barriers, which a rank may not have deleted yet.
@@ -130,6 +130,7 @@ def _without_parent(rank: int, world_size: int, when: str) -> list[float]:
 
 
 @pytest.mark.parametrize("when", ["live", "offloaded"])
-def test_a_split_outlives_its_parent(ranks: Callable[..., list[Any]], when: str) -> None:
-    """Its reload does not need the parent, which was destroyed."""
+def test_a_split_is_reloaded_after_its_parent_was_destroyed(
+    ranks: Callable[..., list[Any]], when: str
+) -> None:
     assert ranks(_without_parent, when) == [[3.0] * 3] * 2 + [[7.0] * 3] * 2

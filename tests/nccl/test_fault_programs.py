@@ -1,7 +1,7 @@
-"""Random programs over groups of NCCL, with a fault at a call of NCCL in each part.
+"""Random programs over NCCL groups, with a fault at a call of NCCL in each part.
 
-All ranks end each operation alike, the values are right after the next recovery or reload, and
-nothing is left over. ``NCCL_PROGRAMS`` is the number of programs, of one seed each.
+All ranks get the same result of each operation, values are right after the next recovery or reload,
+and nothing is left. ``NCCL_PROGRAMS`` is the number of programs, of one seed each.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Program:
-    """What all ranks do. Its repr is what a failure prints."""
+    """The program of all ranks. A failure prints the repr."""
 
     size: int
     bound: bool
@@ -167,9 +167,9 @@ class Player:
         return dist.new_group(members, timeout=LIMIT, **given)
 
     def play(self) -> list[Any]:
-        """What this rank saw in each part, and in the end."""
+        """The observations of this rank in each part, and at the end."""
         assert self.is_right()
-        reloadpg.recover("a test")  # what a process makes once is there from now on
+        reloadpg.recover("a test")  # what a process creates once exists from now on
         self._cycle()
         before, stuck = held(), 0
         # The backends of the CPU stay, each with the store client that created it, where an
@@ -275,8 +275,8 @@ def play(rank: int, world_size: int, program: Program) -> list[Any]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", range(PROGRAMS))
-def test_ranks_end_alike_and_leave_nothing_over(seed: int, engine: str) -> None:
-    """Whatever goes wrong in NCCL on one rank: see the docstring of this file."""
+def test_ranks_get_the_same_results_and_leave_nothing(seed: int, engine: str) -> None:
+    """Whatever fails in NCCL on one rank: see the docstring of this file."""
     program = program_of(seed)
     variables = {**VARIABLES, **program.variables, **engine_variables(engine)}
     seen = run_ranks(

@@ -37,9 +37,9 @@ pytestmark = [
 
 HANG_S = 120.0
 SHORT = timedelta(seconds=5)
-"""A timeout that is meant to be reached."""
+"""A timeout that is reached."""
 BOUND = timedelta(seconds=10)
-"""The timeout of an operation that is meant to reach it."""
+"""The timeout of an operation that reaches it."""
 CYCLES = int(os.environ.get("NCCL_CYCLES", "10"))
 
 
@@ -71,10 +71,10 @@ def _connected(rank: int, world_size: int, bound: bool, how: str) -> list[tuple[
 
 @pytest.mark.parametrize("how", ["eager", "canary", "recover"])
 @pytest.mark.parametrize("bound", [True, False])
-def test_what_is_connected_already_is_not_connected_again(
+def test_a_connected_group_is_not_connected_again(
     ranks: Callable[..., list[Any]], bound: bool, how: str
 ) -> None:
-    """Torch connects a group that is bound to a device as it creates it: nothing leaks."""
+    """Torch connects a group that is bound to a device when it creates it: nothing leaks."""
     for seen in ranks(_connected, 2, bound, how):
         assert len(set(seen)) == 1, seen
         assert seen[0][1] == 6.0
@@ -130,8 +130,8 @@ def _timeouts(rank: int, world_size: int) -> list[float]:
     return seen
 
 
-def test_a_timeout_that_was_set_later_is_carried_over(ranks: Callable[..., list[Any]]) -> None:
-    """On a live group and on an offloaded one."""
+def test_a_timeout_set_after_the_creation_holds(ranks: Callable[..., list[Any]]) -> None:
+    """Set on a live group, and on an offloaded one."""
     assert ranks(_timeouts, 2) == [[71, 71, 71, 72]] * 2
 
 
@@ -151,7 +151,7 @@ def _keys(rank: int, world_size: int) -> list[int]:
 
 
 def test_keys_of_released_communicators_are_deleted(ranks: Callable[..., list[Any]]) -> None:
-    """From the second generation on, a cycle leaves as many keys in the store as it found."""
+    """From the second generation on, the number of keys in the store is constant."""
     for seen in ranks(_keys, 2):
         assert len(set(seen[1:])) == 1, seen
 
@@ -165,7 +165,7 @@ def _ended(rank: int, world_size: int) -> None:
     dist.distributed_c10d._abort_process_group()
 
 
-def test_offloaded_groups_can_be_ended(ranks: Callable[..., list[Any]]) -> None:
+def test_offloaded_groups_can_be_destroyed_and_aborted(ranks: Callable[..., list[Any]]) -> None:
     """Torch queries their backends as it destroys or aborts them."""
     assert ranks(_ended, 2) == [None, None]
 
@@ -209,7 +209,7 @@ def _go_wrong(rank: int, group: Any, fault: str) -> None:
 def test_a_step_is_repeated_whose_collective_was_aborted(
     ranks: Callable[..., list[Any]], fault: str
 ) -> None:
-    """A rank that is late, an asynchronous error, a failed call; a plain all_reduce.
+    """After a late rank, an asynchronous error, and a failed call.
 
     The aborted collective leaves wrong values and raises nothing: the step is not complete.
     """
@@ -245,7 +245,7 @@ def _failed_batch(rank: int, world_size: int) -> float:
 def test_a_batch_that_fails_does_not_stop_later_collectives(
     ranks: Callable[..., list[Any]],
 ) -> None:
-    """Torch leaves NCCL's group call open, which then collects what the thread calls."""
+    """Torch leaves NCCL's group call open, which then collects the thread's calls."""
     assert ranks(_failed_batch, 2) == [4.0, 3.0]
 
 
@@ -266,7 +266,7 @@ def _recovery_that_fails(rank: int, world_size: int) -> tuple[bool, float, float
     return failed, value.item(), summed(group, rank), group.state
 
 
-def test_a_reload_after_a_failed_recovery_rebuilds_mixed_groups_whole(
+def test_a_reload_after_a_failed_recovery_rebuilds_all_backends_of_mixed_groups(
     ranks: Callable[..., list[Any]],
 ) -> None:
     """A recovery aborts the backends of the CPU, too."""
@@ -292,7 +292,7 @@ def _in_background(rank: int, world_size: int) -> tuple[str, float, bool, float]
     return raised, value.item(), same and freed, summed(group, rank)
 
 
-def test_the_cpu_side_of_a_mixed_group_works_while_it_is_offloaded_in_the_background(
+def test_the_cpu_backend_of_a_mixed_group_works_while_it_is_offloaded(
     ranks: Callable[..., list[Any]],
 ) -> None:
     """Only NCCL's communicators are released and rebuilt."""
@@ -382,7 +382,7 @@ def test_overlapping_groups_are_suspended(ranks: Callable[..., list[Any]]) -> No
 @pytest.mark.skipif(not CAN_SUSPEND, reason="torch before 2.12 cannot suspend")
 @pytest.mark.parametrize("call", ["suspend", "resume"])
 @pytest.mark.parametrize("action", ["fail", "hang"])
-def test_a_suspend_or_resume_that_goes_wrong_on_one_rank_is_bounded(
+def test_a_suspend_or_resume_that_fails_or_hangs_on_one_rank_raises_on_all(
     ranks: Callable[..., list[Any]], action: Any, call: Any
 ) -> None:
     """The operation fails on all ranks, or reaches the timeout; the next cycles are right."""

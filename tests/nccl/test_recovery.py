@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def hangs(rank: int, world_size: int, directory: str) -> str:
-    """Rank 1 does not come to a collective, and reads what is shown until that is seen."""
+    """Rank 1 delays a collective until the status of the job names it."""
     torch.cuda.set_device(rank)
     reloadpg.install()
     end = publish_status(directory)
@@ -45,7 +45,7 @@ def hangs(rank: int, world_size: int, directory: str) -> str:
 
 @pytest.mark.parametrize("nccl2", ["0", "1"])  # 2.15 has two implementations, and two recorders
 def test_a_hang_shows_what_the_flight_recorder_has(tmp_path: Path, nccl2: str) -> None:
-    """The collective that the other rank has begun, and its state on the device."""
+    """The collective that the other rank has started, and its state on the device."""
     # Torch 2.8 records nothing by default.
     env = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "200", "TORCH_DIST_USE_NCCL2": nccl2}
     remedies = run_ranks(hangs, 2, args=(str(tmp_path),), timeout=240, standins=True, env=env)
@@ -55,7 +55,7 @@ def test_a_hang_shows_what_the_flight_recorder_has(tmp_path: Path, nccl2: str) -
 
 
 class Injected(Exception):
-    """The error of a fault that the test brings about."""
+    """The injected error."""
 
 
 def waits_for_the_device(rank: int, world_size: int) -> list[tuple[int, int, float]]:
@@ -76,7 +76,7 @@ def waits_for_the_device(rank: int, world_size: int) -> list[tuple[int, int, flo
     return seen
 
 
-def test_a_wait_for_the_device_ends_when_a_peer_gives_the_step_up() -> None:
-    """Long before the timeout of the collective that the peer does not come to."""
+def test_a_wait_for_the_device_ends_when_a_peer_requests_a_recovery() -> None:
+    """Before the timeout of the collective that the peer does not join."""
     results = run_ranks(waits_for_the_device, 2, timeout=240, standins=True)
     assert results == [[(0, 2, 2.0), (1, 1, 2.0)]] * 2

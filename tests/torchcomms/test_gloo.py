@@ -27,7 +27,7 @@ RING = ((0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 2, 3))
 
 
 def start(size: int, subgroups: Any = (), **options: Any) -> list[Any]:
-    """Install, and make the default group and those of some ranks. Returns this rank's."""
+    """Install, and create the default group and those of some ranks. Returns this rank's."""
     assert c10d.uses_torchcomms()
     reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT, **options)
     worlds.init(timeout=worlds.TIMEOUT)
@@ -45,7 +45,7 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(fault_job.sockets())
 
 
-def forty(rank: int, size: int) -> tuple[Any, ...]:
+def forty_cycles(rank: int, size: int) -> tuple[Any, ...]:
     groups = start(size, [[0, 1], [0, 1], [0, 1]])
     right = worlds.sums_right(*groups)
     live = held()
@@ -61,9 +61,9 @@ def forty(rank: int, size: int) -> tuple[Any, ...]:
     return right, live, offloaded, counts, listed
 
 
-def test_an_offload_frees_and_forty_cycles_leave_nothing() -> None:
-    """Each of the four groups has a thread, and a connection to the other rank."""
-    for right, live, offloaded, counts, listed in run_ranks(forty, 2, timeout=300):
+def test_an_offload_frees_connections_and_forty_cycles_leak_none() -> None:
+    """Each of the four groups has a thread and a connection to the other rank."""
+    for right, live, offloaded, counts, listed in run_ranks(forty_cycles, 2, timeout=300):
         assert right
         assert offloaded[0] <= live[0] - 4
         assert offloaded[1] <= live[1] - 4
@@ -71,7 +71,7 @@ def test_an_offload_frees_and_forty_cycles_leave_nothing() -> None:
         assert listed == 0
 
 
-def destroyed(rank: int, size: int) -> list[bool]:
+def destroy_groups(rank: int, size: int) -> list[bool]:
     _, first, second, third = start(size, [[0, 1], [0, 1], [0, 1]])
     plain = dist.new_group([0, 1], backend="cpu:gloo")
     dist.destroy_process_group(first)
@@ -87,11 +87,11 @@ def destroyed(rank: int, size: int) -> list[bool]:
     return [*right, worlds.sums_right(None)]
 
 
-def test_groups_and_the_default_group_are_destroyed_live_and_offloaded() -> None:
-    assert run_ranks(destroyed, 2, timeout=120) == [[True, True]] * 2
+def test_groups_can_be_destroyed_live_and_offloaded() -> None:
+    assert run_ranks(destroy_groups, 2, timeout=120) == [[True, True]] * 2
 
 
-def recovers(rank: int, size: int, how: str) -> tuple[bool, list[str]]:
+def recover_twice(rank: int, size: int, how: str) -> tuple[bool, list[str]]:
     groups = start(size, RING, recoverable=True)
     right, texts = worlds.sums_right(*groups), []
     for _ in range(2):
@@ -114,13 +114,13 @@ def recovers(rank: int, size: int, how: str) -> tuple[bool, list[str]]:
 
 @pytest.mark.parametrize("how", ["cut", "raises"])
 def test_four_ranks_recover_twice(how: str) -> None:
-    """After a cycle, one rank's connections are cut, or it raises while the others wait for it."""
-    for right, texts in run_ranks(recovers, 4, args=(how,), timeout=240):
+    """After one rank's connections are cut, or after it raises while the others wait for it."""
+    for right, texts in run_ranks(recover_twice, 4, args=(how,), timeout=240):
         assert right
         assert len(texts) == 2
 
 
-def meshes(rank: int, size: int) -> list[bool]:
+def sum_over_meshes(rank: int, size: int) -> list[bool]:
     start(size)
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     groups = [mesh.get_group("dp"), mesh.get_group("tp")]
@@ -132,7 +132,7 @@ def meshes(rank: int, size: int) -> list[bool]:
     return [*right, *same]
 
 
-def splits(rank: int, size: int) -> list[bool]:
+def sum_over_splits(rank: int, size: int) -> list[bool]:
     start(size)
     half = dist.split_group(None, [[0, 1], [2, 3]], timeout=worlds.TIMEOUT)
     pair = dist.split_group(half, [[1, 0]], timeout=worlds.TIMEOUT)
@@ -145,14 +145,14 @@ def splits(rank: int, size: int) -> list[bool]:
     return [*managed, *right, ranks in ([1, 0], [3, 2]), pair.rank() == 1 - rank % 2]
 
 
-@pytest.mark.parametrize("job", [meshes, splits])
+@pytest.mark.parametrize("job", [sum_over_meshes, sum_over_splits])
 def test_meshes_and_splits_sum_over_their_members(job: Callable[..., Any]) -> None:
-    """A split of a split, with its ranks in another order, too."""
+    """Also a split of a split with its ranks in another order."""
     for found in run_ranks(job, 4, timeout=240):
         assert found == [True] * len(found)
 
 
-def timeouts(rank: int, size: int) -> list[str]:
+def changed_timeouts(rank: int, size: int) -> list[str]:
     _, group, late = start(size, [[0, 1], [0, 1]])
     dist.set_timeout(timedelta(milliseconds=1234), group)
     cycle()
@@ -168,14 +168,14 @@ def timeouts(rank: int, size: int) -> list[str]:
     return texts
 
 
-def test_a_timeout_that_is_set_holds_in_later_generations() -> None:
-    """Set while the group is live, and while it is offloaded; gloo's message names it."""
-    _, (live, offloaded) = run_ranks(timeouts, 2, timeout=60)
+def test_a_changed_timeout_holds_in_later_generations() -> None:
+    """Whether it is set while the group is live or offloaded; gloo's message names it."""
+    _, (live, offloaded) = run_ranks(changed_timeouts, 2, timeout=60)
     assert "1234ms" in live
     assert "2345ms" in offloaded
 
 
-def keys(rank: int, size: int) -> list[list[str]]:
+def keys_after_cycles(rank: int, size: int) -> list[list[str]]:
     start(size, RING)
     dist.split_group(None, [[0, 1], [2, 3]], timeout=worlds.TIMEOUT)
     found = []
@@ -189,15 +189,15 @@ def keys(rank: int, size: int) -> list[list[str]]:
 
 
 def test_the_store_does_not_grow() -> None:
-    """The keys of the last generation are there, and none of those before it."""
-    for found in run_ranks(keys, 4, timeout=240):
+    """It has the keys of the last generation only."""
+    for found in run_ranks(keys_after_cycles, 4, timeout=240):
         assert len({len(names) for names in found}) == 1
         assert not {*found[0]} & {*found[-1]}
         assert any("init_count" in name for name in found[-1])
 
 
-def parallel(rank: int, size: int) -> list[bool]:
-    """As many groups as ring and pairs make, on different ranks in each thread."""
+def cycles_in_parallel(rank: int, size: int) -> list[bool]:
+    """On different ranks in each thread, as many groups as ring and pairs make."""
     groups = start(size, RING * 3, parallelism=8)
     right = [worlds.sums_right(*groups)]
     for _ in range(5):
@@ -207,8 +207,8 @@ def parallel(rank: int, size: int) -> list[bool]:
 
 
 def test_groups_are_created_one_at_a_time() -> None:
-    """Whatever ``parallelism`` says: torch writes the rank into the process's environment."""
-    for right in run_ranks(parallel, 4, timeout=240):
+    """Whatever ``parallelism`` is: torch writes the rank into the process's environment."""
+    for right in run_ranks(cycles_in_parallel, 4, timeout=240):
         assert right == [True] * 6
 
 
@@ -224,8 +224,8 @@ def not_enabled(rank: int, size: int) -> bool:
     return worlds.sums_right(kept)
 
 
-def test_torchcomms_that_is_installed_and_not_enabled_changes_nothing() -> None:
-    """Torch then gets the backends of a group that is destroyed, also of one that is offloaded."""
+def test_torchcomms_that_is_not_enabled_changes_nothing() -> None:
+    """Torch then reads the backends of a group that is destroyed while offloaded."""
     env = {"TORCH_DISTRIBUTED_USE_TORCHCOMMS": None}
     assert run_ranks(not_enabled, 2, env=env, start_method="spawn", timeout=120) == [True] * 2
 
@@ -239,8 +239,7 @@ dist.new_group([0, 1])
 """
 
 
-def test_doctor_and_explain_say_what_is_supported(tmp_path: Path) -> None:
-    """In one line, which is the same."""
+def test_doctor_and_explain_state_what_is_supported(tmp_path: Path) -> None:
     found = decoded(command("doctor", "--json"))
     (line,) = [one for one in found["findings"] if one["check"] == "torchcomms"]
     assert line["level"] == "note"
