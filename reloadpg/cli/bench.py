@@ -40,7 +40,6 @@ _FIGURES = ("ms", "group_ms", "wait_ms", "own_ms", "bytes")
 
 
 def add(subcommands: Any) -> None:
-    """Add the subcommand to the parser."""
     parser = subcommands.add_parser(
         "bench",
         help="measure offload and reload on this machine",

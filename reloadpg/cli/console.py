@@ -60,12 +60,10 @@ _UNWRAPPED = 10_000
 
 
 def positive(text: str) -> int:
-    """A whole number of 1 or more."""
     return _whole(text, 1)
 
 
 def natural(text: str) -> int:
-    """A whole number of 0 or more."""
     return _whole(text, 0)
 
 
@@ -91,7 +89,6 @@ def seconds(text: str) -> float:
 
 
 def new_file(text: str) -> Path:
-    """A file name in a directory that exists."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not a file name in an existing directory")
@@ -99,7 +96,6 @@ def new_file(text: str) -> Path:
 
 
 def existing_file(text: str) -> Path:
-    """A file that exists."""
     path = Path(text)
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"there is no file {text!r}")
@@ -114,7 +110,6 @@ class Line:
     """A line of text.
 
     Attributes:
-        text: the text.
         tone: a key of :data:`STYLES`, or empty.
         indent: where it continues if it is longer than a terminal is wide.
     """
@@ -139,13 +134,7 @@ Page = Sequence[Line]
 def tabled(
     header: Sequence[str], rows: Sequence[Sequence[object]], tones: Sequence[str] = ()
 ) -> list[Line]:
-    """Columns of values as lines, numbers to the right; the last column continues below itself.
-
-    Args:
-        header: names of the columns.
-        rows: the values.
-        tones: one a row, or nothing.
-    """
+    """Columns of values as lines, numbers to the right; the last column continues below itself."""
     head, rule, *body = table(header, rows).split("\n")
     indent = len(rule.rstrip("-"))
     tones = tones or [""] * len(body)
@@ -158,9 +147,7 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        check: name of the check.
         level: ``ok``, ``note``, ``warning`` or ``problem``; empty for a plain statement.
-        message: the result.
         remedy: the action to take; empty if none is needed.
     """
 
@@ -192,7 +179,6 @@ def say(text: str = "", stream: TextIO | None = None) -> None:
 
 
 def show(page: Page) -> None:
-    """Write a page to stdout. Local."""
     console = _console()
     console.print(_drawn(page, console.width))
 

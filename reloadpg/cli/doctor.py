@@ -70,7 +70,6 @@ class Diagnosis:
         return not self.at("problem")
 
     def at(self, level: str) -> list[Finding]:
-        """The findings of one level."""
         return [finding for finding in self.findings if finding.level == level]
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,18 +101,11 @@ def diagnose(
             in this process says. What it does not use is not checked.
     """
     variables = os.environ if environ is None else environ
-    path = None if script is None else Path(script)
     chosen, said_by = _chosen_strategy(strategy, variables)
     said = Finding("strategy", "ok", f"{chosen}, {said_by}")
     suspends = chosen != "recreate"
-    of_job: list[Check] = []
-    of_script: list[Check] = []
-    if status_dir is not None:
-        of_job = [("job", partial(check_job, Path(status_dir)))]
-    if path is not None:
-        of_script = [("script", partial(import_of_script, path))]
     checks: list[Check] = [
-        *of_job,
+        *([("job", partial(check_job, Path(status_dir)))] if status_dir is not None else []),
         ("torch", check_torch),
         ("torchcomms", check_torchcomms),
         ("device", check_device),
@@ -125,7 +117,7 @@ def diagnose(
         *([("suspend", partial(check_suspend, variables))] if suspends else []),
         ("recovery", partial(check_recovery, variables)),
         ("import", partial(import_modules, modules)),
-        *of_script,
+        *([("script", partial(import_of_script, Path(script)))] if script is not None else []),
         ("foreign wrapper", check_foreign_wrappers),
         ("early alias", check_early_aliases),
         ("launcher", partial(check_launcher, variables)),
@@ -144,7 +136,6 @@ def diagnose(
 
 
 def add(subcommands: Any) -> None:
-    """Add the subcommand to the parser."""
     parser = subcommands.add_parser(
         "doctor",
         help="find causes that prevent offload and reload",
@@ -249,7 +240,6 @@ def bug_report(diagnosis: Diagnosis, environ: Mapping[str, str]) -> str:
 
 
 def check_torch() -> Findings:
-    """Check that torch can be imported and has a supported version."""
     supported = f"{_shown(OLDEST)} to {_shown(NEWEST)}"
     try:
         import torch
@@ -286,7 +276,6 @@ def check_torchcomms() -> Findings:
 
 
 def check_device() -> Findings:
-    """Name the accelerators of this machine."""
     from ..c10d.devices import name_devices
 
     devices = name_devices()
@@ -302,17 +291,13 @@ def check_device() -> Findings:
 
 
 def nccl_version() -> Version | None:
-    """Return the version of the NCCL that torch has loaded; None if this torch has none."""
-    try:
-        from .. import c10d
+    """The version of the NCCL that torch has loaded; None if it has none. Needs no GPU."""
+    from .. import c10d
 
-        return c10d.nccl_version()  # needs no GPU
-    except Exception:
-        return None
+    return c10d.nccl_version()
 
 
 def check_nccl() -> Findings:
-    """Name the NCCL that torch has."""
     version = nccl_version()
     if version is not None:
         yield Finding("nccl", "ok", f"version {_shown(version)}")
@@ -326,14 +311,10 @@ def check_nccl() -> Findings:
 
 
 def torch_can_suspend() -> bool:
-    """Return whether torch's backends have ``suspend``: 2.12 and later."""
-    try:
-        import torch.distributed as dist
-    except Exception:
-        return False
-    # Both classes inherit it from the C++ base class; a build may lack one of them.
-    names = ("ProcessGroupNCCL", "ProcessGroupGloo")
-    return any(hasattr(getattr(dist, name, None), "suspend") for name in names)
+    """Whether torch's backends have ``suspend``: 2.12 and later."""
+    from torch.distributed import ProcessGroupGloo  # it inherits the method, as NCCL's does
+
+    return hasattr(ProcessGroupGloo, "suspend")
 
 
 def check_suspend(environ: Mapping[str, str]) -> Findings:
@@ -355,12 +336,7 @@ def check_suspend(environ: Mapping[str, str]) -> Findings:
 
 
 def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) -> Findings:
-    """Check the settings of NCCL, and of torch for NCCL, that affect offload and reload.
-
-    Args:
-        environ: the variables.
-        suspends: whether the job's strategy may suspend communicators.
-    """
+    """Check the settings of NCCL, and of torch for NCCL, that affect offload and reload."""
     from ..c10d import release_cautions
 
     settings = _nccl_settings(environ)
@@ -445,7 +421,6 @@ def _shown(version: Version) -> str:
 
 
 def _chosen_strategy(given: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
-    """The strategy of the job, and who says it."""
     if given is not None:
         return given, "as --strategy says"
     by_environment = environ.get("RELOADPG_STRATEGY", "").strip()
@@ -454,14 +429,12 @@ def _chosen_strategy(given: str | None, environ: Mapping[str, str]) -> tuple[str
     with suppress(Exception):  # a torch that is too old or broken fails in many ways
         from .. import status
 
-        options = status().options
-        if options:
+        if options := status().options:
             return str(options["strategy"]).partition(" ")[0], "as installed in this process"
     return "recreate", "the default; --strategy names another"
 
 
 def check_variables(environ: Mapping[str, str]) -> Findings:
-    """Find variables that reloadpg does not know, which are an error at installation."""
     for name in unknown_variables(environ):
         yield Finding(
             "variables",
@@ -509,7 +482,6 @@ def check_autoinstall(environ: Mapping[str, str]) -> Findings:
 
 
 def check_launcher(environ: Mapping[str, str]) -> Findings:
-    """Name the launcher that started this process, and the rank."""
     from .. import detect_environment
 
     try:
@@ -529,7 +501,6 @@ def check_launcher(environ: Mapping[str, str]) -> Findings:
 
 
 def check_job(directory: Path) -> Findings:
-    """Compare the ranks that keep a file in a status directory."""
     view = JobView(read_directory(directory))
     if not view.ranks:
         yield Finding("job", "problem", view.reading.absence, view.reading.remedy)

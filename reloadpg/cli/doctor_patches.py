@@ -35,7 +35,6 @@ _LARGEST_CONTAINER = 1000
 
 
 def check_foreign_wrappers() -> Iterator[Finding]:
-    """Find wrappers of other libraries around the creating functions."""
     from .. import status
     from ..c10d import creator_modules
 
@@ -94,20 +93,14 @@ def check_early_aliases() -> Iterator[Finding]:
 
 def _alias(where: str, function: Any, installed: bool) -> Finding:
     message = f"{where} is torch's own {function.__name__}"
+    remedy = "reloadpg.install() patches this name too if the module is loaded by then"
     if installed:
-        return Finding(
-            "early alias",
-            "problem",
-            f"{message}, but reloadpg is installed: groups created through it are not reloadable",
+        message += ", but reloadpg is installed: groups created through it are not reloadable"
+        remedy = (
             "use the function of torch.distributed there, or load that module before "
-            "reloadpg.install()",
+            "reloadpg.install()"
         )
-    return Finding(
-        "early alias",
-        "warning",
-        message,
-        "reloadpg.install() patches this name too if the module is loaded by then",
-    )
+    return Finding("early alias", "problem" if installed else "warning", message, remedy)
 
 
 def _hidden(where: str, function: Any) -> Finding:
@@ -177,7 +170,6 @@ def _content(cell: Any) -> Any:
 
 
 def _described(wrapper: Any) -> str:
-    """Name and origin of a wrapper."""
     code = getattr(wrapper, "__code__", None)
     if code is not None:
         # wraps() copies the name of the wrapped function; the code keeps its own name.

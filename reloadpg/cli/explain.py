@@ -45,7 +45,6 @@ Record = Mapping[str, Any]
 
 
 def add(subcommands: Any) -> None:
-    """Add the subcommand to the parser."""
     parser = subcommands.add_parser(
         "explain",
         usage="%(prog)s SCRIPT --world-size N [options] [-- ARGUMENT ...]",
@@ -162,11 +161,7 @@ def explain(
 
     Args:
         records: the records of :mod:`~reloadpg.cli.explain_rank`.
-        backends: names separated by commas, in place of the script's argument of ``install``.
-        min_size: in place of the script's argument of ``install``.
-
-    Raises:
-        InvalidOptionError: the options are not valid for ``install``.
+        backends, min_size: in place of the script's arguments of ``install``.
     """
     from ..groups.selection import Selection
 
@@ -264,13 +259,21 @@ def _page(options: argparse.Namespace, result: Record) -> Page:
         parts += [Line(""), Line(f"The script failed: {result['error']}", "bad")]
         # The last line of a traceback is the error, which is printed above.
         lines = result["traceback"].strip().splitlines()[:-1]
-        lines = lines[-_TRACEBACK:] or result["output"].strip().splitlines()[-_OUTPUT:]
+        lines = lines[-_TRACEBACK:] or _last_output(result["output"])
         parts += [Line(f"  {line}", "note") for line in lines]
         parts.append(Line("Groups that it would have created later are not shown."))
         if result["traceback"] and result["groups"]:
             further = " Rank 0 receives less and may get further." if result["rank"] else ""
             parts.append(Line(ALONE + further, "note"))
     return parts
+
+
+def _last_output(text: str) -> list[str]:
+    """The end of the script's output; of a crash its beginning, where the innermost frames are."""
+    _, mark, crash = text.partition("\nExtension modules")[0].rpartition("Fatal Python error")
+    if mark:
+        return f"{mark}{crash}".strip().splitlines()[:_TRACEBACK]
+    return text.strip().splitlines()[-_OUTPUT:]
 
 
 def _table(groups: Sequence[Record]) -> list[Line]:

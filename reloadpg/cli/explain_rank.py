@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import faulthandler
 import inspect
 import json
 import os
@@ -60,10 +61,6 @@ _ABOVE_SCRIPT = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
 def run_script(options: argparse.Namespace) -> dict[str, Any]:
     """Run the script to its end or its timeout. Blocking; leaves no process.
 
-    Args:
-        options: ``script``, ``script_arguments``, ``module``, ``rank``, ``world_size``, ``device``
-            and ``timeout`` of the command.
-
     Returns:
         ``records``: one for each creation (``group``, or ``other`` if the rank is not a member),
         for each group ``destroyed``, and for the ``end``; ``error`` and ``traceback`` of a script
@@ -94,22 +91,26 @@ def run_script(options: argparse.Namespace) -> dict[str, Any]:
         for line in written:
             with suppress(ValueError):  # an incomplete last line of a killed process
                 records.append(json.loads(line))
-        text = output.read()[-4000:].decode(errors="replace")
+        text = output.read()[-20_000:].decode(errors="replace")
     last = records[-1] if records else {}
     ended = {name: last.get(name, "") for name in ("error", "traceback")}
     if code is not None and last.get("kind") != "end":
-        ended["error"] = f"the script ended its process (exit code {code})"
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        ended["error"] = f"the script ended its process ({how})"
     return {"records": records, **ended, "output": text, "timed_out": code is None}
 
 
 def _play(options: argparse.Namespace, records: TextIO, output: int) -> NoReturn:
-    """Run as the rank, in the forked process."""
     try:
         os.setsid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the parent
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for stream in (1, 2):
             os.dup2(output, stream)
+        faulthandler.enable(2)  # the stack of a crash is shown like other output
+        # After a fork torch replaces its thread pool at the next use, which is not thread-safe: the
+        # threads of autograd, one per device, would abort ("Invalid thread pool!", seen on 2.13).
+        torch.set_num_threads(torch.get_num_threads())
         rank, size, local = options.rank, options.world_size, min(options.world_size, NODE)
         for name in list(os.environ):  # no launcher started this process
             if name.startswith(LAUNCHERS) or name == "TORCH_DIST_INIT_BARRIER":
@@ -133,16 +134,11 @@ def _play(options: argparse.Namespace, records: TextIO, output: int) -> NoReturn
 
 
 class FakeRank:
-    """The rank of this process.
-
-    Attributes:
-        options: the options of the command.
-        backends: the requested backend, by name of the group.
-    """
+    """The rank of this process."""
 
     def __init__(self, options: argparse.Namespace, records: TextIO) -> None:
         self.options = options
-        self.backends: dict[str, str] = {}
+        self.backends: dict[str, str] = {}  # the requested ones, by name of the group
         self._pid, self._records, self._create = os.getpid(), records, dist.new_group
 
     def note(self, kind: str, **values: Any) -> None:
@@ -261,7 +257,6 @@ class FakeRank:
         )
 
     def run(self) -> None:
-        """Run the script to its end, and record the result."""
         script, error, trace = self.options.script, "", ""
         sys.argv = [script, *self.options.script_arguments]
         try:

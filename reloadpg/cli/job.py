@@ -46,10 +46,8 @@ class InProgress:
     """The running operation of a job.
 
     Attributes:
-        operation: ``offload`` or ``reload``.
         sequence: its number in the job.
         phase: the next barrier.
-        ranks: the ranks in the operation.
         waiting: the ranks that wait at the barrier.
         missing: the ranks that they wait for, by reason.
         stuck: whether the missing ranks are not in the operation, or have been missing for long.
@@ -169,8 +167,6 @@ def _why_missing(record: RankRecord | None, operation: str, sequence: int) -> st
 
 @dataclass(frozen=True)
 class JobView:
-    """A reading and its findings."""
-
     reading: Reading
 
     @property
@@ -179,7 +175,6 @@ class JobView:
 
     @property
     def generations(self) -> dict[int, list[int]]:
-        """The ranks at each generation, of ranks where reloadpg is installed."""
         known = {one.rank: one.status.generation for one in self.ranks if one.installed}
         return dict(sorted(_by(known, known.__getitem__).items()))
 
@@ -191,13 +186,11 @@ class JobView:
 
     @property
     def ok(self) -> bool:
-        """Whether the job runs without a problem."""
         runs = any(one.absent != "exited" for one in self.ranks)
         return runs and all(one.level != "problem" for one in self.findings())
 
     @property
     def in_progress(self) -> InProgress | None:
-        """The running operation; None if there is none."""
         return InProgress.of(self.ranks, sorted({*self.reading.missing, *map(_rank, self.ranks)}))
 
     def absent(self, why: str) -> list[RankRecord]:
@@ -243,7 +236,6 @@ class JobView:
 
     @property
     def slowest_group(self) -> dict[str, Any] | None:
-        """The group that took longest on any rank in the last operation."""
         parts = [(one, group) for one in self.last_operation for group in one.report.groups]
         if not parts:
             return None
@@ -256,7 +248,6 @@ class JobView:
         return [*self.running_findings(), *self.lasting_findings()]
 
     def running_findings(self) -> list[Finding]:
-        """Findings about the running operation."""
         running = self.in_progress
         return [] if running is None else [*running.findings(self.ranks)]
 
@@ -385,7 +376,6 @@ class JobView:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """All values, with plain types only."""
         running = self.in_progress
         return {
             "source": self.reading.source,
@@ -414,8 +404,8 @@ class JobView:
                     "generation": record.status.generation,
                     "age_s": record.age_s,
                     "running": record.raw.get("running"),
-                    "offload_ms": record.last_ms("offload"),
-                    "reload_ms": record.last_ms("reload"),
+                    "offload_ms": record.last_ms.get("offload"),
+                    "reload_ms": record.last_ms.get("reload"),
                     "last_error": record.error,
                     "status": record.raw["status"],
                     "last_report": record.raw.get("last_report") or {},
@@ -455,7 +445,6 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def _ids(records: Sequence[RankRecord]) -> str:
-    """Ranks as text, with the process id if there is only one."""
     ranks = _ranks(map(_rank, records))
     return f"{ranks} (pid {records[0].pid})" if len(records) == 1 and records[0].pid else ranks
 
@@ -470,12 +459,10 @@ def _last_seen(records: Iterable[RankRecord]) -> str:
 
 
 def _when(at: float) -> str:
-    """A time of day, and its age by this host's clock."""
     return f"{clock(at)} ({age(max(0.0, time.time() - at))} ago)"
 
 
 def clock(at: float) -> str:
-    """The time of day. Local."""
     try:
         return time.strftime("%H:%M:%S", time.localtime(at))
     except (OverflowError, ValueError, OSError):  # a record may contain any number

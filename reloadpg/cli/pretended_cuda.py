@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import wrapt
@@ -55,9 +55,8 @@ def can_pretend() -> bool:
 
 def pretend(devices: int) -> None:
     """Give this process, and threads that it starts later, this number of CUDA devices."""
-    mode = _PretendedCuda(
-        allow_non_fake_inputs=True
-    )  # first: torch._dynamo, which it imports, looks for a real device
+    # First: torch._dynamo, which it imports, looks for a real device.
+    mode = _PretendedCuda(allow_non_fake_inputs=True)
     _provide_guard()
     _patch_tensors()
     _patch_module(devices)
@@ -147,9 +146,8 @@ class _PretendedCuda(_MODE):  # type: ignore[misc]
         except (DynamicOutputShapeException, DataDependentOutputException):
             values = _on_values(func, args, kwargs)
             device = next(one.device for one in fakes)
-            made = pytree.tree_map_only(
-                torch.Tensor, partial(self._empty_like, device=device), values
-            )
+            empty = partial(self._empty_like, device=device)
+            made = pytree.tree_map_only(torch.Tensor, empty, values)
             _keep(made, values)
             return made
         finally:
@@ -166,9 +164,7 @@ class _PretendedCuda(_MODE):  # type: ignore[misc]
             with contextlib.suppress(Exception):  # a kernel that the CPU lacks
                 _keep(made, _on_values(func, args, kwargs))
         elif name == "_to_copy" and made.dtype is torch.bool and args[0].dtype is not torch.bool:
-            _keep(
-                made, torch.ones((), dtype=torch.bool).expand(made.shape)
-            )  # an unknown number is 1
+            _keep(made, torch.ones((), dtype=torch.bool).expand(made.shape))  # of an unknown 1
         elif _is_decided(name.rstrip("_"), args):  # a generation ends at its maximum length
             _keep(made, torch.full(made.shape, "or" in name))
         elif func._schema.is_mutable:
@@ -215,7 +211,6 @@ def _is_decided(name: str, args: Any) -> bool:
 
 
 def _keep(made: Any, values: Any) -> None:
-    """Record the values of fake tensors."""
     for one, value in zip(pytree.tree_leaves(made), pytree.tree_leaves(values), strict=True):
         if isinstance(one, FakeTensor) and not isinstance(value, FakeTensor):
             vars(one)[_VALUE] = value
@@ -258,25 +253,16 @@ class _Indexed(TorchFunctionMode):
             args = pytree.tree_map_only(FakeTensor, _value, args)
         if func is torch.Tensor.cuda:
             device = kwargs.get("device") if len(args) < 2 else args[1]
-            func, args, kwargs = (
-                torch.Tensor.to,
-                (args[0], _indexed("cuda" if device is None else device)),
-                {},
-            )
+            args, kwargs = (args[0], "cuda" if device is None else device), {}
+            func = torch.Tensor.to
         if kwargs.get("device") is not None:
             kwargs["device"] = _indexed(kwargs["device"])
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         if func is torch.Tensor.to:
-            args = (
-                args[0],
-                *(
-                    _indexed(one)
-                    if isinstance(one, (str, int, torch.device)) and not isinstance(one, bool)
-                    else one
-                    for one in args[1:]
-                ),
-            )
+            devices = (str, int, torch.device)  # and bool is a flag
+            known = (isinstance(o, devices) and not isinstance(o, bool) for o in args)
+            args = tuple(_indexed(o) if k else o for o, k in zip(args, known, strict=True))
             if isinstance(args[0], FakeTensor) and _is_there(*args, **kwargs):
                 return args[0]
         return func(*args, **kwargs)
@@ -286,11 +272,8 @@ def _indexed(device: Any) -> torch.device:
     if isinstance(device, int):
         return torch.device("cuda", device)
     found = torch.device(device)
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if found == torch.device("cuda")
-        else found
-    )
+    plain = found == torch.device("cuda")
+    return torch.device("cuda", torch.cuda.current_device()) if plain else found
 
 
 def _is_there(tensor: Any, *args: Any, copy: bool = False, **kwargs: Any) -> bool:
@@ -304,9 +287,8 @@ def _is_there(tensor: Any, *args: Any, copy: bool = False, **kwargs: Any) -> boo
 
 def _sent(func: Any, args: tuple[Any, ...]) -> Any:
     """The result of a collective of c10d: its arguments, and a completed work."""
-    made = [
-        FakeWork().boxed() if "Work" in str(one.type) else args[0] for one in func._schema.returns
-    ]
+    types = [str(one.type) for one in func._schema.returns]
+    made = [FakeWork().boxed() if "Work" in one else args[0] for one in types]
     return made[0] if len(made) == 1 else tuple(made)
 
 
@@ -329,7 +311,7 @@ def _patch_tensors() -> None:
     kinds.is_cuda = property(lambda self: self.device.type == "cuda")
     kinds.is_cpu = property(lambda self: self.device.type == "cpu")
     kinds.is_meta = property(lambda self: self.device.type == "meta")
-    kinds.__reduce_ex__ = lambda self, protocol: _reduced(_value(self), protocol)
+    kinds.__reduce_ex__ = lambda self, protocol: cast(Any, _value(self)).__reduce_ex__(protocol)
     kinds.type = _type
     kinds.get_device = lambda self: -1 if self.device.index is None else self.device.index
     address = torch.UntypedStorage.data_ptr
@@ -345,10 +327,6 @@ def _patch_tensors() -> None:
     local: Any = DTensor
     local.device = property(lambda self: self._local_tensor.device)
     local.is_cuda = property(lambda self: self._local_tensor.is_cuda)
-
-
-def _reduced(tensor: Any, protocol: int) -> Any:
-    return tensor.__reduce_ex__(protocol)
 
 
 def _type(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -380,6 +358,26 @@ def _swap(one: Any, other: Any) -> None:
 
 
 # -- torch.cuda -------------------------------------------------------------------------------
+
+
+_WITHOUT_RESULT = """
+_lazy_init init synchronize empty_cache ipc_collect manual_seed manual_seed_all seed seed_all
+set_rng_state set_rng_state_all reset_peak_memory_stats set_stream reset_max_memory_allocated
+reset_accumulated_memory_stats set_per_process_memory_fraction _lazy_call set_sync_debug_mode
+reset_max_memory_cached
+"""
+_GENERIC = """
+is_available device_count synchronize current_stream set_stream empty_cache memory_stats
+"""
+"""Functions that ``torch.accelerator`` has by the same name."""
+_MEMORY_COUNTERS = """
+memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached
+max_memory_cached
+"""
+_GENERIC = """
+is_available device_count synchronize current_stream set_stream empty_cache memory_stats
+"""
+"""Functions that ``torch.accelerator`` has by the same name."""
 
 
 def _patch_module(devices: int) -> None:
@@ -431,38 +429,10 @@ def _patch_module(devices: int) -> None:
         "get_rng_state_all": [],
         "memory_snapshot": [],
         "memory_summary": "",
+        **dict.fromkeys(_WITHOUT_RESULT.split()),
+        **dict.fromkeys(_MEMORY_COUNTERS.split(), 0),
     }
-    nothing = [
-        "_lazy_init",
-        "init",
-        "synchronize",
-        "empty_cache",
-        "ipc_collect",
-        "manual_seed",
-        "manual_seed_all",
-        "seed",
-        "seed_all",
-        "set_rng_state",
-        "set_rng_state_all",
-        "reset_peak_memory_stats",
-        "set_stream",
-        "reset_max_memory_allocated",
-        "reset_accumulated_memory_stats",
-        "set_per_process_memory_fraction",
-        "_lazy_call",
-        "set_sync_debug_mode",
-        "reset_max_memory_cached",
-    ]
-    zero = [
-        "memory_allocated",
-        "max_memory_allocated",
-        "memory_reserved",
-        "max_memory_reserved",
-        "memory_cached",
-        "max_memory_cached",
-    ]
     table: dict[str, Any] = {name: _answer(value) for name, value in answers.items()}
-    table |= {name: _answer(None) for name in nothing} | {name: _answer(0) for name in zero}
     stream = _Stream()
     table |= {
         "current_device": lambda: current[0],
@@ -489,22 +459,15 @@ def _patch_module(devices: int) -> None:
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, _answer(0))
     accelerator: Any = torch.accelerator
-    generic = {
-        "is_available": _answer(True),
-        "device_count": _answer(devices),
+    generic = {name: table[name] for name in f"{_MEMORY_COUNTERS} {_GENERIC}".split()}
+    generic |= {
         "current_accelerator": _answer(torch.device("cuda")),
-        "synchronize": _answer(None),
         "current_device_index": table["current_device"],
         "current_device_idx": table["current_device"],
         "set_device_index": set_device,
         "set_device_idx": set_device,
-        "current_stream": _answer(stream),
-        "set_stream": _answer(None),
         "device_index": on_device,
-        "empty_cache": _answer(None),
-        "get_memory_info": _answer((_MEMORY, _MEMORY)),
-        "memory_stats": table["memory_stats"],
-        **{name: _answer(0) for name in zero},
+        "get_memory_info": table["mem_get_info"],
     }
     for name, value in generic.items():
         setattr(accelerator, name, value)
@@ -523,6 +486,16 @@ def _answer(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
+class _Event:
+    """An event that has happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    record = wait = synchronize = _answer(None)
+    query = _answer(True)
+    elapsed_time = _answer(1.0)
+
+
 class _Stream:
     """A stream that completes everything immediately."""
 
@@ -533,29 +506,9 @@ class _Stream:
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *_: object) -> None: ...
-    def synchronize(self) -> None: ...
-    def wait_stream(self, _: object) -> None: ...
-    def wait_event(self, _: object) -> None: ...
-    def query(self) -> bool:
-        return True
-
-    def is_capturing(self) -> bool:
-        return False
+    __exit__ = synchronize = wait_stream = wait_event = _answer(None)
+    query = _answer(True)
+    is_capturing = _answer(False)
 
     def record_event(self, event: Any = None) -> Any:
         return event or _Event()
-
-
-class _Event:
-    """An event that has happened."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def record(self, *_: object) -> None: ...
-    def wait(self, *_: object) -> None: ...
-    def synchronize(self) -> None: ...
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _: object) -> float:
-        return 1.0

@@ -15,8 +15,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -58,7 +59,6 @@ _LARGEST_JOB = 1 << 20
 
 
 def decoded(data: bytes) -> Any:
-    """Decode JSON. Raises ``ValueError`` or ``RecursionError``."""
     return json.loads(data.decode("utf-8", errors="replace"))
 
 
@@ -99,28 +99,21 @@ def _typed_fields(kind: Any, data: dict[str, Any]) -> Any:
 
 
 @cache
-def _fields(kind: Any) -> list[tuple[str, Any, Any]]:
+def _fields(of: Any) -> list[tuple[str, Any, Any]]:
     """Name, type and default value of each field of a dataclass."""
-    types, found = get_type_hints(kind), []
-    for one in fields(kind):
-        empty = one.default
+    types, found = get_type_hints(of), []
+    for one in fields(of):
+        kind, empty = types[one.name], one.default
         if empty is MISSING:
-            scalar = types[one.name] in (str, bool, int, float)
-            empty = types[one.name]() if scalar else typed(types[one.name], None)
-        found.append((one.name, types[one.name], empty))
+            scalar = kind in (str, bool, int, float)
+            empty = kind() if scalar else typed(kind, {} if is_dataclass(kind) else None)
+        found.append((one.name, kind, empty))
     return found
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """The collectives that a rank has started.
-
-    Attributes:
-        begun: their numbers, by group.
-        since: Unix time of the last one, in seconds.
-        stack: the main thread's stack, innermost first, if that is some seconds ago.
-        unfinished: the last ones that NCCL's flight recorder lists as not completed.
-    """
+    """The collectives that a rank has started; see ``StatusRecord`` of the publisher."""
 
     begun: Mapping[str, int] = field(default_factory=dict)
     since: float = 0.0
@@ -128,27 +121,24 @@ class Collectives:
     unfinished: tuple[str, ...] = ()
 
 
+_DERIVED = dict.fromkeys(("age_s", "raw", "process"))
+"""Fields of a record that a file does not set."""
+
+
 @dataclass(frozen=True)
 class RankRecord:
-    """The last record of one rank.
+    """The last record of one rank; the fields up to ``last_ms`` are those that it wrote.
 
     Attributes:
-        rank: its rank in the default group.
         world_size: size of its job, None if it does not know yet.
-        installed: whether reloadpg is installed in it.
-        host: its host's name.
-        pid: its process.
         time: Unix time of its last update, in seconds.
-        age_s: age of the last update when it was read, in seconds.
-        status: its status.
         report: the report of its last operation; empty before the first.
-        running: its running operation.
+        last_ms: wall time of its last operation of each kind.
         exited: whether this is the last record of a process that has exited.
+        age_s: age of the last update when it was read, in seconds.
         raw: the record as it was written.
         process: ``gone`` or ``stopped``, from this host's process table; empty if it runs, or
             is on another host.
-        earlier: its other known reports, by operation.
-        collectives: the collectives that it has started.
     """
 
     rank: int
@@ -157,15 +147,15 @@ class RankRecord:
     host: str
     pid: int | None
     time: float | None
-    age_s: float | None
     status: Status
     report: Report
     running: OperationStatus | None
     exited: bool
-    raw: Mapping[str, Any]
+    collectives: Collectives
+    last_ms: Mapping[str, float]
+    age_s: float | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict)
     process: str = ""
-    earlier: Mapping[str, Report] = field(default_factory=dict)
-    collectives: Collectives = field(default_factory=Collectives)
 
     @classmethod
     def of(cls, data: Any, now: float) -> RankRecord | None:
@@ -174,27 +164,15 @@ class RankRecord:
             return None
         status = data.get("status", data)
         status = status if isinstance(status, dict) else {}
-        # The other values of a record have the names of the fields.
         raw = {**status, **data, "status": status}
-        rank, said = typed(int, raw.get("rank")), typed(float, raw.get("time"))
-        if rank is None or rank < 0:
-            return None
-        return cls(
-            rank,
-            typed(int, raw.get("world_size")),
-            bool(raw.get("installed")),
-            typed(str, raw.get("host")) or "",
-            typed(int, raw.get("pid")),
-            said,
-            # The clock of another host may be ahead of this one.
-            None if said is None else max(0.0, now - said),
-            typed(Status, status),
-            typed(Report, raw.get("last_report")) or typed(Report, {}),
-            typed(OperationStatus, raw.get("running")),
-            raw.get("exited") is True,
-            raw,
-            collectives=typed(Collectives, raw.get("collectives")) or Collectives(),
+        record: RankRecord | None = typed(
+            cls, {**raw, "report": raw.get("last_report"), **_DERIVED}
         )
+        if record is None or typed(int, raw.get("rank")) is None or record.rank < 0:
+            return None
+        # The clock of another host may be ahead of this one.
+        age_s = None if record.time is None else max(0.0, now - record.time)
+        return replace(record, raw=raw, age_s=age_s)
 
     def looked_up(self) -> RankRecord:
         """Return a copy with the process state of a late rank, from this host's process table.
@@ -229,29 +207,9 @@ class RankRecord:
 
     @property
     def error(self) -> str:
-        """The first line of the rank's last error."""
         found = [self.status.last_error, self.report.error]
         found += [group.last_error for group in self.status.groups]
         return next((error.strip().splitlines()[0] for error in found if error.strip()), "")
-
-    def last_ms(self, operation: str) -> float | None:
-        """Wall time of its last ``offload`` or ``reload``.
-
-        A record holds only the last report. The report of the operation before that comes from an
-        earlier reading; otherwise, the times of the groups are added up.
-        """
-        reports = {**self.earlier, self.report.operation: self.report}
-        if operation in reports:
-            return reports[operation].total_ms
-        known = [getattr(group, f"last_{operation}_ms") for group in self.status.groups]
-        times = [ms for ms in known if ms is not None]
-        return sum(times) if times else None
-
-    def after(self, before: RankRecord | None) -> RankRecord:
-        """Return a copy with the reports of an earlier reading of this process."""
-        if before is None or before.pid != self.pid:
-            return self
-        return replace(self, earlier={**before.earlier, before.report.operation: before.report})
 
 
 @dataclass(frozen=True)
@@ -259,12 +217,9 @@ class Reading:
     """All records that were found at one time.
 
     Attributes:
-        source: the source, as text.
-        ranks: the ranks that could be read, by rank.
         failures: the failures to read, as text.
         left_over: ranks of an earlier, larger job, whose files still exist.
-        absence: if no rank was found, the reason, as text.
-        remedy: if no rank was found, the action to take.
+        absence, remedy: if no rank was found, the reason and the action to take.
         time: Unix time of the reading, in seconds.
     """
 
@@ -278,13 +233,7 @@ class Reading:
 
     @property
     def world_size(self) -> int | None:
-        """Size of the job, from its latest record."""
         return _world_size(self.ranks)
-
-    def after(self, before: Reading) -> Reading:
-        """Return a copy with the reports of an earlier reading of the same job."""
-        known = {record.rank: record for record in before.ranks}
-        return replace(self, ranks=[one.after(known.get(one.rank)) for one in self.ranks])
 
     @property
     def missing(self) -> list[int]:
@@ -296,10 +245,8 @@ class Reading:
 
 def read_directory(directory: Path) -> Reading:
     """Read the files of a status directory. Local, non-blocking, read-only."""
-    now = time.time()
-    records: list[RankRecord] = []
-    failures: list[str] = []
     files: list[Path] = []
+    unlisted: list[str] = []
     absence = f"no rank of a job was found in {directory}"
     remedy = f"set {STATUS_DIR} to it on every rank, and install reloadpg there"
     try:
@@ -309,87 +256,78 @@ def read_directory(directory: Path) -> Reading:
             absence += f", which {'is not a directory' if directory.exists() else 'does not exist'}"
             remedy = f"pass the directory that the ranks have in {STATUS_DIR}; they create it"
     except OSError as error:
-        failures.append(f"{directory}: {error.strerror}")
-    for file in files:
-        try:
-            data = decoded(_own_file(file))
-            refuse_version(data)
-            record = RankRecord.of(data, now)
-        except FileNotFoundError:
-            continue  # the file was removed
-        except UNREADABLE as error:
-            failures.append(f"{file.name}: {error}")
-            continue
-        if record is None:
-            failures.append(f"{file.name}: names no rank")
-        else:
-            records.append(record.looked_up())
-    ranks = _one_a_rank(records)
+        unlisted.append(f"{directory}: {error.strerror}")
+    found = ((file.name, lambda file=file: decoded(_own_file(file))) for file in files)
+    ranks, failures = _read(found)
     size = _world_size(ranks)
     left_over = [one.rank for one in ranks if size is not None and one.rank >= size]
     ranks = ranks[: len(ranks) - len(left_over)]  # they are in the order of ranks
-    return Reading(str(directory), ranks, tuple(failures), left_over, absence, remedy)
+    return Reading(str(directory), ranks, unlisted + failures, left_over, absence, remedy)
 
 
 def read_endpoints(endpoints: Sequence[str]) -> Reading:
     """Read from the debug servers at these ``HOST:PORT``. Blocks for some seconds at most."""
     with ThreadPoolExecutor(max_workers=min(32, max(1, len(endpoints)))) as pool:
-        answers = list(pool.map(_ask, endpoints))
-    now = time.time()
-    records: list[RankRecord] = []
-    failures: list[str] = []
-    for endpoint, answer in zip(endpoints, answers, strict=True):
-        try:
-            refuse_version(answer)
-        except ValueError as error:
-            answer = str(error)
-        record = None if isinstance(answer, str) else RankRecord.of(answer, now)
-        if record is not None:
-            records.append(record.looked_up())
-        else:
-            why = answer if isinstance(answer, str) else "its response names no rank"
-            failures.append(f"{endpoint}: {why}")
+        asked = [(endpoint, pool.submit(_ask, endpoint).result) for endpoint in endpoints]
+        ranks, failures = _read(asked)
     return Reading(
         ", ".join(endpoints),
-        _one_a_rank(records),
-        tuple(failures),
+        ranks,
+        failures,
         absence=f"no rank of a job responded at {', '.join(endpoints)}",
         remedy="start torch's debug server in each rank, and install reloadpg there",
     )
 
 
+def _read(
+    sources: Iterable[tuple[str, Callable[[], Any]]],
+) -> tuple[list[RankRecord], list[str]]:
+    """The latest record of each rank, and what could not be read."""
+    records: list[RankRecord] = []
+    failures: list[str] = []
+    for name, read in sources:
+        try:
+            data = read()
+            refuse_version(data)
+            record = RankRecord.of(data, time.time())
+        except FileNotFoundError:
+            continue  # the file was removed
+        except UNREADABLE as error:
+            failures.append(f"{name}: {error}")
+            continue
+        if record is None:
+            failures.append(f"{name}: names no rank")
+        else:
+            records.append(record.looked_up())
+    # There may be files of an earlier job.
+    latest = {one.rank: one for one in sorted(records, key=lambda one: one.time or 0.0)}
+    return [latest[rank] for rank in sorted(latest)], failures
+
+
 def _ask(endpoint: str) -> Any:
-    """Read from a debug server; return the decoded response, or an error text."""
+    """Read from a debug server. Raises ``ValueError`` with the reason if that fails."""
     try:
         connection = http.client.HTTPConnection(endpoint, timeout=ENDPOINT_TIMEOUT_S)
     except http.client.InvalidURL as error:
-        return f"no HOST:PORT ({error})"
+        raise ValueError(f"no HOST:PORT ({error})") from None
     try:
-        connection.request("POST", HANDLER, body=b"", headers={"Content-Length": "0"})
-        response = connection.getresponse()
-        body = response.read(_LARGEST)
+        with closing(connection):
+            connection.request("POST", HANDLER, body=b"", headers={"Content-Length": "0"})
+            response = connection.getresponse()
+            body = response.read(_LARGEST)
     # A name that cannot be encoded is a ValueError, a huge port an OverflowError.
     except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
-        return f"no response ({error or type(error).__name__})"
-    finally:
-        connection.close()
+        raise ValueError(f"no response ({error or type(error).__name__})") from None
     if response.status == http.client.NOT_FOUND:
-        return "its debug server has no reloadpg handler; is reloadpg installed in that process?"
+        why = "its debug server has no reloadpg handler; is reloadpg installed in that process?"
+        raise ValueError(why)
     if response.status != http.client.OK:
-        return f"HTTP status {response.status}"
-    try:
-        return decoded(body)
-    except (ValueError, RecursionError) as error:
-        return f"the response is not JSON ({error})"
+        raise ValueError(f"HTTP status {response.status}")
+    return decoded(body)
 
 
 def _own_file(path: Path) -> bytes:
-    """Read a file of this user that is not a link, since others may write to the directory.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is a link, or belongs to another user.
-    """
+    """Read a file of this user that is not a link, since others may write to the directory."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -404,11 +342,7 @@ def _own_file(path: Path) -> bytes:
 
 
 def refuse_version(data: Any) -> None:
-    """Raise for a record of another version of reloadpg.
-
-    Raises:
-        ValueError: its format has another version.
-    """
+    """Raise ``ValueError`` for a record of another version of reloadpg."""
     version = data.get("version", VERSION) if isinstance(data, dict) else VERSION
     if version != VERSION:
         raise ValueError(
@@ -432,12 +366,6 @@ def _process_state(pid: int) -> str:
     letter = stat.rpartition(")")[2].split()[:1]
     states = {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}
     return states.get(letter[0], "") if letter else ""
-
-
-def _one_a_rank(records: Iterable[RankRecord]) -> list[RankRecord]:
-    """The latest record of each rank; there may be files of an earlier job."""
-    latest = {one.rank: one for one in sorted(records, key=lambda one: one.time or 0.0)}
-    return [latest[rank] for rank in sorted(latest)]
 
 
 def _world_size(records: Iterable[RankRecord]) -> int | None:

@@ -31,7 +31,6 @@ _DEFAULT_GROUP = "default_pg"
 
 
 def add(subcommands: Any) -> None:
-    """Add the subcommand to the parser."""
     parser = subcommands.add_parser(
         "run",
         help="start the ranks of a job, and restart a rank that dies",
@@ -74,10 +73,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 class _Host:
-    """The ranks of this host."""
-
     def __init__(self, options: argparse.Namespace) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
         self._options = options
         self._first = options.node_rank == 0
@@ -89,6 +86,7 @@ class _Host:
             wait_for_workers=False,
             timeout=_CONNECT,
         )
+        self._of_job = PrefixStore(_DEFAULT_GROUP, self._store)
         self._ranks: dict[int, Any] = {}
         self._starts: dict[int, int] = {}
         self._restarts = 0
@@ -120,7 +118,6 @@ class _Host:
         self._store.compare_set(f"{_KEYS}/ended", "", why)
 
     def close(self) -> None:
-        """End the remaining ranks on this host."""
         for context in self._ranks.values():
             context.close(signal.SIGTERM, timeout=_END_S)
         self._ranks.clear()
@@ -137,6 +134,8 @@ class _Host:
 
     def _look_at(self, local: int) -> None:
         """Restart a rank that has failed, if the job can continue with it."""
+        from ..rendezvous.predecessor import Predecessor, lost_state
+
         result = self._ranks[local].wait(timeout=0)
         if result is None:
             return
@@ -147,14 +146,14 @@ class _Host:
         rank, code = self._rank(local), next(iter(result.failures.values())).exitcode
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         first = self._starts[local] == 1
-        if first and not self._is_recoverable(rank):
+        if first and not Predecessor.exists(self._of_job, rank, self._size):
             say(
                 f"reloadpg run: rank {rank} ended before it was in a recoverable job, so it cannot "
                 "be replaced. Call reloadpg.install(recoverable=True) before "
                 "init_process_group(), and run the steps in reloadpg.retrying()",
                 sys.stderr,
             )
-        lost = self._lost_state(rank)
+        lost = lost_state(self._of_job, rank)
         if lost:
             self.give_up(lost)
         # The state of the job is in the processes that were not restarted.
@@ -175,21 +174,6 @@ class _Host:
             of = f"{self._restarts} of {self._options.max_restarts}"
             say(f"reloadpg run: rank {rank} ended with {how}; restart {of}", sys.stderr)
             self._start(local)
-
-    def _lost_state(self, rank: int) -> str:
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-        from ..rendezvous.predecessor import lost_state
-
-        return lost_state(PrefixStore(_DEFAULT_GROUP, self._store), rank)
-
-    def _is_recoverable(self, rank: int) -> bool:
-        """Whether a process of this rank has begun a recoverable job."""
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-        from ..rendezvous.predecessor import Predecessor
-
-        return Predecessor.exists(PrefixStore(_DEFAULT_GROUP, self._store), rank, self._size)
 
     def _rank(self, local: int) -> int:
         return int(self._options.node_rank * self._options.nproc_per_node + local)

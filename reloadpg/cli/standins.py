@@ -16,7 +16,6 @@ __all__ = ["add"]
 
 
 def add(subcommands: Any) -> None:
-    """Add the subcommand to the parser."""
     variables = "\n".join(f"  {name}: {what}" for name, what in standins.SETTINGS.items())
     parser = subcommands.add_parser(
         "standins",

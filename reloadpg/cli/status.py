@@ -35,15 +35,14 @@ __all__ = ["add", "job_directory", "page"]
 _SHOWN_FAILURES = 3
 _ERROR_LINES = 3
 """Lines of a terminal for one error, which names the missing ranks at its beginning."""
-_WIDE = 100
-"""Columns of a terminal that has room for all numbers of the table."""
+_LEAST_FIRST = ("in use MiB", "groups", "held MiB", "reload ms", "offload ms", "gen", "host")
+"""Columns of the table that a narrow terminal omits, in this order, until it fits."""
 _REMEDIES_HEIGHT = 30
 """Lines of a terminal that also fits the remedies."""
 _WORST_FIRST = ("bad", "warning", "", "note")
 
 
 def add(subcommands: Any) -> None:
-    """Add the subcommand to the parser."""
     parser = subcommands.add_parser(
         "status",
         help="show the state of a running job's ranks",
@@ -103,9 +102,12 @@ def _run(options: argparse.Namespace) -> int:
 
     def looks() -> Iterator[JobView]:
         nonlocal job
-        for _ in _ticks(options.interval, frames):
-            job = JobView(read().after(job.reading))
+        for number in count(1):
+            job = JobView(read())
             yield job
+            if number == frames:
+                return
+            time.sleep(options.interval)
 
     try:
         if options.json:
@@ -121,17 +123,6 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if job.ok else 1
 
 
-def _ticks(interval_s: float, last: int | None) -> Iterator[int]:
-    """Whole numbers from 1, at a fixed interval; endless without ``last``."""
-    due = time.monotonic()
-    for tick in count(1):
-        yield tick
-        if tick == last:
-            return
-        due = max(due + interval_s, time.monotonic())
-        time.sleep(max(0.0, due - time.monotonic()))
-
-
 def _fitting(job: JobView) -> Page:
     """A page for the terminal as large as it is now; else the whole page."""
     return page(job, *(terminal_size() or ()))
@@ -143,12 +134,8 @@ def _fitting(job: JobView) -> Page:
 def page(job: JobView, width: int | None = None, height: int | None = None) -> Page:
     """Show a job as a page. Pure.
 
-    Args:
-        job: the job.
-        width: columns that there are; the least important ones are left out where they do not
-            fit. None shows all.
-        height: lines that there are; ranks that do not fit are counted only, and those in trouble
-            are shown first. None shows all.
+    Columns of the table that do not fit the width are left out. Ranks that do not fit the height
+    are counted only, and those in trouble are shown first. None shows all.
     """
     reading = job.reading
     failures = [Line(f"unreadable: {failure}", "warning") for failure in reading.failures]
@@ -214,8 +201,8 @@ def _table(job: JobView, width: int | None, room: int | None) -> Iterator[Line]:
         "held MiB": lambda one: _rounded(one.status.memory_bytes, 1 << 20),
         # A rank's first source is its best one.
         "in use MiB": lambda one: _rounded(next(iter(one.status.memory.values()), None), 1 << 20),
-        "offload ms": lambda one: _rounded(one.last_ms("offload")),
-        "reload ms": lambda one: _rounded(one.last_ms("reload")),
+        "offload ms": lambda one: _rounded(one.last_ms.get("offload")),
+        "reload ms": lambda one: _rounded(one.last_ms.get("reload")),
         "seen": lambda one: age(one.age_s),
         "last error": lambda one: one.error,
     }
@@ -223,12 +210,15 @@ def _table(job: JobView, width: int | None, room: int | None) -> Iterator[Line]:
         del columns["host"]
     if not any(one.running and not one.absent for one in job.ranks):
         del columns["barrier"]
-    if width is not None and width < _WIDE:
-        del columns["in use MiB"], columns["groups"]
     if width is not None or not any(one.error for one in shown):
         del columns["last error"]
-    rows = [[column(one) for column in columns.values()] for one in shown]
-    yield from tabled(list(columns), rows, [_tone(one) for one in shown])
+    for omitted in ("", *_LEAST_FIRST):
+        columns.pop(omitted, None)
+        rows = [[column(one) for column in columns.values()] for one in shown]
+        lines = tabled(list(columns), rows, [_tone(one) for one in shown])
+        if width is None or max(len(one.text) for one in lines) <= width:
+            break
+    yield from lines
     if len(shown) < len(job.ranks):
         yield Line(f"and {len(job.ranks) - len(shown)} more ranks", "note")
 

@@ -10,7 +10,6 @@ import textwrap
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,9 @@ class Run:
     """One operation on one rank.
 
     Attributes:
-        rank: the rank.
-        operation: ``offload`` or ``reload``.
         start, end: Unix times in seconds.
-        parts: its phases and waits.
         memory: bytes in use at some moments: Unix time and bytes.
         source: source of the memory values.
-        error: why it failed; empty if it did not.
         running: whether it has not ended; ``end`` is then the last update.
     """
 
@@ -86,14 +81,10 @@ _ABSENT: dict[str, Any] = {**_FAILED, "linestyle": ":"}
 
 
 def draw(runs: Sequence[Run], ranks: Collection[int], path: Path, *, note: str = "") -> None:
-    """Draw operations into a file, whose ending is its format.
+    """Draw operations, at least one, into a file, whose ending is its format.
 
-    Args:
-        runs: at least one; of any ranks, in any order.
-        ranks: the ranks that have a lane; one that has not called an operation that failed, or has
-            not ended, is marked.
-        path: the file.
-        note: a sentence about what is left out.
+    These ranks have a lane each; one that has not called an operation that failed, or has not
+    ended, is marked. ``note`` is a sentence about what is left out.
     """
     from matplotlib import rc_context
 
@@ -139,7 +130,7 @@ def _figure(runs: Sequence[Run], ranks: Sequence[int], note: str) -> Any:
         places = [start + (end - start) * number / (ticks - 1) for number in range(ticks)]
         axes.set_xticks(places, ["0", *(_duration(place - start) for place in places[1:])])
         axes.set_yticks([])
-        _draw_names(axes, cluster, widths[index])
+        _draw_name(axes, cluster)
         for number, rank in enumerate(ranks):
             _draw_lane(axes, cluster, rank, number * lane, _axis(levels), widths[index] + _GAP / 2)
         if index == 0:
@@ -169,20 +160,13 @@ def clusters(runs: Sequence[Run]) -> list[list[Run]]:
     return found
 
 
-def _draw_names(axes: Any, cluster: Sequence[Run], width: float) -> None:
-    """The operations' names above the lanes, where there is room, with their longest time."""
-    (start, end), free = axes.get_xlim(), axes.get_xlim()[0]
-    for name, several in groupby(cluster, key=lambda run: run.operation):
-        together = list(several)
-        failed = any(run.error for run in together)
-        longest = _duration(max(run.end - run.start for run in together))
-        text = f"{name} {'failed' if failed else longest}"
-        room = 1.3 * _LETTER * len(text) * (end - start) / width
-        left = max(start, min(min(run.start for run in together), end - room))
-        if left >= free:
-            color = _ERROR if failed else _INK
-            axes.text(left, -0.08, text, weight="bold", color=color, va="bottom")
-            free = left + room
+def _draw_name(axes: Any, cluster: Sequence[Run]) -> None:
+    """The operation's name above the lanes, with its longest time."""
+    name = " and ".join(dict.fromkeys(run.operation for run in cluster))
+    failed = any(run.error for run in cluster)
+    longest = _duration(max(run.end - run.start for run in cluster))
+    text, color = f"{name} {'failed' if failed else longest}", _ERROR if failed else _INK
+    axes.text(axes.get_xlim()[0], -0.08, text, weight="bold", color=color, va="bottom")
 
 
 def _draw_ranks(

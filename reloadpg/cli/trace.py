@@ -26,14 +26,14 @@ def read_runs(path: Path) -> tuple[list[Run], set[int], list[str]]:
     """The operations that the files of a job say something about. Local, reads only.
 
     Args:
-        path: a trace file, or a directory with the trace files or the status files of ranks. A
-            status file has the last operation of its rank, and the running one.
+        path: a trace file, or a directory with trace files. A status directory has one of each
+            rank, and its status file has the running operation.
 
     Returns:
         The operations; the ranks of the job, as far as the files name them; and what could not be
         read.
     """
-    found: dict[tuple[int, str, int], Run] = {}
+    found: list[Run] = []
     ranks: set[int] = set()
     failures: list[str] = []
     files = [path]
@@ -42,8 +42,7 @@ def read_runs(path: Path) -> tuple[list[Run], set[int], list[str]]:
         failures += reading.failures
         ranks |= {record.rank for record in reading.ranks} | {*reading.missing}
         for record in reading.ranks:
-            for run in _of_record(record):
-                found[_key(run)] = run
+            found += _in_progress(record)
         files = sorted(one for one in path.glob("*.json") if not one.match("rank-*.json"))
     for file in files:
         try:
@@ -54,39 +53,15 @@ def read_runs(path: Path) -> tuple[list[Run], set[int], list[str]]:
         events = data.get("traceEvents") if isinstance(data, dict) else None
         if isinstance(events, list):
             events = typed(tuple[_Event, ...], events)
-            found.update((_key(run), run) for run in _of_events(events))
+            found += _of_events(events)
         elif not path.is_dir():
             failures.append(f"{file.name}: not a trace file of reloadpg")
-    return list(found.values()), ranks | {rank for rank, _, _ in found}, failures
+    return found, ranks | {run.rank for run in found}, failures
 
 
-def _key(run: Run) -> tuple[int, str, int]:
-    """Key of an operation of a rank, equal in all files."""
-    return run.rank, run.operation, round(run.start * 1e3)
-
-
-def _of_record(record: RankRecord) -> Iterator[Run]:
-    """The last and the running operation of a rank."""
-    report, running = record.report, record.running
-    if report.started_at:
-        start, source = report.started_at, report.memory_source
-        yield Run(
-            record.rank,
-            report.operation,
-            start,
-            start + max(report.total_ms, 0.0) / 1e3,
-            [
-                Part(one.name, start + one.start_ms / 1e3, start + (one.start_ms + one.ms) / 1e3)
-                for one in report.spans
-            ],
-            [
-                (start + report.moments_ms[moment] / 1e3, by_source[source])
-                for moment, by_source in report.memory.items()
-                if source in by_source and moment in report.moments_ms
-            ],
-            source,
-            report.error,
-        )
+def _in_progress(record: RankRecord) -> Iterator[Run]:
+    """The running operation of a rank. The others are in its trace."""
+    running = record.running
     if running is None or record.time is None:
         return
     end = max(running.started_at, running.since, record.time)
@@ -146,7 +121,6 @@ def _of_events(events: Iterable[_Event]) -> Iterator[Run]:
 
 
 def add(subcommands: Any) -> None:
-    """Add the subcommand to the parser."""
     parser = subcommands.add_parser(
         "trace",
         help="draw a job's offloads and reloads",

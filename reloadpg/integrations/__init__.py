@@ -9,19 +9,16 @@ package imports neither a framework nor torch.
 from __future__ import annotations
 
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
+
+from ..errors import ReloadpgError
 
 if TYPE_CHECKING:  # names for type checkers; at run time __getattr__ finds them
     from .colocation import Colocation, ColocationError, colocated
     from .torch_memory_saver import MemorySaver, MemorySaverError
 
-__all__ = [
-    "Colocation",
-    "ColocationError",
-    "MemorySaver",
-    "MemorySaverError",
-    "colocated",
-]
+__all__ = ["Colocation", "ColocationError", "MemorySaver", "MemorySaverError", "colocated"]
 
 _HOMES = {
     "Colocation": "colocation",
@@ -30,22 +27,19 @@ _HOMES = {
     "MemorySaverError": "torch_memory_saver",
     "colocated": "colocation",
 }
-_MODULES = frozenset(
-    {
-        "colocation",
-        "deepspeed",
-        "lightning",
-        "megatron",
-        "optimizers",
-        "ray",
-        "slime",
-        "torch_memory_saver",
-        "transformers",
-        "trl",
-        "verl",
-        "vllm",
-    }
-)
+_MODULES = frozenset(module.name for module in iter_modules(__path__))
+
+
+def framework(
+    name: str, install: str, *modules: str, error: type[Exception] = ReloadpgError
+) -> Any:
+    """Import the first of these modules that is installed, or raise an error with the remedy."""
+    for module in modules:
+        try:
+            return import_module(module)
+        except ModuleNotFoundError as missing:
+            cause = missing
+    raise error(f"{name} is not installed; nothing was done. Run: pip install {install}") from cause
 
 
 def __getattr__(name: str) -> Any:

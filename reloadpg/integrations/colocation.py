@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from ..c10d import devices
@@ -56,26 +55,15 @@ class ColocationError(ReloadpgError):
     """
 
     def __init__(
-        self, message: str, failures: Sequence[tuple[str, Exception]], colocation: Colocation
+        self, message: str, failures: Sequence[tuple[str, Exception]], colocation: colocated
     ) -> None:
         super().__init__(message)
         self.failures = tuple(failures)
         self.colocation = colocation
 
 
-def colocated(
-    engine: Any = None,
-    *,
-    saver: Any = None,
-    saver_tags: Sequence[str] | None = None,
-    wake_tags: Sequence[str] | None = None,
-    sleep_level: int = 1,
-    connect: Connect = "none",
-    collect: bool = True,
-    copy_back: Callable[[], object] | None = None,
-    engine_groups: str | None = None,
-) -> Colocation:
-    """Return a context manager for a rollout: offloads the trainer and wakes the engine.
+class colocated:  # noqa: N801 - used like a function
+    """A context manager for a rollout: offloads the trainer and wakes the engine.
 
     Local. Entering and leaving the block are collective over all ranks of the job, with the
     timeouts of :func:`reloadpg.offload` and :func:`reloadpg.reload`. A rank that leaves its block
@@ -89,9 +77,8 @@ def colocated(
         saver: a memory saver, or a :class:`MemorySaver` around one; None without.
         saver_tags: the trainer's tags, if ``saver`` is not a :class:`MemorySaver`.
         wake_tags: the parts of the engine to wake at entry: None for all, ``()`` for none, or tags
-            such as ``["weights"]``. Wake the rest with :meth:`Colocation.wake_up` within the block
-            before the engine generates: vLLM's ``generate`` does not return while the engine is
-            partly asleep.
+            such as ``["weights"]``. Wake the rest with :meth:`wake_up` within the block before the
+            engine generates: vLLM's ``generate`` does not return while the engine is partly asleep.
         sleep_level: vLLM's sleep level.
         connect: as for :func:`reloadpg.reload`.
         collect: also run a full garbage collection before the cache is emptied.
@@ -108,76 +95,61 @@ def colocated(
             then waits until all have released their memory before the engine wakes, and until the
             engine sleeps before it resumes its memory. Otherwise None.
 
-    Raises:
-        InvalidOptionError: an argument is invalid; nothing was changed.
-    """
-    listed = _listed(wake_tags, "colocated(wake_tags")
-    return Colocation(
-        _adapted(engine, sleep_level, listed),
-        saver,
-        saver_tags,
-        listed,
-        validate(connect),
-        collect,
-        _callable(copy_back),
-        engine_groups,
-    )
-
-
-class Colocation:
-    """The context manager that :func:`colocated` returns.
-
     Attributes:
         steps: the steps of the last entry and exit, in order, with their milliseconds.
         offload_report: report of the last offload.
         reload_report: report of the last reload.
+
+    Raises:
+        InvalidOptionError: an argument is invalid; nothing was changed.
     """
 
     def __init__(
         self,
-        engine: _Engine | None,
-        saver: Any,
-        saver_tags: Sequence[str] | None,
-        wake_tags: list[str] | None,
-        connect: Connect,
-        collect: bool,
-        copy_back: Callable[[], object] | None,
+        engine: Any = None,
+        *,
+        saver: Any = None,
+        saver_tags: Sequence[str] | None = None,
+        wake_tags: Sequence[str] | None = None,
+        sleep_level: int = 1,
+        connect: Connect = "none",
+        collect: bool = True,
+        copy_back: Callable[[], object] | None = None,
         engine_groups: str | None = None,
     ) -> None:
+        self._wake_tags = _listed(wake_tags, "colocated(wake_tags")
+        self._engine = None if engine is None else _Engine(engine, sleep_level, self._wake_tags)
+        self._connect: Connect = validate(connect)
+        self._collect = collect
+        if copy_back is not None and not callable(copy_back):
+            raise InvalidOptionError(
+                f"colocated(copy_back={copy_back!r}): not callable; nothing was changed. Pass a "
+                "function without arguments that copies the weights to the device."
+            )
+        self._copy_back = copy_back
         if engine_groups is not None:
             check_name(engine_groups, "colocated(engine_groups=...)")
         self._engine_groups = engine_groups
         names = frozenset() if engine_groups is None else frozenset([engine_groups])
         self._trainer_sets = Chosen(names, others=True)
-        if (
-            isinstance(saver, MemorySaver)
-            and names
-            and saver.sets.overlaps(Chosen(names, others=False))
-        ):
+        wrapped = isinstance(saver, MemorySaver)
+        if wrapped and names and saver.sets.overlaps(Chosen(names, others=False)):
             raise InvalidOptionError(
                 f"colocated(engine_groups={engine_groups!r}): the memory saver also checks that "
                 'set; nothing was changed. Create it with MemorySaver(saver, sets="trainer").'
             )
-        if saver_tags is not None and (saver is None or isinstance(saver, MemorySaver)):
+        if saver_tags is not None and (saver is None or wrapped):
             raise InvalidOptionError(
                 f"colocated(saver_tags={saver_tags!r}): `saver` is not a plain memory saver; "
                 "nothing was changed. Pass the tags to MemorySaver(saver, tags=...)."
             )
-        own = saver is not None and not isinstance(saver, MemorySaver)
-        self._saver: MemorySaver | None = (
-            MemorySaver(saver, tags=saver_tags, sets=self._trainer_sets) if own else saver
-        )
-        self._engine = engine
-        self._wake_tags = wake_tags
-        self._connect: Connect = connect
-        self._collect = collect
-        self._copy_back = copy_back
+        if saver is not None and not wrapped:
+            saver = MemorySaver(saver, tags=saver_tags, sets=self._trainer_sets)
+        self._saver: MemorySaver | None = saver
         self._copied = True
         self._pending: Pending | None = None
         self._block = Block(self._trainer_sets)
-        self._engine_live = self._warned = False
-        self._inside = False
-        self._awake = False
+        self._engine_live = self._warned = self._inside = self._awake = False
         self.steps: list[tuple[str, float]] = []
         self.offload_report: Report | None = None
         self.reload_report: Report | None = None
@@ -245,7 +217,7 @@ class Colocation:
         if failures:
             raise self._error("restore", failures)
 
-    def __enter__(self) -> Colocation:
+    def __enter__(self) -> colocated:
         if self._inside:
             raise ReloadpgError(
                 "colocated: entered twice; nothing was changed. Leave the block first, or call "
@@ -269,19 +241,12 @@ class Colocation:
             raise self._error("enter", [(step, error), *failures]) from error
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         failures = self._way_back()
-        if not failures:
-            return
         if error is not None:
             self._log(failures)  # must not hide the body's exception
-            return
-        raise self._error("leave", failures) from failures[0][1]
+        elif failures:
+            raise self._error("leave", failures)
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -419,15 +384,6 @@ class Colocation:
             logger.error("%s", self._error("leave", failures))
 
 
-def _callable(copy_back: Any) -> Callable[[], object] | None:
-    if copy_back is None or callable(copy_back):
-        return copy_back  # type: ignore[no-any-return]
-    raise InvalidOptionError(
-        f"colocated(copy_back={copy_back!r}): not callable; nothing was changed. Pass a "
-        "function without arguments that copies the weights to the device."
-    )
-
-
 def _listed(tags: Any, where: str) -> list[str] | None:
     """Tags as a list. A string is an error: it would be a sequence of letters."""
     if tags is None:
@@ -443,75 +399,54 @@ def _listed(tags: Any, where: str) -> list[str] | None:
 
 
 class _Engine:
-    """A common interface to rollout engines."""
+    """A rollout engine with the methods of vLLM or of SGLang."""
 
-    def __init__(
-        self, wake: Callable[[list[str] | None], Any], sleep: Callable[[], Any], name: str
-    ) -> None:
-        self._wake, self._sleep, self._name = wake, sleep, name
+    METHODS = (("sleep", "wake_up"), ("release_memory_occupation", "resume_memory_occupation"))
 
-    def wake_up(self, tags: list[str] | None) -> bool | None:
-        answer = self._wake(tags)
-        self._blocking(answer, "wake up")
-        return answer if isinstance(answer, bool) else None
+    def __init__(self, engine: Any, level: int, tags: list[str] | None) -> None:
+        def has(method: str) -> bool:
+            return callable(getattr(engine, method, None))
 
-    def sleep(self) -> None:
-        self._blocking(self._sleep(), "sleep")
-
-    def _blocking(self, result: Any, what: str) -> None:
-        if not inspect.isawaitable(result):
-            return
-        if inspect.iscoroutine(result):
-            result.close()
-        raise InvalidOptionError(
-            f"colocated: {self._name} returned an awaitable from the call to {what}, which must "
-            "block. Pass an object whose methods wait for it (asyncio.run, run_until_complete, "
-            "ray.get)."
-        )
-
-
-def _adapted(engine: Any, level: int, tags: list[str] | None) -> _Engine | None:
-    if engine is None:
-        return None
-    name = type(engine).__qualname__
-    for method in ("sleep", "release_memory_occupation"):
-        if inspect.iscoroutinefunction(getattr(engine, method, None)):
+        found = [pair for pair in self.METHODS if all(map(has, pair))]
+        if not found:
             raise InvalidOptionError(
-                f"colocated(engine={name}): {method}() is asynchronous but must block; nothing was "
-                "changed. Pass an object whose methods wait for it (asyncio.run, "
-                "run_until_complete, ray.get)."
+                f"colocated(engine={engine!r}): it has neither vLLM's sleep() and wake_up() nor "
+                "SGLang's release_memory_occupation() and resume_memory_occupation(); nothing was "
+                "changed. Wrap it in an object with one of these pairs."
+            )
+        self._engine, self._name = engine, type(engine).__qualname__
+        self._sleep, self._wake = found[0]
+        self._options = {"level": level} if self._sleep == "sleep" else {}
+        if inspect.iscoroutinefunction(getattr(engine, self._sleep)):
+            raise self._asynchronous(f"{self._sleep}()")
+        if tags and not _takes_tags(getattr(engine, self._wake)):
+            raise InvalidOptionError(
+                f"colocated(engine={self._name}, wake_tags={tags!r}): its {self._wake}() takes no "
+                "tags; nothing was changed. Leave wake_tags out, or pass an engine that wakes by "
+                "tag."
             )
 
-    def has(*methods: str) -> bool:
-        return all(callable(getattr(engine, method, None)) for method in methods)
+    def wake_up(self, tags: list[str] | None) -> bool | None:
+        result = self._call(self._wake, {} if tags is None else {"tags": tags})
+        return result if isinstance(result, bool) else None
 
-    wake = "wake_up" if has("sleep", "wake_up") else "resume_memory_occupation"
-    if tags and has(wake) and not _takes_tags(getattr(engine, wake)):
-        raise InvalidOptionError(
-            f"colocated(engine={name}, wake_tags={tags!r}): its {wake}() takes no tags; nothing "
-            "was changed. Leave wake_tags out, or pass an engine that wakes by tag."
+    def sleep(self) -> None:
+        self._call(self._sleep, self._options)
+
+    def _call(self, method: str, options: dict[str, Any]) -> Any:
+        result = getattr(self._engine, method)(**options)
+        if inspect.isawaitable(result):
+            if inspect.iscoroutine(result):
+                result.close()
+            raise self._asynchronous(f"{method}()")
+        return result
+
+    def _asynchronous(self, method: str) -> InvalidOptionError:
+        return InvalidOptionError(
+            f"colocated(engine={self._name}): {method} is asynchronous but must block; it was not "
+            "awaited. Pass an object whose methods wait for it (asyncio.run, run_until_complete, "
+            "ray.get)."
         )
-    if has("sleep", "wake_up"):  # vLLM: LLM.sleep(level), LLM.wake_up(tags)
-        return _Engine(
-            lambda tags: engine.wake_up() if tags is None else engine.wake_up(tags=tags),
-            lambda: engine.sleep(level=level),
-            name,
-        )
-    if has("release_memory_occupation", "resume_memory_occupation"):  # SGLang: sglang.Engine
-        return _Engine(
-            lambda tags: (
-                engine.resume_memory_occupation()
-                if tags is None
-                else engine.resume_memory_occupation(tags=tags)
-            ),
-            lambda: engine.release_memory_occupation(),
-            name,
-        )
-    raise InvalidOptionError(
-        f"colocated(engine={engine!r}): it has neither vLLM's sleep() and wake_up() nor SGLang's "
-        "release_memory_occupation() and resume_memory_occupation(); nothing was changed. Wrap "
-        "it in an object with one of these pairs."
-    )
 
 
 def _takes_tags(method: Callable[..., Any]) -> bool:
@@ -523,3 +458,7 @@ def _takes_tags(method: Callable[..., Any]) -> bool:
     except ValueError:  # it has no signature
         return True
     return True
+
+
+Colocation = colocated
+"""The type of what ``colocated(...)`` returns."""

@@ -13,7 +13,6 @@ DeepSpeed (0.19) is not imported here.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 from ..errors import InvalidOptionError
@@ -33,7 +32,7 @@ class offloaded:  # noqa: N801 - used like a function
     Args:
         engine: the engine that ``deepspeed.initialize`` returned; of any ZeRO stage.
         block: the context manager for the groups; by default a :class:`reloadpg.offloaded`, or
-            for example the result of :func:`reloadpg.integrations.colocated`.
+            for example the result of :class:`reloadpg.integrations.colocated`.
 
     Raises:
         InvalidOptionError: not a DeepSpeed engine; nothing was changed.
@@ -52,10 +51,5 @@ class offloaded:  # noqa: N801 - used like a function
         self._engine.empty_partition_cache()
         return self._block.__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
-        return self._block.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._block.__exit__(*error)

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from importlib import import_module
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-from ..errors import ReloadpgError
+from . import framework
 from .optimizers import OffloadedPhase
 
 __all__ = ["offloaded_phase"]
@@ -64,10 +63,5 @@ def offloaded_phase(
 
 def _lightning() -> Any:
     """Return the package that the program has imported, or the one that is installed."""
-    for name in sorted(HOMES, key=lambda name: name not in sys.modules):
-        with suppress(ModuleNotFoundError):
-            return import_module(name)
-    raise ReloadpgError(
-        "reloadpg.integrations.lightning needs Lightning, which is not installed; nothing was "
-        "done. Run: pip install 'reloadpg[lightning]'"
-    )
+    names = sorted(HOMES, key=lambda name: name not in sys.modules)
+    return framework("Lightning", "'reloadpg[lightning]'", *names)

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import fields
 from datetime import timedelta
 from importlib import import_module
-from types import ModuleType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from torch.distributed import ProcessGroup
 from .. import c10d
 from ..environment import barrier
 from ..errors import ReloadpgError
+from . import framework
 
 __all__ = ["ModelParallel", "destroy_model_parallel", "groups", "initialize_model_parallel"]
 
@@ -47,8 +47,7 @@ def initialize_model_parallel(**options: Any) -> ModelParallel:
     state = _parallel_state()
     if c10d.world() is None:
         raise ReloadpgError(
-            "initialize_model_parallel: there is no default group; nothing was changed. "
-            "Call "
+            "initialize_model_parallel: there is no default group; nothing was changed. Call "
             "reloadpg.init_distributed() or torch.distributed.init_process_group() first."
         )
     if state.is_initialized() or state._global_process_group_list:
@@ -83,12 +82,7 @@ class ModelParallel:
     def __enter__(self) -> ModelParallel:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.destroy()
         else:  # the state of the other ranks is unknown
@@ -145,7 +139,7 @@ def destroy_model_parallel(timeout: timedelta | float = _TIMEOUT) -> int:
     return _destroy(state)
 
 
-def _destroy(state: ModuleType) -> int:
+def _destroy(state: Any) -> int:
     """Like :func:`destroy_model_parallel`, without waiting for other ranks. Local."""
     made = [g for g in state._global_process_group_list or () if isinstance(g, ProcessGroup)]
     mine = [group for group in made if c10d.is_known(group) and group is not c10d.world()]
@@ -170,7 +164,7 @@ def _destroy(state: ModuleType) -> int:
     return len(mine)
 
 
-def _forget(state: ModuleType, made: list[ProcessGroup]) -> None:
+def _forget(state: Any, made: list[ProcessGroup]) -> None:
     """Drop the module's references to destroyed groups, which would keep gloo's sockets open."""
     gone = set(map(id, made))
     for name, value in list(vars(state).items()):
@@ -183,11 +177,6 @@ def _forget(state: ModuleType, made: list[ProcessGroup]) -> None:
             setattr(state, name, None)
 
 
-def _parallel_state() -> ModuleType:
-    try:
-        return import_module("megatron.core.parallel_state")
-    except ImportError as error:
-        raise ImportError(
-            "reloadpg.integrations.megatron needs megatron-core; nothing was changed. Install it "
-            "with: pip install 'reloadpg[megatron]'"
-        ) from error
+def _parallel_state() -> Any:
+    module = "megatron.core.parallel_state"
+    return framework("megatron-core", "'reloadpg[megatron]'", module, error=ImportError)

@@ -12,10 +12,9 @@ assume this for an optimizer that starts collectives within its ``step``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any
 from weakref import ref
 
@@ -25,7 +24,46 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..errors import InvalidOptionError
 from ..lifecycle.block import offloaded
 
-__all__ = ["Every", "OffloadedPhase", "every"]
+__all__ = ["Every", "OffloadedPhase", "Rollouts", "every"]
+
+
+class Rollouts:
+    """Enters and leaves a block in methods of an engine; base of handles.
+
+    Attributes:
+        cycles: number of rollouts after which the groups were reloaded.
+    """
+
+    def __init__(self, block: AbstractContextManager[Any] | None) -> None:
+        self.cycles = 0
+        self._block: AbstractContextManager[Any] = offloaded() if block is None else block
+        self._inside = False
+
+    def begin(self) -> None:
+        """Offload the groups, if they are live. Collective over all ranks."""
+        if not self._inside:
+            self._block.__enter__()
+            self._inside = True
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Reload the groups, if :meth:`begin` offloaded them. Collective over all ranks.
+
+        Args:
+            error: an exception that will propagate, so a failed reload is only logged.
+        """
+        if self._inside:
+            self._inside = False
+            self._block.__exit__(type(error) if error else None, error, None)
+            self.cycles += 1
+
+    @contextmanager
+    def ends_on_error(self) -> Iterator[None]:
+        """If the body raises, reload the groups before the exception propagates."""
+        try:
+            yield
+        except BaseException as error:
+            self.end(error)
+            raise
 
 
 class OffloadedPhase:
@@ -37,7 +75,7 @@ class OffloadedPhase:
             reloads.
         every: run it at each n-th call.
         block: the context manager to run it in; by default a :class:`reloadpg.offloaded`, or for
-            example the result of :func:`reloadpg.integrations.colocated`. It is entered each time.
+            example the result of :class:`reloadpg.integrations.colocated`. It is entered each time.
 
     Attributes:
         calls: number of calls.
@@ -140,12 +178,7 @@ class Every:
     def __enter__(self) -> Every:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.remove()
 
 

@@ -45,6 +45,7 @@ from ..errors import (
     as_timedelta,
     format_ranks,
 )
+from . import framework
 
 if TYPE_CHECKING:
     from ..lifecycle.connect import Connect
@@ -242,18 +243,10 @@ def reload_all(
     Blocking; called in the driver; idempotent; may be called again after a failure.
 
     Args:
-        actors: all ranks of the job, in rank order.
-        timeout: a timedelta or seconds; see :func:`offload_all`.
+        actors, timeout: see :func:`offload_all`.
         connect: as for ``reload``.
 
-    Returns:
-        The reports, in rank order; printed as a table with one row per rank.
-
-    Raises:
-        ActorFailedError: an actor is dead or its ``reload`` raised; it names the actor.
-        ActorTimeoutError: not all actors responded in time; it names them.
-        InvalidOptionError: there are no actors, one is listed twice, or another argument is
-            wrong; nothing was sent to any actor.
+    Returns, raises: as :func:`offload_all`.
     """
     from ..lifecycle.connect import validate
     from ..lifecycle.report import Reports
@@ -265,13 +258,7 @@ def reload_all(
 
 
 def job_variables(nodes: Sequence[str], address: str, port: int) -> list[dict[str, str]]:
-    """The variables of each rank, as torchrun sets them. Local, pure.
-
-    Args:
-        nodes: the name of each rank's node; ranks of one node need not be consecutive.
-        address: address of the job's store.
-        port: its port.
-    """
+    """The variables of each rank, as torchrun sets them, from the name of each rank's node."""
     order = list(dict.fromkeys(nodes))
     return [
         {
@@ -315,8 +302,7 @@ def _answer(_: object) -> None:
 def _serve(_: object, address: str) -> int:
     """Open the job's store, which lives as long as this process; return the port."""
     _served[:] = [_open_store(address)]
-    port: int = _served[0].port
-    return port
+    return int(_served[0].port)
 
 
 def _open_store(address: str) -> Any:
@@ -362,13 +348,7 @@ REPLACE = (
 
 
 def _ray() -> Any:
-    try:
-        return import_module("ray")
-    except ModuleNotFoundError as error:
-        raise ReloadpgError(
-            "reloadpg.integrations.ray needs Ray, which is not installed; nothing was done. "
-            "Run: pip install 'ray>=2.60'"
-        ) from error
+    return framework("Ray", "'ray>=2.60'", "ray")
 
 
 def _what_is_wrong(actors: object) -> str:
@@ -386,11 +366,7 @@ def _what_is_wrong(actors: object) -> str:
 class _Call:
     """One call of a public function, with one timeout for its steps in all actors.
 
-    Args:
-        what: the public function, for messages.
-        actors: one handle per rank.
-        timeout: timeout of all steps together; a timedelta, or seconds.
-        first_rank: the rank of the first actor, for messages.
+    ``first_rank`` is the rank of the first actor, for messages.
     """
 
     def __init__(

@@ -91,8 +91,9 @@ def monkey_patch_torch_dist(**options: Any) -> None:
     """
     if not is_installed():
         install(**{"world": False, **options})
-    for name, read in _ATTRIBUTES.items():
-        _give_group_attribute(name, read)
+    for name, attribute in _ATTRIBUTES.items():
+        if name not in vars(_Group):
+            setattr(_Group, name, attribute)
     dist.old_new_group = old_new_group_dict[os.getpid()] = _old_new_group  # type: ignore[attr-defined]
     if _take_back not in registry.callbacks.uninstall:
         registry.callbacks.uninstall.append(_take_back)
@@ -109,7 +110,7 @@ def _take_back() -> None:
     old_new_group_dict.pop(os.getpid(), None)
     c10d.on_collective_error(_note_memory)()
     for name in _ATTRIBUTES:
-        if getattr(vars(_Group).get(name), "fget", None) is _ATTRIBUTES[name]:
+        if vars(_Group).get(name) is _ATTRIBUTES[name]:
             delattr(_Group, name)
 
 
@@ -150,7 +151,7 @@ def destroy_process_groups() -> Report | None:
     Collective over all ranks; blocking, with a timeout; idempotent. Before
     ``monkey_patch_torch_dist`` it does nothing and returns None, for actors that never train.
     """
-    return ReloadableProcessGroup.destroy_process_groups()
+    return offload() if is_installed() else None
 
 
 def reload_process_groups(*, connect: Connect = "none") -> Report | None:
@@ -163,7 +164,7 @@ def reload_process_groups(*, connect: Connect = "none") -> Report | None:
         connect: as for :func:`reloadpg.reload`. ``eager`` connects each communicator on all its
             ranks, so that no barrier is needed before a first exchange between some of them.
     """
-    return ReloadableProcessGroup.reload_process_groups(connect=connect)
+    return reload(connect=connect) if is_installed() else None
 
 
 def monkey_patch_dist_checkpointing_merge() -> None:
@@ -228,15 +229,8 @@ class ReloadableProcessGroup(metaclass=_AnyReloadableGroup):
     functions create instances.
     """
 
-    @staticmethod
-    def destroy_process_groups() -> Report | None:
-        """Release the communicators of all groups; see the function of that name."""
-        return offload() if is_installed() else None
-
-    @staticmethod
-    def reload_process_groups(*, connect: Connect = "none") -> Report | None:
-        """Rebuild all groups; see the function of that name."""
-        return reload(connect=connect) if is_installed() else None
+    destroy_process_groups = staticmethod(destroy_process_groups)
+    reload_process_groups = staticmethod(reload_process_groups)
 
     @staticmethod
     def invalidate_process_groups() -> None:
@@ -258,10 +252,6 @@ def _old_new_group(*args: Any, **kwargs: Any) -> Any:
         return c10d.original("new_group")(*args, **kwargs)
 
 
-def _group_itself(group: _Group) -> _Group | None:
-    return group if group.is_live else None
-
-
 def _group_info(group: _Group) -> dict[str, Any]:
     made = group.construction
     return {
@@ -272,17 +262,12 @@ def _group_info(group: _Group) -> dict[str, Any]:
     }
 
 
-_ATTRIBUTES = {"group": _group_itself, "group_info": _group_info}
-
-
-def _give_group_attribute(name: str, read: Callable[[_Group], Any]) -> None:
-    """Add to reloadable groups an attribute of slime's wrappers. Idempotent.
-
-    slime's ``group`` is the group that torch created, since torch does not know the wrapper; miles'
-    bridge uses it around object collectives (miles#1221). Torch knows reloadable groups.
-    """
-    if name not in vars(_Group):
-        setattr(_Group, name, property(read))
+_ATTRIBUTES = {
+    "group": property(lambda group: group if group.is_live else None),
+    "group_info": property(_group_info),
+}
+"""Attributes of slime's wrappers. Its ``group`` is the group that torch created, since torch does
+not know the wrapper; miles' bridge uses it around object collectives (miles#1221)."""
 
 
 def _note_memory(error: BaseException) -> None:

@@ -6,7 +6,7 @@ while their memory is paused frees unmapped memory; building groups while memory
 live and paused allocations. The next ``pause`` or ``resume`` then ends the process ("invalid
 argument", "Cannot resume allocation that is not paused"; slime#1690, #1786, #1895).
 
-:class:`MemorySaver` refuses a wrong order; :func:`~reloadpg.integrations.colocated` keeps the
+:class:`MemorySaver` refuses a wrong order; :class:`~reloadpg.integrations.colocated` keeps the
 right one.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
+from functools import partial
 from typing import Any
 from weakref import finalize, ref
 
@@ -24,6 +24,7 @@ from ..groups.registry import Callback, registry
 from ..groups.sets import Chosen
 from ..lifecycle import memory
 from ..lifecycle.callbacks import register
+from . import framework
 
 __all__ = ["MemorySaver", "MemorySaverError"]
 
@@ -77,7 +78,15 @@ class MemorySaver:
             raise InvalidOptionError(
                 "MemorySaver(saver): already a MemorySaver; nothing was changed. Use it directly."
             )
-        self._saver = _torch_memory_saver() if saver is None else saver
+        if saver is None:
+            module = framework(
+                "torch_memory_saver",
+                "torch_memory_saver (or pass an object with its methods)",
+                "torch_memory_saver",
+                error=ImportError,
+            )
+            saver = module.torch_memory_saver
+        self._saver = saver
         for method in ("pause", "resume"):
             if not callable(getattr(self._saver, method, None)):
                 raise InvalidOptionError(
@@ -85,15 +94,13 @@ class MemorySaver:
                     "Pass torch_memory_saver's object, or one with its methods."
                 )
         self._tags: tuple[str | None, ...] = (None,) if tags is None else tuple(tags)
-        chosen = sets
-        if not isinstance(chosen, Chosen):
-            named = [chosen] if isinstance(chosen, str) else chosen or ()
-            chosen = Chosen.of(named, "MemorySaver")
-        object.__setattr__(self, "sets", chosen)
+        if not isinstance(sets, Chosen):
+            sets = Chosen.of([sets] if isinstance(sets, str) else sets or (), "MemorySaver")
+        object.__setattr__(self, "sets", sets)
         self._everything = False
         self._apart: set[str] = set()  # tags whose state differs from the rest
         self._untracked = False
-        self._watch = finalize(self, _end_watch, _watch(ref(self), chosen))
+        self._watch = finalize(self, _end_watch, _watch(ref(self), sets))
         self._watch.atexit = False
 
     sets: Chosen
@@ -224,15 +231,14 @@ class MemorySaver:
             self._untracked = before
 
     def _disable(self, stack: ExitStack) -> None:
-        disable = getattr(self._saver, "disable", None)
-        if disable is None:
+        if not hasattr(self._saver, "disable"):
             raise MemorySaverError(
                 f"cannot reload groups while {', '.join(self.paused)} is paused: the memory saver "
                 "has no disable() to keep them out of its account. Nothing was changed. Call "
                 "resume_all() first."
             )
         try:
-            stack.enter_context(disable())
+            stack.enter_context(self._saver.disable())
         except (AssertionError, NotImplementedError) as error:
             # The saver records only allocations in its regions (hook mode "torch", XPU).
             logger.debug("memory saver: disable() is not for this mode: %s", error)
@@ -253,27 +259,20 @@ def _watch(saver: ref[MemorySaver], sets: Chosen) -> list[Callable[[], None]]:
     The check comes before the reload, since the saver's list cannot be corrected afterwards.
     """
 
-    def asking(operation: str) -> Callable[[], None]:
-        def memory_saver_order() -> None:
-            there = saver()
-            if there is not None:
-                there._refuse(operation)
-
-        return memory_saver_order
+    def refuse(operation: str) -> None:
+        there = saver()
+        if there is not None:
+            there._refuse(operation)
 
     def paused() -> str | None:
         there = saver()
-        if there is None or not there.paused:
-            return None
-        return f"the memory saver has {', '.join(there.paused)} paused"
+        tags = () if there is None else there.paused
+        return f"the memory saver has {', '.join(tags)} paused" if tags else None
 
-    def watch(callbacks: list[Callback], operation: str) -> Callable[[], None]:
-        entry = Callback("memory saver order", asking(operation), sets)
-        return register(callbacks, entry)
-
+    callbacks, name = registry.callbacks, "memory saver order"
     return [
-        watch(registry.callbacks.offload, "offload"),
-        watch(registry.callbacks.before_reload, "reload"),
+        register(callbacks.offload, Callback(name, partial(refuse, "offload"), sets)),
+        register(callbacks.before_reload, Callback(name, partial(refuse, "reload"), sets)),
         memory.add_check(paused),
     ]
 
@@ -281,13 +280,3 @@ def _watch(saver: ref[MemorySaver], sets: Chosen) -> list[Callable[[], None]]:
 def _end_watch(removals: list[Callable[[], None]]) -> None:
     for remove in removals:
         remove()
-
-
-def _torch_memory_saver() -> Any:
-    try:
-        return import_module("torch_memory_saver").torch_memory_saver
-    except ImportError as error:
-        raise ImportError(
-            "MemorySaver() needs torch_memory_saver; nothing was changed. Install it with: "
-            "pip install torch_memory_saver, or pass an object with its methods."
-        ) from error

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from importlib import import_module
 from typing import Any, Literal
 
-from ..errors import ReloadpgError
+from . import framework
 from .optimizers import OffloadedPhase
 
 __all__ = ["offloaded_phase"]
@@ -51,14 +50,5 @@ def offloaded_phase(
         ReloadpgError: transformers is not installed.
     """
     turn = OffloadedPhase(phase, every=every, block=block)
-    return turn.as_callback(lambda: _transformers().TrainerCallback, when, MOMENTS, turn)
-
-
-def _transformers() -> Any:
-    try:
-        return import_module("transformers")
-    except ModuleNotFoundError as error:
-        raise ReloadpgError(
-            "reloadpg.integrations.transformers needs transformers, which is not installed; "
-            "nothing was done. Run: pip install 'reloadpg[transformers]'"
-        ) from error
+    package = ("transformers", "'reloadpg[transformers]'", "transformers")
+    return turn.as_callback(lambda: framework(*package).TrainerCallback, when, MOMENTS, turn)

@@ -26,6 +26,7 @@ import wrapt
 
 from ..errors import InvalidOptionError
 from ..lifecycle.block import offloaded
+from .optimizers import Rollouts
 
 __all__ = ["OffloadedEngine", "offloaded_generation", "offloaded_rollout"]
 
@@ -48,7 +49,7 @@ def offloaded_rollout(
         prepare: called with the trainer while the groups are still live, to gather parameters and
             pass them to the engine.
         block: the context manager around the rollout; by default a :class:`reloadpg.offloaded`,
-            or for example the result of :func:`reloadpg.integrations.colocated`.
+            or for example the result of :class:`reloadpg.integrations.colocated`.
 
     Raises:
         InvalidOptionError: an argument is invalid.
@@ -105,11 +106,11 @@ def offloaded_generation(
             f"offloaded_generation({type(trainer).__qualname__}): it {what}; nothing was changed. "
             'Pass a trainer of TRL with use_vllm=True and vllm_mode="colocate", once.'
         )
-    return OffloadedEngine(generation, offloaded() if block is None else block)
+    return OffloadedEngine(generation, block)
 
 
-class OffloadedEngine:
-    """Handle on what :func:`offloaded_generation` replaced.
+class OffloadedEngine(Rollouts):
+    """Handle of the engine that :func:`offloaded_generation` replaced.
 
     Attributes:
         cycles: number of generations after which the groups were reloaded.
@@ -117,35 +118,18 @@ class OffloadedEngine:
         waits_for_peers: whether TRL uses the default group between ``wake_up`` and ``generate``.
     """
 
-    def __init__(self, generation: Any, block: AbstractContextManager[Any]) -> None:
-        self.cycles = 0
-        self._generation, self._block, self._inside = generation, block, False
+    def __init__(self, generation: Any, block: AbstractContextManager[Any] | None) -> None:
+        super().__init__(block)
+        self._generation = generation
         parallel = getattr(generation, "tensor_parallel_size", 1) > 1
         self.sleeps = bool(getattr(generation, "enable_sleep_mode", False))
         self.waits_for_peers = parallel and hasattr(generation.model, "peft_config")
         generation.llm = _Engine(generation.llm, self)
 
     def remove(self) -> None:
-        """Give the trainer its engine back. Local, idempotent; not during a generation."""
+        """Restore the trainer's engine. Local, idempotent; not during a generation."""
         if isinstance(self._generation.llm, _Engine):
             self._generation.llm = self._generation.llm.__wrapped__
-
-    def begin(self) -> None:
-        """Offload the groups; nothing where they are. Collective over all ranks."""
-        if not self._inside:
-            self._block.__enter__()
-            self._inside = True
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Reload the groups; nothing where :meth:`begin` did not. Collective over all ranks.
-
-        Args:
-            error: what goes on being raised afterwards, so that a failed reload is logged.
-        """
-        if self._inside:
-            self._inside = False
-            self._block.__exit__(type(error) if error else None, error, None)
-            self.cycles += 1
 
 
 class _Engine(wrapt.ObjectProxy):  # type: ignore[type-arg]
@@ -159,29 +143,20 @@ class _Engine(wrapt.ObjectProxy):  # type: ignore[type-arg]
         handle = self._self_handle
         if (tags is None or "kv_cache" in tags) and not handle.waits_for_peers:
             handle.begin()
-        try:
+        with handle.ends_on_error():
             return self.__wrapped__.wake_up(tags=tags)
-        except BaseException as error:
-            handle.end(error)
-            raise
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         handle = self._self_handle
         handle.begin()
-        try:
+        with handle.ends_on_error():
             outputs = self.__wrapped__.generate(*args, **kwargs)
-        except BaseException as error:
-            handle.end(error)
-            raise
         if not handle.sleeps:  # else the engine gives its memory back first
             handle.end()
         return outputs
 
     def sleep(self, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with self._self_handle.ends_on_error():
             result = self.__wrapped__.sleep(*args, **kwargs)
-        except BaseException as error:
-            self._self_handle.end(error)
-            raise
         self._self_handle.end()
         return result

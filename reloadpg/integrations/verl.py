@@ -19,9 +19,8 @@ generation and left after it.
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -29,7 +28,7 @@ from typing import Any
 import wrapt
 
 from ..errors import InvalidOptionError, ReloadpgError
-from ..lifecycle.block import offloaded
+from .optimizers import Rollouts
 
 __all__ = ["OffloadedRollouts", "offloaded_rollouts"]
 
@@ -64,7 +63,7 @@ def offloaded_rollouts(
             replaced. None: ``ActorRolloutRefWorker`` and ``TrainingWorker`` of verl 0.9. Name all
             workers that share a process, a critic too, in one call.
         block: the context manager between the two; by default a :class:`reloadpg.offloaded`, else
-            for example what :func:`reloadpg.integrations.colocated` returned. Where the engine has
+            for example what :class:`reloadpg.integrations.colocated` returned. Where the engine has
             groups in the worker's process (verl up to 0.7; in 0.9 it has separate processes),
             install with ``sets={"engine": "vllm.*"}`` and pass
             ``reloadpg.swapped(out="trainer", into="engine")``.
@@ -77,19 +76,20 @@ def offloaded_rollouts(
             changed.
         ReloadpgError: no class was passed, and verl 0.9 is not installed; nothing was changed.
     """
-    return OffloadedRollouts(classes or _workers(), offloaded() if block is None else block)
+    return OffloadedRollouts(classes or _workers(), block)
 
 
-class OffloadedRollouts:
+class OffloadedRollouts(Rollouts):
     """Handle of the methods that :func:`offloaded_rollouts` replaced.
 
     Attributes:
         cycles: number of reloads.
     """
 
-    def __init__(self, classes: tuple[type, ...], block: AbstractContextManager[Any]) -> None:
-        self.cycles = 0
-        self._block, self._inside = block, False
+    def __init__(
+        self, classes: tuple[type, ...], block: AbstractContextManager[Any] | None
+    ) -> None:
+        super().__init__(block)
         found = [(owner, self._replacements(owner)) for owner in classes]
         self._undo: list[tuple[type, str, Any]] = []
         for owner, replacements in found:
@@ -111,48 +111,29 @@ class OffloadedRollouts:
             else:
                 setattr(owner, name, own)
 
-    def begin(self) -> None:
-        """Offload the groups, if they are live. Collective over all ranks."""
-        if not self._inside:
-            self._block.__enter__()
-            self._inside = True
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Reload the groups, if :meth:`begin` offloaded them. Collective over all ranks.
-
-        Args:
-            error: an exception that will propagate, so a failed reload is only logged.
-        """
-        if self._inside:
-            self._inside = False
-            self._block.__exit__(type(error) if error else None, error, None)
-            self.cycles += 1
-
     # -- replacement methods ------------------------------------------------------------------
 
     def _replacements(self, owner: type) -> dict[str, Any]:
-        methods = {
-            name: method
-            for name, method in ((name, getattr(owner, name, None)) for name in dir(owner))
-            if inspect.isfunction(method)
-        }
+        methods = dict(inspect.getmembers(owner, inspect.isfunction))
         if any(hasattr(method, MARK) for method in methods.values()):
             raise InvalidOptionError(
                 f"offloaded_rollouts({owner.__qualname__}): already passed in an earlier call; "
                 "nothing was changed. First call remove() on the handle of that call."
             )
         replacements = {
-            name: self._before(method) for name, method in methods.items() if _on_all_ranks(method)
+            name: _within(self._outside, method)
+            for name, method in methods.items()
+            if _on_all_ranks(method)
         }
         for name in ("rollout_mode", "update_weights"):
             if inspect.iscoroutinefunction(methods.get(name)):
                 replacements[name] = self._transfer(methods[name])
                 break
         if "trainer_mode" in methods:
-            replacements["trainer_mode"] = self._after(methods["trainer_mode"])
+            replacements["trainer_mode"] = _within(self._last, methods["trainer_mode"])
         if "__enter__" in methods and "__exit__" in methods:
             replacements["__enter__"] = self._enter(methods["__enter__"], methods["__exit__"])
-            replacements["__exit__"] = self._after(methods["__exit__"])
+            replacements["__exit__"] = _within(self._last, methods["__exit__"])
         if not replacements:
             raise InvalidOptionError(
                 f"offloaded_rollouts({owner.__qualname__}): it has no method that verl's driver "
@@ -163,46 +144,34 @@ class OffloadedRollouts:
             setattr(replacement, MARK, True)
         return replacements
 
-    def _before(self, method: Callable[..., Any]) -> Any:
-        """End an open rollout before a method, and one that the method leaves open."""
+    @contextmanager
+    def _outside(self) -> Iterator[None]:
+        """End an open rollout before a method, and after an error one that it has begun."""
+        self.end()
+        with self.ends_on_error():
+            yield
 
-        @wraps(method)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            self.end()
-            try:
-                return method(*args, **kwargs)
-            except BaseException as error:
-                self.end(error)
-                raise
-
-        @wraps(method)
-        async def awaited(*args: Any, **kwargs: Any) -> Any:
-            self.end()
-            try:
-                return await method(*args, **kwargs)
-            except BaseException as error:
-                self.end(error)
-                raise
-
-        return awaited if inspect.iscoroutinefunction(method) else called
+    @contextmanager
+    def _last(self) -> Iterator[None]:
+        """End a rollout after the engine has released its memory, or failed to."""
+        with self.ends_on_error():
+            yield
+        self.end()
 
     def _transfer(self, method: Callable[..., Any]) -> Any:
         """Begin a rollout after the engine has the weights and before it allocates its KV cache."""
 
         @wraps(method)
         async def transfer(worker: Any, *args: Any, **kwargs: Any) -> Any:
-            self.end()
             engine = getattr(worker, "rollout", None)
-            if engine is None:  # a worker of another role
-                return await method(worker, *args, **kwargs)
-            worker.rollout = watched = _Engine(engine, self.begin)
-            try:
-                result = await method(worker, *args, **kwargs)
-            except BaseException as error:
-                self.end(error)
-                raise
-            finally:
-                worker.rollout = engine
+            with self._outside():
+                if engine is None:  # a worker of another role
+                    return await method(worker, *args, **kwargs)
+                worker.rollout = watched = _Engine(engine, self.begin)
+                try:
+                    result = await method(worker, *args, **kwargs)
+                finally:
+                    worker.rollout = engine
             if watched._self_has_weights:  # the engine kept its KV cache
                 self.begin()
             return result
@@ -224,24 +193,23 @@ class OffloadedRollouts:
 
         return entered
 
-    def _after(self, method: Callable[..., Any]) -> Any:
-        """End a rollout after the engine has released its memory, or failed to."""
 
-        @wraps(method)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(*args, **kwargs)
-            finally:
-                self.end(sys.exc_info()[1])
+def _within(
+    around: Callable[[], AbstractContextManager[None]], method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The method, run within a context; asynchronous if the method is."""
 
-        @wraps(method)
-        async def awaited(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return await method(*args, **kwargs)
-            finally:
-                self.end(sys.exc_info()[1])
+    @wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return method(*args, **kwargs)
 
-        return awaited if inspect.iscoroutinefunction(method) else called
+    @wraps(method)
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return await method(*args, **kwargs)
+
+    return awaited if inspect.iscoroutinefunction(method) else called
 
 
 class _Engine(wrapt.ObjectProxy):  # type: ignore[type-arg]

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import reloadpg
 from reloadpg.lifecycle.callbacks import on_report
@@ -127,8 +127,6 @@ def _export(trace: Any, tracer: Any, report: Report) -> None:
 
 @dataclass
 class _Totals:
-    """Sums over the reports of one operation."""
-
     calls: int = 0
     failures: int = 0
     seconds: float = 0.0
@@ -178,89 +176,76 @@ class ReloadpgCollector:
         """The metrics now; called by the registry."""
         status = reloadpg.status()
         rank = "" if status.rank is None else str(status.rank)
-        yield from self._of_status(status, rank)
-        yield from self._of_groups(status.groups, rank)
         with self._lock:
-            yield from self._of_reports(rank)
+            metrics = [*_of_status(status), *_of_groups(status.groups), *_of_reports(self._totals)]
+        for metric in metrics:
+            kind = getattr(self._core, f"{metric.kind}MetricFamily")
+            family = kind(f"reloadpg_{metric.name}", metric.text, labels=["rank", *metric.labels])
+            for labels, value in metric.samples:
+                family.add_metric([rank, *labels], float(value))
+            yield family
 
     def _add(self, report: Report) -> None:
         with self._lock:
             self._totals[report.operation].add(report)
 
-    def _of_status(self, status: Status, rank: str) -> Iterator[Any]:
-        state = self._gauge("reloadpg_state", "Whether the groups are in this state.", "state")
-        for name in _STATES:
-            state.add_metric([rank, name], float(status.initialized and status.state == name))
-        yield state
-        figures = {
-            "installed": ("Whether the library is installed.", status.installed),
-            "generation": ("Number of completed reloads of the job.", status.generation),
-            "groups": ("Number of reloadable groups.", len(status.groups)),
-            "bypassed_groups": ("Number of groups that bypass.", status.bypassed),
-        }
-        for name, (text, value) in figures.items():
-            family = self._gauge(f"reloadpg_{name}", text)
-            family.add_metric([rank], float(value))
-            yield family
-        memory = self._gauge("reloadpg_memory_bytes", "Bytes in use, by source.", "source")
-        for source, used in status.memory.items():
-            memory.add_metric([rank, source], used)
-        yield memory
 
-    def _of_groups(self, groups: tuple[GroupStatus, ...], rank: str) -> Iterator[Any]:
-        labels = ("group", "desc")
-        live = self._gauge("reloadpg_group_live", "Whether the group can be used.", *labels)
-        held = self._gauge(
-            "reloadpg_group_memory_bytes", "Bytes that its communicator reports.", *labels
-        )
-        last = self._gauge(
-            "reloadpg_group_last_seconds",
-            "Time of the group in the last operation of this kind.",
-            *labels,
-            "operation",
-        )
-        for group in groups:
-            key = [rank, group.name, group.desc]
-            live.add_metric(key, float(group.state == "live"))
-            if group.memory_bytes is not None:
-                held.add_metric(key, group.memory_bytes)
-            times = {"offload": group.last_offload_ms, "reload": group.last_reload_ms}
-            for operation, ms in times.items():
-                if ms is not None:
-                    last.add_metric([*key, operation], ms / 1e3)
-        yield from (live, held, last)
+class _Metric(NamedTuple):
+    kind: str
+    name: str
+    text: str
+    labels: tuple[str, ...]
+    samples: Sequence[tuple[tuple[str, ...], float]]
+    """The values of the labels, and the value."""
 
-    def _of_reports(self, rank: str) -> Iterator[Any]:
-        counters: dict[str, tuple[str, Callable[[_Totals], float]]] = {
-            "calls": ("Calls that ended, including failed ones.", lambda one: one.calls),
-            "failures": ("Calls that failed.", lambda one: one.failures),
-            "seconds": ("Time spent in calls.", lambda one: one.seconds),
-            "bytes": ("Bytes released by offloads, restored by reloads.", lambda one: one.bytes),
-        }
-        for name, (text, value) in counters.items():
-            family = self._counter(f"reloadpg_{name}", text, "operation")
-            for operation, totals in self._totals.items():
-                family.add_metric([rank, operation], value(totals))
-            yield family
-        phases = self._counter(
-            "reloadpg_phase_seconds",
-            "Time by phase; wait.* is time spent waiting for other ranks.",
-            *("operation", "phase"),
-        )
-        last = self._gauge("reloadpg_last_seconds", "Time of the last call.", "operation")
-        when = self._gauge(
-            "reloadpg_last_timestamp_seconds", "Unix time of the last call.", "operation"
-        )
-        for operation, totals in self._totals.items():
-            for phase, seconds in totals.phases.items():
-                phases.add_metric([rank, operation, phase], seconds)
-            if totals.last is not None:
-                last.add_metric([rank, operation], totals.last.total_ms / 1e3)
-                when.add_metric([rank, operation], totals.last.started_at)
-        yield from (phases, last, when)
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Any:
-        return self._core.GaugeMetricFamily(name, text, labels=["rank", *labels])
+_gauge, _counter = partial(_Metric, "Gauge"), partial(_Metric, "Counter")
 
-    def _counter(self, name: str, text: str, *labels: str) -> Any:
-        return self._core.CounterMetricFamily(name, text, labels=["rank", *labels])
+
+def _of_status(status: Status) -> Iterator[_Metric]:
+    states = [((name,), status.initialized and status.state == name) for name in _STATES]
+    yield _gauge("state", "Whether the groups are in this state.", ("state",), states)
+    for name, text, value in (
+        ("installed", "Whether the library is installed.", status.installed),
+        ("generation", "Number of completed reloads of the job.", status.generation),
+        ("groups", "Number of reloadable groups.", len(status.groups)),
+        ("bypassed_groups", "Number of groups that bypass.", status.bypassed),
+    ):
+        yield _gauge(name, text, (), [((), value)])
+    memory = [((source,), used) for source, used in status.memory.items()]
+    yield _gauge("memory_bytes", "Bytes in use, by source.", ("source",), memory)
+
+
+def _of_groups(groups: tuple[GroupStatus, ...]) -> Iterator[_Metric]:
+    labels = ("group", "desc")
+    live, held, last = [], [], []
+    for group in groups:
+        key = (group.name, group.desc)
+        live.append((key, group.state == "live"))
+        if group.memory_bytes is not None:
+            held.append((key, group.memory_bytes))
+        times = {"offload": group.last_offload_ms, "reload": group.last_reload_ms}
+        last += [((*key, name), ms / 1e3) for name, ms in times.items() if ms is not None]
+    yield _gauge("group_live", "Whether the group can be used.", labels, live)
+    yield _gauge("group_memory_bytes", "Bytes that its communicator reports.", labels, held)
+    text = "Time of the group in the last operation of this kind."
+    yield _gauge("group_last_seconds", text, (*labels, "operation"), last)
+
+
+def _of_reports(totals: Mapping[str, _Totals]) -> Iterator[_Metric]:
+    each = ("operation",)
+    for name, text in {
+        "calls": "Calls that ended, including failed ones.",
+        "failures": "Calls that failed.",
+        "seconds": "Time spent in calls.",
+        "bytes": "Bytes released by offloads, restored by reloads.",
+    }.items():
+        yield _counter(name, text, each, [((k,), getattr(one, name)) for k, one in totals.items()])
+    phases = [((k, phase), s) for k, one in totals.items() for phase, s in one.phases.items()]
+    text = "Time by phase; wait.* is time spent waiting for other ranks."
+    yield _counter("phase_seconds", text, (*each, "phase"), phases)
+    reports = {(k,): one.last for k, one in totals.items() if one.last is not None}
+    last = [(k, report.total_ms / 1e3) for k, report in reports.items()]
+    yield _gauge("last_seconds", "Time of the last call.", each, last)
+    when = [(k, report.started_at) for k, report in reports.items()]
+    yield _gauge("last_timestamp_seconds", "Unix time of the last call.", each, when)

@@ -130,10 +130,10 @@ class StatusRecord:
     def __init__(self, *, forked: bool = False) -> None:
         self._forked = forked
         self._report: Report | None = None
+        self._last_ms: dict[str, float] = {}
         self.reports: deque[Report] = deque(maxlen=KEPT_REPORTS)
         self._status: dict[str, Any] = {}
         self._seen: tuple[Any, ...] | None = None
-        self._body: tuple[object, object, str] = (None, None, "")
         self._host = socket.gethostname()
         self._begun: dict[str, int] = {}
         self._begun_at = time.time()
@@ -169,31 +169,33 @@ class StatusRecord:
             registry.lock.release()  # type: ignore[attr-defined]
 
     def text(self, *, exiting: bool = False) -> str:
-        """The record as JSON, with the current time.
+        """The record as JSON, with the current time; ``exiting`` marks the last one.
 
-        Args:
-            exiting: whether the process is exiting, so that this is the last record.
+        Built by the thread that writes it, not by the job's.
         """
-        body = self._encoded()
-        size, operation = self._status.get("world_size"), running()
-        head = {
+        status, report, operation = self._status, self._report, running()
+        record = {
             "version": VERSION,
             "pid": os.getpid(),
             "rank": self.rank,
-            "world_size": size,
+            "world_size": status.get("world_size"),
             "host": self._host,
             "time": time.time(),
             "exited": exiting,
             "running": None if operation is None else operation.details(),
             "collectives": self._collectives(),
+            "installed": bool(status.get("installed", reloadpg.is_installed())),
+            "status": status,
+            "last_report": None if report is None else report.details(),
+            "last_ms": dict(self._last_ms),
         }
-        return f"{json.dumps(head)[:-1]}, {body}"
+        return json.dumps(record, default=str)
 
     def _collectives(self) -> dict[str, Any]:
-        """The number of collectives started on each group, the time of the last one, and the stack.
+        """The collectives started: numbers by group, Unix time of the last one, and, some seconds
+        later, the main thread's stack and what NCCL's flight recorder lists as not completed.
 
-        Torch counts them, so this costs nothing. Uses no communicator while an operation runs. The
-        stack, and NCCL's unfinished collectives, are included if none was started for some seconds.
+        Torch counts them, so this costs nothing. Uses no communicator while an operation runs.
         """
         if registry.lock.acquire(blocking=False):  # type: ignore[attr-defined]
             try:
@@ -221,6 +223,7 @@ class StatusRecord:
 
     def _note(self, report: Report) -> None:
         self._report = report
+        self._last_ms[report.operation] = report.total_ms
         self._seen = None
         if self.changed is not _nobody:  # status() takes up to some ms, so only if it is published
             self.reports.append(report)
@@ -234,23 +237,6 @@ class StatusRecord:
         self._status = status
         self._seen = seen
         self.changed()
-
-    def _encoded(self) -> str:
-        """Status and report as JSON, built by the reading thread and not by the job's.
-
-        The text is cached with its source, since the status may change during the call.
-        """
-        status, report = self._status, self._report
-        of_status, of_report, text = self._body
-        if of_status is not status or of_report is not report:
-            body = {
-                "installed": bool(status.get("installed", reloadpg.is_installed())),
-                "status": status,
-                "last_report": None if report is None else report.details(),
-            }
-            text = json.dumps(body, default=str)[1:]
-            self._body = status, report, text
-        return text
 
     @staticmethod
     def _signature() -> tuple[Any, ...]:
@@ -309,8 +295,7 @@ class Publisher:
     def stop(self, *, exiting: bool = False) -> None:
         """Write a last time and stop; waits at most half a second. Idempotent.
 
-        Args:
-            exiting: whether to mark the process as exited in the last record.
+        With ``exiting``, the last record says that the process has exited.
         """
         self._exiting = exiting
         self._ended = True
@@ -352,7 +337,6 @@ class Publisher:
         self._write_trace(rank)
 
     def _write_trace(self, rank: int) -> None:
-        """Rewrite the trace if there is a new report."""
         reports = tuple(self._record.reports)
         if reports and reports[-1] is not self._traced:
             write_trace(reports, self.directory / f"trace-rank-{rank}.json")

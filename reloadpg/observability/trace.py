@@ -13,8 +13,8 @@ import os
 import socket
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from reloadpg.lifecycle.report import Report
@@ -27,6 +27,8 @@ KEPT = 1000
 """Number of operations that a writer keeps; a new one replaces the oldest."""
 
 _TRACK = 1
+_TIMES = ("name", "ms", "start_ms")
+"""What an event of a group has outside of its arguments."""
 
 
 class TraceWriter:
@@ -63,12 +65,7 @@ class TraceWriter:
     def __enter__(self) -> TraceWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -86,7 +83,6 @@ def write_trace(reports: Iterable[Report], path: str | os.PathLike[str]) -> None
 
 
 def rank_path(path: str, report: Report) -> Path:
-    """Return the path of the trace of the report's rank."""
     rank = report.rank or 0
     if "{rank}" in path:
         return Path(path.replace("{rank}", str(rank)))
@@ -123,27 +119,13 @@ def _events(report: Report) -> Iterator[dict[str, Any]]:
         for name, value in report.details().items()
         if isinstance(value, (str, int, float, bool)) and value != ""
     }
-    inner: list[tuple[float, float, str, str, dict[str, Any]]] = [
-        (
-            span.start_ms,
-            span.ms,
-            span.name,
-            "wait" if span.is_wait else "phase",
-            {},
-        )
-        for span in report.spans
-    ]
+    inner: list[tuple[float, float, str, str, dict[str, Any]]] = []
+    for span in report.spans:
+        kind = "wait" if span.is_wait else "phase"
+        inner.append((span.start_ms, span.ms, span.name, kind, {}))
     for group in report.groups:
-        args = {
-            "desc": group.desc,
-            "backend": group.backend,
-            "size": group.size,
-            "strategy": group.strategy,
-            "reason": group.reason,
-            "bytes": group.bytes,
-        }
-        given = {name: value for name, value in args.items() if value not in (None, "")}
-        inner.append((group.start_ms, group.ms, f"group {group.name}", "group", given))
+        args = {k: v for k, v in asdict(group).items() if k not in _TIMES and v not in (None, "")}
+        inner.append((group.start_ms, group.ms, f"group {group.name}", "group", args))
     inner.sort(key=lambda one: (one[0], -one[1]))
     outer = (0.0, report.total_ms, report.operation, "operation", details)
     ends: list[float] = []  # of the open events, outermost first

@@ -1,4 +1,4 @@
-"""``bench`` runs real ranks and shows what they measured. The figures themselves are not tested."""
+"""``bench`` measures real ranks. The figures themselves are not tested."""
 
 import json
 
@@ -8,7 +8,7 @@ from cli_process import command, decoded
 from reloadpg.cli import bench, main
 
 
-def test_both_operations_are_measured(monkeypatch, capsys):
+def test_offload_and_reload_are_measured(monkeypatch, capsys):
     """Times and memory, as JSON alone on stdout."""
     monkeypatch.delenv("RELOADPG_SIM_BYTES", raising=False)
     options = ["--backend", "sim", "--ranks", "2", "--groups", "3", "--cycles", "2", "--json"]
@@ -26,15 +26,14 @@ def test_both_operations_are_measured(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_autoinstall_in_the_shell_does_not_matter():
-    """Its options are others than those that are measured. A process of its own, with its ranks."""
+def test_autoinstall_in_the_shell_is_ignored():
     options = ["--backend", "gloo", "--ranks", "1", "--groups", "1", "--cycles", "1", "--json"]
     process = command("bench", *options, RELOADPG_AUTOINSTALL="1")
     assert len(decoded(process)["by_rank"][0]) == 1, process.stderr
 
 
-def test_medians_are_over_cycles_of_the_slowest_rank():
-    """For memory the rank that moved least; what nobody measured is nothing."""
+def test_medians_are_of_the_slowest_rank_of_each_cycle():
+    """For memory, of the rank that released least. Missing figures are left out."""
 
     def cycle(ms, size):
         figures = {"ms": ms, "group_ms": ms, "wait_ms": ms, "own_ms": ms, "bytes": size}
@@ -57,15 +56,15 @@ def test_medians_are_over_cycles_of_the_slowest_rank():
         (1, ["--ranks", "2"], "but there are 1 GPUs; nothing was started"),
     ],
 )
-def test_what_nccl_cannot_do_is_exit_code_2(monkeypatch, capsys, devices, arguments, words):
+def test_too_few_gpus_are_exit_code_2(monkeypatch, capsys, devices, arguments, words):
     """Nothing is started."""
     monkeypatch.setattr(bench, "cuda_devices", lambda: devices)
     assert main(["bench", *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_a_failure_is_exit_code_1_with_the_advice_of_the_command(capsys):
-    """Not what a program would do that calls ``run_ranks`` itself; the rank's stack is shown."""
+def test_a_timeout_is_exit_code_1_and_names_the_option(capsys):
+    """With the rank's stack, and without a mention of ``run_ranks``."""
     options = ["--ranks", "1", "--cycles", "1000000", "--timeout", "0.05"]
     assert main(["bench", "--backend", "gloo", *options]) == 1
     errors = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``demo`` runs the example with and without reloadpg, and fails if anything differs."""
+"""``demo`` runs the example with and without reloadpg, and fails if the results differ."""
 
 import copy
 import importlib.util
@@ -49,7 +49,7 @@ def variant(directory, fault):
 
 
 class Finished:
-    """A demo that ended well: its output and its results."""
+    """The output and the results of a demo that has passed."""
 
     def __init__(self, directory):
         path = directory / "results.json"
@@ -73,8 +73,8 @@ def finished(tmp_path_factory):
     return Finished(tmp_path_factory.mktemp("demo"))
 
 
-def test_the_output_says_what_runs_and_ends_with_a_table_and_the_checks(finished):
-    """A line an iteration and run; in the table the results' own figures. Nothing else."""
+def test_the_output_ends_with_a_table_and_the_checks(finished):
+    """With one line per iteration. The table has the figures of the results."""
     lines = finished.output.splitlines()
     assert lines[0] == f"reloadpg demo: {RANKS} ranks, {CYCLES} cycles"
     head = "\n".join(lines[:7])
@@ -89,13 +89,13 @@ def test_the_output_says_what_runs_and_ends_with_a_table_and_the_checks(finished
         assert cells[:3] == [str(row["cycle"]), str(row["groups"]), str(size)]
         assert cells[5] == f"{row['reward']:.2f}"
         assert min(row["offload_ms"], row["reload_ms"]) > 0
-    assert sum(line.startswith("  [ok] ") for line in lines) == len(finished.result["checks"]) == 7
+    assert sum(line.startswith("  [ok] ") for line in lines) == len(finished.result["checks"]) == 3
     assert lines[-1].startswith("All checks passed")
     assert finished.errors == ""
 
 
-def test_the_runs_differ_in_the_offloads_alone(finished):
-    """The recorded bits are compared here once more, not by the demo's own check."""
+def test_the_losses_of_both_runs_are_bit_identical(finished):
+    """The recorded bits are compared here, not by the demo's own check."""
 
     def losses(ranks):
         return [loss for seen in ranks for cycle in seen["cycles"] for loss in cycle["losses"]]
@@ -103,31 +103,24 @@ def test_the_runs_differ_in_the_offloads_alone(finished):
     assert losses(finished.run) == losses(finished.reference)
     assert len(losses(finished.run)) == RANKS * CYCLES * STEPS
     assert len(set(losses(finished.run))) > RANKS * CYCLES * STEPS // 2
-    for cycle in (cycle for seen in finished.reference for cycle in seen["cycles"]):
-        assert not {"groups_offloaded", "groups_reloaded", "released_bytes"} & cycle.keys()
-    first, rewards = finished.run[0]["first_reward"], [r["reward"] for r in finished.result["rows"]]
-    assert first < 0.15
-    assert first < rewards[0] < rewards[1]
+    assert not any(
+        "offload_groups" in cycle for seen in finished.reference for cycle in seen["cycles"]
+    )
+    rewards = [row["reward"] for row in finished.result["rows"]]
+    assert 0.15 < rewards[0] < rewards[1]
     assert rewards[1] > 0.5
 
 
 def test_released_memory_is_that_of_the_groups(finished):
-    """8 MiB a group and rank by the accelerator's count; by the process's own size nearly so."""
-    for seen in finished.run:
-        groups = seen["groups"]
-        assert groups["WORLD"] == groups["EXPERT_MODEL_PARALLEL_GROUP"] == [0, 1]
-        assert groups["DATA_PARALLEL_GROUP"] == [seen["rank"]]
-        due = len(groups) * COMMUNICATOR_BYTES
-        for cycle in seen["cycles"]:
-            assert cycle["groups_offloaded"] == len(groups) >= 4
-            assert cycle["released_bytes"]["accelerator"] == due
-            assert cycle["released_bytes"]["resident"] >= 0.9 * due
-            assert cycle["buffer_bytes"] == due
+    """8 MiB a group and rank; every group was used."""
+    for cycle in (cycle for seen in finished.run for cycle in seen["cycles"]):
+        assert cycle["offload_groups"] >= 4
+        assert cycle["released_bytes"] == cycle["offload_groups"] * COMMUNICATOR_BYTES
 
 
 @pytest.mark.slow
-def test_groups_are_those_of_fsdp_and_megatron():
-    """Where megatron-core is installed: ``explain`` runs the example itself as one rank of 8."""
+def test_the_groups_are_those_of_fsdp_and_megatron():
+    """``explain`` runs the example itself as one rank of 8."""
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
     example = next(path for path in demo.EXAMPLES if path.is_file())
@@ -149,7 +142,7 @@ def _next_bits(value):
 
 
 def _set(path, change):
-    """A change to the results: what lies at a path is replaced by ``change`` of it."""
+    """Replace the value at a path of the results by ``change`` of it."""
 
     def apply(ranks):
         at = ranks
@@ -160,36 +153,20 @@ def _set(path, change):
     return apply
 
 
-def _resident(share):
-    """The process shrank by this share of the memory that the accelerator counts."""
-    return lambda sizes: {**sizes, "resident": int(share * sizes["accelerator"])}
-
-
 FAULTY = {
     "one loss": ("losses", _set((1, "cycles", 1, "losses", 7), _next_bits)),
-    "one gradient norm": ("losses", _set((0, "cycles", 0, "gradient_norms", 0), _next_bits)),
-    "the last evaluation": ("losses", _set((1, "final_evaluation"), _next_bits)),
+    "one gradient norm": ("losses", _set((0, "cycles", 0, "others", 0), _next_bits)),
+    "the last evaluation": ("losses", _set((1, "cycles", 1, "others", -2), _next_bits)),
     "parameters": ("final parameters", _set((1, "parameters"), lambda _: "0" * 64)),
-    "generation": ("generation", _set((0, "cycles", 1, "probes", 1), lambda _: "other")),
-    "kept memory": ("memory", _set((1, "cycles", 1, "released_bytes", "accelerator"), lambda _: 0)),
-    "resident memory": ("memory", _set((0, "cycles", 1, "released_bytes"), _resident(0.8))),
-    "use while offloaded": (
-        "while offloaded",
-        _set((0, "cycles", 0, "usable_while_offloaded"), lambda _: ["WORLD"]),
-    ),
-    "a group that stays": (
-        "after reload",
-        _set((1, "cycles", 1, "not_reloaded"), lambda _: ["WORLD"]),
-    ),
-    "a group fewer": ("after reload", _set((0, "cycles", 1, "groups_reloaded"), lambda n: n - 1)),
-    "a wrong sum": ("after reload", _set((1, "wrong_sums"), lambda _: ["WORLD: 1 instead of 3"])),
-    "no learning": ("reward", _set((0, "first_reward"), lambda _: 1.0)),
+    "kept memory": ("offloads", _set((1, "cycles", 1, "released_bytes"), lambda _: 0)),
+    "a group fewer": ("offloads", _set((0, "cycles", 1, "reload_groups"), lambda n: n - 1)),
+    "a wrong sum": ("offloads", _set((1, "cycles", 0, "wrong_sums"), lambda _: ["WORLD"])),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTY)
-def test_each_check_fails_on_its_own_fault_and_no_other(finished, fault):
-    """One value of a good run is changed: exactly the check that is about it fails."""
+def test_each_check_fails_on_its_fault_only(finished, fault):
+    """One value of a correct result is changed."""
     name, change = FAULTY[fault]
     ranks = copy.deepcopy(finished.run)
     change(ranks)
@@ -198,8 +175,8 @@ def test_each_check_fails_on_its_own_fault_and_no_other(finished, fault):
 
 
 @pytest.mark.parametrize("fault", sampled(["wrong", "raises"], "wrong"))
-def test_a_run_that_goes_wrong_is_exit_code_1(tmp_path, monkeypatch, capsys, fault):
-    """Differing losses and groups that are not offloaded are named; a rank's error is shown."""
+def test_a_failed_run_is_exit_code_1(tmp_path, monkeypatch, capsys, fault):
+    """The failed checks are named, or the rank's error is shown."""
     monkeypatch.setattr(demo, "EXAMPLES", (variant(tmp_path, fault),))
     options = ["--accelerator", "simulated", "--ranks", "1", "--cycles", "1"]
     assert main(["demo", *options, "--json", str(tmp_path / "results")]) == 1
@@ -213,13 +190,13 @@ def test_a_run_that_goes_wrong_is_exit_code_1(tmp_path, monkeypatch, capsys, fau
         return
     checks = json.loads((tmp_path / "results").read_text())["checks"]
     failed = {name for name, check in checks.items() if not check["passed"]}
-    assert failed - {"reward"} == {"losses", "memory", "while offloaded", "after reload"}
+    assert failed == {"losses", "offloads"}
     assert written.out.count("[FAILED]") == len(failed)
 
 
 @pytest.mark.slow
 def test_sigterm_ends_all_ranks(tmp_path):
-    """One line and no traceback, no process, no file. Autoinstall is no obstacle."""
+    """With one line and no traceback. No process and no file is left. Autoinstall is on."""
     program = (
         "import sys; from pathlib import Path; from reloadpg.cli import demo, main\n"
         f"demo.EXAMPLES = (Path({str(variant(tmp_path, ''))!r}),)\n"
@@ -255,19 +232,7 @@ def test_sigterm_ends_all_ranks(tmp_path):
     assert not [path for path in scratch.iterdir() if path.name.startswith("reloadpg")]
 
 
-def test_ctrl_c_is_exit_code_130(monkeypatch, capsys):
-    """As after any other signal."""
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("reloadpg.testing.run_ranks", interrupted)
-    assert main(["demo"]) == 130
-    assert "interrupted; all ranks have been ended" in capsys.readouterr().err
-
-
 def test_cuda_without_a_gpu_is_exit_code_2(monkeypatch, capsys):
-    """Nothing is started, and it says what to do."""
     monkeypatch.setattr("reloadpg.cli.bench.cuda_devices", lambda: 0)
     assert main(["demo", "--accelerator", "cuda"]) == 2
     assert "nothing was started. Omit the option" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``reloadpg run``: a rank that is killed is started again, and the others go on."""
+"""``reloadpg run`` restarts a rank that was killed, while the others continue."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ for step in reloadpg.retrying(range(4), state=(model, optimizer), timeout=120):
         optimizer.zero_grad()
 dist.destroy_process_group()
 total = sum(parameter.double().sum().item() for parameter in model.parameters())
-print(f"rank {rank} rejoined {rejoined} steps {number + 1} total {total!r}", flush=True)
+# In one write: the interpreters are started with -u, where print() writes the newline separately.
+sys.stdout.write(f"rank {rank} rejoined {rejoined} steps {number + 1} total {total!r}\\n")
 """
 
 
@@ -52,7 +53,7 @@ def program(tmp_path: Path) -> Path:
 
 
 def started(*words: str, interface: str = "lo", before: tuple[str, ...] = ()) -> subprocess.Popen:
-    """Start the command in a process group of its own."""
+    """Start the command in a separate process group."""
     return subprocess.Popen(
         [*before, sys.executable, "-m", "reloadpg", "run", *words],
         env={**clean_environment(), "GLOO_SOCKET_IFNAME": interface},
@@ -65,7 +66,7 @@ def started(*words: str, interface: str = "lo", before: tuple[str, ...] = ()) ->
 
 
 def ended(*launchers: subprocess.Popen) -> tuple[list[int], str]:
-    """Wait for commands; their exit codes and what they wrote. Nothing of them is left."""
+    """Wait for commands; return exit codes and output. No process is left."""
     output = ""
     try:
         for one in launchers:
@@ -79,14 +80,14 @@ def ended(*launchers: subprocess.Popen) -> tuple[list[int], str]:
 
 
 def totals(output: str) -> set[str]:
-    """What the ranks printed of their weights."""
+    """The sums of weights that the ranks printed."""
     return {line.split("total ")[1] for line in output.splitlines() if "total " in line}
 
 
 @pytest.mark.matrix  # what the command reads in the store depends on torch
 @pytest.mark.slow
-def test_a_killed_rank_is_started_again(program: Path, tmp_path: Path) -> None:
-    """It alone, with the state of the others; the job ends as one in which nobody was killed."""
+def test_a_killed_rank_is_restarted(program: Path, tmp_path: Path) -> None:
+    """With the state of the others. The weights equal those of a run without a kill."""
     options = ("--nproc-per-node=4", "--master-port=0", f"--log-dir={tmp_path / 'logs'}")
     codes, output = ended(started(*options, str(program), "kill"))
     assert codes == [0], output
@@ -102,8 +103,8 @@ def test_a_killed_rank_is_started_again(program: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_that_cannot_go_on_ends(program: Path) -> None:
-    """All processes that began have raised: to start them again would bring nothing back."""
+def test_a_job_that_cannot_continue_ends(program: Path) -> None:
+    """All initial processes have raised, or no restart is left."""
     options = ("--nproc-per-node=2", "--master-port=0", "--max-restarts=9")
     codes, output = ended(started(*options, str(program), "error"))
     assert codes == [1], output
@@ -136,8 +137,8 @@ for step in reloadpg.retrying(range(4), state=(model,), timeout=120):
 
 
 @pytest.mark.slow
-def test_a_job_whose_state_is_lost_ends(tmp_path: Path) -> None:
-    """After the one restart that finds it: no further process could bring the shard back."""
+def test_a_job_whose_sharded_state_is_lost_ends(tmp_path: Path) -> None:
+    """After one restart, as no process has the shard."""
     path = tmp_path / "program.py"
     path.write_text(SHARDED)
     options = ("--nproc-per-node=2", "--master-port=0", "--max-restarts=9")
@@ -148,8 +149,8 @@ def test_a_job_whose_state_is_lost_ends(tmp_path: Path) -> None:
     assert "restart 2 of 9" not in output
 
 
-def test_a_program_that_is_not_recoverable_is_named(tmp_path: Path) -> None:
-    """In one line, once for each rank, with the call that is missing."""
+def test_a_program_that_is_not_recoverable_is_reported_once(tmp_path: Path) -> None:
+    """With the missing call."""
     path = tmp_path / "program.py"
     path.write_text("raise SystemExit(3)")
     codes, output = ended(started("--master-port=0", "--max-restarts=1", str(path)))
@@ -171,8 +172,8 @@ sys.exit(3)
 
 
 @pytest.mark.slow
-def test_a_rank_that_the_others_have_left_is_not_started_again(tmp_path: Path) -> None:
-    """A new process could not meet ranks that have ended well."""
+def test_no_rank_is_restarted_after_others_have_completed(tmp_path: Path) -> None:
+    """A new process could not meet them."""
     path = tmp_path / "program.py"
     path.write_text(LATE)
     options = ("--nproc-per-node=2", "--master-port=0")
@@ -209,8 +210,8 @@ def hosts() -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_on_the_second_host(program: Path, hosts: list[str]) -> None:
-    """Two commands, with one address; the store is on the first host."""
+def test_a_killed_rank_on_the_second_host_is_restarted(program: Path, hosts: list[str]) -> None:
+    """Two commands with one address; the store is on the first host."""
     launchers = [
         started(
             *("--nnodes=2", "--nproc-per-node=2", f"--node-rank={number}"),

@@ -27,7 +27,7 @@ LIMIT_S = 540
 
 
 def run(script: Path, *arguments: str, ranks: int) -> str:
-    """The output of a script that torchrun starts; every process of it ends with this call."""
+    """The output of a script under torchrun; all of its processes end with this call."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", str(script), *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
@@ -59,7 +59,7 @@ def result(model: str, case: str, order: str, ranks: int) -> dict[str, Any]:
 def test_tokens_and_weights_equal_those_without_the_library(
     model: str, order: str, ranks: int
 ) -> None:
-    """By rule, by region, and with the engine's groups left alone; in both orders of creation."""
+    """With a rule, a region, and the engine's groups bypassed; in both orders of creation."""
     plain = result(model, "plain", order, ranks)
     assert plain["groups"] == []
     for case in ("rule", "region", "alone"):
@@ -77,7 +77,7 @@ def test_tokens_and_weights_equal_those_without_the_library(
 def test_trl_trains_to_the_losses_and_weights_of_a_run_without_the_library(
     model: str, parallel: int
 ) -> None:
-    """``GRPOTrainer`` with its own vLLM; with the sleep mode the memory's order holds too."""
+    """``GRPOTrainer`` with its own vLLM, also with vLLM's sleep mode."""
 
     def ranks(case: str) -> list[dict[str, Any]]:
         found = results("trl_job.py", model, case, str(parallel), ranks=2)
@@ -100,8 +100,8 @@ def test_trl_trains_to_the_losses_and_weights_of_a_run_without_the_library(
     assert names == ["wake_up", "wake_up", "generate", "sleep"] * 3
 
 
-def test_groups_of_an_engine_in_processes_of_its_own_go_while_it_sleeps(model: str) -> None:
-    """vLLM's ``mp`` executor under ``RELOADPG_AUTOINSTALL``: one call each way."""
+def test_groups_of_worker_processes_are_offloaded_while_the_engine_sleeps(model: str) -> None:
+    """vLLM's ``mp`` executor under ``RELOADPG_AUTOINSTALL``."""
     found = {}
     for case in ("plain", "groups"):
         command = [sys.executable, str(HERE / "worker_job.py"), model, case]
@@ -142,7 +142,7 @@ def server(model: str, tmp_path: Path) -> Iterator[str]:
             process.terminate()
 
 
-def test_a_server_sleeps_while_the_trainer_has_its_groups(model: str, server: str) -> None:
+def test_a_vllm_server_sleeps_while_the_trainer_is_live(model: str, server: str) -> None:
     """vLLM's ``/sleep`` and ``/wake_up`` around each rollout, by rank 0 of the trainer."""
     [plain] = results("server_job.py", model, "plain", server, ranks=2)
     [found] = results("server_job.py", model, "groups", server, ranks=2)

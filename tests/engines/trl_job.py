@@ -2,7 +2,7 @@
 
 Run by torchrun: ``trl_job.py FOLDER CASE PARALLEL``. The case is ``plain``, ``hook`` or ``sleep``
 (the hook, with the engine's sleep mode). Each rank prints a line of JSON: the losses, a hash of the
-trained weights, and what the sets of groups did in each call of the engine.
+trained weights, and the states of the sets in each call of the engine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ utils.check_cpu_sgl_kernel = lambda *_: False
 
 
 def noted(llm, calls):
-    """Note the states of the sets whenever TRL calls the engine itself."""
+    """Record the states of the sets whenever TRL calls the engine."""
 
     def watched(name, own):
         def call(*args, **kwargs):

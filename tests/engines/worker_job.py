@@ -1,4 +1,4 @@
-"""vLLM with workers in processes of their own (``mp``): their groups go while the engine sleeps.
+"""vLLM with workers in separate processes (``mp``): offloaded while the engine sleeps.
 
 Run as ``worker_job.py FOLDER CASE``; the case is ``plain`` or ``groups``. Prints a line of JSON:
 the tokens of three generations, and what the workers' reports say.

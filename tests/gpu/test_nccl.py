@@ -13,7 +13,7 @@ from reloadpg.testing import run_ranks
 
 MIB = 1 << 20
 SLACK = 64 * MIB
-"""Other users of the device, and pages of the driver's own, move its figure by some MiB."""
+"""Other processes and the driver change the device's figure by some MiB."""
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,8 +41,8 @@ def recreated(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 class TestTwentyCycles:
     """WORLD and three groups, used, released and rebuilt."""
 
-    def test_memory_comes_back_and_is_flat(self, recreated: Any) -> None:
-        """Each offload gives back what the first one does, and no cycle leaves anything."""
+    def test_memory_is_released_and_does_not_grow(self, recreated: Any) -> None:
+        """Each offload releases as much as the first one."""
         for seen in recreated:
             assert seen["source"] == "device"
             assert seen["groups"] == 4
@@ -53,23 +53,23 @@ class TestTwentyCycles:
             befores = [row["before"] for row in seen["rows"]]
             assert max(befores[1:]) - min(befores[1:]) <= SLACK, befores
 
-    def test_the_report_agrees_with_the_device(self, recreated: Any) -> None:
-        """The released bytes are those of the device, up to what other processes do."""
+    def test_the_report_equals_the_devices_figures(self, recreated: Any) -> None:
+        """Up to what other processes use."""
         for seen in recreated:
             for row in seen["rows"]:
                 assert abs(row["reported"] - (row["before"] - row["after"])) <= SLACK
 
     def test_collectives_give_the_same_bits(self, recreated: Any) -> None:
-        """An all-reduce of equal inputs before and after each cycle."""
+        """In an all-reduce of equal inputs before and after each cycle."""
         assert all(seen["equal"] for seen in recreated)
 
-    def test_no_context_on_another_device(self, recreated: Any) -> None:
-        """Releasing leaves no CUDA context on other GPUs (failure 32)."""
+    def test_no_context_is_created_on_another_device(self, recreated: Any) -> None:
+        """(Failure 32.)"""
         for seen in recreated:
             assert seen["other_contexts"] in (0, None)
 
 
-def test_timeouts_and_options_are_on_the_rebuilt_backend() -> None:
+def test_timeout_and_options_are_kept() -> None:
     """Timeout, high-priority stream and an NCCL config value (failure 9)."""
     (seen,) = run_ranks(gpu_job.options, 1, args=("nccl",), timeout=120)
     expected = {"timeout": timedelta(seconds=77), "high": True, "max_ctas": 4}
@@ -79,8 +79,8 @@ def test_timeouts_and_options_are_on_the_rebuilt_backend() -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("how", ["fsdp2", "ddp"])
-def test_training_is_unchanged(how: str, size: int) -> None:
-    """Six steps with two cycles give the same losses, bit by bit, as six without."""
+def test_training_with_cycles_is_bit_identical(how: str, size: int) -> None:
+    """Six steps with two cycles and without."""
     with_cycles, without = (
         run_ranks(gpu_job.train, size, args=("nccl", how, offloads), timeout=140)
         for offloads in (True, False)
@@ -90,8 +90,7 @@ def test_training_is_unchanged(how: str, size: int) -> None:
 
 @pytest.mark.skipif(bool(gpu_job.no_suspend()), reason=gpu_job.no_suspend() or "-")
 @pytest.mark.parametrize("size", SIZES)
-def test_suspend(size: int) -> None:
-    """Five cycles: something comes back, the same bits, nothing is left behind."""
+def test_suspend_keeps_bits_and_leaks_no_memory(size: int) -> None:
     for seen in run_ranks(gpu_job.cycles, size, args=("nccl", 5, "suspend"), timeout=200):
         assert seen["equal"]
         for row in seen["rows"]:

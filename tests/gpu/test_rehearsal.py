@@ -1,4 +1,4 @@
-"""The GPU tests' own code, on the simulated accelerator: it is right before it meets a GPU."""
+"""The code of the GPU tests, on the simulated accelerator."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("strategy", ["recreate", "suspend"])
-def test_cycles(strategy: str) -> None:
-    """Memory, bits and the strategy are seen as they are."""
+def test_cycles_of_the_gpu_job(strategy: str) -> None:
+    """Memory, bits and the strategy."""
     (seen,) = run_ranks(gpu_job.cycles, 1, args=("sim", 3, strategy), timeout=280)
     assert (seen["source"], seen["equal"], seen["groups"]) == ("simulated", True, 4)
     for row in seen["rows"]:
@@ -26,8 +26,7 @@ def test_cycles(strategy: str) -> None:
         assert row["strategies"] == [strategy]
 
 
-def test_options() -> None:
-    """The timeout and the options object of the rebuilt backend."""
+def test_options_of_the_gpu_job() -> None:
     (seen,) = run_ranks(gpu_job.options, 1, args=("sim",), timeout=280)
     assert seen["first"] == {"timeout": timedelta(seconds=77), "high": True}
     assert seen["later"] == [seen["first"]] * 2
@@ -35,8 +34,8 @@ def test_options() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["fsdp2", "ddp"])
-def test_training(how: str) -> None:
-    """Losses with and without cycles are the same bits, and fall."""
+def test_training_of_the_gpu_job(how: str) -> None:
+    """Losses with and without cycles are bit-identical, and fall."""
     with_cycles, without = (
         run_ranks(gpu_job.train, 2, args=("sim", how, offloads), timeout=280)
         for offloads in (True, False)

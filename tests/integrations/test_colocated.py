@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import worlds
-from stand_ins import BYTES, Device, OutOfMemory, SglangEngine, StandInSaver, VllmEngine
+from stand_ins import BYTES, Device, SglangEngine, StandInSaver, VllmEngine
 from worlds import sums_right
 
 import reloadpg
@@ -88,32 +88,6 @@ def a_side() -> Iterator[Side]:
 def steps_of(rollout: Any) -> list[str]:
     assert all(ms >= 0 for _, ms in rollout.steps)
     return [step for step, _ in rollout.steps]
-
-
-@pytest.mark.ranks(2)
-def test_without_the_order_of_colocated_the_engine_or_the_trainer_runs_out_of_memory() -> None:
-    """Groups count, parameters count, and so does a resume before the engine sleeps."""
-    with a_side() as side:
-        engine, saver = side.engine(), side.bare
-        assert sums_right(None, side.group)
-        with pytest.raises(OutOfMemory):
-            engine.wake_up()
-        saver.pause("trainer")
-        with pytest.raises(OutOfMemory):
-            engine.wake_up()
-        engine.sleep()
-        saver.resume("trainer")
-        with reloadpg.offloaded():
-            with pytest.raises(OutOfMemory):
-                engine.wake_up()
-            engine.sleep()
-        with reloadpg.offloaded():
-            saver.pause()
-            engine.wake_up()
-            with pytest.raises(OutOfMemory):
-                saver.resume()
-            engine.sleep()
-            saver.resume()
 
 
 @pytest.mark.ranks(2)

@@ -15,7 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import moments
 import pytest
 import torch.distributed as dist
 import worlds
@@ -29,7 +28,6 @@ from reloadpg.testing import simulated
 pytestmark = worlds.unbound_only
 
 LIMIT = 280.0  # seconds
-on_four_ranks = pytest.mark.ranks(4, preload=["megatron.core"])
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
     "tp2 ep2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
@@ -109,8 +107,9 @@ def check_names(before: dict[str, Any]) -> None:
     assert (now["c10d"], now["status"]) == (before["c10d"], before["status"])
 
 
-@on_four_ranks
-def test_groups_have_the_names_of_megatron_and_nothing_is_left_of_a_layout(rank: int) -> None:
+def groups_have_the_names_of_megatron_and_nothing_is_left_of_a_layout(
+    rank: int, before: dict[str, Any]
+) -> None:
     """They are on their members alone, and stay the same objects through a cycle.
 
     Their sums are right by value. After the block c10d's tables, ``status`` and the device hold
@@ -118,7 +117,6 @@ def test_groups_have_the_names_of_megatron_and_nothing_is_left_of_a_layout(rank:
     """
     from megatron.core import parallel_state
 
-    before = start()
     for name, options in LAYOUTS.items():
         with megatron.initialize_model_parallel(**options) as parallel:
             if name == "hybrid cp4":
@@ -147,10 +145,10 @@ def test_groups_have_the_names_of_megatron_and_nothing_is_left_of_a_layout(rank:
         assert megatron.groups() == {}
 
 
-@on_four_ranks
-def test_a_timeout_set_on_live_groups_holds_through_three_cycles() -> None:
+def a_timeout_set_on_live_groups_holds_through_three_cycles(
+    rank: int, before: dict[str, Any]
+) -> None:
     """Likewise the one of creation; ``status`` shows it while offloaded, too (failure 9)."""
-    start()
     minutes = int(FIRST.total_seconds() / 60)
     with megatron.initialize_model_parallel(
         tensor_model_parallel_size=2, distributed_timeout_minutes=minutes
@@ -167,11 +165,11 @@ def test_a_timeout_set_on_live_groups_holds_through_three_cycles() -> None:
             assert timeouts_of(found) == {timeout.total_seconds()}
 
 
-@on_four_ranks
-def test_a_layout_that_is_destroyed_while_offloaded_or_that_fails_leaves_only_world() -> None:
+def a_layout_that_is_destroyed_while_offloaded_or_that_fails_leaves_only_world(
+    rank: int, before: dict[str, Any]
+) -> None:
     """An error in megatron-core's function, or in the block, is raised. A second layout is refused
     with the call to make."""
-    before = start()
     parallel = megatron.initialize_model_parallel(tensor_model_parallel_size=2)
     said = r"Call reloadpg.integrations.megatron.destroy_model_parallel\(\)"
     with pytest.raises(reloadpg.ReloadpgError, match=said):
@@ -201,12 +199,12 @@ def test_a_layout_that_is_destroyed_while_offloaded_or_that_fails_leaves_only_wo
     check_names(before)
 
 
-@on_four_ranks
-def test_destroy_model_parallel_ends_the_groups_that_megatron_has_built_itself(rank: int) -> None:
+def destroy_model_parallel_ends_the_groups_that_megatron_has_built_itself(
+    rank: int, before: dict[str, Any]
+) -> None:
     """It bypasses a user's group. megatron-core's own function leaves ten or more groups."""
     from megatron.core import parallel_state
 
-    before = start()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     mine = dist.new_group([0, 1, 2, 3], group_desc="a user's own")
     assert megatron.destroy_model_parallel() >= 10
@@ -219,8 +217,9 @@ def test_destroy_model_parallel_ends_the_groups_that_megatron_has_built_itself(r
     assert len(known()) - 1 >= 10
 
 
-@on_four_ranks
-def test_a_rank_that_does_not_come_to_destroy_model_parallel_is_named(rank: int) -> None:
+def a_rank_that_does_not_come_to_destroy_model_parallel_is_named(
+    rank: int, before: dict[str, Any]
+) -> None:
     """Nothing is destroyed, and the next call on all ranks succeeds.
 
     Rank 3 comes when the others have given up. Only rank 0, the last of them, has a timeout of a
@@ -228,7 +227,6 @@ def test_a_rank_that_does_not_come_to_destroy_model_parallel_is_named(rank: int)
     """
     from megatron.core import parallel_state
 
-    before = start()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     groups = known()
     timeout = timedelta(seconds=1 if rank in (0, 3) else LIMIT)
@@ -237,11 +235,14 @@ def test_a_rank_that_does_not_come_to_destroy_model_parallel_is_named(rank: int)
         assert sums_right(None)
     while rank == 0 and len(list(arrived.glob("arrived-*"))) < 2:
         time.sleep(0.01)
-    moments.at("waiting", (arrived / f"arrived-{rank}").touch)
+    come = (arrived / f"arrived-{rank}").touch
+    waiting = simulated.Fault("barrier", "call", moment="waiting", call=lambda _: come())
     said = r"(?s)destroy_model_parallel.*missing: rank 3"
-    with pytest.raises(reloadpg.RendezvousTimeoutError, match=said):
+    with (
+        simulated.inject(waiting),
+        pytest.raises(reloadpg.RendezvousTimeoutError, match=said),
+    ):
         megatron.destroy_model_parallel(timeout)
-    moments.restore()
     if rank != 3:
         assert sums_right(None)
     assert known() == groups
@@ -255,7 +256,20 @@ def test_without_megatron_the_error_says_what_to_install(monkeypatch: pytest.Mon
         megatron.groups()
 
 
-def test_without_a_default_group_the_error_says_so() -> None:
-    """Before megatron-core fails somewhere inside."""
+@pytest.mark.ranks(4, preload=["megatron.core"])
+def test_the_groups_of_megatron_on_four_ranks(rank: int) -> None:
+    """One behaviour after the other, in one job: importing megatron-core is what takes long.
+
+    Without a default group, ``initialize_model_parallel`` says so before megatron-core fails.
+    """
     with pytest.raises(reloadpg.ReloadpgError, match="no default group"):
         megatron.initialize_model_parallel()
+    before = start()
+    for behaviour in (
+        groups_have_the_names_of_megatron_and_nothing_is_left_of_a_layout,
+        a_timeout_set_on_live_groups_holds_through_three_cycles,
+        a_layout_that_is_destroyed_while_offloaded_or_that_fails_leaves_only_world,
+        a_rank_that_does_not_come_to_destroy_model_parallel_is_named,
+        destroy_model_parallel_ends_the_groups_that_megatron_has_built_itself,
+    ):
+        behaviour(rank, before)

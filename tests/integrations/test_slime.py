@@ -6,7 +6,6 @@ The actors here make the calls of the two frameworks' Megatron actors (``init``,
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import types
@@ -250,21 +249,6 @@ def test_a_default_group_registered_before_the_patch_is_reloaded() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_default_group_that_is_not_registered_is_not_offloaded() -> None:
-    """Only the subgroups are; WORLD works throughout."""
-    simulated.register()
-    monkey_patch_torch_dist()
-    dist.init_process_group("sim")
-    world, group = dist.group.WORLD, dist.new_group([0, 1])
-    destroy_process_groups()
-    assert group.group is None  # type: ignore[attr-defined]
-    assert dist.group.WORLD is world
-    assert sums_right(None)
-    reload_process_groups()
-    assert sums_right(None, group)
-
-
-@pytest.mark.ranks(2)
 def test_the_tables_that_other_code_reads_are_there() -> None:
     """The unpatched function, the groups of the process, and how each was created."""
     simulated.register()
@@ -382,10 +366,3 @@ def test_optimizer_states_of_another_parallel_layout_are_merged() -> None:
     assert merged([1], [2], *optimizer) == [{"here": 1, "disk": 2}]
     with pytest.raises(ValueError):
         merged([1], [2, 3], "args", "list")
-
-
-def test_the_functions_take_what_slime_and_miles_pass() -> None:
-    """Nothing, or one timeout."""
-    for function in (monkey_patch_torch_dist, destroy_process_groups, reload_process_groups):
-        inspect.signature(function).bind()
-    inspect.signature(register_default_process_group).bind(timeout=GIVEN)

@@ -20,7 +20,7 @@ LATE = 2
 
 
 def skipped(rank: int, size: int, directory: str) -> list[Any]:
-    """Rank 2 skips a collective, and reads the findings until they name it."""
+    """Rank 2 skips a collective, and polls the findings until they name it."""
     reloadpg.install(backends={"gloo"})
     worlds.init("gloo")
     end = publish_status(directory)
@@ -31,7 +31,7 @@ def skipped(rank: int, size: int, directory: str) -> list[Any]:
     while rank == LATE and not (found and "in all_reduce" in found[0].remedy):
         job = JobView(read_directory(Path(directory)))
         found = [one for one in job.lasting_findings() if one.check == "collective"]
-        time.sleep(0.2)  # between two looks
+        time.sleep(0.2)
     dist.all_reduce(torch.ones(1), group=group)
     worlds.barrier()
     end()
@@ -39,7 +39,7 @@ def skipped(rank: int, size: int, directory: str) -> list[Any]:
 
 
 def test_a_rank_that_skips_a_collective_is_named_with_the_group(tmp_path: Path) -> None:
-    """With the duration, and the lines of the program at which the ranks are."""
+    """With the duration, and the program lines at which the ranks are."""
     results = run_ranks(skipped, 4, args=(str(tmp_path),), timeout=180)
     (level, message, remedy), name = results[LATE]
     assert level == "problem"

@@ -1,4 +1,4 @@
-"""Publishing and exporting never break or delay a job, and end with it."""
+"""Publishing and exporting do not break or delay a job, and end with it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -32,15 +30,15 @@ LIMIT_S = 120.0
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    """Wait until a condition holds; the limit is for a test that would fail."""
+    """Poll until a condition holds; the limit is for a test that fails."""
     deadline = time.monotonic() + LIMIT_S
     while not (value := condition()):
-        assert time.monotonic() < deadline, "it did not come to be"
+        assert time.monotonic() < deadline, "the condition did not hold"
     return value
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The record; empty if there is none. What is there must be whole."""
+    """The record, or an empty dictionary. A file must be complete."""
     try:
         record: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
@@ -73,13 +71,13 @@ def _heartbeat(rank, world_size, directory):
     return not_yet["installed"], with_world[0]["desc"], later > first
 
 
-def test_the_heartbeat_publishes_groups_before_any_operation(tmp_path: Path) -> None:
+def test_the_heartbeat_publishes_changes_between_operations(tmp_path: Path) -> None:
     """The installation, groups that are created and destroyed, and the time."""
     assert run_ranks(_heartbeat, 1, args=(str(tmp_path / "new"),)) == [(False, "default_pg", True)]
 
 
 def writing() -> bool:
-    """Whether a thread of this process is in the midst of a write."""
+    """Whether a thread of this process is writing a file."""
     frames = sys._current_frames().values()
     return any(
         line.name == "replace_file" for one in frames for line in traceback.extract_stack(one)
@@ -87,7 +85,7 @@ def writing() -> bool:
 
 
 def _stuck_disk(rank, world_size, directory):
-    # Who opens a pipe for writing waits for somebody who reads, as with a disk that hangs.
+    # Opening a pipe for writing blocks until it is read, as with a disk that hangs.
     pipe = Path(directory, f".rank-0.json.{os.getpid()}.part")
     os.mkfifo(pipe)
     _single_rank()
@@ -100,12 +98,11 @@ def _stuck_disk(rank, world_size, directory):
     pipe.read_text()
     end()
     file = Path(directory, "rank-0.json")
-    until(file.is_file)  # the pipe has got this name, and the last record follows
+    until(file.is_file)  # the pipe was renamed to it; the last record replaces it
     return cycled, nothing, read(file)["status"]["cycles"]
 
 
-def test_a_disk_that_hangs_does_not_delay_the_job(tmp_path: Path) -> None:
-    """The job runs a cycle while the write of its file does not return."""
+def test_a_write_that_hangs_does_not_delay_the_job(tmp_path: Path) -> None:
     assert run_ranks(_stuck_disk, 1, args=(str(tmp_path),)) == [(True, True, 1)]
 
 
@@ -127,8 +124,8 @@ def _no_directory(rank, world_size, file):
     return [text for text in messages if "status file" in text], record["rank"]
 
 
-def test_a_directory_that_cannot_be_created_is_one_warning(tmp_path: Path) -> None:
-    """The job continues, and the file is written once the directory can be created."""
+def test_a_directory_that_cannot_be_created_is_warned_of_once(tmp_path: Path) -> None:
+    """The job continues. The file is written once the directory can be created."""
     (tmp_path / "file").touch()
     (((warning,), rank),) = run_ranks(_no_directory, 1, args=(str(tmp_path / "file"),))
     assert "cannot be written" in warning
@@ -168,7 +165,7 @@ def _fork(rank, world_size, directory):
     observability.serve_status()
     observability.publish_status(directory)
     until(lambda: read(path))
-    with publish._process._lock:  # as if another thread were at it
+    with publish._process._lock:  # as if another thread held it
         codes = [_in_child(with_a_group_of_its_own)]
         worlds.init("gloo")
         codes += [_in_child(with_the_parents_group)]
@@ -179,17 +176,14 @@ def _fork(rank, world_size, directory):
     return codes, untouched, record["pid"] == os.getpid(), read(own / "rank-0.json")["rank"]
 
 
-def test_a_forked_child_does_not_write_the_file_of_its_parent(tmp_path: Path) -> None:
-    """It has no publishing thread until it is a rank itself, and the parent continues."""
+def test_a_forked_child_does_not_write_its_parents_file(tmp_path: Path) -> None:
+    """It has no publishing thread until it is a rank itself. The parent continues."""
     assert run_ranks(_fork, 1, args=(str(tmp_path),)) == [([0, 0], True, True, 0)]
 
 
 @pytest.mark.parametrize("ends", ["right after an operation", "in order"])
-def test_the_last_record_is_written_at_the_end_of_the_process(ends: str, tmp_path: Path) -> None:
-    """A process that ends right after an operation leaves its report, and does not hang.
-
-    The figures stay after an orderly end: not generation 0 and an unknown number of ranks.
-    """
+def test_the_last_record_is_written_at_process_exit(ends: str, tmp_path: Path) -> None:
+    """Also of a process that exits right after an operation. The last figures are kept."""
     in_order = ends == "in order"
     code = (
         "import torch.distributed as dist, reloadpg\n"
@@ -219,10 +213,9 @@ def test_the_last_record_is_written_at_the_end_of_the_process(ends: str, tmp_pat
         assert record["status"]["state"] == "offloaded"
 
 
-def test_without_the_variable_nothing_is_published(
+def test_nothing_is_published_without_the_variable_or_without_a_rank(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Neither a thread nor a file. A process that is not a rank writes none either."""
     monkeypatch.delenv("RELOADPG_STATUS_DIR", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     observability.publish_status()
@@ -262,32 +255,9 @@ def _while_busy(rank, world_size, directory):
     return inside, "MainThread" in looks
 
 
-def test_only_the_thread_of_an_operation_reads_the_status_during_it(tmp_path: Path) -> None:
-    """So the memory of communicators is not read while they may be released."""
+def test_no_other_thread_reads_the_status_during_an_operation(tmp_path: Path) -> None:
+    """The memory of communicators must not be read while they may be released."""
     assert run_ranks(_while_busy, 1, args=(str(tmp_path),)) == [([], True)]
-
-
-def _look_while_it_is_encoded(rank, world_size):
-    _single_rank()
-    record = publish.process_record()
-    record.changed = lambda: None
-    record.refresh()
-    looks = [reloadpg.offload]
-
-    def dumps(value, **options):
-        text = json.dumps(value, **options)
-        if "status" in value and looks:
-            looks.pop()()
-        return text
-
-    with mock.patch.object(publish, "json", SimpleNamespace(dumps=dumps)):
-        texts = [record.text() for _ in range(2)]
-    return [json.loads(text)["status"]["state"] for text in texts]
-
-
-def test_a_change_while_the_record_is_encoded_is_in_the_next_record() -> None:
-    """The thread that writes encodes the record that it has."""
-    assert run_ranks(_look_while_it_is_encoded, 1) == [["live", "offloaded"]]
 
 
 def _first_offload(rank, world_size, directory):
@@ -308,15 +278,14 @@ def _first_offload(rank, world_size, directory):
     )
 
 
-def test_the_first_operation_is_published_when_it_begins(tmp_path: Path) -> None:
-    """Also if no heartbeat has seen the groups before."""
+def test_an_operation_is_published_when_it_begins(tmp_path: Path) -> None:
+    """Even if no heartbeat has seen the groups before."""
     assert run_ranks(_first_offload, 1, args=(str(tmp_path),)) == [("live", 1, "offload")]
 
 
 def test_an_exporter_that_fails_is_disabled_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is not called again."""
     calls, before = [], list(registry.callbacks.report)
 
     def broken(_: object) -> None:
@@ -334,23 +303,18 @@ def test_an_exporter_that_fails_is_disabled_with_one_warning(
     assert registry.callbacks.report == before
 
 
-WITHOUT = """
-import sys
-sys.modules["prometheus_client"] = sys.modules["opentelemetry"] = None
-from reloadpg.observability import ReloadpgCollector, export_spans
-print(export_spans()())
-ReloadpgCollector()
-"""
+def _without_packages(rank, world_size):
+    sys.modules["prometheus_client"] = sys.modules["opentelemetry"] = None
+    observability.export_spans()()
+    with pytest.raises(ImportError) as caught:
+        observability.ReloadpgCollector()
+    return str(caught.value)
 
 
-def test_without_the_optional_packages_spans_do_nothing_and_metrics_name_the_extra() -> None:
-    """OpenTelemetry and the Prometheus client may both be missing."""
-    env = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT], env=env, capture_output=True, text=True, timeout=280
-    )
-    assert done.stdout == "None\n", done.stderr
-    assert "pip install 'reloadpg[prometheus]'" in done.stderr
+def test_spans_and_metrics_without_their_packages() -> None:
+    """Spans do nothing; metrics name the extra to install."""
+    (message,) = run_ranks(_without_packages, 1)
+    assert "pip install 'reloadpg[prometheus]'" in message
 
 
 def _files_of_a_job(rank, world_size, directory):
@@ -363,8 +327,8 @@ def _files_of_a_job(rank, world_size, directory):
     dist.destroy_process_group()
 
 
-def test_files_are_readable_by_their_user_alone_and_follow_no_link(tmp_path: Path) -> None:
-    """With any umask. A link in the place of a file is replaced, and its target is unchanged."""
+def test_files_are_private_and_replace_links(tmp_path: Path) -> None:
+    """With any umask. The target of a link is unchanged."""
     run_ranks(_files_of_a_job, 1, args=(str(tmp_path),), timeout=LIMIT_S)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "status").iterdir()}
     assert modes == {"rank-0.json": 0o600, "trace-rank-0.json": 0o600}

@@ -1,10 +1,11 @@
-"""The Chrome/Perfetto trace: what is in it, that it nests, and that it is valid at any moment."""
+"""The Chrome/Perfetto trace: events, nesting, and files that are valid at any time."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from reports import group, report
 
 from reloadpg.lifecycle.report import Span
 from reloadpg.observability import TraceWriter, write_trace
+from reloadpg.testing import run_ranks
 
 SECOND_US = 1e6
 
@@ -30,7 +32,7 @@ def ends(event: dict[str, Any]) -> float:
 
 
 def test_times_are_unix_microseconds(tmp_path: Path) -> None:
-    """So the tracks of ranks need no alignment."""
+    """The tracks of several ranks need no alignment."""
     write_trace([report()], tmp_path / "trace.json")
     found = named(tmp_path / "trace.json")
     start = 1_700_000_000.25 * SECOND_US
@@ -39,8 +41,7 @@ def test_times_are_unix_microseconds(tmp_path: Path) -> None:
     assert (found["group 1"]["ts"], found["group 1"]["dur"]) == (start + 4_000, 3_000)
 
 
-def test_events_have_the_scalars_of_their_operation_or_group(tmp_path: Path) -> None:
-    """And a category."""
+def test_events_have_a_category_and_scalar_arguments(tmp_path: Path) -> None:
     write_trace([report(error="RuntimeError: no")], tmp_path / "trace.json")
     found = named(tmp_path / "trace.json")
     assert found["offload"]["args"]["error"] == "RuntimeError: no"
@@ -50,6 +51,7 @@ def test_events_have_the_scalars_of_their_operation_or_group(tmp_path: Path) -> 
         "backend": "nccl",
         "size": 8,
         "strategy": "recreate",
+        "set": "trainer",
     }
     categories = {name: one["cat"].split(",")[1] for name, one in found.items()}
     assert categories == {
@@ -62,7 +64,7 @@ def test_events_have_the_scalars_of_their_operation_or_group(tmp_path: Path) -> 
 
 
 def test_events_of_a_track_nest(tmp_path: Path) -> None:
-    """With any clock readings, each two events are nested or consecutive."""
+    """Any two events are nested or consecutive, whatever the clock readings."""
     spans = (
         Span("connect", 5.0, 4.0),  # around two groups
         Span("wait.enter", 0.0, 3.0),
@@ -87,7 +89,7 @@ def test_events_of_a_track_nest(tmp_path: Path) -> None:
 
 
 def test_each_rank_has_a_track(tmp_path: Path) -> None:
-    """As a named process, in order of the ranks."""
+    """As a named process, in the order of ranks."""
     reports = [report(name, rank=rank) for rank in (1, 0) for name in ("offload", "reload")]
     write_trace(reports, tmp_path / "all.json")
     found = events(tmp_path / "all.json")
@@ -118,7 +120,7 @@ def test_each_rank_has_a_file(tmp_path: Path, path: str, size: int, expected: st
 
 
 def test_a_file_keeps_the_latest_operations(tmp_path: Path) -> None:
-    """So a viewer can open that of a long job."""
+    """A viewer can open the file of a long job."""
     with TraceWriter(tmp_path / "trace.json", kept=2) as writer:
         for generation in range(5):
             writer.add(report(world_size=1, spans=(), groups=(), note=str(generation)))
@@ -126,24 +128,25 @@ def test_a_file_keeps_the_latest_operations(tmp_path: Path) -> None:
     assert notes == ["3", "4"]
 
 
-def test_the_file_is_valid_at_every_moment_and_after_a_kill(tmp_path: Path) -> None:
-    """While another process writes it, and after that process was killed during a write."""
-    code = (
-        "from reports import report\n"
-        "from reloadpg.observability import TraceWriter\n"
-        "writer = TraceWriter('trace.json', kept=10**6)\n"
-        "while True: writer.add(report(world_size=1))\n"
-    )
+def _write_indefinitely(rank: int, world_size: int, path: Path) -> None:
+    path.with_suffix(".pid").write_text(str(os.getpid()))
+    writer = TraceWriter(path, kept=10**6)
+    while True:
+        writer.add(report(world_size=1))
+
+
+def test_the_file_is_valid_at_any_time(tmp_path: Path) -> None:
+    """While another process writes it, and after that process was killed."""
     path = tmp_path / "trace.json"
-    env = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}
-    writer = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env)
-    try:
+    with ThreadPoolExecutor() as pool:
+        rank = pool.submit(
+            run_ranks, _write_indefinitely, 1, args=(path,), timeout=120, check=False
+        )
         sizes: set[int] = set()
-        while len(sizes) < 20:
-            assert writer.poll() is None
+        while len(sizes) < 20 and not rank.done():
             if path.exists():
                 sizes.add(len(events(path)))
-    finally:
-        writer.kill()
-        writer.wait()
+        os.kill(int(path.with_suffix(".pid").read_text()), signal.SIGKILL)
+        (outcome,) = rank.result()
+    assert outcome.signal == signal.SIGKILL
     assert len(events(path)) >= max(sizes)

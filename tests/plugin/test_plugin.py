@@ -1,6 +1,6 @@
-"""The pytest plugin as another project uses it: in a separate pytest, on real ranks.
+"""The pytest plugin in a separate pytest run, as another project uses it, on real ranks.
 
-Each suite in ``suites`` runs once, in a process; the tests here check the results of its tests.
+Each suite in ``suites`` runs once; the tests here check the results of its tests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SUITES = Path(__file__).parent / "suites"
 
 
 def run_pytest(directory: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Pytest in a separate process, with this plugin alone; it finds the helpers of tests."""
+    """Run pytest in a separate process, with this plugin only and the helpers of tests."""
     environ = {
         **os.environ,
         **env,
@@ -73,7 +73,6 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
     return run_suite(tmp_path_factory.mktemp("suite"), "suite")
 
 
-REFUSED = "needs a plain test function"
 EXPECTED: dict[str, tuple[str, ...]] = {
     "test_body_runs_on_ranks[size0]": ("passed",),
     "test_begins_where_all_are_connected": ("passed",),
@@ -87,16 +86,16 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "test_expected_to_fail": ("skipped", "known"),  # JUnit has no word for it
     "test_marked_as_expected_to_fail": ("skipped", "a failure on ranks is a failure"),
     "test_argument_that_cannot_be_sent": ("failed", "'lock' of a test on ranks cannot be pickled"),
-    "test_mark_without_sense": ("error", "world_size=0 must be at least 1"),
-    "test_async": ("error", REFUSED),
-    "test_unittest": ("error", REFUSED),
+    "test_invalid_mark": ("error", "world_size=0 must be at least 1"),
+    "test_async": ("error", "needs a plain test function"),
+    "test_unittest": ("error", "needs a plain test function"),
     "test_rank_fixture_without_the_mark": ("error", "the fixture rank is for tests on ranks"),
     "test_reloads_without_ranks[as-is]": ("error", "needs the mark ranks"),
     "test_reloads_without_ranks[reloaded]": ("error", "needs the mark ranks"),
-    "test_run_ranks_fixture": ("failed", "rank 0: still running at the time limit of 2 s"),
+    "test_run_ranks_fixture": ("failed", "rank 0: still running at the time limit of 0.5 s"),
     "test_sim_is_set_up[simulated_accelerator0]": ("passed",),
-    "test_sim_is_as_before": ("passed",),
-    "test_sim_settings_are_taken_back": ("passed",),
+    "test_sim_settings_are_reset_between_tests": ("passed",),
+    "test_sim_settings_are_reset_without_the_fixture": ("passed",),
     "test_sim_communicator_left": ("error", "1 communicators still exist"),
     "test_no_leak": ("passed",),
     "test_leak_around_the_test": ("error", "in c10d's tables", "C++ still finds a group"),
@@ -106,7 +105,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
         *("reloadable group '0' is not destroyed", "still holds a communicator of group '0'"),
     ),
     "test_no_leak_on_ranks": ("passed",),
-    "test_body_failure_is_told_first": ("failed", "LookupError: of the body"),
+    "test_body_failure_with_a_leak": ("failed", "LookupError: of the body"),
     "test_phases_synchronous": ("passed",),
     "test_phases_asynchronous": ("passed",),
     "test_phases_of_smaller_groups_and_sends": ("passed",),
@@ -117,61 +116,48 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "test_phase_of_one_rank_alone": ("failed", "RendezvousTimeoutError"),
     "test_breaks_under_reloads": ("failed", "ranks failed, with reloads before each collective"),
 }
-"""By test of the suite, how it ends and words of its report; with reloads, where there are both."""
+"""By test of the suite: how it ends, with reloads if it runs twice, and text of its report."""
 
 
-def plain(names: Iterable[str]) -> set[str]:
+def without_parameter(names: Iterable[str]) -> set[str]:
     return {name.removesuffix("[as-is]").removesuffix("[reloaded]") for name in names}
 
 
-def test_every_test_of_the_suite_has_an_expected_result(suite: Suite) -> None:
-    """And every expected result has a test."""
-    assert plain(suite.tests) == plain(EXPECTED)
+def test_the_tests_of_the_suite_end_as_expected(suite: Suite) -> None:
+    """With the reason. A refused test is not run; one that runs twice passes without reloads."""
+    assert without_parameter(suite.tests) == without_parameter(EXPECTED)
+    for name, (how, *texts) in EXPECTED.items():
+        if name not in suite.tests:
+            assert suite.tests[f"{name}[as-is]"][0] == "passed"
+            name = f"{name}[reloaded]"
+        ended, report = suite.tests[name]
+        assert ended == how, (name, report)
+        assert [text for text in texts if text not in report] == [], (name, report)
+        for text in ("never run", "words of rank 0", "During handling of"):
+            assert text not in report, name
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_a_test_of_the_suite_ends_as_expected_and_reports_why(suite: Suite, name: str) -> None:
-    """A refused test is not run. A test that runs twice passes without reloads."""
-    how, *texts = EXPECTED[name]
-    if name not in suite.tests:
-        assert suite.tests[f"{name}[as-is]"][0] == "passed"
-        name += "[reloaded]"
-    assert suite.tests[name][0] == how, suite.tests[name]
-    for text in texts:
-        assert text in suite.tests[name][1]
-    for text in ("never run", "words of rank 0", "During handling of"):
-        assert text not in suite.tests[name][1]
-
-
-def test_a_failure_is_reported_once_with_rank_and_reason_first(suite: Suite) -> None:
-    """In the report and in the summary; tracebacks have no frames of the library."""
+def test_a_failure_is_reported_once_and_begins_with_the_rank(suite: Suite) -> None:
+    """In the report and in the summary, without frames of the library."""
     report = suite.output.partition("test_fails_on_one_rank ____")[2].partition("\n____")[0]
     assert report.splitlines()[1] == "rank 1: AssertionError: assert 2 == 7; 1 of 2 ranks failed"
     assert suite.output.count("words of rank 1") == report.count("=====\nTraceback") == 1
     assert "_plugin" not in report
+    only_its_own = suite.tests["test_body_failure_with_a_leak"][1]
+    assert "left behind" not in only_its_own
+    assert "still exist" not in only_its_own
     assert "test_fails_on_one_rank - Failed: rank 1: AssertionErr" in suite.output
 
 
-def test_a_failed_body_is_not_checked_for_leaks(suite: Suite) -> None:
-    """Only its own error is reported."""
-    report = suite.tests["test_body_failure_is_told_first"][1]
-    assert "left behind" not in report
-    assert "still exist" not in report
+CYCLES = [("synchronous", 2, 4), ("asynchronous", 2, 2), ("smaller", 2, 1)]
+CYCLES += [("every", 4, 1), ("points", 2, 3), ("itself", 2, 1)]
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "cycles"),
-    [
-        ("synchronous", 2, 4),
-        ("asynchronous", 2, 2),
-        ("smaller", 2, 1),
-        ("every", 4, 1),
-        ("points", 2, 3),
-        ("itself", 2, 1),
-    ],
-)
-def test_reloads_come_before_each_phase(suite: Suite, name: str, ranks: int, cycles: int) -> None:
-    """On every rank, one for each phase, and none in the unchanged run."""
+@pytest.mark.parametrize(("name", "ranks", "cycles"), CYCLES)
+def test_there_is_one_reload_per_phase_on_every_rank(
+    suite: Suite, name: str, ranks: int, cycles: int
+) -> None:
+    """And none in the unchanged run."""
     found = {f.name: f.read_text() for f in suite.records.glob(f"{name}-*")}
     expected = {
         f"{name}-reloaded-{r}": f"{cycles} cycles, generation {cycles}" for r in range(ranks)
@@ -183,8 +169,8 @@ def test_reloads_come_before_each_phase(suite: Suite, name: str, ranks: int, cyc
 
 
 @pytest.mark.slow
-def test_ranks_are_installed_as_their_test_says(tmp_path: Path) -> None:
-    """With any variables of the shell and both start methods; only ``env`` of the mark counts."""
+def test_only_env_of_the_mark_installs_on_ranks(tmp_path: Path) -> None:
+    """With any variables of the shell and both start methods."""
     ran = run_suite(tmp_path, "autoinstall", RELOADPG_AUTOINSTALL="1")
     assert len(ran.tests) == 6
     assert {how for how, _ in ran.tests.values()} == {"passed"}, ran.output

@@ -1,6 +1,6 @@
 """Tests of another project, run by ``test_plugin.py``: on ranks, with leaks, with reloads.
 
-Where it matters what each rank did, the ranks write files, for the outer test to look at.
+Some ranks write files that the outer test reads.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TestOfAClass:
 
 
 def initialized_late(*args, **kwargs):
-    """Give the other rank the time to begin too early."""
+    """Give the other rank time to begin too early."""
     initialized(*args, **kwargs)
     try:
         store().wait(["begun"], timedelta(seconds=0.5))
@@ -133,7 +133,7 @@ def test_argument_that_cannot_be_sent(lock):
 
 
 @pytest.mark.ranks(0)
-def test_mark_without_sense():
+def test_invalid_mark():
     raise RuntimeError("never run")
 
 
@@ -166,7 +166,7 @@ def where(rank, world_size):
 def test_run_ranks_fixture(run_ranks, tmp_path):
     assert Path(sys.argv[0]).name == "__main__.py"  # this test runs here
     assert run_ranks(where, 2) == [str(tmp_path)] * 2
-    run_ranks(where, 1, timeout=2)
+    run_ranks(where, 1, timeout=0.5)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def initialized_alone(backend):
 
 @pytest.fixture
 def ended():
-    """For tests that leave what the plugin is to find: the next test must start clean."""
+    """For tests that leave what the plugin must find: the next test must start clean."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -194,14 +194,14 @@ def test_sim_is_set_up(simulated_accelerator):
     dist.destroy_process_group()
 
 
-def test_sim_is_as_before(simulated_accelerator):
+def test_sim_settings_are_reset_between_tests(simulated_accelerator):
     initialized_alone("sim")
     summed()  # no fault of the test before
     assert simulated_accelerator.stats().held_bytes == 1 << 20
     dist.destroy_process_group()
 
 
-def test_sim_settings_are_taken_back():
+def test_sim_settings_are_reset_without_the_fixture():
     from reloadpg.testing import simulated
 
     initialized_alone("sim")
@@ -251,7 +251,7 @@ def test_no_leak_on_ranks(simulated_accelerator, assert_no_group_leaks):
 
 
 @pytest.mark.ranks(1)
-def test_body_failure_is_told_first(simulated_accelerator, assert_no_group_leaks):
+def test_body_failure_with_a_leak(simulated_accelerator, assert_no_group_leaks):
     dist.init_process_group("sim")
     summed()
     raise LookupError("of the body")
@@ -262,7 +262,7 @@ def test_body_failure_is_told_first(simulated_accelerator, assert_no_group_leaks
 
 
 def record(name, rank):
-    """What the library says at the end, in a file; the run as it is has nothing installed."""
+    """Write the cycles and the generation to a file; nothing is installed in the unchanged run."""
     text = "not installed"
     if reloadpg.is_installed():
         status = reloadpg.status()
@@ -350,7 +350,7 @@ def test_no_phase():
 
 
 @pytest.mark.ranks(2, backend="gloo", timeout=60)
-@pytest.mark.reload_each_phase(options={"backends": "gloo", "timeout": 3})
+@pytest.mark.reload_each_phase(options={"backends": "gloo", "timeout": 1})
 def test_phase_of_one_rank_alone(rank):
     if rank == 0:
         work = dist.all_reduce(torch.ones(1), async_op=True)
@@ -364,7 +364,7 @@ def test_phase_of_one_rank_alone(rank):
 @pytest.mark.ranks(2, backend="gloo")
 @pytest.mark.reload_each_phase
 def test_breaks_under_reloads(rank):
-    """A backend object that is kept over a phase is one generation's: what the mark is to find."""
+    """A backend object is of one generation: what the mark must detect."""
     device = torch.device("cpu")
     dist.barrier()
     backend = dist.group.WORLD._get_backend(device)
