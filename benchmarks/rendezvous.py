@@ -2,9 +2,11 @@
 
 Up to 1,000 simulated ranks: each is a rendezvous with a separate connection to one real
 TCPStore, in threads of a few processes. The time is from the first arrival at a barrier to the last
-return, divided over the barriers; the store operations are counted on one rank.
+return, divided over the barriers; the store operations are counted on one rank. With ``--host``
+each rank is a process, and the ranks know that they share a host, as in a job; nothing is counted.
 
-Usage: python benchmarks/rendezvous.py [--ranks 8 64 256 1000] [--barriers 10] [--json PATH]
+Usage: python benchmarks/rendezvous.py [--ranks 8 64 256 1000] [--host] [--barriers 10]
+       [--json PATH]
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def _plan(size: int) -> Plan:
     return Plan("offload", {"timeout_s": "300.0"}, (group,))
 
 
-def measure(process: int, processes: int, port: int, size: int, barriers: int) -> dict[str, Any]:
+def measure(
+    process: int, processes: int, port: int, size: int, barriers: int, host: bool
+) -> dict[str, Any]:
     """One process's share of the ranks: the milliseconds that each of its barriers took."""
     mine = range(process, size, processes)
     plan = _plan(size)
@@ -68,11 +72,10 @@ def measure(process: int, processes: int, port: int, size: int, barriers: int) -
     def rank_main(rank: int) -> None:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         counting: Any = store
-        if rank == mine[-1]:
+        if rank == mine[-1] and not host:
             counting = Counting(store)
             counters.append(counting)
-        # Its ranks share processes: none is watched.
-        rendezvous = Rendezvous(lambda: counting, rank, size, watches=False)
+        rendezvous = Rendezvous(lambda: counting, rank, size, watches=host)
         rendezvous.open("warm-up", ("enter",), BOUND_S).barrier("enter")
         for counter in counters:
             counter.operations = 0
@@ -101,23 +104,25 @@ def main() -> int:
     """Run it and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1000])
+    parser.add_argument("--host", action="store_true")
     parser.add_argument("--barriers", type=int, default=10)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
     for size in options.ranks:
-        processes = min(4, size)
+        processes = size if options.host else min(4, size)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        results = run_ranks(
-            measure, processes, args=(store.port, size, options.barriers), timeout=900
-        )
+        args = (store.port, size, options.barriers, options.host)
+        results = run_ranks(measure, processes, args=args, timeout=900)
         every = [ms for result in results for ms in result["ms"]]
         rows.append(
             (
                 size,
                 statistics.median(every),
                 max(every),
-                statistics.median(result["operations"] for result in results),
+                None
+                if options.host
+                else statistics.median(result["operations"] for result in results),
                 store.num_keys() / size,
             )
         )

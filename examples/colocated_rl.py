@@ -103,7 +103,6 @@ class Rollouts(NamedTuple):
     digits: Tensor
     answers: Tensor
     logprobs: Tensor
-    buffer_bytes: int
 
     def rewards(self) -> Tensor:
         """1 for each right answer; guessing earns 0.1 on average."""
@@ -112,12 +111,11 @@ class Rollouts(NamedTuple):
 
 @torch.no_grad()
 def generate(
-    weights: Mapping[str, Tensor], digits: Tensor, random: Generator | None, free_bytes: int
+    weights: Mapping[str, Tensor], digits: Tensor, random: Generator, free_bytes: int
 ) -> Rollouts:
     """Answer ``digits`` with the whole policy, one position after the other. Local.
 
-    Answers are sampled with ``random``, or the best ones without. The key-value cache takes all
-    of ``free_bytes``.
+    Answers are sampled with ``random``. The key-value cache takes all of ``free_bytes``.
     """
     shape = (BLOCKS, 2, len(digits), LENGTH, WIDTH)
     # Zeros are written: under Linux, memory that is only asked for is not taken.
@@ -127,12 +125,11 @@ def generate(
     for now in range(LENGTH):
         scores = policy(digits[:, : now + 1], answers[:, : now + 1], caches, now)[:, 0]
         scores = scores.log_softmax(dim=-1)
-        noise = torch.ones(scores.shape)  # drawn on the CPU: the same on every accelerator
-        if random is not None:
-            noise.exponential_(generator=random)  # the Gumbel trick
+        # The Gumbel trick, drawn on the CPU: the same on every accelerator.
+        noise = torch.empty(scores.shape).exponential_(generator=random)
         answers[:, now] = (scores - noise.log().to(scores.device)).argmax(dim=-1)
         logprobs[:, now] = scores.gather(1, answers[:, now : now + 1])[:, 0]
-    return Rollouts(digits, answers, logprobs, 4 * memory.numel())
+    return Rollouts(digits, answers, logprobs)
 
 
 def parallel_groups(device: torch.device) -> dict[str, Any]:
