@@ -40,8 +40,9 @@ for step in reloadpg.retrying(range(4), state=(model, optimizer), timeout=120):
         optimizer.zero_grad()
 dist.destroy_process_group()
 total = sum(parameter.double().sum().item() for parameter in model.parameters())
-# In one write: the interpreters are started with -u, where print() writes the newline separately.
-sys.stdout.write(f"rank {rank} rejoined {rejoined} steps {number + 1} total {total!r}\\n")
+# One write, as all ranks have one pipe, and with -u print() writes the newline separately.
+line = f"rank {rank} rejoined {rejoined} steps {number + 1} total {total!r}\\n"
+print(line, end="", flush=True)
 """
 
 

@@ -115,7 +115,8 @@ def main(folder, case, parallel):
     }
     if case != "plain":
         reloadpg.reload()
-    print("RESULT " + json.dumps(result), flush=True)
+    # One write, as all ranks have one pipe, and with -u print() writes the newline separately.
+    print(f"RESULT {json.dumps(result)}\n", end="", flush=True)
     dist.barrier()
     os._exit(0)  # vLLM's own end destroys every group of the process
 
