@@ -61,7 +61,7 @@ class Selection:
         if not isinstance(world, bool):
             raise InvalidOptionError(
                 f"install(world={world!r}): must be True or False; nothing was installed. Pass "
-                "False to make the default group bypass."
+                "False to bypass the default group."
             )
         patterns = tuple([exclude] if isinstance(exclude, str) else exclude)
         if not all(isinstance(pattern, str) and pattern for pattern in patterns):

@@ -136,7 +136,7 @@ class MemorySaver:
             raise MemorySaverError(
                 f"pause(tag={tag!r}): {counted(len(live), 'group')} "
                 f"{'is' if len(live) == 1 else 'are'} live, first {live[0]!r}; their "
-                "memory would be taken from under them. Nothing was changed. Call "
+                "memory would be released while they use it. Nothing was changed. Call "
                 "reloadpg.offload() on all ranks first."
             )
         self._switch(tag, self._saver.pause, "pause")
