@@ -407,7 +407,7 @@ class JobView:
                     "offload_ms": record.last_ms.get("offload"),
                     "reload_ms": record.last_ms.get("reload"),
                     "last_error": record.error,
-                    "status": record.raw["status"],
+                    "status": record.raw.get("status") or {},
                     "last_report": record.raw.get("last_report") or {},
                 }
                 for record in self.ranks
