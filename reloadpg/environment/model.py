@@ -78,6 +78,11 @@ class _Place:
     num_nodes: int | None
 
 
+AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+"""Variables of a job whose store is open: rank 0, too, is a client. Torch (2.8 to 2.15) uses the
+count to tell runs of an elastic job apart; here each run has a separate store."""
+
+
 @dataclass(frozen=True)
 class DistributedEnvironment(_Place):
     """Identity of a process in its job: a plain value.

@@ -37,6 +37,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
+from ..environment.model import AGENT_STORE, LOOPBACK, DistributedEnvironment
 from ..errors import ReloadpgError
 from . import _rank
 from . import standins as standin_libraries
@@ -291,22 +292,17 @@ def _environments(
         **os.environ,
         **{name: None for name in os.environ if name.startswith("TORCHELASTIC_")},
         **dict.fromkeys(_JOB_VARIABLES),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "TMPDIR": str(temporary),
     }
     if store == "parent":
-        # Both are what torchelastic's agent sets; older torch reads the count as well.
-        common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        common |= AGENT_STORE
     environments = []
     for rank in range(world_size):
-        variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **env}
+        place: Any = (rank, rank, world_size, world_size, 0, None, LOOPBACK, port)
+        variables = {**common, **DistributedEnvironment("run_ranks", *place).variables(), **env}
         environments.append({k: v for k, v in variables.items() if v is not None})
     return environments
 
