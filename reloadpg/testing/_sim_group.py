@@ -51,7 +51,7 @@ class Communicator:
         self._settings = settings
         self._ledger = ledger
         self._faults = faults
-        self.backend: SimBackend | None = SimBackend.deferred(self, store)
+        self.backend: SimBackend | None = SimBackend(self, store)
         self._group: ProcessGroup | None = None
         self._suspended: ProcessGroup | None = None
         self._barriers = 0
@@ -98,12 +98,9 @@ class Communicator:
                 f"{record.name!r} ({record.desc}), whose communicator is suspended"
             )
         self._faults.check("connect", operation, record)
-        backend.initialise(eager=eager)
+        gloo = backend.connect(eager=eager)
         group = c10d.group_of_backends(
-            record.rank,
-            record.size,
-            backend.store,
-            dict.fromkeys(DEVICES, ("gloo", backend)),
+            record.rank, record.size, backend.store, dict.fromkeys(DEVICES, ("gloo", gloo))
         )
         cast(Any, group)._set_group_name(record.name)
         with self._changing:
@@ -200,7 +197,8 @@ class Communicator:
 
     def _take(self, state: SimState) -> list[Any]:
         with self._changing:
-            parts: list[Any] = [self.backend, self._group or self._suspended]
+            gloo = None if self.backend is None else self.backend.take()
+            parts: list[Any] = [gloo, self._group or self._suspended]
             self.backend = self._group = self._suspended = None
             self._ledger.close(self.record, state)
         return parts
@@ -212,50 +210,57 @@ def _drop_later(parts: list[Any]) -> None:
     Destroying a gloo backend waits for its pending operations, until their timeout if a peer has
     ended. So a thread does it and must hold the last reference.
     """
-    if parts[0] is None or not parts[0].is_ready:
+    if parts[0] is None:
         return
     with suppress(RuntimeError):
-        _gloo("abort")(parts[0])
+        parts[0].abort()
     with suppress(RuntimeError):  # the interpreter is ending: no new threads
         threading.Thread(target=parts.clear, name="sim-abort", daemon=True).start()
 
 
-class SimBackend(ProcessGroupGloo):
-    """A ``ProcessGroupGloo`` that is initialised on first use.
+class SimBackend:
+    """A ``ProcessGroupGloo`` that is made at the first use, with the timeout set by then.
 
-    Until then it only holds the timeout, which may be changed before the first use: gloo connects
-    with the timeout of its constructor. All attributes of the C++ class that could be used earlier
-    are overridden, since an uninitialised object crashes.
+    To ``isinstance`` it is one, since torch sets the timeouts of the backends that it knows.
     """
 
-    store: Store
-    is_ready: bool
-    """Whether the C++ object beneath is initialised."""
-    _communicator: Communicator
-    _early: Any
+    def __init__(self, communicator: Communicator, store: Store) -> None:
+        self.store = store
+        self._communicator = communicator
+        self._gloo: Any = None
+        self._early = _gloo("_Options")()
+        self._early._timeout = communicator.record.timeout
 
-    @classmethod
-    def deferred(cls, communicator: Communicator, store: Store) -> SimBackend:
-        """An uninitialised backend. Local: neither sockets nor threads, nothing in the store."""
-        backend = cls.__new__(cls)
-        backend.store = store
-        backend.is_ready = False
-        backend._communicator = communicator
-        backend._early = _gloo("_Options")()
-        backend._early._timeout = communicator.record.timeout
-        return backend
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return ProcessGroupGloo
 
-    def initialise(self, *, eager: bool) -> None:
-        """Build the transport; if ``eager``, wait until all members are connected."""
-        options = self._early
+    def connect(self, *, eager: bool) -> ProcessGroupGloo:
+        """Make the transport; if ``eager``, wait until all members are connected."""
+        options, record = _gloo("_Options")(), self._communicator.record
         options._devices = [_device(lazy=not eager)]
-        record = self._communicator.record
+        options._timeout = self._early._timeout
         # A separate connection: gloo waits in it for its peers, and a wait locks the store client.
         store = c10d.clone_store(self.store)
-        ProcessGroupGloo.__init__(self, store, record.rank, record.size, options)
-        self._early = _gloo("_Options")()
-        self._early._timeout = options._timeout
-        self.is_ready = True
+        self._gloo = ProcessGroupGloo(store, record.rank, record.size, options)
+        return cast(ProcessGroupGloo, self._gloo)
+
+    def take(self) -> Any:
+        """Give up the transport; None before the first use."""
+        gloo, self._gloo = self._gloo, None
+        return gloo
+
+    def __getattr__(self, name: str) -> Any:
+        """The transport's; calling a method connects it."""
+        inherited = _gloo(name)
+        if not callable(inherited):
+            return getattr(self._gloo, name, None)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            _preparation(name)(self._communicator, name)
+            return getattr(self._gloo, name)(*args, **kwargs)
+
+        return method
 
     def rank(self) -> int:
         return self._communicator.record.rank
@@ -270,15 +275,17 @@ class SimBackend(ProcessGroupGloo):
 
     @property
     def options(self) -> Any:
-        return _gloo("options").__get__(self) if self.is_ready else self._early
+        return self._early if self._gloo is None else self._gloo.options
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self._early._timeout = timeout
-        if self.is_ready:
-            _gloo("_set_default_timeout")(self, timeout)
+        if self._gloo is not None:
+            self._gloo._set_default_timeout(timeout)
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._set_default_timeout(timeout)
+    set_timeout = _set_default_timeout
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0 if self._gloo is None else int(self._gloo._get_sequence_number_for_group())
 
     def memory_stats(self) -> dict[str, int]:
         return self._communicator.memory_stats()
@@ -305,48 +312,12 @@ class SimBackend(ProcessGroupGloo):
         self._communicator.abort("abort")
 
 
-_STATIC = {"Device", "Options", "_Options", "create_default_device", "create_device"}
-
-
 def _gloo(name: str) -> Any:
     return getattr(ProcessGroupGloo, name)
 
 
-def _backend_members() -> dict[str, Any]:
-    """Names that ``SimBackend`` does not define, wrapped so that none reaches C++ too early."""
-    members: dict[str, Any] = {}
-    for name in dir(ProcessGroupGloo):
-        if name.startswith("__") or name in _STATIC or name in vars(SimBackend):
-            continue
-        inherited = _gloo(name)
-        if not callable(inherited):
-            members[name] = property(_late_property(inherited))
-        elif name != "_pybind11_conduit_v1_":
-            members[name] = _late_method(inherited, name)
-    return members
-
-
 def _preparation(name: str) -> Callable[[Communicator, str], ProcessGroup]:
     return Communicator.use if name in OPERATIONS else Communicator.transport
-
-
-def _late_property(inherited: Any) -> Callable[[SimBackend], Any]:
-    return lambda self: inherited.__get__(self) if self.is_ready else None
-
-
-def _late_method(inherited: Any, name: str) -> Callable[..., Any]:
-    prepare = _preparation(name)
-
-    def method(self: SimBackend, *args: Any, **kwargs: Any) -> Any:
-        prepare(self._communicator, name)
-        return inherited(self, *args, **kwargs)
-
-    method.__name__ = name
-    return method
-
-
-for _name, _member in _backend_members().items():
-    setattr(SimBackend, _name, _member)
 
 
 def _device(*, lazy: bool) -> Any:
@@ -428,7 +399,7 @@ class SimulatedProcessGroup(ProcessGroup):
     def get_group_store(self) -> Store:
         return self._store
 
-    def _get_backend(self, device: torch.device) -> SimBackend:
+    def _get_backend(self, device: torch.device) -> Any:
         if torch.device(device).type not in DEVICES:
             raise RuntimeError(
                 f"No backend type associated with device type {torch.device(device).type}"
@@ -441,9 +412,8 @@ class SimulatedProcessGroup(ProcessGroup):
         self._communicator.alive("set_timeout").set_timeout(timeout)
 
     def _get_sequence_number_for_group(self) -> int:
-        backend = self._communicator.alive("_get_sequence_number_for_group")
         name = "_get_sequence_number_for_group"
-        return cast(int, _gloo(name)(backend)) if backend.is_ready else 0
+        return self._communicator.alive(name)._get_sequence_number_for_group()
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to agree on: the transport counts from 0 on all ranks."""
