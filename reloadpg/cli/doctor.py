@@ -290,14 +290,9 @@ def check_device() -> Findings:
     )
 
 
-def nccl_version() -> Version | None:
-    """The version of the NCCL that torch has loaded; None if it has none. Needs no GPU."""
-    from .. import c10d
-
-    return c10d.nccl_version()
-
-
 def check_nccl() -> Findings:
+    from ..c10d import nccl_version
+
     version = nccl_version()
     if version is not None:
         yield Finding("nccl", "ok", f"version {_shown(version)}")
@@ -310,17 +305,14 @@ def check_nccl() -> Findings:
     )
 
 
-def torch_can_suspend() -> bool:
-    """Whether torch's backends have ``suspend``: 2.12 and later."""
-    from torch.distributed import ProcessGroupGloo  # it inherits the method, as NCCL's does
-
-    return hasattr(ProcessGroupGloo, "suspend")
-
-
 def check_suspend(environ: Mapping[str, str]) -> Findings:
     """Check whether communicators can be suspended. Recreating them needs none of this."""
+    from torch.distributed import ProcessGroupGloo  # it inherits the method, as NCCL's does
+
+    from ..c10d import nccl_version
+
     version, cumem = nccl_version(), _without_cumem(_nccl_settings(environ))
-    if not torch_can_suspend():
+    if not hasattr(ProcessGroupGloo, "suspend"):
         why = "this torch cannot suspend communicators (2.12 and later can)"
     elif version is None:
         why = "there is no NCCL in this torch"
