@@ -400,19 +400,6 @@ def test_watch_writes_plain_text_or_json_without_a_terminal(job, capsys):
     assert [len(json.loads(line)["ranks"]) for line in lines] == [2, 2, 2]
 
 
-def test_watch_draws_in_place_on_a_terminal(job):
-    """It follows the job, and ends with exit code 0 on Ctrl-C."""
-    with on_terminal("status", job, "--watch", "--interval", "0.1") as terminal:
-        terminal.read_until(lambda seen: "2 of 2 ranks: 2 live" in seen.text)
-        write_rank(job, 1, 2, status=status(1, 2, state="offloaded"))
-        terminal.read_until(lambda seen: "1 live, 1 offloaded" in seen.text)
-        assert terminal.interrupt() == 0
-    assert b"\x1b[1A" in terminal.raw  # the cursor goes up: a page replaces the one before
-    assert "Traceback" not in terminal.text
-    widest = max(len(line) for line in terminal.text.splitlines())
-    assert widest <= 160
-
-
 @pytest.mark.parametrize("columns", [50, 160])
 def test_a_narrow_terminal_names_all_missing_ranks(tmp_path, columns):
     """The line is wrapped, and the table shrinks instead."""
@@ -449,7 +436,8 @@ def one_cycle(rank, world_size, directory):
     return report.total_ms
 
 
-def test_watch_follows_a_real_job(tmp_path, monkeypatch):
+def test_watch_follows_a_real_job_in_place(tmp_path, monkeypatch):
+    """On a terminal, until Ctrl-C, with exit code 0."""
     monkeypatch.setattr(records, "SILENT_S", 180)  # one that is held up for some seconds is not
     with (
         ThreadPoolExecutor() as pool,
@@ -463,6 +451,9 @@ def test_watch_follows_a_real_job(tmp_path, monkeypatch):
         totals = ranks.result()
         assert terminal.interrupt() == 0
     assert "2 offloaded" in terminal.text
+    assert b"\x1b[1A" in terminal.raw  # the cursor goes up: a page replaces the one before
+    assert "Traceback" not in terminal.text
+    assert max(map(len, terminal.text.splitlines())) <= 160
     assert [one.last_ms["reload"] for one in job.ranks] == pytest.approx(totals)
     assert [one.desc for one in job.ranks[0].status.groups][1:] == ["pair"]
     assert job.skew["operation"] == "reload"
