@@ -28,16 +28,14 @@ functions is called; no other module of reloadpg needs it.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..environment.model import AGENT_STORE, DistributedEnvironment
+from ..environment.model import AGENT_STORE, DistributedEnvironment, host_store
 from ..errors import (
     InvalidOptionError,
     PeerFailedError,
@@ -153,7 +151,7 @@ def setup_actors(
     job = ActorJob(list(actors), [node for node, _ in places], places[0][1], 0)
     if store == "driver":
         job.address = _ray().util.get_node_ip_address()
-        job.store = _open_store(job.address)
+        job.store = host_store(job.address)
         job.port = job.store.port
     else:
         [job.port] = call.on_all(_serve, UNTOUCHED, {0: job.address})
@@ -294,22 +292,8 @@ def _answer(_: object) -> None:
 
 def _serve(_: object, address: str) -> int:
     """Open the job's store, which lives as long as this process; return the port."""
-    _served[:] = [_open_store(address)]
+    _served[:] = [host_store(address)]
     return int(_served[0].port)
-
-
-def _open_store(address: str) -> Any:
-    """Open a job's store in this process, on a port that the system picks."""
-    distributed: Any = import_module("torch.distributed")
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family, backlog=1024)
-    return distributed.TCPStore(
-        address,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def _set_variables(_: object, variables: Mapping[str, str]) -> None:
