@@ -278,49 +278,32 @@ def check_torchcomms() -> Findings:
 def check_device() -> Findings:
     from ..c10d.devices import name_devices
 
-    devices = name_devices()
-    if devices:
+    if devices := name_devices():
         yield Finding("device", "ok", devices)
-        return
-    yield Finding(
-        "device",
-        "note",
-        "no accelerator here: checks that need a GPU were skipped",
-        "also run doctor on a machine of the job",
-    )
-
-
-def nccl_version() -> Version | None:
-    """The version of the NCCL that torch has loaded; None if it has none. Needs no GPU."""
-    from .. import c10d
-
-    return c10d.nccl_version()
+    else:
+        what = "no accelerator here: checks that need a GPU were skipped"
+        yield Finding("device", "note", what, "also run doctor on a machine of the job")
 
 
 def check_nccl() -> Findings:
-    version = nccl_version()
-    if version is not None:
+    from ..c10d import nccl_version
+
+    if version := nccl_version():
         yield Finding("nccl", "ok", f"version {_shown(version)}")
-        return
-    yield Finding(
-        "nccl",
-        "note",
-        "this torch has no NCCL: gloo and the simulated accelerator only",
-        "for a machine with GPUs, install a CUDA build of torch",
-    )
-
-
-def torch_can_suspend() -> bool:
-    """Whether torch's backends have ``suspend``: 2.12 and later."""
-    from torch.distributed import ProcessGroupGloo  # it inherits the method, as NCCL's does
-
-    return hasattr(ProcessGroupGloo, "suspend")
+    else:
+        what = "this torch has no NCCL: gloo and the simulated accelerator only"
+        remedy = "for a machine with GPUs, install a CUDA build of torch"
+        yield Finding("nccl", "note", what, remedy)
 
 
 def check_suspend(environ: Mapping[str, str]) -> Findings:
     """Check whether communicators can be suspended. Recreating them needs none of this."""
+    from torch.distributed import ProcessGroupGloo  # it inherits the method, as NCCL's does
+
+    from ..c10d import nccl_version
+
     version, cumem = nccl_version(), _without_cumem(_nccl_settings(environ))
-    if not torch_can_suspend():
+    if not hasattr(ProcessGroupGloo, "suspend"):
         why = "this torch cannot suspend communicators (2.12 and later can)"
     elif version is None:
         why = "there is no NCCL in this torch"
@@ -340,26 +323,20 @@ def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) ->
     from ..c10d import release_cautions
 
     settings = _nccl_settings(environ)
+    found = partial(Finding, "nccl settings")
     cumem = _without_cumem(settings) if suspends else ""
     if cumem:
-        yield Finding(
-            "nccl settings",
-            "problem",
-            f"{cumem}: NCCL then reports a successful suspend but releases no memory",
-            'unset it to use strategy="suspend"; strategy="recreate" is not affected',
-        )
+        what = f"{cumem}: NCCL then reports a successful suspend but releases no memory"
+        remedy = 'unset it to use strategy="suspend"; strategy="recreate" is not affected'
+        yield found("problem", what, remedy)
     for caution in release_cautions(environ):
         setting, _, remedy = caution.partition("; ")
-        yield Finding("nccl settings", "warning", setting, remedy)
+        yield found("warning", setting, remedy)
     if environ.get("NCCL_RUNTIME_CONNECT") == "1":
-        yield Finding(
-            "nccl settings",
-            "note",
-            "NCCL_RUNTIME_CONNECT=1: a communicator allocates its memory at its first use",
-            "measure memory after a collective on each group",
-        )
+        what = "NCCL_RUNTIME_CONNECT=1: a communicator allocates its memory at its first use"
+        yield found("note", what, "measure memory after a collective on each group")
     shown = ", ".join(f"{name}={value}" for name, (value, _) in sorted(settings.items()))
-    yield Finding("nccl settings", "note" if cumem else "ok", shown or "none are set")
+    yield found("note" if cumem else "ok", shown or "none are set")
 
 
 def _nccl_settings(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -462,14 +439,10 @@ def check_autoinstall(environ: Mapping[str, str]) -> Findings:
         strategy, timeout = options["strategy"], f"{options['timeout_s']:g} s"
         done = f"installed: backends {backends}, strategy {strategy}, timeout {timeout}"
         yield Finding("autoinstall", "ok", done)
-        unknown = registry.options.selection.unknown_backends() if registry.options else []
-        if unknown:
-            yield Finding(
-                "autoinstall",
-                "warning",
-                f"RELOADPG_BACKENDS names {', '.join(unknown)}, which torch does not know here",
-                "correct the name, or import its plugin before groups are created",
-            )
+        if unknown := registry.options.selection.unknown_backends() if registry.options else []:
+            what = f"RELOADPG_BACKENDS names {', '.join(unknown)}, which torch does not know here"
+            remedy = "correct the name, or import its plugin before groups are created"
+            yield Finding("autoinstall", "warning", what, remedy)
         return
     yield Finding(
         "autoinstall",

@@ -38,7 +38,7 @@ def check_foreign_wrappers() -> Iterator[Finding]:
     from .. import status
     from ..c10d import creator_modules
 
-    seen: list[Any] = []
+    found, seen = functools.partial(Finding, "foreign wrapper"), list[Any]()
     for module in creator_modules():
         for name in CREATORS:
             for layer in _layers(vars(module).get(name)):
@@ -48,23 +48,16 @@ def check_foreign_wrappers() -> Iterator[Finding]:
                 if any(layer is one for one in seen):
                     continue
                 seen.append(layer)
-                yield Finding(
-                    "foreign wrapper",
-                    "problem",
-                    f"{module.__name__}.{name} is wrapped by {_described(behind)}",
-                    "remove it if it replaces or records groups, like reloadpg; otherwise install "
-                    "it before reloadpg.install(), whose wrapper then calls it",
-                )
+                what = f"{module.__name__}.{name} is wrapped by {_described(behind)}"
+                remedy = "remove it if it replaces or records groups, like reloadpg; otherwise "
+                remedy += "install it before reloadpg.install(), whose wrapper then calls it"
+                yield found("problem", what, remedy)
     for changed in status().foreign:
-        yield Finding(
-            "foreign wrapper",
-            "problem",
-            f"{changed}; reloadpg had patched that name",
-            "remove that wrapper: groups created through it may not be reloadable, and "
-            "reloadpg.uninstall() fails while it exists",
-        )
+        remedy = "remove that wrapper: groups created through it may not be reloadable, and "
+        remedy += "reloadpg.uninstall() fails while it exists"
+        yield found("problem", f"{changed}; reloadpg had patched that name", remedy)
     if not seen:
-        yield Finding("foreign wrapper", "ok", f"none over {', '.join(CREATORS)}")
+        yield found("ok", f"none over {', '.join(CREATORS)}")
 
 
 def check_early_aliases() -> Iterator[Finding]:
@@ -96,22 +89,17 @@ def _alias(where: str, function: Any, installed: bool) -> Finding:
     remedy = "reloadpg.install() patches this name too if the module is loaded by then"
     if installed:
         message += ", but reloadpg is installed: groups created through it are not reloadable"
-        remedy = (
-            "use the function of torch.distributed there, or load that module before "
-            "reloadpg.install()"
-        )
+        remedy = "use the function of torch.distributed there, or load that module before "
+        remedy += "reloadpg.install()"
     return Finding("early alias", "problem" if installed else "warning", message, remedy)
 
 
 def _hidden(where: str, function: Any) -> Finding:
-    return Finding(
-        "early alias",
-        "problem",
-        f"{where} holds torch's own {function.__name__}, which cannot be patched there: groups "
-        "created through it are not reloadable",
-        "look the function up in torch.distributed when it is called, or call "
-        "reloadpg.install() before that module is imported",
-    )
+    message = f"{where} holds torch's own {function.__name__}, which cannot be patched there: "
+    message += "groups created through it are not reloadable"
+    remedy = "look the function up in torch.distributed when it is called, or call "
+    remedy += "reloadpg.install() before that module is imported"
+    return Finding("early alias", "problem", message, remedy)
 
 
 def _layers(value: Any) -> list[Any]:
@@ -191,12 +179,9 @@ def import_modules(names: Sequence[str]) -> Iterator[Finding]:
             raise
         except BaseException as error:  # a module may call sys.exit while it is imported
             why = str(error).strip().partition("\n")[0]
-            yield Finding(
-                "import",
-                "warning",
-                f"{name} cannot be imported: {type(error).__name__}: {why}",
-                "its changes to torch were not checked; run doctor where the job runs",
-            )
+            what = f"{name} cannot be imported: {type(error).__name__}: {why}"
+            remedy = "its changes to torch were not checked; run doctor where the job runs"
+            yield Finding("import", "warning", what, remedy)
 
 
 def import_of_script(script: Path) -> Iterator[Finding]:

@@ -38,6 +38,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import reloadpg
 
 from .. import c10d, environment
+from ..environment.model import LOOPBACK, DistributedEnvironment
 from ..environment.teardown import OwnGroups
 from ..groups.registry import registry
 from ..groups.selection import Selection
@@ -115,11 +116,8 @@ def _play(options: argparse.Namespace, records: TextIO, output: int) -> NoReturn
         for name in list(os.environ):  # no launcher started this process
             if name.startswith(LAUNCHERS) or name == "TORCH_DIST_INIT_BARRIER":
                 del os.environ[name]
-        numbers = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": rank // local}
-        numbers |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local, "MASTER_PORT": 29500}
-        numbers |= {"GROUP_WORLD_SIZE": -(-size // local)}
-        os.environ.update({name: str(number) for name, number in numbers.items()})
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        place: Any = (rank % local, size, local, rank // local, -(-size // local), LOOPBACK, 29500)
+        os.environ.update(DistributedEnvironment("explain", rank, *place).variables())
         if options.device == "cuda" and not torch.cuda.is_available() and can_pretend():
             pretend(local)
         fake = FakeRank(options, records)

@@ -253,11 +253,8 @@ class JobView:
 
     def lasting_findings(self) -> list[Finding]:
         """Findings about the ranks, and about the last operation."""
-        if not self.ranks:
-            return []
         ranks = (*self._of_generations(), *self._of_ranks(), *self._of_absent())
-        ranks = (*ranks, *self._of_collectives())
-        return [*ranks, *self._of_last_operation()]
+        return [*ranks, *self._of_collectives(), *self._of_last_operation()]
 
     def _of_generations(self) -> Iterator[Finding]:
         generations = self.generations
@@ -271,24 +268,14 @@ class JobView:
             yield Finding("generation", "note", "unknown")
 
     def _of_ranks(self) -> Iterator[Finding]:
-        missing = self.reading.missing
-        if missing:
-            yield Finding(
-                "missing",
-                "problem",
-                f"{_ranks(missing)} of a job of {self.reading.world_size}: no record",
-                "check that it runs, and that reloadpg is installed in it with the same status "
-                "directory",
-            )
+        if missing := self.reading.missing:
+            what = f"{_ranks(missing)} of a job of {self.reading.world_size}: no record"
+            remedy = "check that it runs, and that reloadpg is installed in it with the same "
+            yield Finding("missing", "problem", what, f"{remedy}status directory")
         if self.not_installed:
-            yield Finding(
-                "not installed",
-                "problem",
-                _ranks(self.not_installed),
-                "call reloadpg.install() on every rank, before the groups are created",
-            )
-        failed = [record.rank for record in self.ranks if record.state == "failed"]
-        if failed:
+            remedy = "call reloadpg.install() on every rank, before the groups are created"
+            yield Finding("not installed", "problem", _ranks(self.not_installed), remedy)
+        if failed := [record.rank for record in self.ranks if record.state == "failed"]:
             remedy = "fix the cause, then call reload() on all ranks"
             yield Finding("failed", "problem", _ranks(failed), remedy)
 
@@ -309,15 +296,10 @@ class JobView:
             waiting = sorted({*counts} - {*late})
             name = key.split("/")[0]
             behind = ", ".join(f"rank {rank} {counts[rank]}" for rank in late[:_NAMED])
-            yield Finding(
-                "collective",
-                "problem",
-                f"{_ranks(waiting)} in number {most} of group {name!r}, where others have begun "
-                f"fewer: {behind}, for {seconds:.0f} s",
-                "; ".join(
-                    filter(None, (_stack(present[r]) for r in (*late[:_NAMED], *waiting[:1])))
-                ),
-            )
+            what = f"{_ranks(waiting)} in number {most} of group {name!r}, where others have begun "
+            what += f"fewer: {behind}, for {seconds:.0f} s"
+            stacks = (_stack(present[rank]) for rank in (*late[:_NAMED], *waiting[:1]))
+            yield Finding("collective", "problem", what, "; ".join(filter(None, stacks)))
 
     def _of_absent(self) -> Iterator[Finding]:
         """Findings about ranks that have ended, or that do not update their record."""
@@ -329,51 +311,32 @@ class JobView:
             last = f"the last at {_last_seen(exited)}"
             yield Finding("exited", "warning", f"{_ids(exited)}, {last}; {what}")
         if gone:
-            yield Finding(
-                "gone",
-                "problem",
-                f"{_ids(gone)}: the process has ended without an orderly exit; last update at "
-                f"{_last_seen(gone)}",
-                "see its log, or the kernel's, for the cause; restart the job",
-            )
+            what = f"{_ids(gone)}: the process has ended without an orderly exit; last update at "
+            remedy = "see its log, or the kernel's, for the cause; restart the job"
+            yield Finding("gone", "problem", what + _last_seen(gone), remedy)
         if stopped:
-            yield Finding(
-                "stopped",
-                "problem",
-                f"{_ids(stopped)}: the process is stopped, by SIGSTOP or by a debugger",
-                f"continue it: kill -CONT {' '.join(str(one.pid) for one in stopped[:8])}",
-            )
+            what = f"{_ids(stopped)}: the process is stopped, by SIGSTOP or by a debugger"
+            remedy = f"continue it: kill -CONT {' '.join(str(one.pid) for one in stopped[:8])}"
+            yield Finding("stopped", "problem", what, remedy)
         if silent:
             longest = max(silent, key=lambda one: one.age_s or 0.0)
-            yield Finding(
-                "silent",
-                "problem",
-                f"{_ranks(map(_rank, silent))}: no update for up to {age(longest.age_s)}",
-                "it may hang in a call that holds Python's GIL, have ended, or be on a host whose "
-                f"clock is behind: {_py_spy(longest)}",
-            )
+            what = f"{_ranks(map(_rank, silent))}: no update for up to {age(longest.age_s)}"
+            remedy = "it may hang in a call that holds Python's GIL, have ended, or be on a host"
+            remedy += f" whose clock is behind: {_py_spy(longest)}"
+            yield Finding("silent", "problem", what, remedy)
 
     def _of_last_operation(self) -> Iterator[Finding]:
-        left_over, skew, slowest = self.reading.left_over, self.skew, self.slowest_group
-        if left_over:
+        if left_over := self.reading.left_over:
             words = "of an earlier, larger job: their files are ignored"
             yield Finding("left over", "note", f"{_ranks(left_over)} {words}")
-        if skew is not None:
-            yield Finding(
-                "skew",
-                "",
-                f"{skew['ranks']} ranks entered the last {skew['operation']} within "
-                f"{skew['entered_ms']:.0f} ms; it took {skew['fastest_ms']:.0f} to "
-                f"{skew['slowest_ms']:.0f} ms (longest on rank {skew['slowest_rank']})",
-            )
-        if slowest is not None:
+        if skew := self.skew:
+            said = "{ranks} ranks entered the last {operation} within {entered_ms:.0f} ms; it took "
+            said += "{fastest_ms:.0f} to {slowest_ms:.0f} ms (longest on rank {slowest_rank})"
+            yield Finding("skew", "", said.format(**skew))
+        if slowest := self.slowest_group:
             called = " ".join(filter(None, (slowest["name"], slowest["desc"])))
-            yield Finding(
-                "slowest group",
-                "",
-                f"{called}: {slowest['ms']:.1f} ms in the last {slowest['operation']} "
-                f"on rank {slowest['rank']}",
-            )
+            said = "{ms:.1f} ms in the last {operation} on rank {rank}".format(**slowest)
+            yield Finding("slowest group", "", f"{called}: {said}")
 
     def to_dict(self) -> dict[str, Any]:
         running = self.in_progress
@@ -407,7 +370,7 @@ class JobView:
                     "offload_ms": record.last_ms.get("offload"),
                     "reload_ms": record.last_ms.get("reload"),
                     "last_error": record.error,
-                    "status": record.raw["status"],
+                    "status": record.raw.get("status") or {},
                     "last_report": record.raw.get("last_report") or {},
                 }
                 for record in self.ranks

@@ -366,10 +366,6 @@ set_rng_state set_rng_state_all reset_peak_memory_stats set_stream reset_max_mem
 reset_accumulated_memory_stats set_per_process_memory_fraction _lazy_call set_sync_debug_mode
 reset_max_memory_cached
 """
-_GENERIC = """
-is_available device_count synchronize current_stream set_stream empty_cache memory_stats
-"""
-"""Functions that ``torch.accelerator`` has by the same name."""
 _MEMORY_COUNTERS = """
 memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached
 max_memory_cached

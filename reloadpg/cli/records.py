@@ -1,23 +1,20 @@
 """Read the records of the ranks of a running job, from outside the job.
 
-Two sources: a status directory, in which each rank keeps one file (``RELOADPG_STATUS_DIR`` in the
-job), and torch's debug server of each rank. A record is decoded into the dataclasses that it was
-written from. It may come from another version or from a failing job: values that are missing or of
-the wrong type are omitted, and invalid records never raise.
+Each rank keeps one file in the status directory (``RELOADPG_STATUS_DIR`` in the job). A record is
+decoded into the dataclasses that it was written from. It may come from another version or from a
+failing job: values that are missing or of the wrong type are omitted, and invalid records never
+raise.
 """
 
 from __future__ import annotations
 
 import errno
-import http.client
 import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -30,13 +27,10 @@ __all__ = [
     "LATE_S",
     "SILENT_S",
     "UNREADABLE",
-    "VERSION",
     "RankRecord",
     "Reading",
     "decoded",
     "read_directory",
-    "read_endpoints",
-    "refuse_version",
     "typed",
 ]
 
@@ -52,8 +46,6 @@ SILENT_S = 5.0
 UNREADABLE = (OSError, ValueError, RecursionError)
 """The exceptions of reading and decoding a file."""
 
-HANDLER = "/handler/reloadpg"
-ENDPOINT_TIMEOUT_S = 3.0
 _LARGEST = 64 << 20
 _LARGEST_JOB = 1 << 20
 
@@ -159,20 +151,15 @@ class RankRecord:
 
     @classmethod
     def of(cls, data: Any, now: float) -> RankRecord | None:
-        """Build it from a decoded record or status; None if it names no rank."""
-        if not isinstance(data, dict):
+        """Build it from a decoded record; None if it names no rank."""
+        rank = typed(int, data.get("rank")) if isinstance(data, dict) else None
+        if rank is None or rank < 0:
             return None
-        status = data.get("status", data)
-        status = status if isinstance(status, dict) else {}
-        raw = {**status, **data, "status": status}
-        record: RankRecord | None = typed(
-            cls, {**raw, "report": raw.get("last_report"), **_DERIVED}
-        )
-        if record is None or typed(int, raw.get("rank")) is None or record.rank < 0:
-            return None
+        read = {**data, "report": data.get("last_report"), **_DERIVED}
+        record: RankRecord = typed(cls, read)
         # The clock of another host may be ahead of this one.
         age_s = None if record.time is None else max(0.0, now - record.time)
-        return replace(record, raw=raw, age_s=age_s)
+        return replace(record, raw=data, age_s=age_s)
 
     def looked_up(self) -> RankRecord:
         """Return a copy with the process state of a late rank, from this host's process table.
@@ -246,7 +233,7 @@ class Reading:
 def read_directory(directory: Path) -> Reading:
     """Read the files of a status directory. Local, non-blocking, read-only."""
     files: list[Path] = []
-    unlisted: list[str] = []
+    failures: list[str] = []
     absence = f"no rank of a job was found in {directory}"
     remedy = f"set {STATUS_DIR} to it on every rank, and install reloadpg there"
     try:
@@ -256,74 +243,35 @@ def read_directory(directory: Path) -> Reading:
             absence += f", which {'is not a directory' if directory.exists() else 'does not exist'}"
             remedy = f"pass the directory that the ranks have in {STATUS_DIR}; they create it"
     except OSError as error:
-        unlisted.append(f"{directory}: {error.strerror}")
-    found = ((file.name, lambda file=file: decoded(_own_file(file))) for file in files)
-    ranks, failures = _read(found)
-    size = _world_size(ranks)
-    left_over = [one.rank for one in ranks if size is not None and one.rank >= size]
-    ranks = ranks[: len(ranks) - len(left_over)]  # they are in the order of ranks
-    return Reading(str(directory), ranks, unlisted + failures, left_over, absence, remedy)
-
-
-def read_endpoints(endpoints: Sequence[str]) -> Reading:
-    """Read from the debug servers at these ``HOST:PORT``. Blocks for some seconds at most."""
-    with ThreadPoolExecutor(max_workers=min(32, max(1, len(endpoints)))) as pool:
-        asked = [(endpoint, pool.submit(_ask, endpoint).result) for endpoint in endpoints]
-        ranks, failures = _read(asked)
-    return Reading(
-        ", ".join(endpoints),
-        ranks,
-        failures,
-        absence=f"no rank of a job responded at {', '.join(endpoints)}",
-        remedy="start torch's debug server in each rank, and install reloadpg there",
-    )
-
-
-def _read(
-    sources: Iterable[tuple[str, Callable[[], Any]]],
-) -> tuple[list[RankRecord], list[str]]:
-    """The latest record of each rank, and what could not be read."""
+        failures.append(f"{directory}: {error.strerror}")
     records: list[RankRecord] = []
-    failures: list[str] = []
-    for name, read in sources:
+    for file in files:
         try:
-            data = read()
-            refuse_version(data)
-            record = RankRecord.of(data, time.time())
+            records.append(_read(file))
         except FileNotFoundError:
             continue  # the file was removed
         except UNREADABLE as error:
-            failures.append(f"{name}: {error}")
-            continue
-        if record is None:
-            failures.append(f"{name}: names no rank")
-        else:
-            records.append(record.looked_up())
+            failures.append(f"{file.name}: {error}")
     # There may be files of an earlier job.
     latest = {one.rank: one for one in sorted(records, key=lambda one: one.time or 0.0)}
-    return [latest[rank] for rank in sorted(latest)], failures
+    size = _world_size(latest.values())
+    left_over = [rank for rank in sorted(latest) if size is not None and rank >= size]
+    ranks = [latest[rank] for rank in sorted(latest) if rank not in left_over]
+    return Reading(str(directory), ranks, failures, left_over, absence, remedy)
 
 
-def _ask(endpoint: str) -> Any:
-    """Read from a debug server. Raises ``ValueError`` with the reason if that fails."""
-    try:
-        connection = http.client.HTTPConnection(endpoint, timeout=ENDPOINT_TIMEOUT_S)
-    except http.client.InvalidURL as error:
-        raise ValueError(f"no HOST:PORT ({error})") from None
-    try:
-        with closing(connection):
-            connection.request("POST", HANDLER, body=b"", headers={"Content-Length": "0"})
-            response = connection.getresponse()
-            body = response.read(_LARGEST)
-    # A name that cannot be encoded is a ValueError, a huge port an OverflowError.
-    except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
-        raise ValueError(f"no response ({error or type(error).__name__})") from None
-    if response.status == http.client.NOT_FOUND:
-        why = "its debug server has no reloadpg handler; is reloadpg installed in that process?"
-        raise ValueError(why)
-    if response.status != http.client.OK:
-        raise ValueError(f"HTTP status {response.status}")
-    return decoded(body)
+def _read(file: Path) -> RankRecord:
+    data = decoded(_own_file(file))
+    version = data.get("version", VERSION) if isinstance(data, dict) else VERSION
+    if version != VERSION:
+        raise ValueError(
+            f"written by another version of reloadpg (format {version!r}, not {VERSION}); use the "
+            "version of the job"
+        )
+    record = RankRecord.of(data, time.time())
+    if record is None:
+        raise ValueError("names no rank")
+    return record.looked_up()
 
 
 def _own_file(path: Path) -> bytes:
@@ -339,16 +287,6 @@ def _own_file(path: Path) -> bytes:
         if owner not in (os.geteuid(), 0) and os.geteuid() != 0:
             raise ValueError(f"belongs to another user (uid {owner}); it was not read")
         return file.read(_LARGEST)
-
-
-def refuse_version(data: Any) -> None:
-    """Raise ``ValueError`` for a record of another version of reloadpg."""
-    version = data.get("version", VERSION) if isinstance(data, dict) else VERSION
-    if version != VERSION:
-        raise ValueError(
-            f"written by another version of reloadpg (format {version!r}, not {VERSION}); use the "
-            "version of the job"
-        )
 
 
 def _process_state(pid: int) -> str:

@@ -202,19 +202,14 @@ class _Host:
         )
 
     def _environment(self, rank: int, local: int) -> dict[str, str]:
+        from ..environment.model import AGENT_STORE, DistributedEnvironment
+
         options = self._options
+        place: Any = (local, self._size, options.nproc_per_node, options.node_rank, options.nnodes)
+        place += (options.master_addr, self._store.port)
         return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local),
-            "WORLD_SIZE": str(self._size),
-            "LOCAL_WORLD_SIZE": str(options.nproc_per_node),
-            "GROUP_RANK": str(options.node_rank),
-            "GROUP_WORLD_SIZE": str(options.nnodes),
-            "MASTER_ADDR": options.master_addr,
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            # Equal in all processes, since a restarted process belongs to the same job.
-            "TORCHELASTIC_RESTART_COUNT": "0",
+            **DistributedEnvironment("reloadpg run", rank, *place).variables(),
+            **AGENT_STORE,  # equal in all processes: a restarted one belongs to the same job
             "TORCHELASTIC_RUN_ID": "reloadpg",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from .console import (
     terminal_size,
 )
 from .job import JobView, age, clock
-from .records import RankRecord, Reading, read_directory, read_endpoints
+from .records import RankRecord, Reading, read_directory
 
 __all__ = ["add", "job_directory", "page"]
 
@@ -48,9 +47,9 @@ def add(subcommands: Any) -> None:
         help="show the state of a running job's ranks",
         description=(
             "Show the state of each rank of a running job, and inconsistencies. The job runs with "
-            f"{STATUS_DIR} set to a directory that this command can read, or with torch's debug "
-            "server on each rank. Exit code 1 if no rank runs or a rank has a problem: missing, "
-            "gone, stopped, silent, failed, not installed, or stuck."
+            f"{STATUS_DIR} set to a directory that this command can read. Exit code 1 if no rank "
+            "runs or a rank has a problem: missing, gone, stopped, silent, failed, not installed, "
+            "or stuck."
         ),
     )
     parser.add_argument(
@@ -59,13 +58,6 @@ def add(subcommands: Any) -> None:
         type=Path,
         metavar="DIR",
         help=f"the job's status directory (default: ${STATUS_DIR})",
-    )
-    parser.add_argument(
-        "--endpoint",
-        action="append",
-        default=[],
-        metavar="HOST:PORT",
-        help="use a rank's debug server instead; once per rank",
     )
     parser.add_argument("--watch", action="store_true", help="repeat until Ctrl-C")
     parser.add_argument(
@@ -87,15 +79,9 @@ def job_directory(given: Path | None) -> Path | None:
 
 def _run(options: argparse.Namespace) -> int:
     directory = job_directory(options.directory)
-    read: Callable[[], Reading]
-    if options.endpoint:
-        read = partial(read_endpoints, options.endpoint)
-    elif directory is not None:
-        read = partial(read_directory, directory)
-    else:
+    if directory is None:
         raise CommandError(
-            f"no job was named. Pass its status directory, set {STATUS_DIR} to it, or pass the "
-            "debug server of each rank with --endpoint HOST:PORT."
+            f"no job was named. Pass its status directory, or set {STATUS_DIR} to it."
         )
     frames = options.frames if options.watch else 1
     job = JobView(Reading(""))
@@ -103,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
     def looks() -> Iterator[JobView]:
         nonlocal job
         for number in count(1):
-            job = JobView(read())
+            job = JobView(read_directory(directory))
             yield job
             if number == frames:
                 return

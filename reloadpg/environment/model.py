@@ -13,10 +13,13 @@ import socket
 import zlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import Any
 
 from ..errors import ReloadpgError
 
 __all__ = [
+    "AGENT_STORE",
     "LOOPBACK",
     "DistributedEnvironment",
     "DistributedEnvironmentError",
@@ -26,6 +29,7 @@ __all__ = [
     "MeshDimensionError",
     "Variables",
     "check_layout",
+    "host_store",
     "port_from_ids",
     "port_from_text",
 ]
@@ -76,6 +80,28 @@ class _Place:
     local_world_size: int | None
     node_rank: int | None
     num_nodes: int | None
+
+
+AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+"""Variables of a job whose store is open: rank 0, too, is a client. Torch (2.8 to 2.15) uses the
+count to tell runs of an elastic job apart; here each run has a separate store."""
+
+
+def host_store(address: str) -> Any:
+    """Open the store of a job in this process, on a port that the system picks. Local.
+
+    No other program can take the port. The store lives as long as the returned object.
+    """
+    distributed: Any = import_module("torch.distributed")  # the rest of this module needs no torch
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=1024)
+    return distributed.TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,14 @@ functions is called; no other module of reloadpg needs it.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..environment.model import AGENT_STORE, DistributedEnvironment, host_store
 from ..errors import (
     InvalidOptionError,
     PeerFailedError,
@@ -152,11 +151,12 @@ def setup_actors(
     job = ActorJob(list(actors), [node for node, _ in places], places[0][1], 0)
     if store == "driver":
         job.address = _ray().util.get_node_ip_address()
-        job.store = _open_store(job.address)
+        job.store = host_store(job.address)
         job.port = job.store.port
     else:
-        [job.port] = call.on_all(_serve, UNTOUCHED, [job.address], first=True)
-    call.on_all(_set_variables, NO_JOB, job_variables(job.nodes, job.address, job.port))
+        [job.port] = call.on_all(_serve, UNTOUCHED, {0: job.address})
+    variables = job_variables(job.nodes, job.address, job.port)
+    call.on_all(_set_variables, NO_JOB, dict(enumerate(variables)))
     return job
 
 
@@ -202,7 +202,8 @@ def replace_actor(
     [(node, _)] = call.on_all(_place, UNTOUCHED)
     _ray().kill(job.actors[rank])
     nodes = [*job.nodes[:rank], node, *job.nodes[rank + 1 :]]
-    call.on_all(_set_variables, NO_JOB, [job_variables(nodes, job.address, job.port)[rank]])
+    variables = job_variables(nodes, job.address, job.port)[rank]
+    call.on_all(_set_variables, NO_JOB, {rank: variables})
     job.actors[rank], job.nodes = actor, nodes
 
 
@@ -232,7 +233,7 @@ def offload_all(
 
     call = _Call("offload_all", actors, timeout)
     call.on_all(_answer, UNTOUCHED)
-    return Reports(call.on_all(_offload, TOUCHED, [collect] * len(actors)))
+    return Reports(call.on_all(_offload, TOUCHED, dict.fromkeys(call.actors, collect)))
 
 
 def reload_all(
@@ -254,29 +255,19 @@ def reload_all(
     call = _Call("reload_all", actors, timeout)
     validate(connect)
     call.on_all(_answer, UNTOUCHED)
-    return Reports(call.on_all(_reload, TOUCHED, [connect] * len(actors)))
+    return Reports(call.on_all(_reload, TOUCHED, dict.fromkeys(call.actors, connect)))
 
 
 def job_variables(nodes: Sequence[str], address: str, port: int) -> list[dict[str, str]]:
     """The variables of each rank, as torchrun sets them, from the name of each rank's node."""
-    order = list(dict.fromkeys(nodes))
-    return [
-        {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(nodes)),
-            "LOCAL_RANK": str(list(nodes[:rank]).count(node)),
-            "LOCAL_WORLD_SIZE": str(list(nodes).count(node)),
-            "GROUP_RANK": str(order.index(node)),
-            "GROUP_WORLD_SIZE": str(len(order)),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-            # Rank 0, too, is a client of the store. Torch (2.8 to 2.15) uses the restart count to
-            # tell runs of an elastic job apart; here each run has a separate store.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-        }
-        for rank, node in enumerate(nodes)
-    ]
+    order, size = list(dict.fromkeys(nodes)), len(nodes)
+    found = []
+    for rank, node in enumerate(nodes):
+        local = list(nodes[:rank]).count(node), list(nodes).count(node)
+        place = (order.index(node), len(order), address, port)
+        environment = DistributedEnvironment("ray", rank, local[0], size, local[1], *place)
+        found.append({**environment.variables(), **AGENT_STORE})
+    return found
 
 
 # ---------------------------------------------------------------------------------------------
@@ -301,22 +292,8 @@ def _answer(_: object) -> None:
 
 def _serve(_: object, address: str) -> int:
     """Open the job's store, which lives as long as this process; return the port."""
-    _served[:] = [_open_store(address)]
+    _served[:] = [host_store(address)]
     return int(_served[0].port)
-
-
-def _open_store(address: str) -> Any:
-    """Open a job's store in this process, on a port that the system picks."""
-    distributed: Any = import_module("torch.distributed")
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family, backlog=1024)
-    return distributed.TCPStore(
-        address,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def _set_variables(_: object, variables: Mapping[str, str]) -> None:
@@ -366,7 +343,8 @@ def _what_is_wrong(actors: object) -> str:
 class _Call:
     """One call of a public function, with one timeout for its steps in all actors.
 
-    ``first_rank`` is the rank of the first actor, for messages.
+    Attributes:
+        actors: the actors by rank; the first one has ``first_rank``.
     """
 
     def __init__(
@@ -384,44 +362,42 @@ class _Call:
             raise InvalidOptionError(
                 f"{what}(actors): {wrong}; nothing was done. Pass one handle per rank, in order."
             )
-        self._actors = list(actors)
-        self._first_rank = first_rank
+        self.actors = dict(enumerate(actors, first_rank))
         self._timeout = as_timedelta(timeout, "timeout").total_seconds()
         self._deadline = time.monotonic() + self._timeout
 
     def on_all(
-        self, task: Callable[..., Any], state: str, *columns: Sequence[Any], first: bool = False
+        self, task: Callable[..., Any], state: str, arguments: Mapping[int, Any] | None = None
     ) -> list[Any]:
         """Run a function in all actors and wait for all of them, or briefly after a failure.
 
         Args:
-            task: a module-level function, called with the actor object and its item of each column.
+            task: a module-level function, called with the actor object and its argument.
             state: the state after a failure and the remedy, for messages.
-            columns: arguments, with one item per rank in each.
-            first: run it only in the first actor.
+            arguments: one by rank; other actors do not run the function. None: all, without one.
         """
-        ray = self._ray
-        sent = [
-            actor.__ray_call__.remote(task, *(column[rank] for column in columns))
-            for rank, actor in enumerate(self._actors[: 1 if first else None])
-        ]
+        ray, given = self._ray, {} if arguments is None else arguments
+        rank_of = {
+            self.actors[rank].__ray_call__.remote(task, *([given[rank]] if given else [])): rank
+            for rank in given or self.actors
+        }
         results: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
         deadline = self._deadline
-        waiting = sent
+        waiting = list(rank_of)
         while waiting:
             ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            rank = sent.index(ready[0])
+            rank = rank_of[ready[0]]
             try:
                 results[rank] = ray.get(ready[0])
             except (ray.exceptions.RayError, ReloadpgError) as error:
                 errors[rank] = error
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-        if len(results) == len(sent):
-            return [results[rank] for rank in range(len(sent))]
-        silent = [rank for rank, ref in enumerate(sent) if ref in waiting]
+        if len(results) == len(rank_of):
+            return [results[rank] for rank in rank_of.values()]
+        silent = [rank_of[ref] for ref in waiting]
         state = state.format(what=self._what)
         raise self._failed(errors, silent, state) if errors else self._timed_out(silent, state)
 
@@ -444,8 +420,8 @@ class _Call:
         error = ActorFailedError(
             f"{self._what}: actor {self._names([rank])} failed: {text}.{told} {state}."
             f"{f' {REPLACE}' if dead else ''}",
-            rank=rank + self._first_rank,
-            errors={other + self._first_rank: one for other, one in errors.items()},
+            rank=rank,
+            errors=errors,
             waiting=silent,
         )
         error.__cause__ = errors[rank]  # Ray's error, with the actor's traceback
@@ -453,11 +429,11 @@ class _Call:
 
     def _timed_out(self, silent: Sequence[int], state: str) -> ActorTimeoutError:
         return ActorTimeoutError(
-            f"{self._what}: {len(silent)} of {len(self._actors)} actors did not respond within "
+            f"{self._what}: {len(silent)} of {len(self.actors)} actors did not respond within "
             f"{self._timeout:g} s: {self._names(silent)}. {state}.",
-            rank=silent[0] + self._first_rank,
-            waiting=[rank + self._first_rank for rank in silent],
+            rank=silent[0],
+            waiting=silent,
         )
 
     def _names(self, ranks: Sequence[int]) -> str:
-        return ", ".join(f"{rank + self._first_rank} {self._actors[rank]!r}" for rank in ranks)
+        return ", ".join(f"{rank} {self.actors[rank]!r}" for rank in ranks)

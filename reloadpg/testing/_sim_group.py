@@ -25,7 +25,7 @@ from reloadpg.groups import dispatch
 
 from ._sim_state import FaultTable, GroupInfo, Ledger, Record, Settings, SimState
 
-__all__ = ["DEVICES", "NAME", "Communicator", "SimBackend", "SimulatedProcessGroup"]
+__all__ = ["DEVICES", "NAME", "Communicator", "SimulatedProcessGroup"]
 
 NAME = "sim"
 DEVICES = ("cpu", "privateuseone")
@@ -37,7 +37,11 @@ OPERATIONS = dispatch.COLLECTIVES | {"monitored_barrier", "_start_coalescing"}
 
 
 class Communicator:
-    """The memory and the transport that a group owns from its first use to its end."""
+    """The memory and the transport that a group owns from its first use to its end.
+
+    It is also the group's backend. To ``isinstance`` it is a ``ProcessGroupGloo``, since torch sets
+    the timeouts of the backends that it knows. The transport has the timeout set by the first use.
+    """
 
     def __init__(
         self,
@@ -48,16 +52,34 @@ class Communicator:
         faults: FaultTable,
     ) -> None:
         self.record = record
+        self._store = store
         self._settings = settings
         self._ledger = ledger
         self._faults = faults
-        self.backend: SimBackend | None = SimBackend.deferred(self, store)
+        self._early = _gloo("_Options")()
+        self._early._timeout = record.timeout
+        self._gloo: Any = None
         self._group: ProcessGroup | None = None
         self._suspended: ProcessGroup | None = None
         self._barriers = 0
         self._connecting = threading.Lock()
         self._changing = threading.RLock()  # a collection may release it while we hold this
         ledger.open(record)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return ProcessGroupGloo
+
+    def __getattr__(self, name: str) -> Any:
+        """The transport's; calling a method connects it."""
+        if not callable(_gloo(name)):
+            return getattr(self._gloo, name, None)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            _preparation(name)(self, name)
+            return getattr(self._gloo, name)(*args, **kwargs)
+
+        return method
 
     def use(self, operation: str) -> ProcessGroup:
         """The transport for one operation; connects at the first."""
@@ -73,24 +95,25 @@ class Communicator:
         with self._connecting:
             return self._group or self._connect(operation, eager=False)
 
-    def connect(self) -> None:
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        """Connect all members now. Collective over the group, blocking, idempotent."""
+        self.check_alive("eager_connect")
         with self._connecting:
             if self._group is None:
                 self._connect("eager_connect", eager=True)
 
-    def alive(self, operation: str) -> SimBackend:
-        """The backend. Raises if the group was shut down or aborted."""
-        backend = self.backend
-        if backend is None:
-            record = self.record
+    def check_alive(self, operation: str) -> None:
+        """Raise if the group was shut down or aborted."""
+        record = self.record
+        if not record.is_open:
             raise DistBackendError(
                 f"{operation} on group {record.name!r} ({record.desc}) of the simulated "
                 f"accelerator: its communicator was {record.state}. Create a new group."
             )
-        return backend
 
     def _connect(self, operation: str, *, eager: bool) -> ProcessGroup:
-        backend, record = self.alive(operation), self.record
+        self.check_alive(operation)
+        record = self.record
         if self._suspended is not None:
             # NCCL does not prevent this use; its behaviour is undefined.
             raise DistBackendError(
@@ -98,21 +121,54 @@ class Communicator:
                 f"{record.name!r} ({record.desc}), whose communicator is suspended"
             )
         self._faults.check("connect", operation, record)
-        backend.initialise(eager=eager)
+        options = _gloo("_Options")()
+        options._devices = [_device(lazy=not eager)]
+        options._timeout = self._early._timeout
+        # A separate connection: gloo waits in it for its peers, and a wait locks the store client.
+        store = c10d.clone_store(self._store)
+        gloo = ProcessGroupGloo(store, record.rank, record.size, options)
         group = c10d.group_of_backends(
-            record.rank,
-            record.size,
-            backend.store,
-            dict.fromkeys(DEVICES, ("gloo", backend)),
+            record.rank, record.size, self._store, dict.fromkeys(DEVICES, ("gloo", gloo))
         )
         cast(Any, group)._set_group_name(record.name)
         with self._changing:
-            self.alive(operation)  # it may have been aborted while this thread waited
+            self.check_alive(operation)  # it may have been aborted while this thread waited
             size = self._settings.bytes_per_communicator or 0
             self._ledger.connect(record, size, int(size * self._settings.persistent_share))
-            self._group = group
+            self._gloo, self._group = gloo, group
         self._faults.check("connect", operation, record, "after")
         return group
+
+    # -- the backend's methods ------------------------------------------------------------------
+
+    def rank(self) -> int:
+        return self.record.rank
+
+    def size(self) -> int:
+        return self.record.size
+
+    def name(self) -> str:
+        return NAME
+
+    _get_backend_name = name
+
+    @property
+    def options(self) -> Any:
+        return self._early if self._gloo is None else self._gloo.options
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._early._timeout = timeout
+        if self._gloo is not None:
+            self._gloo._set_default_timeout(timeout)
+
+    set_timeout = _set_default_timeout
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0 if self._gloo is None else int(self._gloo._get_sequence_number_for_group())
+
+    def get_error(self) -> ErrorType:
+        """Return that no watchdog has found an error. Local; connects nothing."""
+        return ErrorType.SUCCESS
 
     def memory_stats(self) -> dict[str, int]:
         """Bytes by NCCL's names. Local. Raises if the communicator was never used."""
@@ -127,7 +183,7 @@ class Communicator:
         self._faults.check("suspend", "suspend", self.record)
         self._barrier("suspend")
         with self._changing:
-            self.alive("suspend")
+            self.check_alive("suspend")
             self._suspended, self._group = self._group, None
             self._ledger.suspend(self.record, works=self._settings.suspend_works)
         self._faults.check("suspend", "suspend", self.record, "after")
@@ -142,16 +198,16 @@ class Communicator:
             raise self._misuse("resume", "not suspended")
         self._faults.check("resume", "resume", self.record)
         with self._changing:
-            self.alive("resume")
+            self.check_alive("resume")
             self._ledger.resume(self.record)
         self._barrier("resume")
         with self._changing:
-            self.alive("resume")
+            self.check_alive("resume")
             self._group, self._suspended = self._suspended, None
         self._faults.check("resume", "resume", self.record, "after")
 
     def _used(self, operation: str) -> None:
-        self.alive(operation)
+        self.check_alive(operation)
         if self._group is None and self._suspended is None:
             raise self._misuse(operation, "not initialized: it was never used")
 
@@ -164,34 +220,35 @@ class Communicator:
 
     def _barrier(self, operation: str) -> None:
         """Wait for all members, in the group's store, until this one is aborted."""
-        store = c10d.clone_store(self.alive(operation).store)
+        self.check_alive(operation)
+        store = c10d.clone_store(self._store)
         self._barriers += 1
         key = f"sim/{operation}/{self._barriers}"
         store.add(key, 1)
         while store.add(key, 0) < self.record.size:
-            self.alive(operation)
+            self.check_alive(operation)
             time.sleep(0.002)
 
-    def shutdown(self, operation: str) -> None:
+    def shutdown(self) -> None:
         """Free the memory and drop the transport; waits for operations in flight. Idempotent."""
-        if self._begin_release(operation):
+        if self._begin_release("shutdown"):
             self._take(SimState.RELEASED)
-            self._faults.check("release", operation, self.record, "after")
+            self._faults.check("release", "shutdown", self.record, "after")
 
-    def abort(self, operation: str) -> None:
+    def abort(self) -> None:
         """Like :meth:`shutdown`, but waits for nothing. Idempotent."""
-        if self._begin_release(operation):
+        if self._begin_release("abort"):
             _drop_later(self._take(SimState.RELEASED))
-            self._faults.check("release", operation, self.record, "after")
+            self._faults.check("release", "abort", self.record, "after")
 
     def collected(self) -> None:
         """The group object was collected: a leak, unless a release was attempted."""
-        if self.backend is not None:
+        if self.record.is_open:
             state = SimState.RELEASED if self.record.releasing else SimState.LEAKED
             _drop_later(self._take(state))
 
     def _begin_release(self, operation: str) -> bool:
-        if self.backend is None:
+        if not self.record.is_open:
             return False
         self.record.releasing = True
         self._faults.check("release", operation, self.record)
@@ -200,8 +257,8 @@ class Communicator:
 
     def _take(self, state: SimState) -> list[Any]:
         with self._changing:
-            parts: list[Any] = [self.backend, self._group or self._suspended]
-            self.backend = self._group = self._suspended = None
+            parts: list[Any] = [self._gloo, self._group or self._suspended]
+            self._gloo = self._group = self._suspended = None
             self._ledger.close(self.record, state)
         return parts
 
@@ -212,141 +269,20 @@ def _drop_later(parts: list[Any]) -> None:
     Destroying a gloo backend waits for its pending operations, until their timeout if a peer has
     ended. So a thread does it and must hold the last reference.
     """
-    if parts[0] is None or not parts[0].is_ready:
+    if parts[0] is None:
         return
     with suppress(RuntimeError):
-        _gloo("abort")(parts[0])
+        parts[0].abort()
     with suppress(RuntimeError):  # the interpreter is ending: no new threads
         threading.Thread(target=parts.clear, name="sim-abort", daemon=True).start()
-
-
-class SimBackend(ProcessGroupGloo):
-    """A ``ProcessGroupGloo`` that is initialised on first use.
-
-    Until then it only holds the timeout, which may be changed before the first use: gloo connects
-    with the timeout of its constructor. All attributes of the C++ class that could be used earlier
-    are overridden, since an uninitialised object crashes.
-    """
-
-    store: Store
-    is_ready: bool
-    """Whether the C++ object beneath is initialised."""
-    _communicator: Communicator
-    _early: Any
-
-    @classmethod
-    def deferred(cls, communicator: Communicator, store: Store) -> SimBackend:
-        """An uninitialised backend. Local: neither sockets nor threads, nothing in the store."""
-        backend = cls.__new__(cls)
-        backend.store = store
-        backend.is_ready = False
-        backend._communicator = communicator
-        backend._early = _gloo("_Options")()
-        backend._early._timeout = communicator.record.timeout
-        return backend
-
-    def initialise(self, *, eager: bool) -> None:
-        """Build the transport; if ``eager``, wait until all members are connected."""
-        options = self._early
-        options._devices = [_device(lazy=not eager)]
-        record = self._communicator.record
-        # A separate connection: gloo waits in it for its peers, and a wait locks the store client.
-        store = c10d.clone_store(self.store)
-        ProcessGroupGloo.__init__(self, store, record.rank, record.size, options)
-        self._early = _gloo("_Options")()
-        self._early._timeout = options._timeout
-        self.is_ready = True
-
-    def rank(self) -> int:
-        return self._communicator.record.rank
-
-    def size(self) -> int:
-        return self._communicator.record.size
-
-    def name(self) -> str:
-        return NAME
-
-    _get_backend_name = name
-
-    @property
-    def options(self) -> Any:
-        return _gloo("options").__get__(self) if self.is_ready else self._early
-
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._early._timeout = timeout
-        if self.is_ready:
-            _gloo("_set_default_timeout")(self, timeout)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._set_default_timeout(timeout)
-
-    def memory_stats(self) -> dict[str, int]:
-        return self._communicator.memory_stats()
-
-    def get_error(self) -> ErrorType:
-        """Return that no watchdog has found an error. Local; connects nothing."""
-        return ErrorType.SUCCESS
-
-    def suspend(self) -> None:
-        self._communicator.suspend()
-
-    def resume(self) -> None:
-        self._communicator.resume()
-
-    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        """Connect all members now. Collective over the group, blocking, idempotent."""
-        self._communicator.alive("eager_connect")
-        self._communicator.connect()
-
-    def shutdown(self) -> None:
-        self._communicator.shutdown("shutdown")
-
-    def abort(self) -> None:
-        self._communicator.abort("abort")
-
-
-_STATIC = {"Device", "Options", "_Options", "create_default_device", "create_device"}
 
 
 def _gloo(name: str) -> Any:
     return getattr(ProcessGroupGloo, name)
 
 
-def _backend_members() -> dict[str, Any]:
-    """Names that ``SimBackend`` does not define, wrapped so that none reaches C++ too early."""
-    members: dict[str, Any] = {}
-    for name in dir(ProcessGroupGloo):
-        if name.startswith("__") or name in _STATIC or name in vars(SimBackend):
-            continue
-        inherited = _gloo(name)
-        if not callable(inherited):
-            members[name] = property(_late_property(inherited))
-        elif name != "_pybind11_conduit_v1_":
-            members[name] = _late_method(inherited, name)
-    return members
-
-
 def _preparation(name: str) -> Callable[[Communicator, str], ProcessGroup]:
     return Communicator.use if name in OPERATIONS else Communicator.transport
-
-
-def _late_property(inherited: Any) -> Callable[[SimBackend], Any]:
-    return lambda self: inherited.__get__(self) if self.is_ready else None
-
-
-def _late_method(inherited: Any, name: str) -> Callable[..., Any]:
-    prepare = _preparation(name)
-
-    def method(self: SimBackend, *args: Any, **kwargs: Any) -> Any:
-        prepare(self._communicator, name)
-        return inherited(self, *args, **kwargs)
-
-    method.__name__ = name
-    return method
-
-
-for _name, _member in _backend_members().items():
-    setattr(SimBackend, _name, _member)
 
 
 def _device(*, lazy: bool) -> Any:
@@ -428,22 +364,23 @@ class SimulatedProcessGroup(ProcessGroup):
     def get_group_store(self) -> Store:
         return self._store
 
-    def _get_backend(self, device: torch.device) -> SimBackend:
+    def _get_backend(self, device: torch.device) -> Any:
         if torch.device(device).type not in DEVICES:
             raise RuntimeError(
                 f"No backend type associated with device type {torch.device(device).type}"
             )
-        return self._communicator.alive("_get_backend")
+        self._communicator.check_alive("_get_backend")
+        return self._communicator
 
     get_backend = _get_backend
 
     def set_timeout(self, timeout: timedelta, *args: Any) -> None:
-        self._communicator.alive("set_timeout").set_timeout(timeout)
+        self._communicator.check_alive("set_timeout")
+        self._communicator.set_timeout(timeout)
 
     def _get_sequence_number_for_group(self) -> int:
-        backend = self._communicator.alive("_get_sequence_number_for_group")
-        name = "_get_sequence_number_for_group"
-        return cast(int, _gloo(name)(backend)) if backend.is_ready else 0
+        self._communicator.check_alive("_get_sequence_number_for_group")
+        return self._communicator._get_sequence_number_for_group()
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to agree on: the transport counts from 0 on all ranks."""
@@ -456,11 +393,11 @@ class SimulatedProcessGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         """Release the communicator; waits for operations in flight. Local, idempotent."""
-        self._communicator.shutdown("shutdown")
+        self._communicator.shutdown()
 
     def abort(self) -> None:
         """Release the communicator; waits for nothing. Local, idempotent."""
-        self._communicator.abort("abort")
+        self._communicator.abort()
 
     def __repr__(self) -> str:
         record = self._communicator.record

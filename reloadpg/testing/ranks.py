@@ -17,7 +17,6 @@ The runner uses ``SIGUSR1`` of the ranks.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import multiprocessing
 import multiprocessing.util
@@ -31,12 +30,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
+from ..environment.model import AGENT_STORE, LOOPBACK, DistributedEnvironment, host_store
 from ..errors import ReloadpgError
 from . import _rank
 from . import standins as standin_libraries
@@ -291,22 +290,17 @@ def _environments(
         **os.environ,
         **{name: None for name in os.environ if name.startswith("TORCHELASTIC_")},
         **dict.fromkeys(_JOB_VARIABLES),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "TMPDIR": str(temporary),
     }
     if store == "parent":
-        # Both are what torchelastic's agent sets; older torch reads the count as well.
-        common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        common |= AGENT_STORE
     environments = []
     for rank in range(world_size):
-        variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **env}
+        place: Any = (rank, rank, world_size, world_size, 0, None, LOOPBACK, port)
+        variables = {**common, **DistributedEnvironment("run_ranks", *place).variables(), **env}
         environments.append({k: v for k, v in variables.items() if v is not None})
     return environments
 
@@ -341,22 +335,9 @@ def _store_port(store: str) -> Iterator[int]:
             reserved.bind(("", 0))
             yield reserved.getsockname()[1]
         return
-    # Imported here, because the rest of this module does not need torch.
-    distributed: Any = importlib.import_module("torch.distributed")
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    port = listener.getsockname()[1]
-    server = [
-        distributed.TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=60),
-            master_listen_fd=listener.detach(),
-        )
-    ]
+    server = [host_store(LOOPBACK)]
     try:
-        yield port
+        yield server[0].port
     finally:
         server.clear()  # a stored traceback must not keep the server alive
 

@@ -243,7 +243,7 @@ def _create(received: Any, options: object) -> SimulatedProcessGroup:
     group = SimulatedProcessGroup(communicator, received.store)
     try:
         if settings.eager:
-            communicator.connect()
+            communicator.eager_connect_single_device()
         faults.check("create", "create", record, "after")
     except BaseException:
         group.abort()

@@ -317,8 +317,7 @@ def test_module_getattr_is_not_called(monkeypatch):
 )
 def test_suspend_support(monkeypatch, version, variables, level, words):
     """It needs torch's method, NCCL 2.29.7, and NCCL's own allocator."""
-    monkeypatch.setattr(doctor, "nccl_version", lambda: version)
-    monkeypatch.setattr(doctor, "torch_can_suspend", lambda: True)
+    monkeypatch.setattr("reloadpg.c10d.nccl_version", lambda: version)
     (finding,) = doctor.check_suspend({"HOME": os.devnull, **variables})
     assert finding.level == level
     assert words in finding.message

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import reports
 import torch.distributed as dist
-from cli_process import environment
 from rank_files import group, record, report, running, status, write_rank
 from terminal import on_terminal
 
@@ -31,7 +30,6 @@ from reloadpg.cli.records import (
     RankRecord,
     Reading,
     read_directory,
-    read_endpoints,
     typed,
 )
 from reloadpg.cli.status import page
@@ -315,8 +313,6 @@ def test_values_of_wrong_types_are_ignored():
     job = view(wrong, {**record(1, 2), "world_size": 10**15})
     assert "unknown" in rendered(job)
     json.dumps(job.to_dict())
-    (bare,) = view(status(4, 8)).ranks  # as reloadpg.status().to_json() has it
-    assert (bare.rank, bare.world_size, bare.installed, bare.state) == (4, 8, True, "live")
     for value in (None, [], "x", 5):
         for key in ("status", "last_report"):
             rendered(view({**wrong, key: value}))
@@ -336,58 +332,6 @@ def test_records_of_an_earlier_larger_job_are_ignored(tmp_path):
     assert job.to_dict()["left_over"] == [2, 3]
     assert [one.level for one in job.findings() if one.check == "left over"] == ["note"]
     assert "left over" not in messages(view(record(0, 2), record(1, 2)))
-
-
-DEBUG_SERVER = """
-import os, sys
-from torch._C import _distributed_c10d as c10d
-
-def answer(request, response):
-    response.set_content(sys.argv[1], "application/json")
-    response.set_status(200)
-
-c10d._register_handler("reloadpg", answer)
-server = c10d._WorkerServer("127.0.0.1", 0)
-print(server.port, flush=True)
-sys.stdin.read()  # until the test closes it
-os._exit(0)  # torch 2.13 and 2.15 abort at a normal exit once a handler is registered
-"""
-
-
-@contextmanager
-def debug_server(said):
-    """Run torch's debug server with a handler in a process; yields its address."""
-    c10d = pytest.importorskip("torch._C._distributed_c10d")
-    if not hasattr(c10d, "_register_handler"):
-        pytest.skip("this torch has no handlers in Python")
-    process = subprocess.Popen(
-        [sys.executable, "-c", DEBUG_SERVER, json.dumps(said)],
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield f"127.0.0.1:{int(process.stdout.readline())}"
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_ranks_are_read_through_torchs_debug_server(monkeypatch):
-    """An address without a server, and one without the handler, are named."""
-    monkeypatch.setattr(records, "ENDPOINT_TIMEOUT_S", 60)
-    with debug_server(record(3, 4)) as endpoint:
-        reading = read_endpoints([endpoint, "127.0.0.1:1", "[::1]:x"])
-        monkeypatch.setattr(records, "HANDLER", "/handler/no_such_handler")
-        without = read_endpoints([endpoint])
-    assert [one.rank for one in reading.ranks] == [3]
-    no_server, no_address = reading.failures
-    assert no_server.startswith("127.0.0.1:1: no response (")
-    assert no_address.startswith("[::1]:x: no ")
-    assert reading.missing == [0, 1, 2]
-    assert not without.ranks
-    assert "is reloadpg installed in that process?" in without.failures[0]
 
 
 # -- the command --------------------------------------------------------------------------------
@@ -456,19 +400,6 @@ def test_watch_writes_plain_text_or_json_without_a_terminal(job, capsys):
     assert [len(json.loads(line)["ranks"]) for line in lines] == [2, 2, 2]
 
 
-def test_watch_draws_in_place_on_a_terminal(job):
-    """It follows the job, and ends with exit code 0 on Ctrl-C."""
-    with on_terminal("status", job, "--watch", "--interval", "0.1") as terminal:
-        terminal.read_until(lambda seen: "2 of 2 ranks: 2 live" in seen.text)
-        write_rank(job, 1, 2, status=status(1, 2, state="offloaded"))
-        terminal.read_until(lambda seen: "1 live, 1 offloaded" in seen.text)
-        assert terminal.interrupt() == 0
-    assert b"\x1b[1A" in terminal.raw  # the cursor goes up: a page replaces the one before
-    assert "Traceback" not in terminal.text
-    widest = max(len(line) for line in terminal.text.splitlines())
-    assert widest <= 160
-
-
 @pytest.mark.parametrize("columns", [50, 160])
 def test_a_narrow_terminal_names_all_missing_ranks(tmp_path, columns):
     """The line is wrapped, and the table shrinks instead."""
@@ -505,7 +436,8 @@ def one_cycle(rank, world_size, directory):
     return report.total_ms
 
 
-def test_watch_follows_a_real_job(tmp_path, monkeypatch):
+def test_watch_follows_a_real_job_in_place(tmp_path, monkeypatch):
+    """On a terminal, until Ctrl-C, with exit code 0."""
     monkeypatch.setattr(records, "SILENT_S", 180)  # one that is held up for some seconds is not
     with (
         ThreadPoolExecutor() as pool,
@@ -519,6 +451,9 @@ def test_watch_follows_a_real_job(tmp_path, monkeypatch):
         totals = ranks.result()
         assert terminal.interrupt() == 0
     assert "2 offloaded" in terminal.text
+    assert b"\x1b[1A" in terminal.raw  # the cursor goes up: a page replaces the one before
+    assert "Traceback" not in terminal.text
+    assert max(map(len, terminal.text.splitlines())) <= 160
     assert [one.last_ms["reload"] for one in job.ranks] == pytest.approx(totals)
     assert [one.desc for one in job.ranks[0].status.groups][1:] == ["pair"]
     assert job.skew["operation"] == "reload"
