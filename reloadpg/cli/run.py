@@ -205,10 +205,19 @@ class _Host:
         from ..environment.model import AGENT_STORE, DistributedEnvironment
 
         options = self._options
-        place: Any = (local, self._size, options.nproc_per_node, options.node_rank, options.nnodes)
-        place += (options.master_addr, self._store.port)
+        environ = DistributedEnvironment(
+            source="reloadpg run",
+            rank=rank,
+            local_rank=local,
+            world_size=self._size,
+            local_world_size=options.nproc_per_node,
+            node_rank=options.node_rank,
+            num_nodes=options.nnodes,
+            master_addr=options.master_addr,
+            master_port=self._store.port,
+        )
         return {
-            **DistributedEnvironment("reloadpg run", rank, *place).variables(),
+            **environ.variables(),
             **AGENT_STORE,  # equal in all processes: a restarted one belongs to the same job
             "TORCHELASTIC_RUN_ID": "reloadpg",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),

@@ -260,14 +260,22 @@ def reload_all(
 
 def job_variables(nodes: Sequence[str], address: str, port: int) -> list[dict[str, str]]:
     """The variables of each rank, as torchrun sets them, from the name of each rank's node."""
-    order, size = list(dict.fromkeys(nodes)), len(nodes)
-    found = []
-    for rank, node in enumerate(nodes):
-        local = list(nodes[:rank]).count(node), list(nodes).count(node)
-        place = (order.index(node), len(order), address, port)
-        environment = DistributedEnvironment("ray", rank, local[0], size, local[1], *place)
-        found.append({**environment.variables(), **AGENT_STORE})
-    return found
+    order = list(dict.fromkeys(nodes))
+    environments = (
+        DistributedEnvironment(
+            source="ray",
+            rank=rank,
+            local_rank=list(nodes[:rank]).count(node),
+            world_size=len(nodes),
+            local_world_size=list(nodes).count(node),
+            node_rank=order.index(node),
+            num_nodes=len(order),
+            master_addr=address,
+            master_port=port,
+        )
+        for rank, node in enumerate(nodes)
+    )
+    return [{**one.variables(), **AGENT_STORE} for one in environments]
 
 
 # ---------------------------------------------------------------------------------------------
