@@ -1,9 +1,9 @@
 """Recover: recreate all communicators of a job after a fault, behind the same objects.
 
 After a fault the ranks are out of step: a collective raised, timed out or was skipped, or an
-operation ended on some ranks only. So nothing here assumes that the ranks have ended equal rounds,
-or that their groups are in equal states. The store assigns a number to the recovery, and the ranks
-restart the count of their rounds.
+operation ended on some ranks only. So nothing here assumes that the ranks have ended the same
+operations, or that their groups are in the same states. The store assigns a number to the recovery,
+and the ranks count their operations from there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,7 +141,7 @@ def recovery_requested() -> bool:
             return True
     if c10d.aborted_groups():
         return True
-    return not registry.busy and job.rendezvous.called(_ASK_S)
+    return not registry.busy and job.rendezvous.recovery_requested(_ASK_S)
 
 
 def meet(
@@ -348,15 +349,12 @@ def _agree(op: Operation, job: Job) -> Position:
     Returns:
         The furthest position of any rank.
     """
-    rendezvous = job.rendezvous
-
-    def gather() -> None:
-        rendezvous.gather(_summary, op.round.seconds)
-
+    rendezvous, seconds = job.rendezvous, op.round.seconds
     if rendezvous.rank == 0 or rendezvous.alone:
+        gather = partial(rendezvous.gather, _summary, seconds)
         op.do("agreed", gather, "reading the reports of all ranks")
     op.barrier("agreed")
-    agreed = json.loads(rendezvous.summary(op.round.seconds))
+    agreed = json.loads(rendezvous.summary(seconds))
     op.generation, op.all_replaced = agreed["generation"], tuple(agreed["replaced"])
     op.record.replaced = tuple(agreed["new"])
     op.record.faults = tuple(

@@ -503,7 +503,7 @@ class _Progress:
     def _follows(error: BaseException) -> bool:
         """Whether a collective failed because a peer requested a recovery. Local; may wait."""
         job = registry.job("retrying")
-        if job is None or not job.rendezvous.called(0.0):
+        if job is None or not job.rendezvous.recovery_requested(0.0):
             return False
         found: list[BaseException] = [error]
         for one in found:
@@ -532,7 +532,7 @@ def _abort_if_called(job: Job, block_ended: threading.Event) -> None:
     while not block_ended.wait(every):
         # Listed before the poll, so that groups rebuilt by a recovery are never aborted.
         communicators = [group.communicator for group in registry.managed()]
-        if job.rendezvous.called(every / 2) and not block_ended.is_set():
+        if job.rendezvous.recovery_requested(every / 2) and not block_ended.is_set():
             for one in filter(None, communicators):
                 Task(one.abort, "abort")
             return

@@ -61,10 +61,10 @@ T = TypeVar("T")
 _NEXT_S = 0.2
 """Seconds in which a late rank checks whether the others have begun the next operation."""
 
-_TELL_S = 5.0
+_NOTIFY_S = 5.0
 """Minimum of the seconds in which a rank that fails tries to notify the others."""
 
-_CALL_S = 10.0
+_REQUEST_S = 10.0
 """Seconds in which a rank tries to request a recovery."""
 
 _COUNT_S = 5.0
@@ -181,7 +181,7 @@ class Rendezvous:
     def lose_state(self, reason: str) -> None:
         """Write that the job cannot continue, for its launcher. Waits a limited time."""
         with suppress(RuntimeError):
-            self.ask(lambda store: store.set(LOST, reason), Wait("lost", _TELL_S))
+            self.ask(lambda store: store.set(LOST, reason), Wait("lost", _NOTIFY_S))
 
     def _join(self, root: Store) -> None:
         """Count this job, unless that is done, by one thread at a time. Blocking."""
@@ -260,18 +260,18 @@ class Rendezvous:
     def recover(self, phases: Sequence[str], reason: str, report: str, seconds: float) -> Round:
         """Request a recovery of all ranks, or join the requested one. Local, with a timeout.
 
-        From then on, :meth:`called` is true on ranks that have not joined it. Ranks that wait at a
-        barrier of an earlier epoch read the request there. Two kinds of barriers end immediately:
-        the first one of the operation that this rank would begin next, and those of a recovery in
-        which this process' predecessor took part. ``reason`` is for ranks that wait elsewhere, and
-        ``report`` for :meth:`gather`.
+        From then on, :meth:`recovery_requested` is true on ranks that have not joined it. Ranks
+        that wait at a barrier of an earlier epoch read the request there. Two kinds of barriers
+        end immediately: the first one of the operation that this rank would begin next, and those
+        of a recovery in which this process' predecessor took part. ``reason`` is for ranks that
+        wait elsewhere, and ``report`` for :meth:`gather`.
 
         Raises:
             ReloadpgError: the store is lost.
             RendezvousTimeoutError: the store does not respond.
         """
         event = Recover(reason, report, tuple(phases), self.replaces)
-        self.drive(event, Wait("recover", min(seconds, _CALL_S), "flag"))
+        self.drive(event, Wait("recover", min(seconds, _REQUEST_S), "flag"))
         self.peers.forget()  # a process that has ended may be replaced
         return Round(self, "recover", seconds)
 
@@ -279,13 +279,13 @@ class Rendezvous:
         """Notify the ranks in a recovery that this one will not take part. Waits a limited time."""
         event = Fail(Decision("cancelled", self.rank, _text(error)), joins=True)
         with suppress(ReloadpgError):
-            self.drive(event, Wait("recover", _TELL_S, "flag"))
+            self.drive(event, Wait("recover", _NOTIFY_S, "flag"))
 
     def complete_recovery(self) -> None:
         """Mark the current recovery as complete on all ranks. Local."""
         self.recovered, self.replaces = self.state.epoch, False
 
-    def called(self, every: float) -> bool:
+    def recovery_requested(self, every: float) -> bool:
         """Whether a recovery was requested that this rank has not joined. Local, with a timeout.
 
         Polls at most once per ``every`` seconds; otherwise returns the cached answer. False while
@@ -418,7 +418,7 @@ class Round:
         decision: the decision that ended the operation early; None before that.
         since: Unix time at which this rank arrived at the next barrier, or began its work before
             it.
-        told: set when the other ranks were notified of this rank's failure, or cannot be.
+        notified: set when the other ranks were notified of this rank's failure, or cannot be.
     """
 
     def __init__(self, rendezvous: Rendezvous, operation: str, seconds: float) -> None:
@@ -432,7 +432,7 @@ class Round:
         self.unfinished: list[tuple[int, Task[object]]] = []
         self.decision: Decision | None = None
         self.since = time.time()
-        self.told = threading.Event()
+        self.notified = threading.Event()
 
     @property
     def _state(self) -> State:
@@ -600,17 +600,17 @@ class Round:
         _come_to("failing", self.operation, self.phase, self._rendezvous.rank)
         try:
             if not (self._ended or self._state.lost) and self._is_current and self.phase:
-                self._tell(error, "cancelled" if cancels else "failed")
+                self._notify(error, "cancelled" if cancels else "failed")
             self._ended = True  # an interrupt before this line lets the caller try again
             return self.supposed_end
         finally:
-            self.told.set()
+            self.notified.set()
 
-    def _tell(self, error: BaseException, kind: str) -> None:
+    def _notify(self, error: BaseException, kind: str) -> None:
         rank, dead = self._rendezvous.rank, self._rendezvous.peers.dead()
         event = Fail(Decision(kind, rank, _text(error), dead=dead))
         try:
-            seconds = max(_TELL_S, self._rendezvous.grace_s)
+            seconds = max(_NOTIFY_S, self._rendezvous.grace_s)
             self._rendezvous.drive(event, Wait(self.operation, seconds, self.phase))
             self._close("", waits=isinstance(error, ReloadpgError))
         except ReloadpgError as lost:
