@@ -19,7 +19,7 @@ from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgErro
 from ..groups.creation import HANDED_OVER
 from ..groups.offloaded import UnderWay
 from ..groups.proxy import GroupState, ReloadableProcessGroup
-from ..groups.registry import Callback, Job, Options, registry
+from ..groups.registry import Callback, Job, Options, Position, registry
 from ..groups.sets import ALL, TRAINER, Chosen
 from ..rendezvous.plan import GroupPlan, Plan, Proposal
 from ..rendezvous.round import Round
@@ -69,7 +69,7 @@ class Operation:
         was_offloaded: whether these sets were offloaded at the start.
         generations: generation of each group at the start.
         all_replaced: of a recovery, the ranks that were replaced since the last completed step.
-        position: this rank's position in the loops of ``retrying`` after completion.
+        position: of a recovery, the furthest position of any rank in the loops of ``retrying``.
         generation: the job's generation after completion.
         report: the report of this rank; set when the operation has ended.
 
@@ -91,6 +91,7 @@ class Operation:
         self.report = Report(name, False, 0, note="torch.distributed is not initialized")
         self.groups: list[ReloadableProcessGroup] = []
         self.activity = ""
+        self.position = Position()
         self.opened = False
         self.job: Job | None = None
         self.is_running = False
@@ -128,7 +129,7 @@ class Operation:
         self.generation = job.generation + (self.name == "reload" and self.was_offloaded)
         self._cycles = job.cycles + (not self.was_offloaded)
         self.record.warnings += self._unknown_sets()
-        self.all_replaced, self.position = job.replaced, job.position
+        self.all_replaced = job.replaced
         self.strategy = Strategy(self.options.strategy, job)
         if self.name == "recover":  # the store determines its round
             return
@@ -350,9 +351,10 @@ class Operation:
             for state, *_ in self._before:
                 state.generation, state.offloaded = self.generation, False
         if self.name == "recover":
-            job.rendezvous.complete_recovery()
             job.replaced = self.all_replaced
-            job.position = max(job.position, self.position)
+            if job.rendezvous.replaces:  # this process continues where the others are
+                job.position = max(job.position, self.position)
+            job.rendezvous.complete_recovery()
         self.report = self.record.report(job, note)
         self._completed = True
 

@@ -32,8 +32,8 @@ from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Job, Position, registry
 from ..rendezvous.worker_thread import Task
 from .connect import await_device
-from .recover import Meeting, longest_wait, meet, recovery_requested, seconds_of
-from .report import Fault
+from .recover import longest_wait, meet, recovery_requested, seconds_of
+from .report import Fault, Report
 from .snapshot import Snapshot
 
 __all__ = ["Step", "retrying"]
@@ -468,7 +468,7 @@ class _Progress:
         self.complete = True
         self.loops.steps += 1
 
-    def _recover(self, error: Exception, repeats: bool) -> Meeting | None:
+    def _recover(self, error: Exception, repeats: bool) -> tuple[Report, Position] | None:
         """Recover, with further attempts if that fails, which it does on all ranks."""
         loop = self._loop
         _note(Position(self.loops.steps, loop.number, self.failed, self._number, loop.nested))

@@ -62,7 +62,7 @@ _NEXT_S = 0.2
 """Seconds in which a late rank checks whether the others have begun the next operation."""
 
 _NOTIFY_S = 5.0
-"""Minimum of the seconds in which a rank that fails tries to notify the others."""
+"""Shortest time, in seconds, that a failing rank has to notify the others."""
 
 _REQUEST_S = 10.0
 """Seconds in which a rank tries to request a recovery."""
@@ -75,7 +75,6 @@ _FLAG_S = 0.5
 
 _SILENT_S = 2.0, 60.0
 """Back-off for an unresponsive store: initial and maximum, in seconds."""
-
 
 barrier_hooks: list[Callable[[str, str, str, int], object]] = []
 """For ``reloadpg.testing``: called at each barrier with a moment, the operation, the phase and this
@@ -160,11 +159,7 @@ class Rendezvous:
         only, and later another job may use the store's port. If it fails, the first operation
         raises.
         """
-        task = Task(lambda: self._join(root), "count")
-        if task.wait(seconds):
-            with suppress(RuntimeError):
-                task.result()
-        else:
+        if not Task(partial(self._join, root), "count").wait(seconds):
             self._give_up_joining()
 
     def connect_ahead(self) -> list[Task[Store]]:
@@ -494,7 +489,7 @@ class Round:
                 decision = self.barrier(phase, arrival)
                 break
             except RendezvousTimeoutError:
-                if not self._is_behind(barrier):
+                if not self._catch_up(barrier):
                     raise
         if not decision.proposed or not subjects:
             return {}
@@ -636,8 +631,7 @@ class Round:
     def _conclude(self, phase: str, doing: str = "") -> Decision:
         """Continue to the next barrier, or raise the error of the decision."""
         _come_to("after", self.operation, phase, self._rendezvous.rank)
-        if self._state.decision.kind:
-            self._close(doing, waits=True)
+        self._close(doing, waits=True)
         self.since = time.time()
         decision = self._state.decision
         if not decision.kind:
@@ -647,16 +641,16 @@ class Round:
         raise decision.error(self.operation, phase, seconds=self.seconds, rank=rank, size=size)
 
     def _close(self, doing: str, *, waits: bool) -> None:
+        """Respond to a decision that ends the operation, if there is one. Idempotent."""
         rendezvous = self._rendezvous
         if self._state.decision.kind and not self._state.ended:
             event = Close(doing, waits, rendezvous.is_host())
             rendezvous.drive(event, Wait(self.operation, rendezvous.grace_s, self.phase))
 
-    def _is_behind(self, barrier: State) -> bool:
+    def _catch_up(self, barrier: State) -> bool:
         """Move to the operation that the others have begun, if this rank missed this one.
 
-        Otherwise a rank that never called this operation would stay one behind. Nothing was
-        changed.
+        Otherwise it would stay one behind. Nothing was changed. Returns whether it has moved.
         """
         decision = self.decision
         if decision is None or self._rendezvous.rank not in decision.missing:
