@@ -8,12 +8,13 @@ torch succeeds on one rank and times out much later on the other.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -49,11 +50,18 @@ _LAST_S = 5.0
 """Last seconds of a wait, in which the store is polled. Before, a blocking wait is used."""
 
 
-_opening = threading.Lock()
-_opened: dict[tuple[int, str, int], tuple[TCPStore, int]] = {}
-"""The store for each process and address, and its number of uses. Kept until the process ends:
-otherwise, in a second bring-up at the same address, a fast rank may connect to the first server
-while rank 0 is closing it."""
+_Address = tuple[int, str, int]  # process, host and port
+
+_starting = threading.Lock()
+"""Held while a task is looked up or started, not while it opens a store."""
+
+_opening: dict[_Address, Task[TCPStore]] = {}
+"""The stores that a thread is opening now; others wait for its result."""
+
+_opened: dict[_Address, tuple[TCPStore, Iterator[int]]] = {}
+"""The open stores, each with the numbers of its uses. Kept until the process ends: otherwise, in a
+second bring-up at the same address, a fast rank may connect to the first server while rank 0 is
+closing it."""
 
 _PROBE_S = 0.1
 """Seconds between two attempts to connect to a store that does not exist yet."""
@@ -73,30 +81,59 @@ def open_store(
         return PrefixStore(f"reloadpg/bringup/given/{use}", given)
     if environment.world_size == 1:
         return HashStore()
-    key = (os.getpid(), environment.master_addr, environment.master_port or 0)
-    with _opening:
-        store, uses = _opened.get(key) or (_connect(environment, timeout), 0)
-        _opened[key] = store, uses + 1
+    store, use = _open(environment, timeout.total_seconds())
     store.set_timeout(timeout)
     # torchrun's agent keeps its store when it restarts the ranks. Without the attempt in the
     # prefix, restarted ranks would read the decision of the earlier ones.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"reloadpg/bringup/{attempt}/{uses + 1}", store)
+    return PrefixStore(f"reloadpg/bringup/{attempt}/{use}", store)
 
 
-def _connect(environment: DistributedEnvironment, timeout: timedelta) -> TCPStore:
+def _open(environment: DistributedEnvironment, seconds: float) -> tuple[TCPStore, int]:
+    """The store at the job's address, and the number of this use. Blocking, with a timeout."""
     address, port = environment.master_addr, environment.master_port or 0
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = environment.rank == 0 and not by_agent
-    seconds = timeout.total_seconds()
+    key, end = (os.getpid(), address, port), time.monotonic() + seconds
+    mine, cause = False, None
+    # If the thread that opens the store fails, one that waits for it tries with the time left.
+    while key not in _opened and not mine and (left := end - time.monotonic()) > 0:
+        try:
+            with _starting:
+                mine = key not in _opening
+                if mine:
+                    _opening[key] = _connect(address, port, left, serves=serves)
+                task = _opening[key]
+            # Torch retries indefinitely if a server accepts the connection but does not respond.
+            if task.wait(left):
+                _opened.setdefault(key, (task.result(), itertools.count(1)))
+        except RuntimeError as error:
+            cause = error
+        finally:
+            if mine:
+                _opening.pop(key, None)
+    if key in _opened:
+        store, uses = _opened[key]
+        return store, next(uses)
+    what = _what_failed(address, port, f"within {seconds:g} s", cause, by_agent, serves)
+    raise RendezvousTimeoutError(
+        f"init_distributed: rank {environment.rank} of {environment.world_size}: {what}",
+        phase="connect",
+        seconds=seconds,
+        missing=() if serves or by_agent else (0,),
+    ) from cause
+
+
+def _connect(address: str, port: int, seconds: float, *, serves: bool) -> Task[TCPStore]:
+    """Open a store in the background. Local, non-blocking."""
     end = time.monotonic() + seconds
 
-    def opened(limit: timedelta) -> TCPStore:
+    def opened(limit: float) -> TCPStore:
         return TCPStore(
             host_name=address,
             port=port,
             is_master=serves,
-            timeout=limit,
+            timeout=timedelta(seconds=limit),
             wait_for_workers=False,
             multi_tenant=True,
         )
@@ -114,23 +151,9 @@ def _connect(environment: DistributedEnvironment, timeout: timedelta) -> TCPStor
                     raise RuntimeError(f"no server listens at {address}:{port}: {error}") from error
                 time.sleep(_PROBE_S)
             else:
-                return opened(timedelta(seconds=left))
+                return opened(left)
 
-    task = Task((lambda: opened(timeout)) if serves else connected, "store-open")
-    cause: Exception | None = None
-    # Torch retries indefinitely if a server accepts the connection but does not respond.
-    if task.wait(seconds):
-        try:
-            return task.result()
-        except RuntimeError as error:
-            cause = error
-    what = _what_failed(address, port, f"within {seconds:g} s", cause, by_agent, serves)
-    raise RendezvousTimeoutError(
-        f"init_distributed: rank {environment.rank} of {environment.world_size}: {what}",
-        phase="connect",
-        seconds=seconds,
-        missing=() if serves or by_agent else (0,),
-    ) from cause
+    return Task(partial(opened, seconds) if serves else connected, "store-open")
 
 
 def _what_failed(

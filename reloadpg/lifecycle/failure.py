@@ -10,6 +10,7 @@ from ..groups.proxy import GroupState
 from ..groups.registry import Job, Unfinished
 from ..rendezvous.worker_thread import Wait
 from .operation import TOUCHING, Operation
+from .record import publish
 from .recreate import abort
 from .report import Report
 
@@ -42,7 +43,8 @@ def perform(op: Operation, body: Callable[[Operation, Job], object]) -> Report:
         finally:
             # Python handles signals between function calls, so none is handled before this line.
             op.is_running = False
-            op.publish()
+            if op.opened:
+                publish(op.report)
     return op.report
 
 
@@ -70,7 +72,8 @@ def _end_early(op: Operation, error: BaseException) -> None:
             elif phase in TOUCHING or op.name == "recover":
                 _leave_failed(op, job, phase, error)
             break
-    op.fail(error)
+    job.last_error = f"{type(error).__name__}: {error}"
+    op.report = op.record.report(job, error=job.last_error)
 
 
 def _leave_failed(op: Operation, job: Job, phase: str, error: BaseException) -> None:
@@ -88,7 +91,7 @@ def _leave_failed(op: Operation, job: Job, phase: str, error: BaseException) -> 
     creates = op.name != "offload"
     while op.round.unfinished:
         index, task = op.round.unfinished.pop()
-        job.unfinished.append(Unfinished(op.current(index), task, creates))
+        job.unfinished.append(Unfinished(op.doing(index), task, creates))
     # A recovery replaces all backends: some ranks may already have the new ones, and others not.
     groups, whole = list(reversed(op.groups)), op.name == "recover"
     aborts = abort(job, groups, GroupState.FAILED, reason, whole=whole)

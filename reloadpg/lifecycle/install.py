@@ -169,6 +169,9 @@ def _options(
 
 def _install(options: Options, *, by_environment: bool) -> Installation:
     installation = _put_in_place(options, by_environment=by_environment)
+    if installation._owner:  # without the lock: programs can handle warnings themselves
+        _warn_of_torch()
+        _warn_of_unmanaged()
     for callback in list(registry.callbacks.install):
         callback()
     return installation
@@ -206,8 +209,6 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
             _unset_variables()
             registry.options = registry.patches = None
             raise
-        _warn_of_torch()
-        _warn_of_unmanaged()
         return Installation(options, owner=True)
 
 
@@ -315,7 +316,7 @@ def _warn_of_torch() -> None:
         warnings.warn(
             f"torch {torch.__version__} is not supported: reloadpg was tested with {tested}. It "
             "was installed anyway. Test an offload and a reload of your job before you rely on it.",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 
@@ -326,5 +327,5 @@ def _warn_of_unmanaged() -> None:
             f"created before reloadpg.install(): {counted(len(unmanaged), 'process group')} "
             f"({c10d.labels_of(unmanaged)}), which will keep communicators while others are "
             "offloaded. Install before creating groups.",
-            stacklevel=5,
+            stacklevel=4,
         )

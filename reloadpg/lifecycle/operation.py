@@ -7,8 +7,8 @@ unchanged on all ranks.
 
 from __future__ import annotations
 
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,13 +19,13 @@ from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgErro
 from ..groups.creation import HANDED_OVER
 from ..groups.offloaded import UnderWay
 from ..groups.proxy import GroupState, ReloadableProcessGroup
-from ..groups.registry import Callback, Job, Options, registry
+from ..groups.registry import Callback, Job, Options, Position, registry
 from ..groups.sets import ALL, TRAINER, Chosen
 from ..rendezvous.plan import GroupPlan, Plan, Proposal
 from ..rendezvous.round import Round
 from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Attempt
-from .record import Record, publish
+from .record import Record
 from .report import OperationStatus, Report
 from .strategy import Strategy
 
@@ -60,6 +60,7 @@ class Operation:
         job: the job; None if torch.distributed is not initialized.
         concerned: the chosen sets that it will change.
         groups: their managed groups, in the order that all ranks share.
+        may_suspend: whether this job may suspend groups: equal on all ranks with equal options.
         opened: whether its barriers are known.
         round: the barriers to reach.
         strategy: the choice for each group.
@@ -68,7 +69,7 @@ class Operation:
         was_offloaded: whether these sets were offloaded at the start.
         generations: generation of each group at the start.
         all_replaced: of a recovery, the ranks that were replaced since the last completed step.
-        position: this rank's position in the loops of ``retrying`` after completion.
+        position: of a recovery, the furthest position of any rank in the loops of ``retrying``.
         generation: the job's generation after completion.
         report: the report of this rank; set when the operation has ended.
 
@@ -84,11 +85,13 @@ class Operation:
             )
         self.name = name
         self.options: Options = registry.options
+        self.may_suspend = self.options.strategy.may_suspend
         self.chosen = self.concerned = chosen
         self.record = Record(name, str(chosen))
         self.report = Report(name, False, 0, note="torch.distributed is not initialized")
         self.groups: list[ReloadableProcessGroup] = []
         self.activity = ""
+        self.position = Position()
         self.opened = False
         self.job: Job | None = None
         self.is_running = False
@@ -126,7 +129,7 @@ class Operation:
         self.generation = job.generation + (self.name == "reload" and self.was_offloaded)
         self._cycles = job.cycles + (not self.was_offloaded)
         self.record.warnings += self._unknown_sets()
-        self.all_replaced, self.position = job.replaced, job.position
+        self.all_replaced = job.replaced
         self.strategy = Strategy(self.options.strategy, job)
         if self.name == "recover":  # the store determines its round
             return
@@ -155,14 +158,9 @@ class Operation:
             for group in touched:
                 group.reserve(under_way)
 
-    @property
-    def doing(self) -> str:
-        """The groups that are being processed, for messages."""
-        return ", ".join(self._current.values())
-
-    def current(self, index: int) -> str:
-        """The group that a thread processes, or processed last, for messages."""
-        return self._current.get(index, self.doing)
+    def doing(self, index: int = -1) -> str:
+        """The group that a thread processes, otherwise those of all threads, for messages."""
+        return self._current.get(index, ", ".join(self._current.values()))
 
     def status(self) -> OperationStatus:
         """Return the progress of this operation on this rank. Local, from any thread."""
@@ -177,15 +175,10 @@ class Operation:
             waiting,
             begun,
             self.round.since,
-            "" if waiting else self.activity or self.doing,
+            "" if waiting else self.activity or self.doing(),
             len(self._took),
             self._to_do,
         )
-
-    @property
-    def may_suspend(self) -> bool:
-        """Whether this job may suspend groups: equal on all ranks with equal options."""
-        return self.options.strategy.may_suspend
 
     @property
     def creators(self) -> int:
@@ -277,16 +270,15 @@ class Operation:
         for order, part in groupby(groups, lambda one: one.construction.order[0]):
             together = list(part)
             threads = 1 if order == HANDED_OVER[0] else min(most, len(together))
-            work = partial(self._work, iter(together), threading.Lock(), action, self._took)
+            work = partial(self._work, deque(together), action, self._took)
             with self.record.timed("groups", measure=False):
-                self.round.run(phase, work, lambda: self.doing, threads)
+                self.round.run(phase, work, self.doing, threads)
         for group in groups:
             self.record.add(group, *self._took[group], self.strategy.of(group))
 
     def _work(
         self,
-        left: Iterator[ReloadableProcessGroup],
-        taking: threading.Lock,
+        left: deque[ReloadableProcessGroup],
         action: Action,
         took: dict[ReloadableProcessGroup, tuple[float, float]],
         attempt: Attempt,
@@ -295,9 +287,9 @@ class Operation:
         """Process groups until none is left; the body of one thread."""
         failure = ReleaseError if self.name == "offload" else RebuildError
         while not attempt.abandoned:
-            with taking:
-                group = next(left, None)
-            if group is None:
+            try:
+                group = left.popleft()
+            except IndexError:
                 return
             self._current[index] = repr(group)
             begun = time.perf_counter()
@@ -359,9 +351,10 @@ class Operation:
             for state, *_ in self._before:
                 state.generation, state.offloaded = self.generation, False
         if self.name == "recover":
-            job.rendezvous.complete_recovery()
             job.replaced = self.all_replaced
-            job.position = max(job.position, self.position)
+            if job.rendezvous.replaces:  # this process continues where the others are
+                job.position = max(job.position, self.position)
+            job.rendezvous.complete_recovery()
         self.report = self.record.report(job, note)
         self._completed = True
 
@@ -377,20 +370,9 @@ class Operation:
         near = {name: did_you_mean(name, known) for name in sorted(self.chosen.names - known)}
         return [f"no group here is in the set {name}{text}" for name, text in near.items() if text]
 
-    def fail(self, error: BaseException) -> None:
-        """Record that the operation has ended with an error on this rank."""
-        if self.job is not None and self.opened:
-            text = self.job.last_error = f"{type(error).__name__}: {error}"
-            self.report = self.record.report(self.job, error=text)
-
     def release(self) -> None:
         """Lift the restriction to the operation's threads, and wake threads that wait for it."""
         for group in self._reserved:
             group.reserve(None)
         if self.opened:
-            self.round.told.set()
-
-    def publish(self) -> None:
-        """Log the report and pass it to the callbacks."""
-        if self.opened:
-            publish(self.report)
+            self.round.notified.set()

@@ -1,9 +1,9 @@
 """Recover: recreate all communicators of a job after a fault, behind the same objects.
 
 After a fault the ranks are out of step: a collective raised, timed out or was skipped, or an
-operation ended on some ranks only. So nothing here assumes that the ranks have ended equal rounds,
-or that their groups are in equal states. The store assigns a number to the recovery, and the ranks
-restart the count of their rounds.
+operation ended on some ranks only. So nothing here assumes that the ranks have ended the same
+operations, or that their groups are in the same states. The store assigns a number to the recovery,
+and the ranks count their operations from there.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import c10d
 from ..c10d import devices
@@ -34,7 +35,6 @@ from .recreate import abort, rebuild
 from .report import Fault, Report
 
 __all__ = [
-    "Meeting",
     "collectives_begun",
     "recovery_requested",
     "longest_wait",
@@ -52,7 +52,7 @@ _LEAST_S = 1.0
 """Minimum timeout, in seconds, for a recovery that a replacement process requests again."""
 
 _SHUT_S = 5.0
-"""Maximum of the seconds that a recovery waits until the connections of gloo groups are shut."""
+"""Longest time, in seconds, that a recovery waits for gloo's connections to be shut."""
 
 _PEERS_S = 30.0
 """Seconds in which the peers of a shut connection can still write to it. A peer that writes later,
@@ -63,18 +63,6 @@ _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENE
 
 _ASK_S = 0.1
 """Minimum interval between two requests of ``recovery_requested`` to the store, in seconds."""
-
-
-class Meeting(NamedTuple):
-    """The result of a recovery on this rank.
-
-    Attributes:
-        report: the report of this rank.
-        position: the furthest position of any rank.
-    """
-
-    report: Report
-    position: Position
 
 
 def recover(
@@ -121,7 +109,8 @@ def recover(
         ReloadpgError: the store is lost, and with it the job.
         InvalidOptionError: ``timeout`` is not positive; nothing was changed.
     """
-    return meet(reason, seconds=seconds_of(timeout)).report
+    report, _ = meet(reason, seconds=seconds_of(timeout))
+    return report
 
 
 def recovery_requested() -> bool:
@@ -140,7 +129,7 @@ def recovery_requested() -> bool:
             return True
     if c10d.aborted_groups():
         return True
-    return not registry.busy and job.rendezvous.called(_ASK_S)
+    return not registry.busy and job.rendezvous.recovery_requested(_ASK_S)
 
 
 def meet(
@@ -148,25 +137,22 @@ def meet(
     *,
     seconds: float | None = None,
     repeats: bool = True,
-) -> Meeting:
+) -> tuple[Report, Position]:
     """Recover, and agree on the position of all ranks in their loops; see :func:`recover`.
 
     Args:
         reason: see :func:`recover`.
         seconds: how long to wait for missing ranks; None as in :func:`recover`.
         repeats: whether the other ranks may repeat the step.
+
+    Returns:
+        The report of this rank, and the furthest position of any rank.
     """
     op = Operation("recover")
-    position = Position()
-
-    def body(op: Operation, job: Job) -> None:
-        nonlocal position
-        position = _recover(op, job, reason, seconds, repeats)
-
-    perform(op, body)
+    perform(op, partial(_recover, reason=reason, seconds=seconds, repeats=repeats))
     if op.job is not None and op.job.rendezvous.rank == 0:
         logger.warning("%s", op.report)
-    return Meeting(op.report, position)
+    return op.report, op.position
 
 
 def _recover(
@@ -175,8 +161,7 @@ def _recover(
     reason: str | BaseException | None,
     seconds: float | None,
     repeats: bool,
-) -> Position:
-    replaces = job.rendezvous.replaces
+) -> None:
     fault = _fault(op, reason, repeats)
     report = json.dumps(
         {
@@ -184,13 +169,13 @@ def _recover(
             "begun": collectives_begun(op.groups),
             "generation": max([job.generation, *(group.generation for group in op.groups)]),
             "position": job.position,
-            "replaces": replaces,
+            "replaces": job.rendezvous.replaces,
             "replaced": job.replaced,
         }
     )
-    bound = op.options.timeout.total_seconds()
+    timeout = op.options.timeout.total_seconds()
     if seconds is None:
-        seconds = max([bound, *map(longest_wait, op.groups)])
+        seconds = max([timeout, *map(longest_wait, op.groups)])
     was_offloaded = job.offloaded
     waited = Wait("recover", seconds)
     try:  # request first: collectives that fail because of the aborts then find the request
@@ -214,17 +199,14 @@ def _recover(
         # A replacement arrived for a process that was counted in this recovery.
         left = max(waited.left, _LEAST_S)
         job.round = op.round = job.rendezvous.recover(PHASES["recover"], str(fault), report, left)
-    op.round.seconds = bound
-    position = _agree(op, job)
-    if replaces:
-        op.position = position
+    op.round.seconds = timeout
+    _agree(op, job)
     if was_offloaded:
         op.call(registry.callbacks.before_reload)
     with op.record.timed("device"):
         devices.empty_cache()
     gone = [g for g in op.groups if g.state is not GroupState.DESTROYED]
     rebuild(op, job, gone, "canary", whole=True)
-    return position
 
 
 # -- the report of this rank --------------------------------------------------------------------
@@ -342,27 +324,20 @@ def _shut_connections(op: Operation, job: Job) -> None:
     shut.wait(_SHUT_S)
 
 
-def _agree(op: Operation, job: Job) -> Position:
-    """Exchange the reports: rank 0 writes a summary. Collective, with a timeout.
-
-    Returns:
-        The furthest position of any rank.
-    """
-    rendezvous = job.rendezvous
-
-    def gather() -> None:
-        rendezvous.gather(_summary, op.round.seconds)
-
+def _agree(op: Operation, job: Job) -> None:
+    """Exchange the reports: rank 0 writes a summary. Collective, with a timeout."""
+    rendezvous, seconds = job.rendezvous, op.round.seconds
     if rendezvous.rank == 0 or rendezvous.alone:
+        gather = partial(rendezvous.gather, _summary, seconds)
         op.do("agreed", gather, "reading the reports of all ranks")
     op.barrier("agreed")
-    agreed = json.loads(rendezvous.summary(op.round.seconds))
-    op.generation, op.all_replaced = agreed["generation"], tuple(agreed["replaced"])
+    agreed = json.loads(rendezvous.summary(seconds))
+    op.generation, op.position = agreed["generation"], Position(*agreed["position"])
+    op.all_replaced = tuple(agreed["replaced"])
     op.record.replaced = tuple(agreed["new"])
     op.record.faults = tuple(
         replace(Fault(**one), late=tuple(one["late"])) for one in agreed["faults"]
     )
-    return Position(*agreed["position"])
 
 
 def _summary(reports: Sequence[str]) -> str:

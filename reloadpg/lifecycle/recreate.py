@@ -78,7 +78,7 @@ class Rebuilds:
         self._stores = job.creation_stores  # an abandoned thread must not use those that follow
         self._generation = op.generation
         self._label = op.round.label
-        self._told = op.round.told
+        self._notified = op.round.notified
         self._connect = connect
         self._whole = whole
         self._created: dict[ReloadableProcessGroup, threading.Event] = {}
@@ -152,7 +152,7 @@ class Rebuilds:
                 group.history.strategy = "recreate"
         if not wanted:
             # The destruction makes other members fail, so they are notified of the reason first.
-            self._told.wait()
+            self._notified.wait()
             _discard(inner)
 
     def _store(self, index: int, construction: Construction) -> Store:

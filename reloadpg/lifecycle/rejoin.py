@@ -48,4 +48,5 @@ def rejoin(*, timeout: timedelta | float | None = None) -> Report:
     if job is None or not job.rendezvous.replaces:
         generation = 0 if job is None else job.generation
         return Report("recover", False, generation, note="this process replaces no other one")
-    return meet("this process replaces one that has ended", seconds=seconds).report
+    report, _ = meet("this process replaces one that has ended", seconds=seconds)
+    return report

@@ -32,8 +32,8 @@ from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Job, Position, registry
 from ..rendezvous.worker_thread import Task
 from .connect import await_device
-from .recover import Meeting, longest_wait, meet, recovery_requested, seconds_of
-from .report import Fault
+from .recover import longest_wait, meet, recovery_requested, seconds_of
+from .report import Fault, Report
 from .snapshot import Snapshot
 
 __all__ = ["Step", "retrying"]
@@ -468,7 +468,7 @@ class _Progress:
         self.complete = True
         self.loops.steps += 1
 
-    def _recover(self, error: Exception, repeats: bool) -> Meeting | None:
+    def _recover(self, error: Exception, repeats: bool) -> tuple[Report, Position] | None:
         """Recover, with further attempts if that fails, which it does on all ranks."""
         loop = self._loop
         _note(Position(self.loops.steps, loop.number, self.failed, self._number, loop.nested))
@@ -503,7 +503,7 @@ class _Progress:
     def _follows(error: BaseException) -> bool:
         """Whether a collective failed because a peer requested a recovery. Local; may wait."""
         job = registry.job("retrying")
-        if job is None or not job.rendezvous.called(0.0):
+        if job is None or not job.rendezvous.recovery_requested(0.0):
             return False
         found: list[BaseException] = [error]
         for one in found:
@@ -532,7 +532,7 @@ def _abort_if_called(job: Job, block_ended: threading.Event) -> None:
     while not block_ended.wait(every):
         # Listed before the poll, so that groups rebuilt by a recovery are never aborted.
         communicators = [group.communicator for group in registry.managed()]
-        if job.rendezvous.called(every / 2) and not block_ended.is_set():
+        if job.rendezvous.recovery_requested(every / 2) and not block_ended.is_set():
             for one in filter(None, communicators):
                 Task(one.abort, "abort")
             return

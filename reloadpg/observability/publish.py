@@ -381,19 +381,19 @@ class _Process:
     def publish(self, directory: Path) -> Callable[[], None]:
         self.record()
         with self._lock:
-            publisher = self._publisher
+            before = publisher = self._publisher
             if publisher is None or publisher.directory != directory:
-                if publisher is not None:
-                    publisher.stop()
                 publisher = self._publisher = Publisher(directory)
                 publisher.start()
-            return lambda: self._stop(publisher)
+        if before is not None and before is not publisher:
+            before.stop()
+        return lambda: self._stop(publisher)
 
     def _stop(self, publisher: Publisher) -> None:
         with self._lock:
-            publisher.stop()
             if self._publisher is publisher:
                 self._publisher = None
+        publisher.stop()
 
     def _end(self) -> None:
         if self._publisher is not None:

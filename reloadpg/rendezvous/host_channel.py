@@ -26,16 +26,15 @@ __all__ = ["HostChannel"]
 _MOST_BYTES = 1 << 18
 """Longest message; the default buffer of a Unix socket is smaller."""
 
-
 HEAR_S = 2.0
 """Seconds after which a rank without a message from the leader of its host reads the store."""
 
 _GATHER_S = 1.0
-"""Maximum of the seconds after which a leader that waits for the other ranks reads the store."""
+"""Longest time, in seconds, until a leader that waits for the other ranks reads the store."""
 
 
 class HostChannel:
-    """One rank's end, closed at first. A closed one sends and receives nothing.
+    """One rank's end of the channel. Until it is opened, it sends and receives nothing.
 
     Args:
         rank: this rank.

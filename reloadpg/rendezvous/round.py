@@ -61,10 +61,10 @@ T = TypeVar("T")
 _NEXT_S = 0.2
 """Seconds in which a late rank checks whether the others have begun the next operation."""
 
-_TELL_S = 5.0
-"""Seconds in which a rank that fails tries to notify the others."""
+_NOTIFY_S = 5.0
+"""Shortest time, in seconds, that a failing rank has to notify the others."""
 
-_CALL_S = 10.0
+_REQUEST_S = 10.0
 """Seconds in which a rank tries to request a recovery."""
 
 _COUNT_S = 5.0
@@ -75,7 +75,6 @@ _FLAG_S = 0.5
 
 _SILENT_S = 2.0, 60.0
 """Back-off for an unresponsive store: initial and maximum, in seconds."""
-
 
 barrier_hooks: list[Callable[[str, str, str, int], object]] = []
 """For ``reloadpg.testing``: called at each barrier with a moment, the operation, the phase and this
@@ -99,6 +98,9 @@ class Rendezvous:
         alone: whether this rank has no peers.
         recovered: number of the last completed recovery; 0 before the first.
         replaces: whether this process replaces another one and has not rejoined the job.
+        peers: the ranks of this host.
+        state: this rank's state of the protocol. Its ``instance`` is the number of this job on its
+            store, equal on all ranks and 0 before the job is counted.
     """
 
     def __init__(
@@ -120,12 +122,12 @@ class Rendezvous:
         self._client = StoreClient(root, self._join)
         self._stepping = threading.Lock()  # held for one protocol step, never during I/O
         self._joining: threading.Event | None = None
-        self._peers = Peers(rank, watches=watches and root is not None)
+        self.peers = Peers(rank, watches=watches and root is not None)
         members = tuple(range(size)) if root is not None else (rank,)
         mark = process_mark() if marks else ""
-        self._state = State(rank, members, host=self._peers.host, mark=mark)
+        self.state = State(rank, members, host=self.peers.host, mark=mark)
         if predecessor is not None:
-            self._state = self._state._replace(
+            self.state = self.state._replace(
                 instance=predecessor.instance, confirmed=True, epoch=predecessor.epoch
             )
         self._last = 0
@@ -150,18 +152,14 @@ class Rendezvous:
 
     # -- the job ----------------------------------------------------------------------------
 
-    def count_job(self, root: Store) -> None:
-        """Count this job on its store. Blocking, with a timeout; idempotent.
+    def count_job(self, root: Store, seconds: float = _COUNT_S) -> None:
+        """Count this job on its store. Blocking, for at most ``seconds``; idempotent.
 
         All ranks call this when the job begins: the first operation may be called by some ranks
         only, and later another job may use the store's port. If it fails, the first operation
         raises.
         """
-        task = Task(lambda: self._join(root), "count")
-        if task.wait(_COUNT_S):
-            with suppress(RuntimeError):
-                task.result()
-        else:
+        if not Task(partial(self._join, root), "count").wait(seconds):
             self._give_up_joining()
 
     def connect_ahead(self) -> list[Task[Store]]:
@@ -170,22 +168,22 @@ class Rendezvous:
 
     def end(self) -> None:
         """Write to the store that this rank has ended the job. Waits a limited time."""
-        self._peers.forget()
-        if self._state.mark and not self.alone:
+        self.peers.forget()
+        if self.state.mark and not self.alone:
             with suppress(RuntimeError):
                 self.ask(lambda store: store.set(f"ended/{self.rank}", "1"), Wait("end", _FLAG_S))
 
     def lose_state(self, reason: str) -> None:
         """Write that the job cannot continue, for its launcher. Waits a limited time."""
         with suppress(RuntimeError):
-            self.ask(lambda store: store.set(LOST, reason), Wait("lost", _TELL_S))
+            self.ask(lambda store: store.set(LOST, reason), Wait("lost", _NOTIFY_S))
 
     def _join(self, root: Store) -> None:
         """Count this job, unless that is done, by one thread at a time. Blocking."""
         mine = threading.Event()
         while True:
             with self._stepping:
-                if self._state.instance:
+                if self.state.instance:
                     return
                 joining = self._joining = self._joining or mine
             if joining is not mine:
@@ -199,37 +197,20 @@ class Rendezvous:
 
     def _count(self, root: Store) -> None:
         # A separate state machine, since an operation may begin while this runs.
-        state, wait = self._state._replace(asked=0), Wait("join", _COUNT_S)
+        state, wait = self.state._replace(asked=0), Wait("join", _COUNT_S)
         state, command = step(state, Join())
         while command is not None:
-            reply = perform(root, command, wait, self.pause_s, self._peers)
+            reply = perform(root, command, wait, self.pause_s, self.peers)
             state, command = step(state, Reply(state.asked, reply))
         with self._stepping:
-            if not self._state.instance:
-                self._state = self._state._replace(
-                    instance=state.instance, published=state.published
-                )
+            if not self.state.instance:
+                self.state = self.state._replace(instance=state.instance, published=state.published)
 
     def _give_up_joining(self) -> None:
         """Let another thread count this job: the one that does it has ended, or may hang."""
         joining, self._joining = self._joining, None
         if joining is not None:
             joining.set()
-
-    @property
-    def instance(self) -> int:
-        """Number of this job on its store, equal on all ranks; 0 before the first barrier."""
-        return self._state.instance
-
-    @property
-    def epoch(self) -> int:
-        """Number of the last recovery that this rank took part in; 0 before the first."""
-        return self._state.epoch
-
-    @property
-    def state(self) -> State:
-        """This rank's state of the protocol."""
-        return self._state
 
     def is_host(self) -> bool:
         """Whether the store's server is in this process. Local."""
@@ -259,7 +240,7 @@ class Rendezvous:
         """
         self.check_rejoined(operation)
         with self._stepping:
-            self._state = self._state.open(tuple(phases), tuple(optional))
+            self.state = self.state.open(tuple(phases), tuple(optional))
         return Round(self, operation, seconds)
 
     def check_rejoined(self, operation: str) -> None:
@@ -274,39 +255,39 @@ class Rendezvous:
     def recover(self, phases: Sequence[str], reason: str, report: str, seconds: float) -> Round:
         """Request a recovery of all ranks, or join the requested one. Local, with a timeout.
 
-        From then on, :meth:`called` is true on ranks that have not joined it. Ranks that wait at a
-        barrier of an earlier epoch read the request there. Two kinds of barriers end immediately:
-        the first one of the operation that this rank would begin next, and those of a recovery in
-        which this process' predecessor took part. ``reason`` is for ranks that wait elsewhere, and
-        ``report`` for :meth:`gather`.
+        From then on, :meth:`recovery_requested` is true on ranks that have not joined it. Ranks
+        that wait at a barrier of an earlier epoch read the request there. Two kinds of barriers
+        end immediately: the first one of the operation that this rank would begin next, and those
+        of a recovery in which this process' predecessor took part. ``reason`` is for ranks that
+        wait elsewhere, and ``report`` for :meth:`gather`.
 
         Raises:
             ReloadpgError: the store is lost.
             RendezvousTimeoutError: the store does not respond.
         """
         event = Recover(reason, report, tuple(phases), self.replaces)
-        self.drive(event, Wait("recover", min(seconds, _CALL_S), "flag"))
-        self._peers.forget()  # a process that has ended may be replaced
+        self.drive(event, Wait("recover", min(seconds, _REQUEST_S), "flag"))
+        self.peers.forget()  # a process that has ended may be replaced
         return Round(self, "recover", seconds)
 
     def cancel_recovery(self, error: BaseException) -> None:
         """Notify the ranks in a recovery that this one will not take part. Waits a limited time."""
         event = Fail(Decision("cancelled", self.rank, _text(error)), joins=True)
         with suppress(ReloadpgError):
-            self.drive(event, Wait("recover", _TELL_S, "flag"))
+            self.drive(event, Wait("recover", _NOTIFY_S, "flag"))
 
     def complete_recovery(self) -> None:
         """Mark the current recovery as complete on all ranks. Local."""
-        self.recovered, self.replaces = self.epoch, False
+        self.recovered, self.replaces = self.state.epoch, False
 
-    def called(self, every: float) -> bool:
+    def recovery_requested(self, every: float) -> bool:
         """Whether a recovery was requested that this rank has not joined. Local, with a timeout.
 
         Polls at most once per ``every`` seconds; otherwise returns the cached answer. False while
         the store does not respond, with a back-off of 2 s that doubles up to a minute.
         """
         if self.alone or time.monotonic() < self._ask_again:
-            return self._last > self.epoch
+            return self._last > self.state.epoch
         self._ask_again = time.monotonic() + every
         try:
             text = self.ask(lambda store: read(store, "recovery"), Wait("flag", _FLAG_S))
@@ -315,33 +296,35 @@ class Rendezvous:
             least, most = _SILENT_S
             self._silent_s = min(most, max(least, 2 * self._silent_s))
             self._ask_again = time.monotonic() + self._silent_s
-        return self._last > self.epoch
+        return self._last > self.state.epoch
 
     def gather(self, summary: Callable[[list[str]], str], seconds: float) -> None:
         """Read all ranks' reports to this recovery and write a summary. Blocking, with a timeout.
 
         One rank calls this, between two barriers of the recovery.
         """
-        own = f"recovery/{self.epoch}"
+        own = f"recovery/{self.state.epoch}"
 
         def question(store: Store) -> None:
-            reports = [read(store, f"{own}/{rank}") or "{}" for rank in self._state.members]
+            reports = [read(store, f"{own}/{rank}") or "{}" for rank in self.state.members]
             store.set(f"{own}/summary", summary(reports))
 
         with self._stepping:
-            self._state = self._state.owning(f"{base(self.instance)}/{own}/summary")
+            self.state = self.state.owning(f"{base(self.state.instance)}/{own}/summary")
         self.ask(question, Wait("recover", seconds, "agreed"))
 
     def summary(self, seconds: float) -> str:
         """Read the summary. Call it after the barrier that follows :meth:`gather`."""
-        key, wait = f"recovery/{self.epoch}/summary", Wait("recover", seconds, "agreed")
+        key, wait = f"recovery/{self.state.epoch}/summary", Wait("recover", seconds, "agreed")
         return self.ask(lambda store: store.get(key).decode(), wait)
 
     # -- the store --------------------------------------------------------------------------
 
     def ask(self, question: Callable[[Store], T], wait: Wait) -> T:
         """Send requests to this job's part of the store; see :meth:`ask_root`."""
-        return self.ask_root(lambda root: question(PrefixStore(base(self.instance), root)), wait)
+        return self.ask_root(
+            lambda root: question(PrefixStore(base(self.state.instance), root)), wait
+        )
 
     def ask_root(self, question: Callable[[Store], T], wait: Wait) -> T:
         """Send requests to the whole store. Blocking, with a timeout; see :meth:`StoreClient.ask`.
@@ -365,7 +348,7 @@ class Rendezvous:
                 wait.operation, wait.phase, seconds=wait.seconds, rank=self.rank, size=self.size
             ) from None
         finally:
-            if not self.instance:  # the thread that counts this job may hang
+            if not self.state.instance:  # the thread that counts this job may hang
                 self._give_up_joining()
 
     def drive(self, event: Event, wait: Wait) -> State:
@@ -384,13 +367,13 @@ class Rendezvous:
             number, command = self._step(event)
             hooks = barrier_hooks if isinstance(event, Arrive) else ()
             while command is not None:
-                if hooks and self._state.is_waiting:
+                if hooks and self.state.is_waiting:
                     _come_to("waiting", wait.operation, wait.phase, self.rank)
                     hooks = ()
-                reply = perform(root, command, wait, pause_s, self._peers, detail)
+                reply = perform(root, command, wait, pause_s, self.peers, detail)
                 number, command = self._step(Reply(number, reply))
 
-        died = self.dead if isinstance(event, Arrive) else None
+        died = self.peers.dead if isinstance(event, Arrive) else None
         try:
             with self._errors(wait):
                 self._client.ask(perform_all, wait, died)
@@ -400,25 +383,21 @@ class Rendezvous:
         except ReloadpgError:
             self._step(Lost())
             raise
-        return self._state
-
-    def dead(self) -> tuple[int, ...]:
-        """List the ranks on this host whose processes have ended. Local, non-blocking."""
-        return self._peers.dead()
+        return self.state
 
     def death(self) -> Decision:
         """The decision to write after processes of other ranks have ended. Local."""
-        dead = self.dead()
+        dead = self.peers.dead()
         text = f"its process on the host of rank {self.rank} has ended"
         return Decision("failed", dead[0], text, by=self.rank, dead=dead)
 
     def _step(self, event: Event) -> tuple[int, Command | None]:
         with self._stepping:
-            self._state, command = step(self._state, event)
-            return self._state.asked, command
+            self.state, command = step(self.state, event)
+            return self.state.asked, command
 
     def _missing(self, root: Store) -> str:
-        state = self._state
+        state = self.state
         late = absent(root, state.key("here"), state.members) if state.phases else []
         return f"missing: {named_ranks(late)}" if late else ""
 
@@ -434,12 +413,12 @@ class Round:
         decision: the decision that ended the operation early; None before that.
         since: Unix time at which this rank arrived at the next barrier, or began its work before
             it.
-        told: set when the other ranks were notified of this rank's failure, or cannot be.
+        notified: set when the other ranks were notified of this rank's failure, or cannot be.
     """
 
     def __init__(self, rendezvous: Rendezvous, operation: str, seconds: float) -> None:
         self._rendezvous = rendezvous
-        self._epoch = rendezvous.epoch
+        self._epoch = rendezvous.state.epoch
         self._ended = False
         self._advanced = 0
         self.operation = operation
@@ -448,7 +427,7 @@ class Round:
         self.unfinished: list[tuple[int, Task[object]]] = []
         self.decision: Decision | None = None
         self.since = time.time()
-        self.told = threading.Event()
+        self.notified = threading.Event()
 
     @property
     def _state(self) -> State:
@@ -457,7 +436,7 @@ class Round:
     @property
     def label(self) -> str:
         """A label that is unique among the rounds on this store, over all jobs."""
-        return f"{self._rendezvous.instance}.{self._epoch}.{self.sequence}"
+        return f"{self._state.instance}.{self._epoch}.{self.sequence}"
 
     @property
     def phase(self) -> str:
@@ -468,11 +447,6 @@ class Round:
     def waiting(self) -> bool:
         """Whether this rank waits at the next barrier for others. Local."""
         return not self._ended and self._state.arrived
-
-    @property
-    def store_failed(self) -> bool:
-        """Whether the store has failed this operation."""
-        return self._state.lost
 
     @property
     def supposed_end(self) -> str | None:
@@ -515,7 +489,7 @@ class Round:
                 decision = self.barrier(phase, arrival)
                 break
             except RendezvousTimeoutError:
-                if not self._is_behind(barrier):
+                if not self._catch_up(barrier):
                     raise
         if not decision.proposed or not subjects:
             return {}
@@ -583,7 +557,7 @@ class Round:
                 if self._advanced != seen:
                     seen = self._advanced
                     wait.extend()
-                if rendezvous.dead():
+                if rendezvous.peers.dead():
                     self._decide(rendezvous.death(), phase, doing())
                 if not rendezvous.alone:
                     rendezvous.drive(Poll(seen - reported), wait)
@@ -620,18 +594,19 @@ class Round:
         """
         _come_to("failing", self.operation, self.phase, self._rendezvous.rank)
         try:
-            if not (self._ended or self.store_failed) and self._is_current and self.phase:
-                self._tell(error, "cancelled" if cancels else "failed")
+            if not (self._ended or self._state.lost) and self._is_current and self.phase:
+                self._notify(error, "cancelled" if cancels else "failed")
             self._ended = True  # an interrupt before this line lets the caller try again
             return self.supposed_end
         finally:
-            self.told.set()
+            self.notified.set()
 
-    def _tell(self, error: BaseException, kind: str) -> None:
-        rank, dead = self._rendezvous.rank, self._rendezvous.dead()
+    def _notify(self, error: BaseException, kind: str) -> None:
+        rank, dead = self._rendezvous.rank, self._rendezvous.peers.dead()
         event = Fail(Decision(kind, rank, _text(error), dead=dead))
         try:
-            self._rendezvous.drive(event, Wait(self.operation, _TELL_S, self.phase))
+            seconds = max(_NOTIFY_S, self._rendezvous.grace_s)
+            self._rendezvous.drive(event, Wait(self.operation, seconds, self.phase))
             self._close("", waits=isinstance(error, ReloadpgError))
         except ReloadpgError as lost:
             logger.warning("could not notify the other ranks of a failure: %s", lost)
@@ -656,8 +631,7 @@ class Round:
     def _conclude(self, phase: str, doing: str = "") -> Decision:
         """Continue to the next barrier, or raise the error of the decision."""
         _come_to("after", self.operation, phase, self._rendezvous.rank)
-        if self._state.decision.kind:
-            self._close(doing, waits=True)
+        self._close(doing, waits=True)
         self.since = time.time()
         decision = self._state.decision
         if not decision.kind:
@@ -667,16 +641,16 @@ class Round:
         raise decision.error(self.operation, phase, seconds=self.seconds, rank=rank, size=size)
 
     def _close(self, doing: str, *, waits: bool) -> None:
+        """Respond to a decision that ends the operation, if there is one. Idempotent."""
         rendezvous = self._rendezvous
         if self._state.decision.kind and not self._state.ended:
             event = Close(doing, waits, rendezvous.is_host())
             rendezvous.drive(event, Wait(self.operation, rendezvous.grace_s, self.phase))
 
-    def _is_behind(self, barrier: State) -> bool:
+    def _catch_up(self, barrier: State) -> bool:
         """Move to the operation that the others have begun, if this rank missed this one.
 
-        Otherwise a rank that never called this operation would stay one behind. Nothing was
-        changed.
+        Otherwise it would stay one behind. Nothing was changed. Returns whether it has moved.
         """
         decision = self.decision
         if decision is None or self._rendezvous.rank not in decision.missing:

@@ -261,7 +261,7 @@ class StorePool:
 
     def get(self, index: int) -> Store:
         """Return the client of a thread. Blocking until it is connected, without a timeout."""
-        connection = self._connect(index)
+        connection = self.connect_ahead(index)
         connection.wait(threading.TIMEOUT_MAX)
         try:
             return connection.result()
@@ -274,11 +274,8 @@ class StorePool:
         for index in range(count):
             self.get(index)
 
-    def connect_ahead(self) -> Task[Store]:
-        """Connect the first client in the background. Local, non-blocking."""
-        return self._connect(0)
-
-    def _connect(self, index: int) -> Task[Store]:
+    def connect_ahead(self, index: int = 0) -> Task[Store]:
+        """Connect the client of a thread in the background. Local, non-blocking; idempotent."""
         if index not in self._connections:
             connect = Task(lambda: c10d.clone_store(self._root()), "connect")
             self._connections[index] = connect

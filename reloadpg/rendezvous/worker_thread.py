@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Generic, TypeVar, cast
 
 from ..c10d import devices
@@ -46,33 +46,24 @@ def seconds_of(variable: str) -> float:
     return _SECONDS[variable]
 
 
-class _Running:
-    """The threads of running tasks, which the exit of the interpreter waits for.
+_running: set[threading.Thread] = set()
+"""The threads of running tasks."""
+
+
+@cache
+def _wait_at_exit() -> None:
+    """Let the exit of the interpreter wait for running tasks.
 
     Before Python 3.14, a daemon thread whose C++ call returns during the exit is unwound, which
     ends the process with SIGABRT.
     """
 
-    def __init__(self) -> None:
-        self._threads: set[threading.Thread] = set()
-        self._registered = False
-
-    def add(self, thread: threading.Thread) -> None:
-        if not self._registered:
-            self._registered = True
-            atexit.register(self._join)
-        self._threads.add(thread)
-
-    def discard(self, thread: threading.Thread) -> None:
-        self._threads.discard(thread)
-
-    def _join(self) -> None:
+    def join() -> None:
         end = time.monotonic() + _EXIT_S
-        for thread in list(self._threads):
+        for thread in list(_running):
             thread.join(max(0.0, end - time.monotonic()))
 
-
-_running = _Running()
+    atexit.register(join)
 
 
 class Wait:
@@ -190,6 +181,7 @@ class Task(threading.Thread, Generic[T]):
         self._device = devices.current_index()
         self._function: Callable[[], T] | None = partial(contextvars.copy_context().run, function)
         super().__init__(name=f"reloadpg-{name}", daemon=daemon)
+        _wait_at_exit()
         _running.add(self)
         self.start()
 

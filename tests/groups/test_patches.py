@@ -226,6 +226,29 @@ def test_an_untested_torch_is_warned_of_once(monkeypatch):
             assert caught[0].filename == __file__
 
 
+def test_warnings_are_handled_without_a_lock(monkeypatch):
+    """A program's own handler may wait for a thread that uses the library."""
+    installed = []
+
+    def ask() -> None:
+        with registry.lock:
+            installed.append(reloadpg.is_installed())
+
+    def handle(*_: object) -> None:
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(60.0)
+        installed.append(asking.is_alive())
+
+    monkeypatch.setattr(registry, "warned", set())
+    monkeypatch.setattr(torch, "__version__", "2.16.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", handle)
+        with reloadpg.install():
+            assert installed == [True, False]
+
+
 def test_torchcomms_is_refused_where_torch_hangs_with_it(monkeypatch):
     """Before 2.15, with torch's switches set as where torchcomms is installed and enabled."""
     monkeypatch.setattr(distributed_c10d, "_TORCHCOMM_AVAILABLE", True)

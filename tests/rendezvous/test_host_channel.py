@@ -140,7 +140,7 @@ def test_a_rank_that_waited_in_an_earlier_job_is_counted(monkeypatch: pytest.Mon
         return two_barriers(rdv)
 
     assert job.run(body) == ["passed"] * 2
-    assert [rdv.instance for rdv in job.ranks] == [2, 2]
+    assert [rdv.state.instance for rdv in job.ranks] == [2, 2]
     job.end()
 
 

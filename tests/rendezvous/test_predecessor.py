@@ -110,4 +110,4 @@ def test_a_predecessor_that_was_counted_is_not_counted_again() -> None:
     for thread in [*started(ranks[0], ranks[1]), *joining]:
         thread.join(FAR)
     assert ended == [2, 2, "met", "met", "met"]
-    assert {one.epoch for one in (*ranks[:2], new)} == {2}
+    assert {one.state.epoch for one in (*ranks[:2], new)} == {2}

@@ -20,7 +20,6 @@ from watched_store import Watch, WatchedStore
 
 from reloadpg import c10d
 from reloadpg.errors import GRACE, LOG_WAIT, PeerFailedError, ReloadpgError, RendezvousTimeoutError
-from reloadpg.rendezvous import round as rounds
 from reloadpg.rendezvous.decision import Decision
 from reloadpg.rendezvous.plan import Proposal
 from reloadpg.rendezvous.round import Rendezvous
@@ -351,7 +350,6 @@ def test_missing_ranks_are_found_with_few_store_requests(missing: list[int]) -> 
 def all_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """No grace period expires: each ends when all ranks have responded."""
     monkeypatch.setenv(GRACE, str(SOON))
-    monkeypatch.setattr(rounds, "_TELL_S", SOON)
 
 
 @pytest.mark.usefixtures("all_answer")
@@ -381,10 +379,7 @@ def test_a_failure_is_raised_on_all_ranks_before_the_timeout(
         assert "ReloadpgError: out of memory" in str(error)
 
 
-def test_a_rank_that_does_not_respond_to_a_failure_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(rounds, "_TELL_S", SOON)
+def test_a_rank_that_does_not_respond_to_a_failure_is_named() -> None:
     job = tcp_job(4, meet_after("answer", 0, 1, 3))  # the grace period begins then
     own = ReloadpgError("connection reset")
 
@@ -513,10 +508,10 @@ def test_a_recovery_request_is_seen_after_the_store_did_not_respond() -> None:
             rdv.recover(("enter",), "a fault", "", FAR)
             return False, True
         stores[1].silent.set()
-        first, end = rdv.called(0.0), time.monotonic() + SOON
-        while not rdv.called(0.0) and time.monotonic() < end:
+        first, end = rdv.recovery_requested(0.0), time.monotonic() + SOON
+        while not rdv.recovery_requested(0.0) and time.monotonic() < end:
             time.sleep(0.01)
-        return first, rdv.called(0.0)
+        return first, rdv.recovery_requested(0.0)
 
     assert job.run(body) == [(False, True)] * 2
     stores[1].ended.set()
@@ -548,19 +543,47 @@ def test_a_request_without_a_response_blocks_no_later_request() -> None:
         ended.set()
 
 
-def test_init_process_group_does_not_wait_for_a_store_that_does_not_respond(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_init_process_group_does_not_wait_for_a_store_that_does_not_respond() -> None:
     """It counts the job, with a timeout."""
-    monkeypatch.setattr(rounds, "_COUNT_S", 0.1)
     ended = threading.Event()
     held = HeldStore(ended)
-    counting = threading.Thread(target=Rendezvous(lambda: held, 0, 1).count_job, args=(held,))
+    counting = threading.Thread(target=Rendezvous(lambda: held, 0, 1).count_job, args=(held, 0.1))
     counting.start()
     counting.join(20.0)
     hangs = counting.is_alive()
     ended.set()
     assert not hangs
+
+
+def test_a_job_that_one_rank_has_counted_twice_is_not_mistaken_for_the_next() -> None:
+    """A rank whose count got no response counts again, and the others follow it to that job."""
+    counted, ended = threading.Event(), threading.Event()
+
+    def hold(method: str, key: str) -> None:
+        if method == "add" and key == "reloadpg/instance/0" and not counted.is_set():
+            counted.set()
+            ended.wait(FAR)
+
+    stores: list[Store] = [*clients(2)]
+    stores[0] = WatchedStore(stores[0], answered=hold)
+
+    def begin() -> Job:
+        job = Job([Rendezvous(lambda own=own: own, rank, 2) for rank, own in enumerate(stores)])  # type: ignore[misc]
+        job.ranks[1].count_job(stores[1], SOON)
+        job.ranks[0].count_job(stores[0], SOON if counted.is_set() else 0.1)
+        return job
+
+    first = begin()
+    try:
+        assert counted.wait(SOON)
+        assert [rdv.state.instance for rdv in first.ranks] == [0, 1]
+        assert first.run(two_barriers) == ["passed"] * 2
+        assert [rdv.state.instance for rdv in first.ranks] == [2, 2]
+        second = begin()
+        assert [rdv.state.instance for rdv in second.ranks] == [3, 3]
+        assert second.run(two_barriers) == ["passed"] * 2
+    finally:
+        ended.set()
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -583,10 +606,10 @@ def test_jobs_are_counted_before_the_first_request(
         job = Rendezvous.of_world(World())  # type: ignore[arg-type]
         if early:
             job.count_job(store)
-            assert job.instance == number  # before any connection is made
+            assert job.state.instance == number  # before any connection is made
         for task in job.connect_ahead():
             assert task.wait(30)
-        assert job.instance == number
+        assert job.state.instance == number
 
 
 def test_the_grace_period_grows_with_the_job() -> None:
