@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -15,9 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
-from fault_job import IMPATIENCE, PATIENCE, connections, cut
+from fault_job import (
+    IMPATIENCE,
+    PATIENCE,
+    Injected,
+    connections,
+    cut,
+    eventually,
+    fail,
+    interfere,
+    stop_interfering,
+)
 from gpt_job import PRELOAD, GptTraining, cuda_on_cpu
-from recovery_job import interfere, stop_interfering
 from sampling import sampled
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
@@ -33,10 +41,6 @@ KINDS = ("forward", "backward", "end", "cut", "recovery", "collective", "skipped
 connections, and then also fail in the recovery; call a collective that raises on this rank only;
 skip a collective; stall for longer than the timeout of the others' collectives. Training with a
 scaler can also raise between two of its calls (``unscaled``)."""
-
-
-class Injected(Exception):
-    """The injected error."""
 
 
 class Fault:
@@ -64,9 +68,7 @@ class Fault:
                 tensor = torch.ones(3, device=self.device)
                 dist.all_reduce(tensor, op=dist.ReduceOp.BAND)  # not of floats: raises
             if place == "forward" and self.takes("stalled"):
-                end = time.monotonic() + PATIENCE.total_seconds()
-                while not reloadpg.recovery_requested() and time.monotonic() < end:
-                    time.sleep(0.05)
+                eventually(reloadpg.recovery_requested)
 
         return hook
 
@@ -75,7 +77,7 @@ class Fault:
             if self.device == "cuda":
                 self._inject("fail", "init")
             else:
-                interfere("recover.group0", self._in_recovery)
+                interfere("recover.group0", fail)
             self._cut()
         if self.takes("cut"):
             self._cut()
@@ -88,9 +90,6 @@ class Fault:
 
     def _inject(self, action: Any, call: Any) -> None:
         standins.inject(standins.Fault(action, call, rank=dist.get_rank(), times=1))
-
-    def _in_recovery(self) -> None:
-        raise Injected("in the recovery")
 
     def end_step(self, group: Any) -> None:
         """Sum over a group at the end of the step, as trainers do to log losses."""
