@@ -152,9 +152,7 @@ def test_each_abandoned_creation_is_named_once(rank: int) -> None:
     """By its group. The creation that failed last may still be ending."""
     job = Job("sim", subgroups=[(0, 1)] * 4)
     reloadpg.offload()
-    held = [
-        simulated.inject(simulated.Fault("create", "stall", group=f"{k}@*")) for k in (1, 2, 3)
-    ]
+    held = [simulated.inject(simulated.Fault("create", "stall", group=f"{k}@*")) for k in (1, 2, 3)]
     store = base_store().clone()
 
     def fail(_: Any) -> None:
