@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import select
 import signal
 import socket
 import threading
@@ -353,6 +354,14 @@ def signalling(number: int, error: BaseException) -> Callable[[], None]:
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def await_death(pid: int) -> None:
+    """Wait until a process has ended."""
+    with suppress(ProcessLookupError):
+        process = os.pidfd_open(pid)
+        assert select.select([process], [], [], PATIENCE.total_seconds())[0]
+        os.close(process)
 
 
 def survivors(

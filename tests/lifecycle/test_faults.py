@@ -9,10 +9,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import select
 import signal
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -34,6 +32,7 @@ from fault_job import (
     Job,
     Seen,
     attempt,
+    await_death,
     backend_for,
     base_store,
     die,
@@ -504,7 +503,7 @@ def one_dies_and_one_fails(rank: int, size: int) -> None:
         store.set("test/victim", str(os.getpid()))
     actions = {
         VICTIM: lambda: (store.wait(["test/0", "test/3"]), die()),
-        FAULTY: lambda: (wait_for_death(int(store.get("test/victim"))), fail()),
+        FAULTY: lambda: (await_death(int(store.get("test/victim"))), fail()),
     }
     interfere("reload.group3", actions.get(rank, lambda: store.set(f"test/{rank}", "here")))
     seen = attempt(reloadpg.reload)
@@ -512,13 +511,6 @@ def one_dies_and_one_fails(rank: int, size: int) -> None:
     assert rank != FAULTY or "injected" in seen.cause
     assert seen.seconds < FAR
     assert seen.names(VICTIM), seen
-
-
-def wait_for_death(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        process = os.pidfd_open(pid)
-        assert select.select([process], [], [], FAR)[0]
-        os.close(process)
 
 
 def test_a_death_that_makes_another_rank_fail() -> None:

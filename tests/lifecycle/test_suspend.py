@@ -104,20 +104,6 @@ def test_a_communicator_that_was_never_used_is_skipped_on_all_ranks(
 
 
 @pytest.mark.ranks(3)
-def test_a_group_that_one_member_cannot_suspend_is_recreated_on_all_members(rank: int) -> None:
-    """Its other members learn the reason; groups without this member are suspended."""
-    if rank == 1:
-        os.environ["NCCL_CUMEM_ENABLE"] = "0"
-    job = Job("sim", **SUSPENDS | {"subgroups": ((0, 1), (0, 2))})
-    expected = {"WORLD": "recreate", "g0": "recreate", "g1": "suspend"}
-    report = reloadpg.offload()
-    assert strategies(report) == {name: expected[name] for name in job.groups}
-    assert len({text for name, text in reasons(report).items() if name != "g1"}) == 1
-    assert strategies(reloadpg.reload()) == strategies(report)
-    assert job.sums()
-
-
-@pytest.mark.ranks(3)
 def test_destroying_suspended_groups_releases_their_remaining_memory() -> None:
     """One group, which stays destroyed after the reload; then all groups of the job."""
     job = Job("sim", **SUSPENDS)

@@ -77,7 +77,9 @@ def test_a_backend_that_the_program_has_suspended_or_resumed(operation: str) -> 
 
 @pytest.mark.ranks(3)
 def test_groups_of_a_rank_without_cumem_are_recreated(rank: int) -> None:
-    """A suspend there would succeed and release nothing. g1, of other ranks, is suspended."""
+    """A suspend there would succeed and release nothing. Their other members learn the reason; g1,
+    of other ranks, is suspended.
+    """
     if rank == 0:
         os.environ["NCCL_CUMEM_ENABLE"] = "0"
     job = Job("sim", **SUSPENDS | {"subgroups": ((0, 1), (1, 2))})
