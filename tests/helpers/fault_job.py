@@ -21,8 +21,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -432,13 +432,17 @@ def cut(descriptors: set[int]) -> int:
     return count
 
 
-def impatient(group: Any) -> Seen:
-    """Sum over a group with a short timeout of its collectives; return how that ended."""
-    _set_pg_timeout(IMPATIENCE, group)
-    seen = attempt(lambda: all_reduce(group))
-    with suppress(RuntimeError):
-        _set_pg_timeout(PATIENCE, group)
-    return seen
+@contextmanager
+def impatience(*groups: Any) -> Iterator[None]:
+    """Within this block collectives of the groups have a short timeout."""
+    for group in groups:
+        _set_pg_timeout(IMPATIENCE, group)
+    try:
+        yield
+    finally:
+        for group in groups:
+            with suppress(RuntimeError):
+                _set_pg_timeout(PATIENCE, group)
 
 
 def all_reduce(group: Any) -> None:

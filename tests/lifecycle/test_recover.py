@@ -27,7 +27,7 @@ from fault_job import (
     cut,
     die,
     eventually,
-    impatient,
+    impatience,
     survivors,
 )
 from sampling import sampled
@@ -63,7 +63,8 @@ def collective_skipped(job: Job) -> None:
         assert not before
         assert eventually(reloadpg.recovery_requested)
     else:
-        error = impatient(job.ring).text
+        with impatience(job.ring):
+            error = attempt(lambda: all_reduce(job.ring)).text
         assert "Timed out" in error or "onnection" in error
 
 
@@ -114,7 +115,8 @@ def stopped(job: Job) -> None:
     if job.rank == 0:
         os.kill(pid, signal.SIGSTOP)
     store.add("test/stopped/after", 0)
-    assert impatient(job.ring).text
+    with impatience(job.ring):
+        assert attempt(lambda: all_reduce(job.ring)).text
     if job.rank == 0:
         os.kill(pid, signal.SIGCONT)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import faulty_gloo
@@ -15,20 +15,20 @@ import torch
 import torch.distributed as dist
 import worlds
 from fault_job import (
-    IMPATIENCE,
     PATIENCE,
     Injected,
     connections,
     cut,
     eventually,
     fail,
+    impatience,
     interfere,
     stop_interfering,
 )
 from gpt_job import PRELOAD, GptTraining, cuda_on_cpu
 from sampling import sampled
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -96,21 +96,8 @@ class Fault:
         self.at("end")()
         if self.takes("skipped"):
             return
-        with impatience([group] if self.kind == "skipped" else []):
+        with impatience(*[group] * (self.kind == "skipped")):
             dist.all_reduce(torch.ones(1, device=self.device), group=group)
-
-
-@contextmanager
-def impatience(groups: list[Any]) -> Iterator[None]:
-    """Within this block collectives of the groups have a short timeout."""
-    for group in groups:
-        _set_pg_timeout(IMPATIENCE, group)
-    try:
-        yield
-    finally:
-        for group in groups:
-            with suppress(RuntimeError):
-                _set_pg_timeout(PATIENCE, group)
 
 
 class Training:
@@ -221,7 +208,7 @@ def train(training: Any, steps: int, faults: dict[int, tuple[int, str]]) -> Any:
                 kind, rank == dist.get_rank(), getattr(training, "device", "cpu")
             )
             stalled = training.fault.kind == "stalled"
-            with impatience(list(_world.pg_map) if stalled else []):
+            with impatience(*(_world.pg_map if stalled else ())):
                 training.fault.begin_step()
                 training.step(step.number)
                 training.fault.end_step(training.group)
