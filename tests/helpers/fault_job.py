@@ -270,13 +270,18 @@ class Job:
             assert (reloadpg.status().generation, self.generations()) == (generation, {generation})
 
     def assert_memory(self) -> None:
-        """Check that the simulated accelerator holds one connected communicator of each group."""
+        """Check that the simulated accelerator holds one connected communicator of each group.
+
+        It is of the group's present generation, and no other one is alive.
+        """
         names = sorted(group.group_name for group in self.groups.values())
         found = [group for group in simulated.groups() if group.held_bytes]
         assert sorted(group.name.partition("@")[0] for group in found) == names
+        made = {group.name.partition("@")[2].partition(".")[0] or "0" for group in found}
+        assert made == {str(generation) for generation in self.generations()}
         assert {group.state for group in found} == {simulated.SimState.CONNECTED}
         assert simulated.stats().held_bytes == HELD * len(names)
-        assert simulated.stats().leaked == 0
+        assert (simulated.stats().live, simulated.stats().leaked) == (len(names), 0)
 
     def meet(self, name: str) -> None:
         """Wait for all ranks, by other means than the library's."""

@@ -353,7 +353,7 @@ BATCHES = {
         )
     ),
     "late ranks": late("offload.enter", "offload.group3", "reload.group0", "reload.rebuilt"),
-    "each late rank": late(
+    "late ranks at every point": late(
         *(p for p in OFFLOAD_POINTS + RELOAD_POINTS if p not in ("offload.quiesced", "reload.done"))
     ),
     "signals": signals(),
@@ -390,7 +390,16 @@ BATCHES = {
     "all of an accelerator": Batch(ON_AN_ACCELERATOR, job={**SIM, "parallelism": 1}),
     "all of an accelerator, in parallel": Batch(ON_AN_ACCELERATOR, job={**SIM, "parallelism": 8}),
 }
-SLOW = ("each", "a hang", "hangs", "recoveries", "interrupts of", "two ranks again", "all of")
+SLOW = (
+    "each",
+    "late ranks at",
+    "a hang",
+    "hangs",
+    "recoveries",
+    "interrupts of",
+    "two ranks again",
+    "all of",
+)
 MATRIX = ("either", "signals", "interrupts after")
 
 
