@@ -49,7 +49,6 @@ def recovery(session: nox.Session) -> None:
     """The tests of recovery, with eight groups at a time instead of one."""
     install(session, "test")
     names = (
-        "agreement",
         "faults",
         "lost_store",
         "topologies",

@@ -7,6 +7,7 @@ setting it is one ``offload`` and one ``reload``, and what could be seen of them
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import socket
@@ -21,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -29,6 +31,12 @@ from torch.distributed import all_reduce as early_all_reduce  # bound before ins
 
 import reloadpg
 from reloadpg.testing import RanksFailedError, run_ranks, simulated
+
+STORE_SOCKETS = 2
+"""Connections to the store: torch's own, and the one on which reloadpg's rendezvous waits."""
+
+CREATORS = inspect.signature(reloadpg.install).parameters["parallelism"].default
+"""Threads that create groups, each with a connection to the store."""
 
 TIMEOUT = 280.0
 """Seconds for one launch of ranks; most end within 10, compiled ones within 60, on two cores."""
@@ -47,12 +55,14 @@ class Setting:
         reloadable: whether reloadpg is installed.
         backends: the option of ``install``.
         late: whether ``install`` comes after ``init_process_group`` instead of before it.
+        kept_sockets: sockets of earlier gloo communicators that the program keeps open, at most.
     """
 
     backend: str = worlds.BACKEND
     reloadable: bool = False
     backends: frozenset[str] | None = None
     late: bool = False
+    kept_sockets: int = 0
 
 
 PLAIN = Setting()
@@ -63,53 +73,12 @@ SIM_RELOADED = Setting(backend="sim", reloadable=True)
 
 
 @dataclass
-class GroupCycle:
-    """What one group did in one cycle."""
-
-    name: str
-    desc: str
-    size: int
-    state_offloaded: str
-    inner_gone: bool
-    refused: dict[str, str]
-    untouched: bool
-    state_after: str
-    generation_after: int
-    in_tables: bool
-    found_by_name: bool
-
-
-@dataclass
-class Cycle:
-    """What one rank saw of one offload and one reload."""
-
-    groups: list[GroupCycle]
-    released: int
-    rebuilt: int
-    sockets_offloaded: int
-    """Open sockets of this process while the groups were offloaded."""
-    sockets_bypassed: int
-    """Of these, what live gloo groups that are not reloadable own."""
-    sockets_after: int
-    """Open sockets after the reload."""
-    sockets_owned: int
-    """Of these, what the live reloadable gloo groups own."""
-    strangers: int
-    """Groups in c10d's tables that were not there before the cycle."""
-    bypassed: int
-    """Groups in c10d's tables that are not reloadable, after the reload."""
-    simulated_offloaded: Any = None
-    """What the simulated accelerator held while offloaded, where it is the backend."""
-    simulated_after: Any = None
-
-
-@dataclass
 class Outcome:
-    """The results of one rank, facts about its run, and its cycles."""
+    """The results of one rank, facts about its run, and how many groups each cycle had."""
 
     results: Any
     facts: dict[str, Any]
-    cycles: list[Cycle]
+    cycles: list[int]
 
 
 @dataclass
@@ -120,7 +89,7 @@ class Run:
     world_size: int
     setting: Setting
     facts: dict[str, Any] = field(default_factory=dict)
-    cycles: list[Cycle] = field(default_factory=list)
+    cycles: list[int] = field(default_factory=list)
 
     @property
     def backend(self) -> str:
@@ -137,52 +106,55 @@ class Run:
     def cycle(self, inside: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Offload, call ``inside()``, and reload with these options.
 
-        In a plain run, call ``inside()`` alone.
+        In a plain run, call ``inside()`` alone. While offloaded, the communicators are gone with
+        their sockets, and every collective is refused. After the n-th reload each group is live in
+        generation n; c10d's tables hold the same objects, and no inner group; each communicator has
+        the sockets that it needs.
         """
         if not self.reloadable:
             return inside() if inside is not None else None
-        groups = managed()
-        seen = set(map(id, tables().pg_map))
+        groups, before = managed(), {id(group) for group in tables().pg_map}
+        assert self.cycles or "default_pg" in {group.group_desc for group in groups}
         inner = {group.group_name: weakref.ref(group.communicator) for group in groups}
         released = reloadpg.offload()
-        gone = {name: ref() is None for name, ref in inner.items()}
-        sockets_offloaded = sockets()
-        sockets_bypassed = sockets_of(bypassed())
-        simulated_offloaded = simulated.stats() if self.backend == "sim" else None
-        states = {group.group_name: str(group.state) for group in groups}
-        refused = {group.group_name: refusals(group) for group in groups}
+        assert len(released.groups) == len(groups)
+        assert [name for name, ref in inner.items() if ref() is not None] == []
+        held = self._held()
+        if isinstance(held, int):
+            assert held <= self._allowed(len(groups))
+        else:
+            assert held.live <= len(bypassed())
+            assert held.leaked == 0
+        for group in groups:
+            assert str(group.state) == "offloaded"
+            assert_refused(group)
         result = inside() if inside is not None else None
         rebuilt = reloadpg.reload(**options)
-        self.cycles.append(
-            Cycle(
-                [
-                    GroupCycle(
-                        group.group_name,
-                        group.group_desc,
-                        group.size(),
-                        states[group.group_name],
-                        gone[group.group_name],
-                        *refused[group.group_name],
-                        str(group.state),
-                        group.generation,
-                        group in tables().pg_map and group.communicator not in tables().pg_map,
-                        resolve(group.group_name) is group,
-                    )
-                    for group in groups
-                ],
-                len(released.groups),
-                len(rebuilt.groups),
-                sockets_offloaded,
-                sockets_bypassed,
-                sockets(),
-                sockets_of(managed()),
-                sum(id(group) not in seen for group in tables().pg_map),
-                len(bypassed()),
-                simulated_offloaded,
-                simulated.stats() if self.backend == "sim" else None,
-            )
-        )
+        assert len(rebuilt.groups) >= len(groups)
+        after = self._held()
+        if isinstance(held, int):
+            assert after - held == sockets_of(managed())
+        else:
+            made = after.created - held.created, after.live - held.live
+            assert made == (len(rebuilt.groups),) * 2
+        self.cycles.append(len(groups))
+        for group in groups:
+            assert (str(group.state), group.generation) == ("live", len(self.cycles))
+            assert resolve(group.group_name) is group
+            assert group in tables().pg_map
+            assert group.communicator not in tables().pg_map
+        strangers = [group for group in tables().pg_map if id(group) not in before]
+        assert len(strangers) == len(rebuilt.groups) - len(released.groups)
         return result
+
+    def _held(self) -> Any:
+        """The sockets of this process, or what the simulated accelerator holds."""
+        return simulated.stats() if self.backend == "sim" else sockets()
+
+    def _allowed(self, groups: int) -> int:
+        """The most sockets while so many groups are offloaded: none of their communicators."""
+        allowed = STORE_SOCKETS + min(CREATORS, groups) + self.setting.kept_sockets
+        return allowed + sockets_of(bypassed()) + sockets_of_splits(groups, len(bypassed()))
 
 
 def managed() -> list[reloadpg.ReloadableProcessGroup]:
@@ -236,8 +208,8 @@ def sockets_of_splits(managed: int, bypassed: int) -> int:
     return managed - 1 + 2 * bypassed if worlds.SPLIT_CLONES_STORE else 0
 
 
-def refusals(group: dist.ProcessGroup) -> tuple[dict[str, str], bool]:
-    """What each kind of collective raises on a group, and whether the tensor kept its value."""
+def assert_refused(group: dist.ProcessGroup) -> None:
+    """Check that each kind of collective raises on a group, and leaves the tensor unchanged."""
     tensor = torch.full((4,), 7.0)
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(tensor, group=group),
@@ -251,15 +223,10 @@ def refusals(group: dist.ProcessGroup) -> tuple[dict[str, str], bool]:
     }
     if worlds.NCCL and torch.device("cpu") in group._device_types:
         del calls["barrier"], calls["object"]  # of a mixed group these are gloo's, which stays live
-    seen = {}
-    for name, call in calls.items():
-        try:
+    for call in calls.values():
+        with pytest.raises(reloadpg.GroupOffloadedError):
             call()
-        except Exception as error:
-            seen[name] = type(error).__name__
-        else:
-            seen[name] = "nothing"
-    return seen, tensor.tolist() == [7.0] * 4
+    assert tensor.tolist() == [7.0] * 4
 
 
 def run_program(

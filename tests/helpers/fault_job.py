@@ -1,67 +1,407 @@
-"""Faults in a running job, and a job of overlapping groups that must survive them."""
+"""A job of overlapping groups, faults in it, and how its calls ended.
+
+A *point* is a place in an operation, written ``operation.place``: ``offload.enter``,
+``offload.callbacks``, ``offload.quiesced``, ``offload.group3`` (releasing the fourth group),
+``offload.released``, ``reload.enter``, ``reload.group0`` (rebuilding WORLD), ``reload.rebuilt``,
+``reload.callbacks``, ``reload.done``. A barrier's point is the moment before this rank arrives. A
+recovery has ``recover.enter``, ``recover.agreed``, ``recover.group0``, ``recover.check0`` (the
+canary of WORLD), ``recover.rebuilt``, ``recover.callbacks`` and ``recover.done``. Simulated groups
+also have ``recover.connect0``, and if they are suspended ``offload.suspend0`` and
+``reload.resume0``.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+import select
+import signal
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
+import faulty_gloo
 import torch
 import torch.distributed as dist
-from recovery_job import RING as RING
-from recovery_job import Job, meet
+import worlds
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import reloadpg
+from reloadpg.testing import run_ranks, simulated
+from reloadpg.testing.simulated import Fault, clear_faults, inject
 
+RING = ((0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 2, 3))
+"""Overlapping subgroups; with WORLD, each of four ranks is in four groups."""
+TRIANGLE = ((0, 1), (1, 2), (0, 1, 2))
+"""Overlapping subgroups of three ranks."""
+BOUND = 4.0
+"""A timeout in seconds that ranks reach."""
+ALLOWANCE = 60.0
+"""Seconds past the timeout within which every rank must have raised, on the busiest machine."""
+FAR = 100.0
+"""A timeout in seconds that no rank reaches: one that ends within ALLOWANCE did not wait for it."""
 PATIENCE = timedelta(seconds=120)
-"""The timeout of collectives and of the library: reached only if something hangs."""
+"""The timeout of collectives: reached only if something hangs."""
 IMPATIENCE = timedelta(seconds=2)
 """The timeout of a collective that is never to complete."""
+PARALLELISM = int(os.environ.get("TEST_PARALLELISM", "1"))
+"""How many groups the jobs of scenarios release and create in parallel. With 1, "while the fourth
+group is released" is a moment; with 8, the others are being released as well: both must hold."""
+MIB = 1 << 20
+HELD = 32 * MIB
+"""Bytes of each simulated communicator; an eighth of them stays when it is suspended."""
+STAYS = HELD // 8
+
+OFFLOAD_POINTS = (
+    "offload.enter",
+    "offload.callbacks",
+    "offload.quiesced",
+    "offload.group0",
+    "offload.group3",
+    "offload.released",
+)
+RELOAD_POINTS = (
+    "reload.enter",
+    "reload.group0",
+    "reload.group1",
+    "reload.group3",
+    "reload.rebuilt",
+    "reload.callbacks",
+    "reload.done",
+)
+RECOVER_POINTS = (
+    "recover.enter",
+    "recover.agreed",
+    "recover.group0",
+    "recover.group3",
+    "recover.check0",
+    "recover.check3",
+    "recover.rebuilt",
+    "recover.callbacks",
+    "recover.done",
+)
+
+_extending: list[Callable[[], None]] = []
+
+GROUP_EVENTS: dict[str, tuple[faulty_gloo.Moment | None, Fault]] = {
+    "offload.group": ("shutdown", Fault("release", operation="shutdown")),
+    "reload.group": ("create", Fault("create")),
+    "recover.group": ("create", Fault("create")),
+    "recover.connect": (None, Fault("connect")),
+    "recover.check": ("allreduce", Fault("collective", operation="allreduce")),
+    "offload.suspend": (None, Fault("suspend")),
+    "reload.resume": (None, Fault("resume")),
+}
+"""What a point in a group is on the backend ``faulty``, and on the simulated accelerator."""
 
 
-class FaultJob(Job):
-    """One rank's part of the job."""
+class Injected(Exception):
+    """What the tests make a rank raise."""
 
-    def __init__(self, rank: int, size: int, backend: str = "gloo") -> None:
-        super().__init__(
-            rank,
-            bound=PATIENCE.total_seconds(),
-            backend=backend,
-            backends={"gloo", "faulty"},
-            parallelism=8,
-            timeout=PATIENCE,
+
+def fail() -> None:
+    raise Injected("injected")
+
+
+@dataclass
+class Seen:
+    """How a call ended on one rank."""
+
+    kind: str
+    text: str
+    seconds: float
+    missing: tuple[int, ...] = ()
+    rank: int = -1
+    cause: str = ""
+
+    def names(self, rank: int) -> bool:
+        """Whether the message names that rank as ``rank N`` or within ``ranks 0, 2-3``."""
+        for listed in re.findall(r"[Rr]anks? ((?:\d+(?:-\d+)?(?:, )?)+)", self.text):
+            for part in filter(None, listed.split(", ")):
+                low, _, high = part.partition("-")
+                if int(low) <= rank <= int(high or low):
+                    return True
+        return False
+
+
+def attempt(call: Callable[[], Any]) -> Seen:
+    """Call something and say how it ended."""
+    begun = time.monotonic()
+    try:
+        call()
+    except BaseException as error:
+        return Seen(
+            type(error).__name__,
+            str(error),
+            time.monotonic() - begun,
+            tuple(getattr(error, "missing", ())),
+            getattr(error, "rank", -1),
+            repr(error.__cause__),
         )
-        self.size = size
-        self.ring = self.groups[-1]
-        """The last group, of all ranks: faults happen in it."""
+    return Seen("", "", time.monotonic() - begun)
 
-    def meet(self, name: str) -> None:
-        """Wait for all ranks without groups and without the library."""
-        meet(name, self.size, 120.0)
+
+class Job:
+    """One rank's part of a job of overlapping groups.
+
+    Args:
+        backend: of all groups.
+        subgroups: the ranks of each group beyond WORLD.
+        timeout: of the library, in seconds.
+        limit: the timeout of collectives.
+        used: whether each group is used once: one that never was is not suspended.
+        store: what the ranks meet on, with the number of ranks; None for the environment's.
+        options: of ``install``.
+
+    Attributes:
+        groups: those of this rank: ``WORLD``, and ``g0`` for the first subgroup.
+        ring: the last one.
+    """
+
+    def __init__(
+        self,
+        backend: str = worlds.BACKEND,
+        *,
+        subgroups: Sequence[Sequence[int]] = RING,
+        timeout: float = FAR,
+        limit: timedelta = PATIENCE,
+        used: bool = True,
+        store: tuple[Any, int] | None = None,
+        **options: Any,
+    ) -> None:
+        faulty_gloo.register()
+        if backend == "sim":
+            simulated.register()
+            simulated.configure(bytes_per_communicator=HELD)
+        reloadpg.install(timeout=timeout, **{"backends": {backend, "faulty"}, **options})
+        self.rank = int(os.environ["RANK"])
+        met = (
+            {} if store is None else {"store": store[0], "rank": self.rank, "world_size": store[1]}
+        )
+        worlds.init(backend, **met, timeout=limit)
+        self.size = dist.get_world_size()
+        self.groups: dict[str, Any] = {"WORLD": dist.group.WORLD}
+        for number, ranks in enumerate(subgroups):
+            name = f"g{number}"
+            group = dist.new_group(list(ranks), timeout=limit, group_desc=name)
+            if isinstance(group, reloadpg.ReloadableProcessGroup):  # it may bypass
+                self.groups[name] = group
+        if used:
+            self.sums()
+        self._first = {name: (id(one), one.group_name) for name, one in self.groups.items()}
+
+    @property
+    def ring(self) -> Any:
+        return [*self.groups.values()][-1]
 
     def new_group(self, backend: str | None = None) -> Any:
         """Create another group of all ranks."""
-        group: Any = dist.new_group(list(range(self.size)), backend=backend)
-        self.groups.append(group)
-        self.names.append(group.group_name)
-        self.ids.append(id(group))
+        return self.add(dist.new_group(list(range(self.size)), backend=backend))
+
+    def add(self, group: Any) -> Any:
+        """Count a group as one of the job's."""
+        name = f"{len(self._first)}"
+        self.groups[name] = group
+        self._first[name] = id(group), group.group_name
         return group
 
-    def whole(self) -> dict[str, Any]:
-        """What must hold after each recovery."""
-        return {
-            "same": self.same(),
-            "states": self.states(),
-            "sums": self.sums(),
-            "generation": reloadpg.status().generation,
-            "generations": self.generations(),
-            "pending": reloadpg.recovery_requested(),
-        }
+    def sums(self, *names: str) -> bool:
+        """Whether groups, all or those named, sum over their own members."""
+        chosen = [group for name, group in self.groups.items() if not names or name in names]
+        try:
+            return worlds.sums_right(*chosen)
+        except reloadpg.GroupOffloadedError:
+            return False
+
+    def snapshot(self) -> list[Any]:
+        """What an operation that touched nothing must not change."""
+        groups = [(str(g.state), g.generation, id(g.communicator)) for g in self.groups.values()]
+        return [*groups, reloadpg.status().generation]
+
+    def states(self) -> set[str]:
+        return {str(group.state) for group in self.groups.values()}
+
+    def generations(self) -> set[int]:
+        return {group.generation for group in self.groups.values()}
+
+    def refused(self) -> bool:
+        """Whether every group refuses a collective."""
+        for group in self.groups.values():
+            try:
+                dist.all_reduce(torch.ones(1), group=group)
+            except reloadpg.GroupOffloadedError:
+                continue
+            return False
+        return True
+
+    def inner(self) -> list[weakref.ref[Any]]:
+        return [weakref.ref(group.communicator) for group in self.groups.values()]
+
+    def cycle(self) -> None:
+        """Offload and reload: new generations, old groups gone, right sums."""
+        before, inner = self.generations(), self.inner()
+        reloadpg.offload()
+        gc.collect()
+        assert all(ref() is None for ref in inner)
+        reloadpg.reload()
+        self.assert_live()
+        assert min(self.generations()) > max(before)
+
+    def assert_live(self, generation: int | None = None) -> None:
+        """Check what holds after each operation that completes.
+
+        The objects and names are the first ones, all groups are live and sum over their members,
+        and no recovery is requested. A simulated accelerator holds one communicator of each.
+        """
+        for name, group in self.groups.items():
+            assert (id(group), group.group_name) == self._first[name]
+        assert self.states() == {"live"}
+        assert self.sums()
+        assert not reloadpg.recovery_requested()
+        if generation is not None:
+            assert (reloadpg.status().generation, self.generations()) == (generation, {generation})
+
+    def assert_memory(self) -> None:
+        """Check that the simulated accelerator holds one connected communicator of each group.
+
+        It is of the group's present generation, and no other one is alive.
+        """
+        names = sorted(group.group_name for group in self.groups.values())
+        found = [group for group in simulated.groups() if group.held_bytes]
+        assert sorted(group.name.partition("@")[0] for group in found) == names
+        made = {group.name.partition("@")[2].partition(".")[0] or "0" for group in found}
+        assert made == {str(generation) for generation in self.generations()}
+        assert {group.state for group in found} == {simulated.SimState.CONNECTED}
+        assert simulated.stats().held_bytes == HELD * len(names)
+        assert (simulated.stats().live, simulated.stats().leaked) == (len(names), 0)
+
+    def meet(self, name: str) -> None:
+        """Wait for all ranks, by other means than the library's."""
+        meet(name, self.size)
+
+    def agree(self, name: str, value: object) -> None:
+        """Check that all ranks have the same value. A rank does not wait for the others."""
+        first = base_store().clone().compare_set(f"test/agreed/{name}", "", repr(value))
+        assert first.decode() == repr(value)
+
+
+def interfere(
+    point: str,
+    action: Callable[[], object],
+    moment: Literal["before", "after"] = "before",
+) -> None:
+    """Do something when this rank comes to a point for the first time.
+
+    The groups of the points in a group are on the backend ``faulty``, or simulated. ``after`` a
+    barrier, this rank has read its decision.
+    """
+    operation, place = point.split(".")
+    register = reloadpg.on_offload if operation == "offload" else reloadpg.on_reload
+    if place == "callbacks":
+        remove = register(lambda: (remove(), action()), name="interfering")
+    elif (event := point.rstrip("0123456789")) in GROUP_EVENTS:
+        nth = int(point.removeprefix(event)) + 1
+        at, fault = GROUP_EVENTS[event]
+        if at is not None:
+            faulty_gloo.inject(at, action, nth=nth)
+        inject(replace(fault, action="call", nth=nth, call=lambda _: action()))
+    else:
+        if place in ("quiesced", "rebuilt") or moment == "after":
+            # Barriers that are there only if a rank has callbacks.
+            _extending.append(register(lambda: None, name="extending"))
+        fault = Fault("barrier", "call", operation=point, moment=moment, call=lambda _: action())
+        inject(fault)
+
+
+def stop_interfering() -> None:
+    """Undo what :func:`interfere` did, but for callbacks."""
+    faulty_gloo.clear()
+    clear_faults()
+    while _extending:
+        _extending.pop()()
+
+
+def backend_for(point: str) -> str:
+    """Return the backend of a job in which this point is interfered with."""
+    if point[:-1].endswith(("suspend", "resume")):
+        return "sim"
+    return faulty_gloo.NAME if "group" in point or "check" in point else worlds.BACKEND
+
+
+def signalling(number: int, error: BaseException) -> Callable[[], None]:
+    """Return an action that sends this process a signal, whose handler raises an error.
+
+    Called in the main thread, which handles the signal. The action waits for that in any other, as
+    a blocked call does.
+    """
+    handled = threading.Event()
+
+    def handle(*_: object) -> None:
+        handled.set()
+        raise error
+
+    def action() -> None:
+        os.kill(os.getpid(), number)
+        if threading.current_thread() is not threading.main_thread():
+            handled.wait(ALLOWANCE)
+
+    signal.signal(number, handle)
+    return action
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def await_death(pid: int) -> None:
+    """Wait until a process has ended."""
+    with suppress(ProcessLookupError):
+        process = os.pidfd_open(pid)
+        assert select.select([process], [], [], PATIENCE.total_seconds())[0]
+        os.close(process)
+
+
+def survivors(
+    program: Callable[..., Any], size: int, *args: Any, dead: int, store: Any = "parent"
+) -> dict[int, Any]:
+    """Run a program in which one rank is killed; return the results of the others, by rank."""
+    outcomes = run_ranks(program, size, args=args, timeout=280, check=False, store=store)
+    assert outcomes[dead].signal == signal.SIGKILL
+    others = [one for one in outcomes if one.rank != dead]
+    assert [one.exception for one in others] == [None] * (size - 1)
+    return {one.rank: one.result for one in others}
+
+
+def meet(name: str, size: int, seconds: float = 120.0) -> None:
+    """Wait for all ranks, by other means than the library's."""
+    store = base_store().clone()
+    if store.add(f"test/{name}", 1) == size:
+        store.set(f"test/{name}/all", "1")
+    store.wait([f"test/{name}/all"], timedelta(seconds=seconds))
+
+
+def base_store() -> Any:
+    """The store beneath all prefixes."""
+    store = c10d._world.pg_map[dist.group.WORLD][1]
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def eventually(condition: Callable[[], object]) -> bool:
+    """Whether a condition holds within a minute and more."""
+    end = time.monotonic() + PATIENCE.total_seconds()
+    while not (found := bool(condition())) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
 
 
 def sockets() -> set[int]:
@@ -97,18 +437,28 @@ def cut(descriptors: set[int]) -> int:
     return count
 
 
-def impatient(group: Any, call: Callable[[], object]) -> str:
-    """Call a function with a short timeout of the group's collectives; return the error's text."""
-    _set_pg_timeout(IMPATIENCE, group)
+@contextmanager
+def impatience(*groups: Any) -> Iterator[None]:
+    """Within this block collectives of the groups have a short timeout."""
+    for group in groups:
+        _set_pg_timeout(IMPATIENCE, group)
     try:
-        call()
-    except RuntimeError as error:
-        return str(error)
+        yield
     finally:
-        with suppress(RuntimeError):
-            _set_pg_timeout(PATIENCE, group)
-    return ""
+        for group in groups:
+            with suppress(RuntimeError):
+                _set_pg_timeout(PATIENCE, group)
 
 
 def all_reduce(group: Any) -> None:
     dist.all_reduce(torch.ones(1), group=group)
+
+
+def strategies(report: Any) -> dict[str, str]:
+    """The strategy of each group, by its name in :attr:`Job.groups`."""
+    return {group.desc.replace("default_pg", "WORLD"): group.strategy for group in report.groups}
+
+
+def reasons(report: Any) -> dict[str, str]:
+    """The reason for each group's strategy, by its name in :attr:`Job.groups`."""
+    return {group.desc.replace("default_pg", "WORLD"): group.reason for group in report.groups}

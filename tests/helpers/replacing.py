@@ -8,13 +8,13 @@ would: with the same RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 from __future__ import annotations
 
 import os
-import select
 import signal
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from fault_job import await_death
 
 from reloadpg.testing import run_ranks
 
@@ -58,21 +58,10 @@ def _start(rank: int, size: int, program: Callable[..., Any], args: Sequence[Any
     if rank >= RANKS:
         number = rank - RANKS + 1
         pid, taken = store().get(f"test/death/{number}").decode().split()
-        _await_death(int(pid))
+        await_death(int(pid))
         os.environ.update(RANK=taken, LOCAL_RANK=taken, TEST_INCARNATION=str(number))
         rank = int(taken)
     return program(rank, RANKS, *args)
-
-
-def _await_death(pid: int) -> None:
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    poll.poll(LIMIT.total_seconds() * 1000)
-    os.close(descriptor)
 
 
 def run_replaced(

@@ -5,133 +5,125 @@ from __future__ import annotations
 import os
 import threading
 import time
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import faulty_gloo
 import pytest
 import torch.distributed as dist
 import worlds
-from recovery_job import ALLOWANCE, FAR, PARALLELISM, Job, attempt, base_store, meet
+from fault_job import ALLOWANCE, BOUND, FAR, Job, attempt, base_store
 
 import reloadpg
 from reloadpg.groups.registry import registry
-from reloadpg.testing import run_ranks
 
 pytestmark = pytest.mark.matrix
 
-NOT_ON_NCCL = {"other creations on one rank"} if worlds.NCCL else set()
+TWO_PAIRS = ((0, 1), (1, 2))
+
+# -- differences: what each rank does before its call, the call and its error, and the remedy ------
+
+Difference = Iterator[tuple[Callable[[], object], str]]
 
 
-def disagreements(rank: int, size: int) -> dict[str, Any]:
-    """Each disagreement: the error, whether anything changed, whether the job continues."""
-    os.environ |= worlds.ALL_RESPOND
-    job = Job(rank, subgroups=((0, 1), (1, 2), (0, 2), (0, 1, 2), (0, 1, 2)), bound=FAR)
-    found: dict[str, Any] = {}
+def one_calls_reload(job: Job) -> Difference:
+    call = reloadpg.reload if job.rank == 2 else reloadpg.offload
+    yield call, "offload() on ranks 0-1 and reload() on rank 2"
 
-    def differ(name: str, call: Any, fix: Any = None) -> None:
-        before = job.snapshot()
-        seen = attempt(call)
-        untouched = job.snapshot() == before
-        meet(name, size)
-        if fix is not None:
-            fix()
-        found[name] = {"seen": seen, "untouched": untouched, "goes_on": job.cycle()}
 
-    differ("one calls reload", reloadpg.reload if rank == 2 else reloadpg.offload)
-
-    # A group of all three ranks: destroyed on rank 1 first, on the others after the error.
-    doomed = job.groups.pop(-2)
-    if rank == 1:
+def a_group_destroyed_on_one_rank(job: Job) -> Difference:
+    doomed = job.groups.pop("g3")
+    if job.rank == 1:
         dist.destroy_process_group(doomed)
-    differ(
-        "group destroyed on one rank",
-        reloadpg.offload,
-        lambda: None if rank == 1 else dist.destroy_process_group(doomed),
-    )
-    pair = job.groups.pop(2) if rank != 1 else None
-    if rank == 0:
+    yield reloadpg.offload, "of ranks 0-2 exists on ranks 0, 2 and not on rank 1"
+    if job.rank != 1:
+        dist.destroy_process_group(doomed)
+
+
+def a_pair_destroyed_on_one_member(job: Job) -> Difference:
+    pair = job.groups.pop("g2", None)
+    if job.rank == 0:
         dist.destroy_process_group(pair)
-    differ(
-        "subset destroyed on one member",
-        reloadpg.offload,
-        lambda: dist.destroy_process_group(pair) if rank == 2 else None,
-    )
-    if rank == 0:
-        reloadpg.uninstall()
-        reloadpg.install(
-            backends={worlds.BACKEND}, timeout=timedelta(seconds=10), parallelism=PARALLELISM
-        )
+    yield reloadpg.offload, "of ranks 0, 2 exists on rank 2 and not on rank 0"
+    if job.rank == 2:
+        dist.destroy_process_group(pair)
 
-    def agree_on_options() -> None:
-        if rank == 0:
+
+def other_options_on_one_rank(job: Job) -> Difference:
+    def install(timeout: float) -> None:
+        if job.rank == 0:
             reloadpg.uninstall()
-            reloadpg.install(
-                backends={worlds.BACKEND}, timeout=timedelta(seconds=FAR), parallelism=PARALLELISM
-            )
+            backends = {worlds.BACKEND, faulty_gloo.NAME}
+            reloadpg.install(backends=backends, timeout=timeout)
 
-    differ("other options on one rank", reloadpg.offload, agree_on_options)
+    install(10)
+    yield reloadpg.offload, "10.0 on rank 0 and 100.0 on ranks 1-2"
+    install(FAR)
 
-    if worlds.NCCL:
-        return found
-    # Rank 0 creates two groups in the other order, so their names differ.
+
+def other_creations_on_one_rank(job: Job) -> Difference:
+    """Two groups in the other order, so their names differ."""
     backends = ["gloo", "cpu:gloo"]
-    for backend in backends if rank else reversed(backends):
-        job.groups.append(dist.new_group([0, 1, 2], backend=backend))
-
-    def destroy_both() -> None:
-        for group in job.groups[-2:]:
-            dist.destroy_process_group(group)
-        del job.groups[-2:]
-
-    differ("other creations on one rank", reloadpg.offload, destroy_both)
-    return found
+    made: list[Any] = [
+        dist.new_group([0, 1, 2], backend=backend)
+        for backend in (backends if job.rank else reversed(backends))
+    ]
+    yield reloadpg.offload, "created as cpu:gloo"
+    for group in made:
+        dist.destroy_process_group(group)
 
 
-DIFFERENCES = {
-    "one calls reload": ["offload() on ranks 0-1 and reload() on rank 2"],
-    "group destroyed on one rank": ["of ranks 0-2 exists on ranks 0, 2 and not on rank 1"],
-    "subset destroyed on one member": ["of ranks 0, 2 exists on rank 2 and not on rank 0"],
-    "other options on one rank": ["10.0 on rank 0 and 100.0 on ranks 1-2", "give install()"],
-    # On NCCL two groups that differ connect while they are created, or look equal.
-    "other creations on one rank": ["created as cpu:gloo", "on rank 0 and"],
-}
+DIFFERENCES = [
+    one_calls_reload,
+    a_group_destroyed_on_one_rank,
+    a_pair_destroyed_on_one_member,
+    other_options_on_one_rank,
+]
+if not worlds.NCCL:  # there two groups that differ connect while they are created, or look equal
+    DIFFERENCES.append(other_creations_on_one_rank)
 
 
 @worlds.unbound_only
+@pytest.mark.ranks(3)
 def test_ranks_that_disagree_all_raise_and_change_nothing() -> None:
     """The same text on all ranks, with all differences (failure 12: such ranks hung).
 
     The job continues once the cause is removed.
     """
-    results = run_ranks(disagreements, 3, timeout=120)
-    assert results[0].keys() == DIFFERENCES.keys() - NOT_ON_NCCL
-    for case in results[0]:
-        found = [result[case] for result in results]
-        seen = [one["seen"] for one in found]
-        assert [call.kind for call in seen] == ["DisagreementError"] * 3, case
-        assert len({call.text.split(": ", 1)[1].split(" Nothing")[0] for call in seen}) == 1, case
-        assert max(call.seconds for call in seen) < ALLOWANCE, case
-        assert all(part in seen[0].text for part in DIFFERENCES[case]), seen[0]
-        assert [(one["untouched"], one["goes_on"]) for one in found] == [(True, True)] * 3, case
+    os.environ |= worlds.ALL_RESPOND
+    job = Job(subgroups=((0, 1), (1, 2), (0, 2), (0, 1, 2), (0, 1, 2)))
+    for number, differ in enumerate(DIFFERENCES):
+        difference = differ(job)
+        call, said = next(difference)
+        before = job.snapshot()
+        seen = attempt(call)
+        assert seen.kind == "DisagreementError", seen
+        assert said in seen.text
+        assert seen.seconds < ALLOWANCE
+        assert job.snapshot() == before
+        job.agree(f"{number}", seen.text.split(": ", 1)[1].split(" Nothing")[0])
+        job.meet(f"{number}")
+        next(difference, None)
+        job.cycle()
 
 
 @pytest.mark.ranks(3)
-def test_a_rank_one_call_late(rank: int, world_size: int) -> None:
+def test_a_rank_one_call_late(rank: int) -> None:
     """Rank 1 makes its first call after the others' has timed out. It raises at once, and all ranks
     meet in the next call.
     """
-    job = Job(rank, subgroups=((0, 1), (1, 2)))
+    job = Job(subgroups=TWO_PAIRS, timeout=BOUND)
     before = job.snapshot()
     if rank == 1:
-        meet("others timed out", world_size)
+        job.meet("others timed out")
     seen = attempt(reloadpg.offload)
     if rank != 1:
-        meet("others timed out", world_size)
+        job.meet("others timed out")
     assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (1,))
     assert ("This rank arrived too late" in seen.text) == (rank == 1)
     assert job.snapshot() == before
-    meet("late", world_size)
-    assert job.cycle()
+    job.meet("late")
+    job.cycle()
 
 
 def tell_when_waiting(store: Any) -> None:
@@ -143,7 +135,7 @@ def tell_when_waiting(store: Any) -> None:
 @pytest.mark.ranks(3)
 def test_a_rank_that_skipped_a_call_joins_the_next_one(rank: int) -> None:
     """It takes part in the epoch of the other ranks, and does not stay one behind."""
-    job = Job(rank, subgroups=((0, 1), (1, 2)))
+    job = Job(subgroups=TWO_PAIRS, timeout=BOUND)
     job.cycle()
     reloadpg.offload()
     if rank != 1:
@@ -155,13 +147,13 @@ def test_a_rank_that_skipped_a_call_joins_the_next_one(rank: int) -> None:
     if rank == 1:
         store.wait(["test/rank 0 waits"])
     reloadpg.reload()
-    assert job.cycle()
+    job.cycle()
 
 
 @pytest.mark.ranks(3)
-def test_generations_of_a_group_must_agree(rank: int, world_size: int) -> None:
+def test_generations_of_a_group_must_agree(rank: int) -> None:
     """Its members compare them; the error has both."""
-    job = Job(rank, subgroups=((0, 1), (1, 2)), bound=10)
+    job = Job(subgroups=TWO_PAIRS)
     job.cycle()
     groups = registry.managed()  # type: ignore[attr-defined]
     if rank == 1:
@@ -172,5 +164,5 @@ def test_generations_of_a_group_must_agree(rank: int, world_size: int) -> None:
     assert job.snapshot() == before
     if rank == 1:
         groups[1].generation += 1
-    meet("fixed", world_size)
-    assert job.cycle()
+    job.meet("fixed")
+    job.cycle()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -186,51 +184,3 @@ def test_keys_of_the_user_in_a_groups_store_are_kept(rank, world):
     summed(None, rank)
     for group in groups:
         assert group.get_group_store().get(f"mine/{1 - rank}") == b"kept"
-
-
-RANK = """
-import os, sys, time, signal
-from datetime import timedelta
-import torch.distributed as dist
-import reloadpg
-rank = int(os.environ["RANK"])
-reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=60))
-dist.init_process_group("gloo")
-reloadpg.offload()
-print("offloaded", flush=True)
-if rank == 2:
-    os.kill(os.getpid(), signal.SIGKILL)
-try:
-    reloadpg.reload()
-except reloadpg.ReloadpgError as error:
-    print("raised", type(error).__name__, error, flush=True)
-    os._exit(1)  # at once: with rank 0 ends the store
-"""
-
-
-@pytest.mark.slow
-def test_the_rank_that_hosts_the_store_leaves_last(tmp_path, free_port):
-    """Without ``run_ranks``, the store in rank 0's process: rank 1 is notified of the death of
-    rank 2, too.
-    """
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**os.environ, **place, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=280)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for text in outputs[:2]:
-        assert "raised PeerFailedError" in text
-        assert "rank 2 died" in text

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from recovery_job import attempt, base_store
+from fault_job import attempt, base_store
 
 import reloadpg
 from reloadpg.testing import run_ranks

@@ -9,8 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from fault_job import PATIENCE, FaultJob, all_reduce
-from recovery_job import base_store
+from fault_job import PATIENCE, Injected, Job, all_reduce, base_store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import reloadpg
@@ -18,10 +17,6 @@ import reloadpg
 FAULTY = 1
 LIMIT = timedelta(seconds=20)
 """The timeout of the collective that must fail before."""
-
-
-class Injected(Exception):
-    """The injected error."""
 
 
 @pytest.mark.ranks(4)
@@ -34,7 +29,7 @@ def test_peers_of_an_abort_do_not_wait_for_a_timeout(
     Also where an unmanaged gloo group exists: it is not known which connections are that group's,
     so an abort closes those of the others only.
     """
-    job = FaultJob(rank, world_size)
+    job = Job("gloo")
     if other:
         store = dist.PrefixStore("other", base_store())
         unmanaged = dist.ProcessGroupGloo(store, rank, world_size, timeout=PATIENCE)
@@ -67,9 +62,9 @@ def test_peers_of_an_abort_do_not_wait_for_a_timeout(
 
 
 @pytest.mark.ranks(4)
-def test_a_forked_child_can_create_groups(rank: int, world_size: int) -> None:
+def test_a_forked_child_can_create_groups() -> None:
     """The parent keeps its connections."""
-    job = FaultJob(rank, world_size)
+    job = Job("gloo")
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -8,20 +8,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from fault_job import FaultJob, all_reduce
-from recovery_job import attempt
+from fault_job import Injected, Job, all_reduce, attempt
 from replacing import RANKS, VICTIM, die, incarnation, run_replaced
 
 import reloadpg
-from reloadpg.testing import run_ranks
 
 FAULTY = 1
 
 Log = list[str]
-
-
-class Injected(Exception):
-    """The injected error."""
 
 
 class Body:
@@ -101,29 +95,15 @@ PROGRAMS: dict[Callable[[Body], None], list[tuple[str, Log]]] = {
 CASES = [(program, *case) for program, cases in PROGRAMS.items() for case in cases]
 
 
-def every_program(rank: int, size: int) -> list[Log]:
-    """The attempts at the steps of each program."""
-    job = FaultJob(rank, size)
-    found = []
-    for program, fails_at, _ in CASES:
+@pytest.mark.matrix
+@pytest.mark.ranks(4)
+def test_several_loops() -> None:
+    """Each step of each loop is completed; after a fault all ranks repeat the failed step."""
+    job = Job("gloo")
+    for program, fails_at, expected in CASES:
         body = Body(job, fails_at)
         program(body)
-        found.append(body.log)
-    return found
-
-
-@pytest.fixture(scope="module")
-def logs() -> list[list[Log]]:
-    """The attempts at steps, by rank and case."""
-    return run_ranks(every_program, 4, timeout=280)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: f"{CASES[i][0].__name__}{i}")
-def test_several_loops(logs: list[list[Log]], index: int) -> None:
-    """Each step of each loop is completed; after a fault all ranks repeat the failed step."""
-    for rank in range(4):
-        assert logs[rank][index] == CASES[index][2]
+        assert body.log == expected, (program.__name__, fails_at)
 
 
 # -- a loop that is left ---------------------------------------------------------------------------
@@ -196,43 +176,26 @@ def all_leave(body: Body) -> str:
 
 
 LEAVING = {
-    leaves_in_the_step: ("ReloadpgError", "Injected"),
-    returns_in_the_step: ("ReloadpgError", "Injected"),
-    leaves_after_the_step: ("ReloadpgError", "Injected"),
+    # what the ranks that leave raise, and the one that goes on and detects that they have left
+    leaves_in_the_step: ("ReloadpgError", "PeerFailedError"),
+    returns_in_the_step: ("ReloadpgError", "PeerFailedError"),
+    leaves_after_the_step: ("ReloadpgError", "PeerFailedError"),
     raises_after_the_step: ("ValueError", "PeerFailedError"),
     returns_in_a_function: ("", ""),
     all_leave: ("", ""),
 }
 
 
-def every_exit(rank: int, size: int) -> list[Any]:
-    job = FaultJob(rank, size)
-    found = []
-    for program in LEAVING:
+@pytest.mark.ranks(4)
+def test_leaving_an_incomplete_step_raises_on_all_ranks(rank: int) -> None:
+    """Leaving a complete step is valid."""
+    job = Job("gloo")
+    for program, (leaver, faulty) in LEAVING.items():
         body = Body(job)
         seen = attempt(lambda: program(body))  # noqa: B023 - called at once
-        found.append((seen, job.sums(), body.log))
-    return found
-
-
-@pytest.fixture(scope="module")
-def exits() -> list[list[Any]]:
-    """How each program ended, by rank."""
-    return run_ranks(every_exit, 4, timeout=280)
-
-
-@pytest.mark.parametrize("index", range(len(LEAVING)), ids=[one.__name__ for one in LEAVING])
-def test_leaving_an_incomplete_step_raises_on_all_ranks(exits: list[list[Any]], index: int) -> None:
-    """Leaving a complete step is valid."""
-    leaver, faulty = [*LEAVING.values()][index]
-    for rank in range(4):
-        seen, sums, _ = exits[rank][index]
-        kind = faulty if rank == FAULTY else leaver
-        if kind == "Injected":  # its own loop continues, and detects that the others have left
-            kind = "PeerFailedError"
-        assert seen.kind == kind, (rank, seen)
-        assert sums
-        if kind == "ReloadpgError":
+        assert seen.kind == (faulty if rank == FAULTY else leaver), (program.__name__, seen)
+        assert job.sums()
+        if seen.kind == "ReloadpgError":
             assert "left" in seen.text
             assert "step 0" in seen.text
 
@@ -335,9 +298,9 @@ def test_a_new_process_with_too_few_items_raises_on_all_ranks() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_an_error_that_follows_a_recovery_repeats_the_step(rank: int, world_size: int) -> None:
+def test_an_error_that_follows_a_recovery_repeats_the_step(rank: int) -> None:
     """Whatever ``on`` names: the abort of the rank that recovers has caused it."""
-    job = FaultJob(rank, world_size)
+    job = Job("gloo")
     log = []
     for step in reloadpg.retrying("ab", on=[Injected]):
         with step as letter:

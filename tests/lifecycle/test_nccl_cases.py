@@ -16,7 +16,6 @@ import reloadpg
 from reloadpg import c10d
 from reloadpg.groups.creation import WORLD_ORDER, Call, Construction
 from reloadpg.lifecycle.recreate import spent_keys
-from reloadpg.testing import run_ranks
 
 HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
@@ -26,31 +25,29 @@ def _like_nccl(store, rank, size, timeout):
     return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
-def _warnings(rank: int, world_size: int, backend: str) -> list[tuple[str, ...]]:
-    os.environ |= {HOOK: "1", PIPE: "/tmp/pipe"}
+@pytest.mark.skipif(worlds.BOUND, reason="its backend serves the CPU; no group can be bound to it")
+@pytest.mark.ranks(2, env={HOOK: "1", PIPE: "/tmp/pipe"})
+@pytest.mark.parametrize("backend", ["ncclx", "gloo"])
+def test_a_report_names_settings_that_make_a_release_unsafe(backend: str) -> None:
+    """Memory registered with released communicators, and dumps of the flight recorder; not for
+    other backends.
+    """
     dist.Backend.register_backend("ncclx", _like_nccl, devices=["cpu"])
     reloadpg.install(backends={backend}, timeout=timedelta(seconds=30))
     worlds.init(backend)
-    told = [reloadpg.offload().warnings]
+    first = reloadpg.offload().warnings
     reloadpg.reload()
     del os.environ[HOOK]
-    told.append(reloadpg.offload().warnings)
-    reloadpg.reload()
-    return told
-
-
-@pytest.mark.skipif(worlds.BOUND, reason="its backend serves the CPU; no group can be bound to it")
-def test_a_report_names_settings_that_make_a_release_unsafe() -> None:
-    """Memory registered with released communicators, and dumps of the flight recorder."""
-    for both, one in run_ranks(_warnings, 2, args=("ncclx",)):
-        assert [text.partition(" is set: ")[0] for text in both] == [HOOK, PIPE]
-        assert "on_offload" in both[0]
-        assert "_dump_nccl_trace" in both[1]
-        assert one == both[1:]
-
-
-def test_the_settings_cause_no_warning_for_other_backends() -> None:
-    assert run_ranks(_warnings, 2, args=("gloo",)) == [[(), ()]] * 2
+    then = reloadpg.offload().warnings
+    if backend == "gloo":
+        assert first == then == ()
+        return
+    hook, pipe = first
+    assert hook.startswith(f"{HOOK} is set: ")
+    assert "on_offload" in hook
+    assert pipe.startswith(f"{PIPE} is set: ")
+    assert "_dump_nccl_trace" in pipe
+    assert then == (pipe,)
 
 
 @pytest.mark.parametrize(

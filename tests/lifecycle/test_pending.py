@@ -16,21 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
+from fault_job import Job, signalling
 from worlds import summed
 
 import reloadpg
-from reloadpg.testing import run_ranks, simulated
+from reloadpg.testing import simulated
 
 HANG_S = 120.0
 
 
-def _start(bound: float = HANG_S, groups: int = 3, **options: Any) -> list[Any]:
-    simulated.register()
-    simulated.configure(bytes_per_communicator=1 << 16)
-    reloadpg.install(timeout=timedelta(seconds=bound), **options)
-    worlds.init("sim")
-    made = [dist.new_group(range(dist.get_world_size()), group_desc=f"g{k}") for k in range(groups)]
-    return [dist.group.WORLD, *made]
+def _start(**options: Any) -> Job:
+    return Job("sim", subgroups=[range(int(os.environ["WORLD_SIZE"]))] * 3, used=False, **options)
 
 
 def _stalled(at: str, group: Any) -> Any:
@@ -47,7 +43,8 @@ def test_a_running_operation_refuses_collectives_and_other_operations(rank) -> N
     All groups refuse collectives until it has ended, also those that are not released yet or are
     rebuilt already; queries return. Callbacks run in its thread and can use the groups.
     """
-    groups = _start(parallelism=1)
+    job = _start(parallelism=1)
+    groups = [*job.groups.values()]
     first, last = groups[1], groups[-1]
     threads: list[threading.Thread] = []
     used: list[float] = []
@@ -77,8 +74,7 @@ def test_a_running_operation_refuses_collectives_and_other_operations(rank) -> N
         assert (report.operation, report.changed, len(report.groups)) == (operation, True, 4)
         assert pending.result(timeout=timedelta(0)) is report
         assert (pending.done(), repr(pending)) == (True, f"<Pending {operation}, ended>")
-    assert [summed(group, rank) for group in groups] == [3.0] * 4
-    assert reloadpg.status().generation == 1
+    job.assert_live(1)
     assert used == [3.0, 3.0]
     assert threading.main_thread() not in threads
 
@@ -87,23 +83,22 @@ def test_a_running_operation_refuses_collectives_and_other_operations(rank) -> N
 @pytest.mark.parametrize("operation", ["offload", "reload"])
 def test_result_raises_the_error_of_the_operation(rank, operation: str) -> None:
     """On all ranks, at each call; the groups are failed until a reload."""
-    groups = _start()
+    job = _start()
     if operation == "reload":
         reloadpg.offload()
-    at = "release" if operation == "offload" else "create"
-    name = f"{groups[2].group_name}@*" if at == "create" else groups[2].group_desc
+    at, name = ("release", "g1") if operation == "offload" else ("create", "2@*")
     own = reloadpg.ReleaseError if operation == "offload" else reloadpg.RebuildError
     with simulated.inject(simulated.Fault(at, group=name, rank=1)):  # type: ignore[arg-type]
         pending = getattr(reloadpg, operation)(wait=False)
         for _ in range(2):
             with pytest.raises(own if rank == 1 else reloadpg.PeerFailedError, match=r"\(g1\)"):
                 pending.result()
-    assert {str(group.state) for group in groups} == {"failed"}
+    assert job.states() == {"failed"}
     with pytest.raises(reloadpg.GroupOffloadedError, match="did not finish"):
-        summed(groups[1], rank)
+        summed(job.ring, rank)
     reloadpg.reload(wait=rank == 0)  # ranks need not wait in the same way
     _join()
-    assert [summed(group, rank) for group in groups] == [3.0] * 4
+    job.assert_live()
 
 
 def _join() -> None:
@@ -116,12 +111,12 @@ def _join() -> None:
 @pytest.mark.ranks(2)
 def test_an_operation_that_changed_nothing_makes_the_groups_usable_again(rank) -> None:
     """After an error in a callback, and after a disagreement."""
-    groups = _start()
+    job = _start()
     remove = reloadpg.on_offload(lambda: 1 / 0) if rank == 1 else lambda: None
     with pytest.raises(reloadpg.ReloadpgError if rank else reloadpg.PeerFailedError):
         reloadpg.offload(wait=False).result()
     remove()
-    assert [summed(group, rank) for group in groups] == [3.0] * 4
+    job.assert_live()
     reloadpg.offload(wait=False).result()
     connect: Any = ("eager", "none")[rank]
     with pytest.raises(reloadpg.DisagreementError):
@@ -132,19 +127,19 @@ def test_an_operation_that_changed_nothing_makes_the_groups_usable_again(rank) -
 @pytest.mark.ranks(2)
 def test_groups_can_be_created_and_destroyed_while_a_reload_runs(rank) -> None:
     """The operation does not include a new group; the end of the job waits for the operation."""
-    groups = _start(parallelism=1)
-    last = groups[-1]
+    job = _start(parallelism=1)
     reloadpg.offload()
-    fault = _stalled("create", last)
+    fault = _stalled("create", job.ring)
     pending = reloadpg.reload(wait=False)
     assert fault.wait_fired(HANG_S)
     new = dist.new_group([0, 1])
     assert summed(new, rank) == 3.0
     fault.clear()
     pending.result()
-    assert [summed(group, rank) for group in (*groups, new)] == [3.0] * 5
+    job.assert_live()
+    assert summed(new, rank) == 3.0
     reloadpg.offload()
-    fault = _stalled("create", last)
+    fault = _stalled("create", job.ring)
     pending = reloadpg.reload(wait=False)
     assert fault.wait_fired(HANG_S)
     destroys = threading.Thread(target=dist.destroy_process_group)
@@ -192,10 +187,10 @@ def test_the_cpu_backend_of_a_mixed_group_works_while_an_operation_runs(rank) ->
 @pytest.mark.ranks(1)
 def test_a_handle_that_is_dropped_without_a_result_is_warned_of(rank) -> None:
     """The warning has the state of the operation. None after ``result()``."""
-    groups = _start(min_size=1)
+    job = _start(min_size=1)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        fault = _stalled("release", groups[1])
+        fault = _stalled("release", job.groups["g0"])
         reloadpg.offload(wait=False)
         fault.clear()
         _join()
@@ -216,7 +211,7 @@ def test_a_handle_that_is_dropped_without_a_result_is_warned_of(rank) -> None:
     assert "reload(wait=False) was deleted" in completed
     assert "it completed" in completed
     assert "it raised ReleaseError" in failed
-    assert summed(None, rank) == 1.0
+    job.assert_live()
 
 
 class _Interrupt(BaseException):
@@ -226,14 +221,10 @@ class _Interrupt(BaseException):
 @pytest.mark.ranks(2)
 def test_a_signal_ends_result_and_not_the_operation(rank) -> None:
     """``result()`` can be called again."""
-    groups = _start()
-
-    def interrupt(*_: Any) -> None:
-        raise _Interrupt
-
-    signal.signal(signal.SIGUSR1, interrupt)
+    job = _start()
+    signalling(signal.SIGUSR1, _Interrupt())
     reloadpg.offload()
-    fault = _stalled("create", groups[1])
+    fault = _stalled("create", job.groups["g0"])
     pending = reloadpg.reload(wait=False)
     assert fault.wait_fired(HANG_S)
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
@@ -242,13 +233,13 @@ def test_a_signal_ends_result_and_not_the_operation(rank) -> None:
     assert not pending.done()
     fault.clear()
     assert pending.result().operation == "reload"
-    assert summed(None, rank) == 3.0
+    job.assert_live()
 
 
 @pytest.mark.ranks(1)
 def test_an_interrupt_at_any_call_leaves_no_operation_running(rank) -> None:
     """The operation did not start, or it continues to its end without a handle."""
-    _start(groups=1, min_size=1)
+    job = _start(min_size=1)
     warnings.simplefilter("ignore")  # of handles that are dropped
     interrupted = 0
     for count in range(1, 200, 3):
@@ -271,48 +262,39 @@ def test_an_interrupt_at_any_call_leaves_no_operation_running(rank) -> None:
         _join()
         reloadpg.reload()  # never "offload is running in this process"
     assert interrupted > 20
-    assert (reloadpg.status().state, summed(None, rank)) == ("live", 1.0)
+    job.assert_live()
 
 
-def _names(rank: int, world_size: int) -> dict[str, Any]:
-    """Create groups with hashed names while a reload rebuilds others."""
-    reloadpg.install(backends={"gloo"}, timeout=timedelta(seconds=HANG_S), parallelism=4)
-    worlds.init("gloo")
-    every = range(world_size)
-    groups = [dist.new_group(every) for _ in range(8)]
-    before = len(dist.distributed_c10d._world.pg_map)
-    names, counts = [], set()
+@pytest.mark.ranks(2)
+def test_groups_being_rebuilt_do_not_change_the_names_of_new_groups() -> None:
+    """Torch hashes the number of groups; ranks that saw different numbers chose different names."""
+    job = Job("gloo", subgroups=[(0, 1)] * 8, parallelism=4)
+    world: Any = dist.distributed_c10d._world  # type: ignore[attr-defined]
+    before = len(world.pg_map)
     sys.setswitchinterval(1e-6)
     for cycle in range(3):
         reloadpg.offload()
         pending = reloadpg.reload(wait=False)
         while not pending.done():
-            counts.add(len(dist.distributed_c10d._world.pg_names) - len(names))
+            assert len(world.pg_names) == before + cycle
         pending.result()
         del pending
         pending = reloadpg.offload(wait=False)
         pending.result()
         pending = reloadpg.reload(wait=False)
-        made: Any = dist.new_group(every, use_local_synchronization=True)
-        names.append(made.group_name)
+        made: Any = dist.new_group([0, 1], use_local_synchronization=True)
+        job.agree(f"{cycle}", made.group_name)
         pending.result()
-        assert summed(made, rank) == summed(groups[cycle], rank)
-    return {"names": names, "counts": counts, "before": before}
-
-
-def test_groups_being_rebuilt_do_not_change_the_names_of_new_groups() -> None:
-    """Torch hashes the number of groups; ranks that saw different numbers chose different names."""
-    first, second = run_ranks(_names, 2, timeout=240)
-    assert first["names"] == second["names"]
-    assert first["counts"] == second["counts"] == {first["before"]}
+        job.assert_live()
+        assert worlds.sums_right(made)
 
 
 @pytest.mark.ranks(2)
 def test_uninstall_and_a_forked_child_raise_while_an_operation_runs(rank) -> None:
     """No operation runs in a forked child, so ``result()`` would not return there."""
-    last = _start(parallelism=1)[-1]
+    job = _start(parallelism=1)
     reloadpg.offload()
-    fault = _stalled("create", last)
+    fault = _stalled("create", job.ring)
     pending = reloadpg.reload(wait=False)
     assert fault.wait_fired(HANG_S)
     with pytest.raises(reloadpg.PatchConflictError, match="uninstall: an operation is run"):
@@ -330,13 +312,13 @@ def test_uninstall_and_a_forked_child_raise_while_an_operation_runs(rank) -> Non
     assert os.read(reading, 1000).startswith(b"reload(wait=False): result() was called in")
     fault.clear()
     pending.result()
-    assert summed(last, rank) == 3.0
+    job.assert_live()
 
 
 @pytest.mark.ranks(2)
 def test_the_handle_has_the_methods_of_a_future(rank) -> None:
     """It cannot be cancelled, and its error can be read more than once."""
-    groups = _start()
+    job = _start()
     called: list[Any] = []
     pending = reloadpg.offload(wait=False)
     pending.add_done_callback(lambda handle: called.append((handle, handle.result().operation)))
@@ -349,7 +331,7 @@ def test_the_handle_has_the_methods_of_a_future(rank) -> None:
     assert flags == (True, False, False, False)
     assert asyncio.run(wait()) == "reload"
     assert called == [(pending, "offload")]
-    assert summed(groups[1], rank) == 3.0
+    job.assert_live()
     reloadpg.offload()
     if rank == 1:
         simulated.inject(simulated.Fault("create", "raise"))

@@ -4,125 +4,96 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
 
-import worlds
+import pytest
+from fault_job import HELD, Job, fail
 
 import reloadpg
 from reloadpg.lifecycle import memory
 from reloadpg.lifecycle.report import GroupReport, Report, Span
-from reloadpg.testing import run_ranks, simulated
 
 
-def listen(rank: int, size: int) -> dict[str, Any]:
-    reports: list[Any] = []
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("reloadpg").addHandler(handler)
-    simulated.register()
-    reloadpg.install()
-    worlds.init("sim")
-    before = [group.memory_bytes for group in reloadpg.status().groups]
+class Logged(logging.Handler):
+    """What the library logs in this process: the levels and the messages."""
 
-    def broken(_: Any) -> None:
-        raise ValueError("broken on purpose")
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, str]] = []
+        logging.getLogger("reloadpg").addHandler(self)
 
-    within: list[Any] = []
-    reloadpg.on_offload(lambda: within.append([g.memory_bytes for g in reloadpg.status().groups]))
-    after: list[Any] = []
-    removes = [
-        reloadpg.on_report(broken),
-        reloadpg.on_report(reports.append),
-        reloadpg.on_report(lambda _: after.append(reloadpg.status().memory_bytes)),
-    ]
-    returned = [reloadpg.offload(), reloadpg.reload()]
-    take_off = reloadpg.on_offload(lambda: 1 / (1 - rank))
-    kind = ""
-    try:
-        reloadpg.offload()
-    except reloadpg.ReloadpgError as error:
-        kind = type(error).__name__
-    failed = reloadpg.status().last_error
-    take_off()
-    for remove in [*removes, *removes]:
-        remove()
-    reloadpg.offload()
-    return {
-        "same": [a is b for a, b in zip(reports, returned, strict=False)],
-        "kinds": [(r.operation, r.error.split(":")[0]) for r in reports],
-        "who": {(r.rank, r.world_size) for r in reports},
-        "spans": [s.name for s in reports[0].spans],
-        "inside": all(
-            s.start_ms >= 0 and s.start_ms + s.ms <= r.total_ms for r in reports for s in r.spans
-        ),
-        "groups": [
-            (g.start_ms >= 0, g.start_ms + g.ms <= r.total_ms) for r in reports for g in r.groups
-        ],
-        "started": reports[0].started_at <= reports[1].started_at,
-        "kind": kind,
-        "failed": failed,
-        "afterwards": reloadpg.status().last_error,
-        "logged": logged,
-        "memory": (before, within[0]),
-        "after": after,
-    }
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelname, record.getMessage()))
 
 
-def test_reports_of_operations_that_complete_and_of_one_that_fails() -> None:
+@pytest.mark.ranks(2)
+def test_reports_of_operations_that_complete_and_of_one_that_fails(rank: int) -> None:
     """Callbacks get the report that the call returns, until they are removed.
 
     Phases, waits and groups lie within the call. A callback that raises is logged, and the
     operation succeeds. The status has the last error until an operation completes. While an
     operation runs, the status has no memory, since no communicator is queried.
     """
-    for rank, seen in enumerate(run_ranks(listen, 2, timeout=60)):
-        error = "ReloadpgError" if rank == 1 else "PeerFailedError"
-        assert seen["same"] == [True, True]
-        assert seen["kinds"] == [("offload", ""), ("reload", ""), ("offload", error)]
-        assert seen["who"] == {(rank, 2)}
-        assert seen["spans"] == [
-            "wait.enter", "callbacks", "device", "wait.quiesced", "groups", "wait.released"
-        ]  # fmt: skip
-        assert seen["inside"]
-        assert seen["groups"] == [(True, True)] * 2
-        assert seen["started"]
-        assert seen["logged"].count("a callback registered with reloadpg.on_report failed") == 3
-        assert seen["kind"] == error
-        assert "ZeroDivisionError" in seen["failed"]
-        assert seen["afterwards"] == ""
-        assert seen["memory"] == ([0], [None])
-        assert seen["after"] == [0, 0, 0]  # the callback of the report can query memory
+    logged, reports, within, after = Logged(), [], [], []
+    Job("sim", subgroups=())
+
+    def memory_of_groups() -> list[int | None]:
+        return [group.memory_bytes for group in reloadpg.status().groups]
+
+    assert memory_of_groups() == [HELD]
+    reloadpg.on_offload(lambda: within.append(memory_of_groups()))
+    removes = [
+        reloadpg.on_report(lambda _: fail()),
+        reloadpg.on_report(reports.append),
+        reloadpg.on_report(lambda _: after.append(reloadpg.status().memory_bytes)),
+    ]
+    offload, reload = reloadpg.offload(), reloadpg.reload()
+    take_off = reloadpg.on_offload(lambda: 1 / (1 - rank))
+    own = reloadpg.ReloadpgError if rank == 1 else reloadpg.PeerFailedError
+    with pytest.raises(own) as raised:
+        reloadpg.offload()
+    assert "ZeroDivisionError" in reloadpg.status().last_error
+    take_off()
+    for remove in [*removes, *removes]:
+        remove()
+    reloadpg.offload()
+    assert reloadpg.status().last_error == ""
+    first, second, _ = reports
+    assert first is offload
+    assert second is reload
+    assert [report.operation for report in reports] == ["offload", "reload", "offload"]
+    assert [report.error.split(":")[0] for report in reports] == ["", "", raised.type.__name__]
+    assert {(report.rank, report.world_size) for report in reports} == {(rank, 2)}
+    assert [span.name for span in first.spans] == [
+        "wait.enter", "callbacks", "device", "wait.quiesced", "groups", "wait.released"
+    ]  # fmt: skip
+    assert [len(report.groups) for report in reports] == [1, 1, 0]
+    for report in reports:
+        for part in (*report.spans, *report.groups):
+            assert 0 <= part.start_ms <= part.start_ms + part.ms <= report.total_ms
+    assert first.started_at <= second.started_at
+    texts = [text for _, text in logged.lines]
+    assert texts.count("a callback registered with reloadpg.on_report failed") == 3
+    assert within == [[None]] * 3
+    assert after == [0, 0, 0]  # the callback of the report can query memory
 
 
-def warned(rank: int, size: int) -> list[tuple[str, str]]:
-    logged: list[tuple[str, str]] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(  # type: ignore[method-assign]
-        (record.levelname, record.getMessage())
-    )
-    logging.getLogger("reloadpg").addHandler(handler)
+@pytest.mark.ranks(2)
+def test_a_warning_is_logged_once_whatever_its_figures(rank: int) -> None:
+    """Later ones of the kind are logged at level DEBUG."""
+    logged = Logged()
     logging.getLogger("reloadpg").setLevel(logging.DEBUG)
-    simulated.register()
-    reloadpg.install()
-    worlds.init("sim")
+    Job("sim", subgroups=())
     held = iter((12.5, 99, 3))
     memory.add_check(lambda: f"{next(held)} MiB stay" if rank == 0 else "this rank is odd")
     reloadpg.offload()
     reloadpg.reload()
-    memory.add_check(lambda: "something else stays")
+    memory.add_check(lambda: "something else")
     reloadpg.offload()
-    return [(level, text) for level, text in logged if "stay" in text or "odd" in text]
-
-
-def test_a_warning_is_logged_once_whatever_its_figures() -> None:
-    """Later ones of the kind are logged at level DEBUG."""
-    ranks = run_ranks(warned, 2, timeout=60)
-    for text, logged in zip(["12.5 MiB stay", "this rank is odd"], ranks, strict=True):
-        same = [entry for entry in logged if "something else" not in entry[1]]
-        assert [level for level, _ in same] == ["WARNING", "DEBUG", "DEBUG"]
-        assert text in same[0][1]
-        assert [level for level, line in logged if "something else" in line] == ["WARNING"]
+    part = "this rank is odd" if rank else "MiB stay"
+    same = [(level, text) for level, text in logged.lines if part in text]
+    assert [level for level, _ in same] == ["WARNING", "DEBUG", "DEBUG"]
+    assert ("this rank is odd" if rank else "12.5 MiB stay") in same[0][1]
+    assert [level for level, text in logged.lines if "something else" in text] == ["WARNING"]
 
 
 def _report(rank: int, size: int, released: int, error: str = "") -> Report:

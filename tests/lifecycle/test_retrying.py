@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fault_job import FaultJob, all_reduce
-from recovery_job import Seen, attempt, interfere, stop_interfering
+from fault_job import Injected, Job, all_reduce, attempt, fail, interfere, stop_interfering
 
 import reloadpg
-from reloadpg.testing import run_ranks
 
 FAULTY = 1
 
 Log = list[tuple[int, int]]
 
 
-class Injected(Exception):
-    """The injected error."""
-
-
-def steps(job: FaultJob, fault: Callable[[int, int], object], **options: Any) -> tuple[Seen, Log]:
-    """Run four steps with a collective each; return the error and the attempts."""
-    log: Log = []
-
-    def run() -> None:
-        for step in reloadpg.retrying("abcd", **options):
-            with step as letter:
-                assert letter == "abcd"[step.number]
-                log.append((step.number, step.attempt))
-                if job.rank == FAULTY:
-                    fault(step.number, step.attempt)
-                all_reduce(job.ring)
-                if job.rank == FAULTY:
-                    fault(-step.number, step.attempt)
-
-    return attempt(run), log
+def none(number: int, attempt: int) -> None:
+    """No fault."""
 
 
 def raising(at: int, times: int = 1, error: type[BaseException] = Injected) -> Callable[..., None]:
@@ -51,149 +32,111 @@ def raising(at: int, times: int = 1, error: type[BaseException] = Injected) -> C
     return fault
 
 
-def none(number: int, attempt: int) -> None:
-    """No fault."""
+def also_in_the_recovery(number: int, attempt: int) -> None:
+    if (number, attempt) == (-2, 1):
+        interfere("recover.rebuilt", fail)
+        fail()
 
 
-def fault_before(job: FaultJob) -> tuple[Seen, Log]:
-    """The other ranks fail in the collective of the step."""
-    return steps(job, raising(2), on=(Injected, RuntimeError))
+def four(job: Job) -> Iterable[str]:
+    return "abcd"
 
 
-def fault_after(job: FaultJob) -> tuple[Seen, Log]:
-    """The other ranks have finished the step, and wait for this one."""
-    return steps(job, raising(-2, 2), on=Injected)
-
-
-def too_many(job: FaultJob) -> tuple[Seen, Log]:
-    """A step that never succeeds."""
-    return steps(job, raising(-1, 9), attempts=2, on=lambda error: isinstance(error, Injected))
-
-
-def own_error(job: FaultJob) -> tuple[Seen, Log]:
-    """An error that ``on`` does not name, while the other ranks wait in a collective."""
-    return steps(job, raising(1, error=ValueError), on=(Injected, RuntimeError))
-
-
-def backend_errors(job: FaultJob) -> tuple[Seen, Log]:
-    """Without ``on``, communication errors repeat the step."""
-
-    def fault(number: int, attempt: int) -> None:
-        if (number, attempt) == (2, 1):
-            raise dist.DistNetworkError("injected")
-
-    return steps(job, fault)
-
-
-def interrupted(job: FaultJob) -> tuple[Seen, Log]:
-    """An interrupt does not repeat the step: the other ranks raise at once."""
-    seen = steps(job, raising(-1, error=KeyboardInterrupt))
-    reloadpg.recover("after an interrupt")
-    return seen
-
-
-def recovery_fails(job: FaultJob) -> tuple[Seen, Log]:
-    """A recovery that fails is repeated, and does not count as an attempt."""
+def loader_that_fails(job: Job) -> Iterator[str]:
+    """The items of one rank raise between two steps."""
+    yield "a"
     if job.rank == FAULTY:
-        interfere("recover.rebuilt", _raise)
-    try:
-        return steps(job, raising(-2), on=Injected, attempts=2)
-    finally:
-        stop_interfering()
-
-
-def items_fail(job: FaultJob) -> tuple[Seen, Log]:
-    """The loader of one rank raises between two steps."""
-    log: Log = []
-
-    def items() -> Iterator[int]:
-        yield 0
-        if job.rank == FAULTY:
-            raise Injected("in the loader")
-        yield 1
-
-    def run() -> None:
-        for step in reloadpg.retrying(items(), on=(Injected, RuntimeError)):
-            with step:
-                log.append((step.number, step.attempt))
-                all_reduce(job.ring)
-
-    return attempt(run), log
-
-
-def no_fault(job: FaultJob) -> tuple[Seen, Log]:
-    return steps(job, none)
-
-
-CASES = (
-    no_fault,
-    fault_before,
-    fault_after,
-    too_many,
-    own_error,
-    backend_errors,
-    interrupted,
-    recovery_fails,
-    items_fail,
-)
-
-
-def _raise() -> None:
-    raise Injected("in the recovery")
-
-
-def every_case(rank: int, size: int) -> dict[str, Any]:
-    job = FaultJob(rank, size)
-    found: dict[str, Any] = {}
-    for case in CASES:
-        seen, log = case(job)
-        found[case.__name__] = {
-            "seen": seen,
-            "log": log,
-            "generation": job.ring.generation,
-            "sums": job.sums(),
-        }
-    dist.destroy_process_group(job.ring)
-    return found
+        fail()
+    yield "b"
 
 
 ONCE = [(0, 1), (1, 1), (2, 1), (3, 1)]
+TWICE = [(0, 1), (1, 1), (2, 1), (2, 2), (3, 1)]
 
-EXPECTED: dict[str, tuple[Log, str, str]] = {
-    # the attempts, and what the faulty rank and the others raise
-    "no_fault": (ONCE, "", ""),
-    "fault_before": ([(0, 1), (1, 1), (2, 1), (2, 2), (3, 1)], "", ""),
-    "fault_after": ([(0, 1), (1, 1), (2, 1), (2, 2), (2, 3), (3, 1)], "", ""),
-    "too_many": ([(0, 1), (1, 1), (1, 2)], "Injected", "PeerFailedError"),
-    "own_error": ([(0, 1), (1, 1)], "ValueError", "PeerFailedError"),
-    "backend_errors": ([(0, 1), (1, 1), (2, 1), (2, 2), (3, 1)], "", ""),
-    "interrupted": ([(0, 1), (1, 1)], "KeyboardInterrupt", "PeerFailedError"),
-    "recovery_fails": ([(0, 1), (1, 1), (2, 1), (2, 2), (3, 1)], "", ""),
-    "items_fail": ([(0, 1), (1, 1)], "Injected", "PeerFailedError"),
+
+@dataclass(frozen=True)
+class Case:
+    """A loop whose steps have a collective each.
+
+    Attributes:
+        fault: of one rank, called with the step and the attempt; negated after the collective.
+        log: the expected attempts.
+        own: what the faulty rank raises, and the others' error names.
+        options: of ``retrying``.
+        items: of the loop.
+    """
+
+    fault: Callable[[int, int], None]
+    log: Log
+    own: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    items: Callable[[Job], Iterable[str]] = four
+
+
+BOTH = {"on": (Injected, RuntimeError)}
+TWO_ATTEMPTS = {"on": lambda error: isinstance(error, Injected), "attempts": 2}
+CASES = {
+    "no fault": Case(none, ONCE),
+    "the others fail in the collective": Case(raising(2), TWICE, options=BOTH),
+    "the others have finished the step": Case(
+        raising(-2, 2), [*TWICE[:4], (2, 3), (3, 1)], options={"on": Injected}
+    ),
+    "too many attempts": Case(
+        raising(-1, 9), [(0, 1), (1, 1), (1, 2)], "Injected", options=TWO_ATTEMPTS
+    ),
+    "an error that on does not name": Case(
+        raising(1, error=ValueError), ONCE[:2], "ValueError", options=BOTH
+    ),
+    "a communication error, without on": Case(raising(2, error=dist.DistNetworkError), TWICE),
+    "an interrupt does not repeat the step": Case(
+        raising(-1, error=KeyboardInterrupt), ONCE[:2], "KeyboardInterrupt"
+    ),
+    "a recovery that fails is no attempt": Case(also_in_the_recovery, TWICE, options=TWO_ATTEMPTS),
+    "a loader": Case(none, ONCE[:2], "Injected", options=BOTH, items=loader_that_fails),
 }
 
 
 @pytest.mark.matrix
-def test_all_ranks_make_the_same_attempts() -> None:
+@pytest.mark.ranks(4)
+def test_all_ranks_make_the_same_attempts(rank: int) -> None:
     """Whatever happens on one rank, also on ranks that had finished the step.
 
     That rank raises its own error, and the errors of the others name it; the groups are live.
     """
-    cases = run_ranks(every_case, 4, timeout=280)
-    for case, (log, own, others) in EXPECTED.items():
-        for rank, found in enumerate(result[case] for result in cases):
-            seen, faulty = found["seen"], rank == FAULTY
-            # A loader that fails ends its own loop.
-            assert found["log"] == (log[:-1] if case == "items_fail" and faulty else log), seen
-            assert seen.kind == (own if faulty else others), (case, rank, seen)
-            if others and not faulty:
-                assert seen.rank == FAULTY
-                assert own in seen.text
-            assert found["sums"], case
-            assert found["generation"] == cases[0][case]["generation"]
+    job = Job("gloo")
+    for name, case in CASES.items():
+        log: Log = []
+        seen = attempt(lambda: run(job, case, log))  # noqa: B023 - called at once
+        # A loader that fails ends its own loop.
+        own_items = rank == FAULTY and case.items is loader_that_fails
+        assert log == (case.log[:-1] if own_items else case.log), (name, seen)
+        if rank == FAULTY or not case.own:
+            assert seen.kind == case.own, (name, seen)
+        else:
+            assert (seen.kind, seen.rank) == ("PeerFailedError", FAULTY), (name, seen)
+            assert case.own in seen.text
+        if case.own == "KeyboardInterrupt":
+            reloadpg.recover("after an interrupt")
+        stop_interfering()
+        (generation,) = job.generations()
+        job.assert_live(generation)
+        job.agree(name, generation)
+        job.meet(name)
 
 
-def fail_with_work(job: FaultJob) -> None:
+def run(job: Job, case: Case, log: Log) -> None:
+    for step in reloadpg.retrying(case.items(job), **case.options):
+        with step as letter:
+            assert letter == "abcd"[step.number]
+            log.append((step.number, step.attempt))
+            if job.rank == FAULTY:
+                case.fault(step.number, step.attempt)
+            all_reduce(job.ring)
+            if job.rank == FAULTY:
+                case.fault(-step.number, step.attempt)
+
+
+def fail_with_work(job: Job) -> None:
     """Raise while a variable refers to a receive that no peer serves, as in a pipeline."""
     work = dist.irecv(torch.ones(1), src=2, group=job.ring)
     assert work is not None
@@ -201,11 +144,11 @@ def fail_with_work(job: FaultJob) -> None:
 
 
 @pytest.mark.ranks(4)
-def test_a_reference_to_pending_work_delays_no_rank(rank: int, world_size: int) -> None:
+def test_a_reference_to_pending_work_delays_no_rank(rank: int) -> None:
     """An exception refers to the function's variables, and so to a receive that the function began.
     The peers do not wait for their timeouts.
     """
-    job = FaultJob(rank, world_size)
+    job = Job("gloo")
     raised = []
     for step in reloadpg.retrying(range(2), on=(Injected, RuntimeError)):
         with step:

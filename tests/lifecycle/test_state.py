@@ -9,8 +9,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from fault_job import FaultJob, all_reduce
-from recovery_job import attempt
+from fault_job import Injected, Job, all_reduce, attempt
 from replacing import RANKS, VICTIM, die, incarnation, run_replaced
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -26,10 +25,6 @@ CHUNKS = "fwd_cache" if TorchVersion(torch.__version__) < "2.15" else "_forward_
 """Where a stage of a pipeline keeps the microbatches of a step."""
 FAULTY = 1
 TIMEOUT = 120
-
-
-class Injected(Exception):
-    """The injected error."""
 
 
 def wrong(message: str) -> Any:
@@ -112,9 +107,9 @@ class Counter(torch.nn.Module):
 
 
 @pytest.mark.ranks(4)
-def test_a_repeated_step_begins_as_the_first_attempt_did(rank: int, world_size: int) -> None:
+def test_a_repeated_step_begins_as_the_first_attempt_did(rank: int) -> None:
     """Weights, buffers, gradients, optimizer, random generators, and values of the program."""
-    job = FaultJob(rank, world_size)
+    job = Job("gloo")
     model = Counter()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
@@ -168,7 +163,7 @@ def test_a_repeated_step_begins_as_the_first_attempt_did(rank: int, world_size: 
 
 def pipelined(rank: int, size: int, fails: str) -> Any:
     """Train a pipeline of one stage per rank; one rank fails in a pass through its layer."""
-    job = FaultJob(rank, size)
+    job = Job("gloo")
     torch.manual_seed(rank)
     layer = torch.nn.Linear(WIDTH, WIDTH)
     stage = PipelineStage(layer, rank, size, torch.device("cpu"))
@@ -227,15 +222,13 @@ def test_a_pipeline_schedule_drops_the_microbatches_of_an_unfinished_step() -> N
 @pytest.mark.matrix
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("repair", ["", "reset"])
-def test_a_half_gathered_model_is_refused_without_state(
-    rank: int, world_size: int, repair: str
-) -> None:
+def test_a_half_gathered_model_is_refused_without_state(rank: int, repair: str) -> None:
     """A fault in the backward pass leaves a model of FSDP2 gathered, and loading weights does not
     repair it. After torch's own reset it can be used.
     """
     if repair and not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"):
         pytest.skip("this torch has no reset_iter_state()")
-    FaultJob(rank, world_size)
+    Job("gloo")
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     model = torch.nn.Sequential(*layers)
     for layer in layers:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import worlds
-from suspend_job import HELD, MIB, STAYS, Job, chosen, reasons
+from fault_job import FAR, HELD, MIB, STAYS, TRIANGLE, Job, reasons, strategies
 
 import reloadpg
 from reloadpg import StrategyPolicy
-from reloadpg.groups.registry import registry
 from reloadpg.lifecycle import memory
 from reloadpg.testing import simulated
 
 pytestmark = pytest.mark.matrix
+
+SUSPENDS: dict[str, Any] = {"strategy": "suspend", "subgroups": TRIANGLE}
 
 
 def resident() -> int:
@@ -33,7 +35,7 @@ def test_three_cycles(strategy: str) -> None:
     Resident memory confirms it. Offloaded groups refuse collectives, and the same objects sum right
     after the reload.
     """
-    job = Job(strategy)
+    job = Job("sim", **SUSPENDS | {"strategy": strategy})
     count, suspends = len(job.groups), strategy == "suspend"
     left = STAYS * count if suspends else 0
     again = HELD * count if suspends else 0  # a rebuilt communicator takes memory at its first use
@@ -45,17 +47,17 @@ def test_three_cycles(strategy: str) -> None:
         rss -= resident()
         assert simulated.stats().held_bytes == left
         assert job.refused()
-        assert {state for state, _ in job.facts().values()} == {"offloaded"}
+        assert job.states() == {"offloaded"}
         status = reloadpg.status()
         assert status.memory_bytes == left
         for group in status.groups:
             assert (group.strategy, group.cycles) == (strategy, cycle)
-            assert (group.memory_bytes, group.timeout_s) == (left // count, 1800)
+            assert (group.memory_bytes, group.timeout_s) == (left // count, 120)
             assert group.last_offload_ms is not None
         assert not reloadpg.offload().changed
         back = reloadpg.reload()
         assert simulated.stats().held_bytes == again
-        assert {*job.facts().values()} == {("live", 0 if suspends else cycle)}
+        assert (job.states(), job.generations()) == ({"live"}, {0 if suspends else cycle})
         assert job.sums()
         assert not reloadpg.reload().changed
         assert report.memory_source == back.memory_source == "simulated"
@@ -65,7 +67,7 @@ def test_three_cycles(strategy: str) -> None:
         assert back.restored_bytes == again - left
         assert report.restored_bytes is back.released_bytes is None
         assert [group.bytes for group in report.groups] == [HELD] * count
-        assert {*chosen(report).values(), *chosen(back).values()} == {strategy}
+        assert {*strategies(report).values(), *strategies(back).values()} == {strategy}
         kept = [f"kept {left / MIB:.1f} MiB" in text for text in report.warnings]
         assert kept == [True] * suspends
     for group, backend in zip(job.groups.values(), backends, strict=True):
@@ -84,7 +86,7 @@ def test_a_communicator_that_was_never_used_is_skipped_on_all_ranks(
     """NCCL refuses to suspend it. All members skip it, and it works afterwards. Others are
     suspended, also where a rank has used none of its groups.
     """
-    job = Job("suspend", used=False)
+    job = Job("sim", **SUSPENDS, used=False)
     job.sums(*used)
     members = {"WORLD": {0, 1, 2}, "g0": {0, 1}, "g1": {1, 2}, "g2": {0, 1, 2}}
     mine = {
@@ -96,29 +98,15 @@ def test_a_communicator_that_was_never_used_is_skipped_on_all_ranks(
         report = reloadpg.offload()
         assert simulated.stats().held_bytes == STAYS * list(mine.values()).count("suspend")
         assert job.refused()
-        assert chosen(report) == chosen(reloadpg.reload()) == mine
+        assert strategies(report) == strategies(reloadpg.reload()) == mine
     assert job.sums()
     assert simulated.stats().created == len(mine)
 
 
 @pytest.mark.ranks(3)
-def test_a_group_that_one_member_cannot_suspend_is_recreated_on_all_members(rank: int) -> None:
-    """Its other members learn the reason; groups without this member are suspended."""
-    if rank == 1:
-        os.environ["NCCL_CUMEM_ENABLE"] = "0"
-    job = Job("suspend", subgroups=((0, 1), (0, 2)))
-    expected = {"WORLD": "recreate", "g0": "recreate", "g1": "suspend"}
-    report = reloadpg.offload()
-    assert chosen(report) == {name: expected[name] for name in job.groups}
-    assert len({text for name, text in reasons(report).items() if name != "g1"}) == 1
-    assert chosen(reloadpg.reload()) == chosen(report)
-    assert job.sums()
-
-
-@pytest.mark.ranks(3)
 def test_destroying_suspended_groups_releases_their_remaining_memory() -> None:
     """One group, which stays destroyed after the reload; then all groups of the job."""
-    job = Job("suspend")
+    job = Job("sim", **SUSPENDS)
     reloadpg.offload()
     group = job.groups.pop("g2")
     dist.destroy_process_group(group)
@@ -135,22 +123,22 @@ def test_destroying_suspended_groups_releases_their_remaining_memory() -> None:
 @pytest.mark.ranks(3)
 def test_patterns_choose_the_strategy_of_single_groups(rank: int) -> None:
     policy = StrategyPolicy("suspend", groups={"g0": "recreate"})
-    job = Job(policy)
+    job = Job("sim", **SUSPENDS | {"strategy": policy})
     report = reloadpg.offload()
     reloadpg.reload()
     expected = {"WORLD": "suspend", "g2": "suspend"}
     expected |= {"g0": "recreate"} if rank < 2 else {}
     expected |= {"g1": "suspend"} if rank > 0 else {}
-    assert chosen(report) == expected
+    assert strategies(report) == expected
     assert job.sums()
     with pytest.raises(reloadpg.PatchConflictError):
         reloadpg.install(strategy="suspend")
-    reloadpg.install(strategy=policy, timeout=registry.options.timeout)
+    reloadpg.install(backends={"sim", "faulty"}, strategy=policy, timeout=FAR)
 
 
 @pytest.mark.ranks(3)
 def test_a_description_set_while_suspended_holds() -> None:
-    job = Job("suspend")
+    job = Job("sim", **SUSPENDS)
     group = job.groups["WORLD"]
     reloadpg.offload()
     group._set_group_desc("renamed")
@@ -176,7 +164,7 @@ def test_groups_of_a_backend_that_cannot_suspend_are_recreated() -> None:
 @pytest.mark.ranks(3)
 def test_no_rank_resumes_before_all_have_enough_memory(rank: int) -> None:
     """One rank has too little: all raise, and nothing was resumed. With memory, it succeeds."""
-    job = Job("suspend")
+    job = Job("sim", **SUSPENDS)
     reloadpg.offload()
     if rank == 1:  # the rollout engine still has the memory
         simulated.configure(capacity_bytes=simulated.stats().held_bytes + 2 * MIB)
@@ -184,9 +172,9 @@ def test_no_rank_resumes_before_all_have_enough_memory(rank: int) -> None:
     error = reloadpg.InsufficientMemoryError if rank == 1 else reloadpg.PeerFailedError
     with pytest.raises(error, match=r"rank 1 has 2 MiB free \(simulated\)"):
         reloadpg.reload()
-    assert {state for state, _ in job.facts().values()} == {"offloaded"}
+    assert job.states() == {"offloaded"}
     assert simulated.stats().resumed == 0
     if rank == 1:
         simulated.configure(capacity_bytes=0)
-    assert {*chosen(reloadpg.reload()).values()} == {"suspend"}
+    assert {*strategies(reloadpg.reload()).values()} == {"suspend"}
     assert job.sums()

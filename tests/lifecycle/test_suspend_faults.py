@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
-from suspend_job import HELD, STAYS, Job, chosen, reasons
+from fault_job import HELD, STAYS, TRIANGLE, Job, reasons, strategies
 
 import reloadpg
 from reloadpg.groups.registry import registry
@@ -20,8 +20,7 @@ from reloadpg.lifecycle import memory
 from reloadpg.testing import simulated
 
 FAULTY = 1
-BOUND = 60.0
-"""Seconds; no rank reaches it."""
+SUSPENDS: dict[str, Any] = {"strategy": "suspend", "subgroups": TRIANGLE}
 
 
 @pytest.mark.ranks(3)
@@ -29,7 +28,7 @@ BOUND = 60.0
 def test_the_job_recreates_after_a_failure(rank: int, at: str) -> None:
     """All groups are failed, without memory; the next offload gives the reason in one warning."""
     os.environ |= worlds.ALL_RESPOND
-    job = Job("suspend", bound=BOUND)
+    job = Job("sim", **SUSPENDS)
     if at != "suspend":
         reloadpg.offload()
     if rank == FAULTY and at == "no memory":
@@ -41,14 +40,16 @@ def test_the_job_recreates_after_a_failure(rank: int, at: str) -> None:
     message = "out of memory" if at == "no memory" else "injected fault"
     with pytest.raises(reloadpg.ReloadpgError, match=message):
         (reloadpg.offload if at == "suspend" else reloadpg.reload)()
-    assert {state for state, _ in job.facts().values()} == {"failed"}
+    assert job.states() == {"failed"}
     assert simulated.stats().held_bytes == 0
     simulated.clear_faults()
     simulated.configure(capacity_bytes=0)
     reloadpg.reload()
     assert job.sums()
     then = reloadpg.offload()
-    assert chosen(then) == chosen(reloadpg.reload()) == dict.fromkeys(job.groups, "recreate")
+    assert (
+        strategies(then) == strategies(reloadpg.reload()) == dict.fromkeys(job.groups, "recreate")
+    )
     assert job.sums()
     phase = "'suspended'" if at == "suspend" else "'resumed'"
     assert all(phase in reason for reason in reasons(then).values())
@@ -60,7 +61,7 @@ def test_the_job_recreates_after_a_failure(rank: int, at: str) -> None:
 @pytest.mark.parametrize("operation", ["offload", "reload"])
 def test_a_backend_that_the_program_has_suspended_or_resumed(operation: str) -> None:
     """A second suspend or resume raises on all ranks; a reload recreates the groups."""
-    job = Job("suspend", bound=BOUND)
+    job = Job("sim", **SUSPENDS)
     backend = job.groups["WORLD"]._get_backend(torch.device("cpu"))
     if operation == "offload":
         backend.suspend()
@@ -76,17 +77,19 @@ def test_a_backend_that_the_program_has_suspended_or_resumed(operation: str) -> 
 
 @pytest.mark.ranks(3)
 def test_groups_of_a_rank_without_cumem_are_recreated(rank: int) -> None:
-    """A suspend there would succeed and release nothing. g1, of other ranks, is suspended."""
+    """A suspend there would succeed and release nothing. Their other members learn the reason; g1,
+    of other ranks, is suspended.
+    """
     if rank == 0:
         os.environ["NCCL_CUMEM_ENABLE"] = "0"
-    job = Job("suspend", subgroups=((0, 1), (1, 2)))
+    job = Job("sim", **SUSPENDS | {"subgroups": ((0, 1), (1, 2))})
     report = reloadpg.offload()
     assert simulated.stats().held_bytes == (STAYS if rank > 0 else 0)
     reloadpg.reload()
     expected = {"WORLD": "recreate"}
     expected |= {"g0": "recreate"} if rank < 2 else {}
     expected |= {"g1": "suspend"} if rank > 0 else {}
-    assert chosen(report) == expected
+    assert strategies(report) == expected
     for name, reason in reasons(report).items():
         assert ("NCCL_CUMEM_ENABLE=0" in reason) == (expected[name] == "recreate"), name
     assert job.sums()
@@ -100,7 +103,7 @@ def test_other_ranks_replay_only_what_members_rebuild(rank: int, case: str) -> N
     """
     os.environ |= {**worlds.ALL_RESPOND, "TORCH_DIST_INIT_BARRIER": "1"}
     strategy = "recreate" if case.startswith("created") else "suspend"
-    job = Job(strategy, subgroups=((0, 1),), bound=6)
+    job = Job("sim", strategy=strategy, subgroups=((0, 1),))
     reloadpg.offload()
     if case == "failed":
         if rank == 1:
@@ -110,17 +113,16 @@ def test_other_ranks_replay_only_what_members_rebuild(rank: int, case: str) -> N
     if case.startswith("created"):
         late = dist.new_group([0, 1], group_desc="late")
         if rank < 2:
-            job.groups["late"] = late
+            job.add(late)
     reloadpg.reload()
-    assert {state for state, _ in job.facts().values()} == {"live"}
-    assert job.sums()
+    job.assert_live()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("when", ["offload", "reload"])
 @pytest.mark.parametrize("strategy", ["recreate", "suspend"])
 def test_a_callback_can_destroy_a_group(strategy: str, when: str) -> None:
-    job = Job(strategy, subgroups=((0, 1),), bound=6)
+    job = Job("sim", strategy=strategy, subgroups=((0, 1),))
     group = job.groups.pop("g0")
     if when == "offload":
         reloadpg.on_offload(lambda: dist.destroy_process_group(group))
@@ -140,7 +142,7 @@ def test_a_memory_source_or_check_that_fails_ends_no_operation(rank: int, what: 
     def broken() -> Any:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    job = Job("suspend", subgroups=(), bound=6)
+    job = Job("sim", strategy="suspend", subgroups=())
     if what == "source" and rank == 1:
         memory.add_source("mine", memory.Source(broken))
     elif what == "check" and rank == 1:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import random
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import faulty_gloo
@@ -15,12 +14,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
-from fault_job import IMPATIENCE, PATIENCE, connections, cut
+from fault_job import (
+    PATIENCE,
+    Injected,
+    connections,
+    cut,
+    eventually,
+    fail,
+    impatience,
+    interfere,
+    stop_interfering,
+)
 from gpt_job import PRELOAD, GptTraining, cuda_on_cpu
-from recovery_job import interfere, stop_interfering
 from sampling import sampled
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,10 +41,6 @@ KINDS = ("forward", "backward", "end", "cut", "recovery", "collective", "skipped
 connections, and then also fail in the recovery; call a collective that raises on this rank only;
 skip a collective; stall for longer than the timeout of the others' collectives. Training with a
 scaler can also raise between two of its calls (``unscaled``)."""
-
-
-class Injected(Exception):
-    """The injected error."""
 
 
 class Fault:
@@ -64,9 +68,7 @@ class Fault:
                 tensor = torch.ones(3, device=self.device)
                 dist.all_reduce(tensor, op=dist.ReduceOp.BAND)  # not of floats: raises
             if place == "forward" and self.takes("stalled"):
-                end = time.monotonic() + PATIENCE.total_seconds()
-                while not reloadpg.recovery_requested() and time.monotonic() < end:
-                    time.sleep(0.05)
+                eventually(reloadpg.recovery_requested)
 
         return hook
 
@@ -75,7 +77,7 @@ class Fault:
             if self.device == "cuda":
                 self._inject("fail", "init")
             else:
-                interfere("recover.group0", self._in_recovery)
+                interfere("recover.group0", fail)
             self._cut()
         if self.takes("cut"):
             self._cut()
@@ -89,29 +91,13 @@ class Fault:
     def _inject(self, action: Any, call: Any) -> None:
         standins.inject(standins.Fault(action, call, rank=dist.get_rank(), times=1))
 
-    def _in_recovery(self) -> None:
-        raise Injected("in the recovery")
-
     def end_step(self, group: Any) -> None:
         """Sum over a group at the end of the step, as trainers do to log losses."""
         self.at("end")()
         if self.takes("skipped"):
             return
-        with impatience([group] if self.kind == "skipped" else []):
+        with impatience(*[group] * (self.kind == "skipped")):
             dist.all_reduce(torch.ones(1, device=self.device), group=group)
-
-
-@contextmanager
-def impatience(groups: list[Any]) -> Iterator[None]:
-    """Within this block collectives of the groups have a short timeout."""
-    for group in groups:
-        _set_pg_timeout(IMPATIENCE, group)
-    try:
-        yield
-    finally:
-        for group in groups:
-            with suppress(RuntimeError):
-                _set_pg_timeout(PATIENCE, group)
 
 
 class Training:
@@ -222,7 +208,7 @@ def train(training: Any, steps: int, faults: dict[int, tuple[int, str]]) -> Any:
                 kind, rank == dist.get_rank(), getattr(training, "device", "cpu")
             )
             stalled = training.fault.kind == "stalled"
-            with impatience(list(_world.pg_map) if stalled else []):
+            with impatience(*(_world.pg_map if stalled else ())):
                 training.fault.begin_step()
                 training.step(step.number)
                 training.fault.end_step(training.group)

@@ -10,7 +10,6 @@ from typing import Any
 
 import fault_job
 import pytest
-import recovery_job
 import torch
 import torch.distributed as dist
 import worlds
@@ -181,10 +180,10 @@ def keys_after_cycles(rank: int, size: int) -> list[list[str]]:
     found = []
     for number in range(6):
         cycle()
-        recovery_job.meet(f"listed{number}", size)
-        listed = [key for key in recovery_job.base_store().list_keys() if "@" in key]
+        fault_job.meet(f"listed{number}", size)
+        listed = [key for key in fault_job.base_store().list_keys() if "@" in key]
         found.append(sorted(listed))
-        recovery_job.meet(f"go on{number}", size)
+        fault_job.meet(f"go on{number}", size)
     return found
 
 

@@ -1,0 +1,155 @@
+"""One rank of a job on two hosts, which checks what it sees while the test cuts their link.
+
+``torchrun ... two_hosts_job.py FOLDER point POINT``, or ``... FOLDER outages OUTAGE...``. A rank
+that comes to the moment of a cut writes ``here.RANK`` and waits for ``go.RANK``; at its end it
+writes ``done.RANK``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+import worlds
+from fault_job import Job, attempt, interfere
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+import reloadpg
+
+BOUND_S = 5.0
+ALLOWANCE_S = 30.0
+"""Seconds past the bound within which every rank must have raised."""
+LIMIT, SHORT = timedelta(seconds=90), timedelta(seconds=3)
+"""Timeouts of collectives: reached only if something hangs, and in the step of an outage."""
+CUT = 2
+"""The step of an outage."""
+
+
+def mark(folder: Path, name: str) -> None:
+    (folder / f"{name}.{os.environ['RANK']}").touch()
+
+
+def cut_here(folder: Path) -> None:
+    """Let the test cut the link, then continue."""
+    mark(folder, "here")
+    (folder / f"go.{os.environ['RANK']}").read_text()
+
+
+def cut_in_a_reload(folder: Path, point: str) -> None:
+    """All ranks raise within the timeout, and no group is live. Without a point, all works."""
+    job = Job("faulty", subgroups=((0, 1), (1, 0)), timeout=BOUND_S, limit=timedelta(seconds=30))
+    assert os.environ["GROUP_RANK"] == os.environ["RANK"]  # torchrun counts two nodes
+    if point:
+        interfere(point, lambda: cut_here(folder))
+    reloadpg.offload()
+    seen = attempt(reloadpg.reload)
+    if not point:
+        assert seen.kind == "", seen
+        job.assert_live(1)
+    else:
+        assert seen.kind == "RendezvousTimeoutError", seen
+        assert "rank " in seen.text or "store" in seen.text, seen
+        assert seen.seconds < BOUND_S + ALLOWANCE_S, seen
+        assert job.states() in ({"failed"}, {"offloaded"})
+
+
+class Outage:
+    """A loop of five steps; the link is down for some seconds in one of them."""
+
+    def __init__(self, job: Job, folder: Path, where: str) -> None:
+        self.job, self.folder, self.where = job, folder, where
+        self.log: list[tuple[int, int]] = []
+        self.errors: list[str] = []
+
+    def step(self, number: int, tries: int) -> None:
+        """Sum over all groups; in the step of the outage, before, after, or in a recovery."""
+        self.log.append((number, tries))
+        begins = number == CUT and tries == 1
+        if not begins or self.where == "commit":
+            assert worlds.sums_right(*self.job.groups.values())
+            if begins:
+                cut_here(self.folder)
+        elif self.where == "recover":
+            mark(self.folder, "ready")  # the first to abort would fail others in the step before
+            while len(list(self.folder.glob("ready.?"))) < self.job.size:
+                time.sleep(0.02)
+            interfere("recover.group1", lambda: cut_here(self.folder))
+            raise dist.DistNetworkError("a fault, in the recovery of which the link goes down")
+        else:
+            self._set_timeouts(SHORT)
+            cut_here(self.folder)
+            try:
+                assert worlds.sums_right(*self.job.groups.values())
+            finally:
+                with suppress(RuntimeError):
+                    self._set_timeouts(LIMIT)
+
+    def _set_timeouts(self, limit: timedelta) -> None:
+        for group in self.job.groups.values():
+            _set_pg_timeout(limit, group)
+
+    def by_hand(self) -> None:
+        for number in range(5):
+            for tries in range(1, 20):
+                try:
+                    self.step(number, tries)
+                except RuntimeError as error:
+                    self.errors.append(repr(error))
+                    while len(self.errors) < 20:
+                        try:
+                            reloadpg.recover()
+                            break
+                        except reloadpg.ReloadpgError as failed:
+                            self.errors.append(repr(failed))
+                else:
+                    if not reloadpg.recovery_requested():
+                        break
+                    reloadpg.recover()
+
+    def retrying(self) -> None:
+        for step in reloadpg.retrying(range(5)):
+            with step as number:
+                try:
+                    self.step(number, step.attempt)
+                except RuntimeError as error:
+                    self.errors.append(repr(error))
+                    raise
+
+
+def go_through(folder: Path, outages: list[str]) -> None:
+    """One job: all ranks repeat what failed, with right sums."""
+    pairs = ((0, 1), (2, 3), (0, 2), (1, 3))
+    job = Job("faulty", subgroups=pairs, timeout=LIMIT.total_seconds(), limit=LIMIT)
+    for name in outages:
+        where, way = name.split(", ")
+        outage = Outage(job, folder / name, where)
+        before = reloadpg.status().generation
+        outage.by_hand() if way == "by hand" else outage.retrying()
+        job.assert_live(generation := reloadpg.status().generation)
+        numbers = [number for number, _ in outage.log]
+        assert sorted({*numbers}) == [*range(5)]
+        assert where == "commit" or (outage.errors and numbers.count(CUT) > 1)
+        assert where == "commit" or generation > before
+        job.agree(name, (outage.log, generation))
+        mark(folder / name, "done")
+
+
+def main() -> None:
+    folder, kind, *arguments = sys.argv[1:]
+    if kind == "outages":
+        go_through(Path(folder), arguments)
+    else:
+        cut_in_a_reload(Path(folder), *arguments)
+        mark(Path(folder), "done")
+        if arguments[0]:
+            os._exit(0)  # without notifying the other host
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
