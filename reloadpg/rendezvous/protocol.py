@@ -813,16 +813,18 @@ def _called(state: State, text: str) -> Step:
 
 
 def _leave(state: State) -> Step:
-    amount = int(not state.left)
+    amount = int(not state.left and state.rank not in _gone(state.decision))
     return _ask(state._replace(left=True), _left, Add(state.key("readers"), amount))
 
 
+def _gone(decision: Decision) -> set[int]:
+    """The ranks for which no rank waits before it leaves."""
+    cancelled = {decision.rank} if decision.kind == "cancelled" else set()
+    return {*decision.missing, *decision.silent, *decision.dead} | cancelled
+
+
 def _left(state: State, count: int) -> Step:
-    decision = state.decision
-    gone = {*decision.missing, *decision.silent, *decision.dead}
-    if decision.kind == "cancelled" and decision.rank != state.rank:
-        gone.add(decision.rank)
-    if count < state.size - len(gone) and state.event.hosts:
+    if count < state.size - len(_gone(state.decision)) and state.event.hosts:
         # This process often ends after raising. The store must not end before all have read it.
         restart = state.restart
         return _ask(state._replace(restart=False), _leave_paused, Pause(restart))

@@ -59,6 +59,7 @@ SCENARIOS = {
     "a stall, and the operation is called again": Scenario(
         2, (("enter",), ("enter",)), ("stall",), (1,), again=True
     ),
+    "a stall of one of three": Scenario(3, (("enter",),), ("stall",), (1,)),
     "an interrupt, and the operation is called again": Scenario(
         2, (OPERATION,) * 2, ("interrupt",), again=True, waits=False
     ),
