@@ -808,6 +808,8 @@ class Explorer:
                 raise Violation(f"it does not say what differs: {decision}")
             return
         named = decision.missing if decision.kind == "timeout" else decision.silent
+        if {*named} & {*decision.dead}:
+            raise Violation(f"a rank that has ended is named twice: {decision}")
         if not lacks["answer"] <= {*named}:
             raise Violation(f"{lacks['answer']} have not responded: {decision}")
         here = {m for m in state.members if world.ranks[m].state.phases == state.phases}

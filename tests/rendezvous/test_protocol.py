@@ -37,6 +37,7 @@ SCENARIOS = {
         proposals=((Proposal("g", "skip"),), ()),
         waits=False,
     ),
+    "a disagreement, and a crash": Scenario(2, (("enter",),), ("crash",), shares=(3, -4)),
     "proposals of which some yield": Scenario(
         2,
         (OPERATION, OPERATION),
