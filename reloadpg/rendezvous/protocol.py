@@ -312,8 +312,8 @@ class State(NamedTuple):
     noted: str = ""  # the last decision that ended an operation, as it was written
     arriving: Arrive = Arrive()  # the event with which it arrived
     event: Any = None  # of the kinds Close, Fail, Next and Recover: the last one of this operation
-    wanted: str = ""  # the text of the decision that it writes
-    known: str = ""  # the text of the decision that it acts on
+    text: str = ""  # the decision that it writes or acts on, as stored
+    joining: int = 0  # number of the recovery that it requests or joins
     progress: int = 0  # the progress of all ranks that it has seen
     news: int = 0  # this rank's unreported progress
     restart: bool = False  # whether to restart the timeout
@@ -359,26 +359,22 @@ class State(NamedTuple):
 
     def open(self, phases: tuple[str, ...], optional: tuple[str, ...] = ()) -> State:
         """Begin the next operation of this epoch."""
-        return self._fresh(phases)._replace(sequence=self.sequence + 1, optional=optional)
+        sequence = self.sequence + 1
+        return self._fresh(phases)._replace(sequence=sequence, optional=optional, event=None)
 
     def _fresh(self, phases: tuple[str, ...]) -> State:
         return self._replace(
             phases=phases,
             optional=(),
             at=None,
-            asked=self.asked + 1,
             lost=False,
             arrived=False,
             counted=False,
-            complete=False,
             waits_long=False,
             answered=False,
             left=False,
             decision=UNDECIDED,
-            passed=UNDECIDED,
             ended=False,
-            event=None,
-            todo=(),
         )
 
     def owning(self, key: str) -> State:
@@ -432,7 +428,7 @@ def _ask(state: State, at: Handler, command: Command) -> Step:
 
 
 def _idle(state: State) -> Step:
-    return state._replace(at=None, asked=state.asked + 1, todo=()), None
+    return state._replace(at=None), None
 
 
 def _send(state: State, commands: tuple[Command, ...], then: Then) -> Step:
@@ -446,11 +442,10 @@ def _send(state: State, commands: tuple[Command, ...], then: Then) -> Step:
 
 def _sent(state: State, value: Any) -> Step:
     command, *left = state.todo
-    if isinstance(command, Swap) and not command.expected and value == command.value:
+    state = state._replace(todo=tuple(left))
+    if isinstance(command, Swap) and value == command.value:
         state = _own(state, command.key, value)
-    if left:
-        return _ask(state._replace(todo=tuple(left)), _sent, left[0])
-    return (state.then or _idle)(state._replace(todo=()))
+    return _ask(state, _sent, left[0]) if left else (state.then or _idle)(state)
 
 
 def _own(state: State, key: str, text: str) -> State:
@@ -498,7 +493,9 @@ def _moved(state: State, instance: int) -> tuple[State, tuple[Command, ...]]:
         todo += (Add(f"reloadpg/instance/{state.rank}", behind),)
     if state.mark:
         todo += (Set(f"{base(instance)}/process/{state.rank}", state.mark, stays=True),)
-    state = state._replace(instance=instance, published=bool(state.host), counted=False)
+    state = state._replace(
+        instance=instance, published=bool(state.host), counted=False, waits_long=False
+    )
     if state.host:
         todo += (Publish(state.host_key),)
     return state, todo
@@ -515,7 +512,7 @@ def _arrive(state: State, event: Arrive) -> Step:
     notes = bool(event.proposals) + event.extends * EXTENDS
     if notes:
         commands.append(Add(state.key("notes"), notes))
-    return _send(state._replace(arriving=event, waits_long=False), tuple(commands), _count)
+    return _send(state._replace(arriving=event), tuple(commands), _count)
 
 
 def _count(state: State) -> Step:
@@ -523,7 +520,7 @@ def _count(state: State) -> Step:
         return _ask(state, _published, Publish(state.host_key))
     state = state._replace(arrived=True)
     if state.leads:
-        return _ask(state, _gathered, Gather(state.key(), waits=bool(state.local)))
+        return _ask(state, _gathered, Gather(state.key(), waits=True))
     if state.follows:
         return _ask(state, _handed, Hand(state.key(), _summand(state)))
     return _add(state, _summand(state))
@@ -578,15 +575,15 @@ def _notes_read(state: State, text: str | None) -> Step:
 
 
 def _decide(state: State, decision: Decision) -> Step:
-    return _swap(state._replace(wanted=decision.to_json()))
+    return _swap(state._replace(text=decision.to_json()))
 
 
 def _swap(state: State) -> Step:
-    return _ask(state, _decided, Swap(state.key("decision"), "", state.wanted))
+    return _ask(state, _decided, Swap(state.key("decision"), "", state.text))
 
 
 def _decided(state: State, text: str) -> Step:
-    if text == state.wanted:
+    if text == state.text:
         state = _own(state, state.key("decision"), text)
     return _known(state, text)
 
@@ -594,27 +591,26 @@ def _decided(state: State, text: str) -> Step:
 def _known(state: State, text: str) -> Step:
     """Send the stored decision to the ranks that this one leads, and act on it."""
     spread = (Spread(state.key(), text),) if state.leads else ()
-    return _send(state._replace(known=text), spread, _act)
+    return _send(state._replace(text=text), spread, _act)
 
 
 def _act(state: State) -> Step:
-    text, state = state.known, state._replace(known="")
-    decision, fails = Decision.from_json(text), isinstance(state.event, Fail)
-    if not decision.ok:
-        ended = decision.kind == "recover"  # the rank that requests it answers nothing here
-        state = state._replace(decision=decision, noted=text, ended=ended)
-        return _see_pending(state) if fails else _idle(state)
-    if not fails:
-        return _pass(state, decision)
-    # All ranks have passed this barrier; this rank did not know.
-    event, spent, owned = state.event, state.spent, state.owned
-    state = _passed(state, decision)._replace(event=event, spent=spent, owned=owned)
-    return _swap(state) if state.phases else _see_pending(state)
+    decision, fails = Decision.from_json(state.text), isinstance(state.event, Fail)
+    if decision.ok:
+        return _pass(state, decision, _fail_next if fails else _meet)
+    ended = decision.kind == "recover"  # the rank that requests it answers nothing here
+    state = state._replace(decision=decision, noted=state.text, ended=ended)
+    return _see_pending(state) if fails else _idle(state)
 
 
-def _pass(state: State, decision: Decision) -> Step:
+def _pass(state: State, decision: Decision, then: Then) -> Step:
     deletes = tuple(Delete(key) for key in state.spent)
-    return _send(_passed(state, decision), deletes, _meet)
+    return _send(_passed(state, decision), deletes, then)
+
+
+def _fail_next(state: State) -> Step:
+    """Fail at the next barrier: all ranks have passed the one at which this rank failed."""
+    return _decide(state, state.event.decision) if state.phases else _see_pending(state)
 
 
 def _meet(state: State) -> Step:
@@ -692,11 +688,9 @@ def _newer_read(state: State, text: str | None) -> Step:
     instance = int(text or 0)
     if instance <= state.instance:
         return _pause(state)
-    deletes = [Delete(state.key(name)) for name in ("count", "notes")]
-    if state.host:
-        deletes.append(Delete(state.host_key))
+    left = (state.key("count"), state.key("notes"), state.host_key)
     state, todo = _moved(state, instance)
-    return _send(state, (*todo, *deletes), _arrive_again)
+    return _send(state, (*todo, *(Delete(key) for key in left)), _arrive_again)
 
 
 def _arrive_again(state: State) -> Step:
@@ -714,7 +708,7 @@ def _pause(state: State) -> Step:
 
 
 def _sleep(state: State) -> Step:
-    listens = state.arrived and (state.leads or state.follows)
+    listens = state.leads or state.follows
     return _ask(state, _paused, Pause(state.restart, sleeps=state.arrived, listens=listens))
 
 
@@ -739,8 +733,6 @@ def _write(state: State, event: Decide) -> Step:
 
 def _close(state: State, event: Close) -> Step:
     decision = state.decision
-    if not decision.kind or state.ended:
-        return _idle(state)
     text = state.arriving.plan if decision.kind == "disagree" else event.doing
     answer: tuple[Command, ...] = (Set(state.key("answer", state.rank), text),)
     if state.arrived:
@@ -821,16 +813,18 @@ def _called(state: State, text: str) -> Step:
 
 
 def _leave(state: State) -> Step:
-    amount = int(not state.left)
+    amount = int(not state.left and state.rank not in _gone(state.decision))
     return _ask(state._replace(left=True), _left, Add(state.key("readers"), amount))
 
 
+def _gone(decision: Decision) -> set[int]:
+    """The ranks for which no rank waits before it leaves."""
+    cancelled = {decision.rank} if decision.kind == "cancelled" else set()
+    return {*decision.missing, *decision.silent, *decision.dead} | cancelled
+
+
 def _left(state: State, count: int) -> Step:
-    decision = state.decision
-    gone = {*decision.missing, *decision.silent, *decision.dead}
-    if decision.kind == "cancelled" and decision.rank != state.rank:
-        gone.add(decision.rank)
-    if count < state.size - len(gone) and state.event.hosts:
+    if count < state.size - len(_gone(state.decision)) and state.event.hosts:
         # This process often ends after raising. The store must not end before all have read it.
         restart = state.restart
         return _ask(state._replace(restart=False), _leave_paused, Pause(restart))
@@ -845,13 +839,13 @@ def _leave_paused(state: State, is_left: bool) -> Step:
 
 
 def _fail(state: State, event: Fail) -> Step:
-    if not event.joins and (state.ended or state.decision.kind or not state.phases):
+    if not event.joins and (state.decision.kind or not state.phases):
         return _idle(state)
-    state = state._replace(event=event, wanted=event.decision.to_json())
+    state = state._replace(event=event, text=event.decision.to_json())
     notes: tuple[Command, ...] = ()
     if event.decision.kind == "cancelled":
         # The other ranks may have left for a recovery and never reach this barrier.
-        notes = (Swap(state.cancelled_key, "", state.wanted),)
+        notes = (Swap(state.cancelled_key, "", state.text),)
     return _send(state, notes, _see_pending if event.joins else _swap)
 
 
@@ -865,12 +859,11 @@ def _pending_read(state: State, text: str | None) -> Step:
     number = int(text or 0)
     if number <= state.epoch:
         return _idle(state)
-    return _send(state, (_cancel(state, number),), _idle)
+    return _send(state, (_cancel(state, number, state.event.decision.to_json()),), _idle)
 
 
-def _cancel(state: State, number: int) -> Command:
-    key = state.key_of(number, 0, ENTER, "decision")
-    return Swap(key, "", state.wanted)
+def _cancel(state: State, number: int, text: str) -> Command:
+    return Swap(state.key_of(number, 0, ENTER, "decision"), "", text)
 
 
 def _next(state: State, event: Next) -> Step:
@@ -898,9 +891,9 @@ def _recover(state: State, event: Recover) -> Step:
 def _recovery_read(state: State, text: str | None) -> Step:
     number = int(text or 0)
     if number <= state.epoch:
-        return _bump(state, text)
+        return _bump(state, number)
     key = state.key_of(number, 0, ENTER, "decision")
-    return _ask(state._replace(wanted=str(number)), _entered_read, Read(key))
+    return _ask(state._replace(joining=number), _entered_read, Read(key))
 
 
 def _entered_read(state: State, text: str | None) -> Step:
@@ -908,8 +901,8 @@ def _entered_read(state: State, text: str | None) -> Step:
         # The rank that failed there may not join another one, so this rank joins its end.
         failed = Decision.from_json(text).kind in ("failed", "cancelled")
         if not failed or state.event.replaces:
-            return _bump(state, state.wanted)
-    number, event = int(state.wanted), state.event
+            return _bump(state, state.joining)
+    number, event = state.joining, state.event
     request = Decision("recover", state.rank, event.reason, by=state.rank).to_json()
     # The other ranks wait at the first barrier of the operation that this rank would begin next.
     ends = [state.key_of(state.epoch, state.sequence + 1, ENTER, "decision")]
@@ -927,22 +920,23 @@ def _read_cancelled(state: State) -> Step:
     return _ask(state, _cancelled_read, Read(state.cancelled_key))
 
 
-def _bump(state: State, text: str | None) -> Step:
-    number = str(int(text or 0) + 1)
-    return _ask(state, _recovery_read, Swap(state.of_recovery(), text or "", number))
+def _bump(state: State, number: int) -> Step:
+    """Request the recovery after this one, unless another rank does so first."""
+    return _ask(
+        state, _recovery_read, Swap(state.of_recovery(), str(number or ""), str(number + 1))
+    )
 
 
 def _cancelled_read(state: State, text: str | None) -> Step:
     if text is None or text == state.noted or Decision.from_json(text).rank == state.rank:
         return _begin_epoch(state)
     # A rank was interrupted in the epoch that ends, and will not take part.
-    cancel = _cancel(state._replace(wanted=text), int(state.wanted))
-    return _send(state, (cancel,), _begin_epoch)
+    return _send(state, (_cancel(state, state.joining, text),), _begin_epoch)
 
 
 def _begin_epoch(state: State) -> Step:
-    state, number = state._fresh(state.event.phases), int(state.wanted)
-    return _idle(state._replace(epoch=number, sequence=0, wanted="", published=False, local=()))
+    state = state._fresh(state.event.phases)
+    return _idle(state._replace(epoch=state.joining, sequence=0, published=False, local=()))
 
 
 def _lost(state: State, _: Lost) -> Step:

@@ -122,9 +122,10 @@ class Scenario:
         stuck: whether rank 0 reaches its timeout at work, before the second barrier.
         late: whether what a rank has given up may take effect at any later time.
         watches: whether ranks that wait find out that another one has crashed.
-        again: whether the program goes on after a timeout or a disagreement.
+        again: whether the program goes on after a timeout, a disagreement or a failure, and with a
+            recovery after an interrupt of a step.
         joins: whether ranks count the job first; ``uneven`` ranks have counted one more.
-        shares: the summands of the plans, by rank, in the first operation.
+        shares: the summands of the plans, by rank, in the first operations.
         proposals: of each rank, in each operation.
         optional: barriers that are left out, unless one of the ranks ``extends`` the operation.
         hosts: the ranks of each host; none if every rank arrives alone.
@@ -268,6 +269,8 @@ class Explorer:
             yield from self._fault(world)
         deaths = list(self._deaths(world)) if self.scenario.watches else []
         yield from deaths
+        if not self.scenario.again and any(key.endswith("/roll") for key, _ in world.store):
+            yield from self._wake(world)
         if not acts and not deaths:
             yield from self._time(world)
 
@@ -381,10 +384,15 @@ class Explorer:
             case Publish() if not self.scenario.lists:
                 return None, None
             case Publish(key):
+                if not self.scenario.faults and str(n) in store.get(key, "").split():
+                    raise Violation(f"rank {n} publishes itself twice: {key}")
                 store[key] = " ".join(sorted({*store.get(key, "").split(), str(n)}))
                 return None, _frozen(store)
             case Meet(key):
-                return tuple(sorted({*map(int, store.get(key, "").split())})), None
+                found = tuple(sorted({*map(int, store.get(key, "").split())}))
+                if self.scenario.lists and not self.scenario.faults and n not in found:
+                    raise Violation(f"rank {n} has not published itself: {key}")
+                return found, None
             case Hand(key, amount):
                 if not self._is_led(world, n):
                     return False, None
@@ -428,21 +436,39 @@ class Explorer:
                 rank = world.ranks[n]
                 if isinstance(rank.command, Hear) and not self.scenario.faults:
                     raise Violation(f"rank {n} gets no message of {rank.command.key}")
+                if isinstance(rank.command, Pause) and not self.scenario.waits:
+                    raise Violation(f"rank {n} waits for a response until the end: {rank.state.at}")
+                self._check_await(world, n, rank.command)
                 if isinstance(rank.command, Gather | Hear):
                     yield self._act(world, n, True)
                 else:
                     yield self._step(world, n, Reply(rank.state.asked, reply))
             if found:
                 return
-        stalled = [n for n, rank in enumerate(world.ranks) if rank.life == "stalled"]
-        for n in stalled:
-            yield self._with(world, n, world.ranks[n]._replace(life="runs"))
+        yield from self._wake(world)
         for n, rank in running:
             if rank.state.at is protocol._paused:
                 if not self.scenario.waits:
                     raise Violation(f"rank {n} waits for its whole timeout: {rank.state.key()}")
                 reply_of = Reply(rank.state.asked, False)
                 yield self._step(world._replace(timeouts=world.timeouts + 1), n, reply_of)
+
+    def _wake(self, world: World) -> Iterator[World]:
+        """A rank goes on that was stalled."""
+        for n, rank in enumerate(world.ranks):
+            if rank.life == "stalled":
+                yield self._with(world, n, rank._replace(life="runs"))
+
+    def _check_await(self, world: World, n: int, command: Command | None) -> None:
+        """A wait at the store that comes to its end before the decision."""
+        store, state = dict(world.store), world.ranks[n].state
+        if not isinstance(command, Await):
+            return
+        if not command.brief and int(store.get("reloadpg/instance", "0")) > state.instance:
+            raise Violation(f"rank {n} waits long in job {state.instance}, which was left")
+        handed = [store[one] for one in store if one.startswith(f"message/{n}/{state.key()}")]
+        if state.leads and any(amount != "0" for amount in handed):
+            raise Violation(f"rank {n} waits at the store, and takes no arrivals")
 
     def _deaths(self, world: World) -> Iterator[World]:
         """A rank that waits for others finds that a process of its host has ended."""
@@ -553,9 +579,11 @@ class Explorer:
             if not state.passed.ok:
                 raise Violation(f"rank {n} has come to an end without a barrier")
             return self._ended(world, n, "passed")
+        if state.lost:
+            raise Violation(f"rank {n} takes the store for lost: {state.key()}")
         if rank.failing:  # all ranks had passed the barrier: the next one is told
             raise Violation(f"rank {n} has failed and no decision says it")
-        if rank.polls and not state.arrived and state.phases[0] != rank.running[0]:
+        if rank.polls and not state.arrived and state.phases[0] != "enter":
             return self._step(self._with(world, n, rank._replace(polls=False)), n, Poll(1))
         if self.scenario.stuck and n == 0 and state.phases[0] == "released":
             return self._step(world, n, Decide(Decision("timeout", n)))
@@ -563,21 +591,25 @@ class Explorer:
 
     def _arrival(self, n: int, state: State, rank: Rank) -> Arrive:
         case = self.scenario
-        if state.phases[0] != "enter" or rank.running == "recover":
+        if state.phases[0] != rank.running[0]:
             return Arrive()
-        share = case.shares[n] if case.shares and state.sequence == 1 else 0
+        share = case.shares[n] if case.shares and self._differs(state) else 0
         plan = ""
-        if case.shares or case.proposals or case.optional:
+        if case.shares or case.proposals or case.optional or (case.polls and case.joins):
             plan = Plan("offload", {"generation": str(n * bool(share))}).to_json()
         proposals = case.proposals[n] if case.proposals else ()
         return Arrive(plan, share, proposals, n in case.extends)
+
+    def _differs(self, state: State) -> bool:
+        """Whether the plans of an operation have the summands: all but the last of several."""
+        return state.sequence <= max(1, len(self.scenario.program) - 1)
 
     def _begin(self, world: World, n: int) -> World:
         rank = world.ranks[n]
         item, *left = rank.program
         rank = rank._replace(program=tuple(left), running=item, polls=self.scenario.polls)
         if item == "join":  # a new job on the same store
-            state = State(n, rank.state.members, host=rank.state.host, mark="a process")
+            state = State(n, rank.state.members, host=rank.state.host, mark="a process" * (n == 0))
             return self._step(self._with(world, n, rank._replace(state=state)), n, Join())
         if item == "recover":
             event = Recover("fault", "{}", RECOVERY, rank.replaces)
@@ -591,17 +623,18 @@ class Explorer:
         rank = world.ranks[n]
         program, tries = rank.program, rank.tries
         if how not in ("passed", "joined"):
-            if self.scenario.again and how in ("timeout", "disagree"):
-                pass
-            elif rank.running == "recover":
+            if rank.running == "recover":
                 program, tries = ("recover", *program), tries - 1
+            elif self.scenario.again and how in ("timeout", "disagree", "failed"):
+                pass
             elif "recover" in program:
                 program = program[program.index("recover") :]
             else:
                 program = ()
             # Whom that happens to is gone, and the others know it.
             interrupted = self.scenario.cancels and (rank.failing or how == "failed")
-            if how == "cancelled" or interrupted or not tries:
+            gone = (how == "cancelled" or interrupted) and not self.scenario.again
+            if gone or not tries:
                 program = ()
         replaces = rank.replaces and not (rank.running == "recover" and how == "passed")
         log = (*(one for one in rank.log if one != "behind"), how)
@@ -654,6 +687,9 @@ class Explorer:
                     raise Violation(f"rank {n} goes on from {before.phases} to {after.phases}")
                 if before.phases[0] == "enter" and before.epoch == 0:
                     self._check_agreement(world, n, before, after)
+                rank = world.ranks[n]
+                if not rank.failing and before.arriving != self._arrival(n, before, rank):
+                    raise Violation(f"rank {n} passes {barrier} with {before.arriving}")
                 if arrived != {*before.members}:
                     raise Violation(f"rank {n} passes {barrier}, where {arrived} have arrived")
         elif after.decision.kind and after.decision.kind != before.decision.kind:
@@ -668,7 +704,7 @@ class Explorer:
     def _check_agreement(self, world: World, n: int, before: State, after: State) -> None:
         """What the ranks have agreed on at a barrier that one of them passes."""
         case, barrier = self.scenario, before.key().removesuffix("/")
-        if sum(case.shares) and before.sequence == 1:
+        if sum(case.shares) and self._differs(before):
             raise Violation(f"rank {n} passes {barrier}, where the plans differ")
         proposals = [one for ranks in case.proposals for one in ranks]
         for one in proposals:
@@ -690,8 +726,9 @@ class Explorer:
         asks = before.at is protocol._paused and isinstance(command, Read) and before.follows
         if asks and f"message/{n}/{before.key()}" in store:
             raise Violation(f"rank {n} asks the store for what its leader has sent")
-        if before.phases and after.phases == before.phases and _closes(after):
+        if before.phases and after.phases == before.phases and isinstance(after.event, Close):
             self._check_end_of(world, n, before, after)
+        self._check_need(world.ranks[n], n, after, command)
         if before.phases and not replaces:
             mark = before.key("here", n)
             if isinstance(command, Set) and command.key == mark in store:
@@ -699,11 +736,56 @@ class Explorer:
             if after.at is protocol._paused and after.arrived and mark not in store:
                 raise Violation(f"rank {n} waits, and no mark says it: {mark}")
 
+    def _check_need(self, rank: Rank, n: int, after: State, command: Command | None) -> None:
+        """A rank sends no request that it does not need, and omits none that it needs."""
+        before, last = rank.state, rank.command
+        if isinstance(command, Await) and command.brief == before.confirmed:
+            raise Violation(f"rank {n} waits for the wrong time: {command}")
+        if isinstance(command, Read) and command.key == "reloadpg/instance" and before.confirmed:
+            raise Violation(f"rank {n} looks for another job than the confirmed one")
+        if isinstance(command, Swap) and "/0.0/" in command.key and not rank.replaces:
+            raise Violation(f"rank {n} writes the decision of no barrier: {command}")
+        noted = rank.running == "recover" and rank.log[-1:] == ("cancelled",) and not rank.failing
+        if noted and isinstance(command, Swap) and '"cancelled"' in command.value:
+            raise Violation(f"rank {n} ends a recovery for an interrupt that all have noted")
+        if isinstance(command, Add) and "/instance/" in command.key and not command.amount:
+            raise Violation(f"rank {n} counts no job: {command}")
+        if isinstance(command, Set) and "/here/" in command.key and not before.arrived:
+            raise Violation(f"rank {n} waits for no decision: {command}")
+        watches = self.scenario.watches or rank.failing
+        says = isinstance(command, Swap) and command.key.endswith("/decision")
+        if says and '"kind": "failed"' in command.value and not watches:
+            raise Violation(f"rank {n} has not failed, and says so: {command}")
+        if len({*after.owned}) < len(after.owned):
+            raise Violation(f"rank {n} deletes a key twice: {after.owned}")
+        if isinstance(command, Meet) and command.connects != after.confirmed:
+            raise Violation(f"rank {n} connects to a leader, and not all ranks have met: {command}")
+        if isinstance(command, Pause) and after.at is protocol._paused:
+            joins = after.host and not after.confirmed and not after.epoch
+            if bool(joins) != isinstance(last, Meet):
+                raise Violation(f"rank {n} does not watch those that have joined: {last}")
+            if command.sleeps and command.listens != (after.leads or after.follows):
+                raise Violation(f"rank {n} sleeps, and would not read a message: {command}")
+        if after.at is protocol._roll_read and not after.event.waits:
+            raise Violation(f"rank {n} waits for responses, and was not to wait")
+        if isinstance(command, Pause) and after.at is protocol._leave_paused:
+            if not after.event.hosts:
+                raise Violation(f"rank {n} does not host the store, and waits for the others")
+            if isinstance(last, Add) and last.amount and not command.restart:
+                raise Violation(f"rank {n} hosts the store, and leaves the others no time")
+
     def _check_end_of(self, world: World, n: int, before: State, after: State) -> None:
         """How a rank leaves a barrier that was not passed."""
         decision, barrier, store = after.decision, before.key().removesuffix("/"), dict(world.store)
         ends, result = after.ended and not before.ended, store.get(f"{barrier}/roll")
-        if ends and result and decision.kind != "recover" and decision.to_json() != result:
+        waits = after.event.waits
+        if (
+            ends
+            and result
+            and waits
+            and decision.kind != "recover"
+            and decision.to_json() != result
+        ):
             raise Violation(f"rank {n} leaves with {decision}, and the result is {result}")
         gone = {*decision.missing, *decision.silent, *decision.dead}
         gone |= {decision.rank} if decision.kind == "cancelled" else set()
@@ -726,11 +808,14 @@ class Explorer:
                 raise Violation(f"it does not say what differs: {decision}")
             return
         named = decision.missing if decision.kind == "timeout" else decision.silent
+        if {*named} & {*decision.dead}:
+            raise Violation(f"a rank that has ended is named twice: {decision}")
         if not lacks["answer"] <= {*named}:
             raise Violation(f"{lacks['answer']} have not responded: {decision}")
-        stuck = lacks["arrived"] - {*named}
-        if decision.kind == "timeout" and not stuck <= {*decision.stuck}:
-            raise Violation(f"{stuck} have not arrived: {decision}")
+        here = {m for m in state.members if world.ranks[m].state.phases == state.phases}
+        arrived = {m for m in here if world.ranks[m].state.arrived}
+        if decision.kind == "timeout" and here - arrived - {*named} != here & {*decision.stuck}:
+            raise Violation(f"{arrived} have arrived: {decision}")
         if decision.stuck and decision.doing != f"work {decision.stuck[0]}":
             raise Violation(f"it does not say what a rank does: {decision}")
 
@@ -738,7 +823,11 @@ class Explorer:
         if key in world.deleted and "/proposal/" not in key:
             raise Violation(f"rank {n} deletes what was deleted: {key}")
         passed = (key.rpartition("/")[0], "passed ok") in world.decided
-        if passed and key not in world.deleted and key not in dict(world.store):
+        if (
+            (passed or key.endswith(("/answers", "/roll", "/readers")))
+            and key not in world.deleted
+            and key not in dict(world.store)
+        ):
             raise Violation(f"rank {n} deletes what there never was: {key}")
 
     def _check_names(self, world: World, state: State, decision: Decision) -> None:
@@ -763,11 +852,14 @@ class Explorer:
         store, jobs = dict(world.store), {rank.state.instance for rank in world.ranks}
         if len(jobs) > 1:
             raise Violation(f"the ranks are in the jobs {jobs}")
-        if case.joins and not all(
-            f"reloadpg/{max(jobs)}/process/{n}" in store for n in range(case.size)
+        marks = [n for n in range(case.size) if f"reloadpg/{max(jobs)}/process/{n}" in store]
+        if case.joins and marks != [0]:
+            raise Violation(f"not rank 0, but {marks} have left marks in job {jobs}")
+        if (
+            case.polls
+            and not case.joins
+            and int(store["reloadpg/1/progress"]) != case.size * len(case.program)
         ):
-            raise Violation(f"a process has left no mark in job {jobs}")
-        if case.polls and int(store["reloadpg/1/progress"]) != case.size * len(case.program):
             raise Violation(f"not all progress was counted: {store}")
         if "join" not in case.program:
             left = [key for key, _ in world.store if not _stays(key, world)]
@@ -797,11 +889,6 @@ def _path(known: dict[World, World | None], world: World) -> str:
 def _has_joined(rank: Rank) -> bool:
     """Whether a rank that recovers has begun the epoch of the recovery."""
     return rank.state.epoch > rank.epoch
-
-
-def _closes(state: State) -> bool:
-    """Whether a rank waits for the others' answers before it ends an operation."""
-    return isinstance(state.event, Close) and state.event.waits
 
 
 def _stays(key: str, world: World) -> bool:

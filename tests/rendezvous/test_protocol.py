@@ -27,13 +27,24 @@ SCENARIOS = {
     "two operations": Scenario(2, (OPERATION, OPERATION)),
     "three ranks": Scenario(3, (OPERATION,)),
     "a rank that polls": Scenario(2, (OPERATION, OPERATION), polls=True),
-    "agreement": Scenario(2, (OPERATION,), shares=(3, -3), meets=True),
-    "disagreement": Scenario(2, (OPERATION,), shares=(3, -4)),
-    "a disagreement, and then none": Scenario(2, (OPERATION,) * 2, shares=(3, -4), again=True),
-    "proposals of which one yields": Scenario(
+    "agreement": Scenario(2, (OPERATION,), shares=(3, -3), meets=True, waits=False),
+    "disagreement": Scenario(2, (OPERATION,), shares=(3, -4), waits=False),
+    "two disagreements, and then none": Scenario(
+        2,
+        (OPERATION,) * 3,
+        shares=(3, -4),
+        again=True,
+        proposals=((Proposal("g", "skip"),), ()),
+        waits=False,
+    ),
+    "a disagreement, and a crash": Scenario(2, (("enter",),), ("crash",), shares=(3, -4)),
+    "proposals of which some yield": Scenario(
         2,
         (OPERATION, OPERATION),
-        proposals=((Proposal("g", "skip", yields=True),), (Proposal("g", "recreate"),)),
+        proposals=(
+            (Proposal("g", "skip", yields=True), Proposal("h", "skip", yields=True)),
+            (Proposal("g", "recreate"),),
+        ),
     ),
     "an optional barrier": Scenario(
         2, (("enter", "room", "quiesced"),), optional=("quiesced",), extends=(1,)
@@ -41,13 +52,17 @@ SCENARIOS = {
     "an optional barrier that no rank wants": Scenario(
         2, (("enter", "room", "quiesced"),), optional=("quiesced",)
     ),
-    "work that hangs": Scenario(2, (OPERATION, OPERATION), stuck=True),
+    "work that hangs": Scenario(2, (OPERATION, OPERATION), stuck=True, waits=False),
     "a crash after progress": Scenario(2, (OPERATION,), ("crash",), polls=True),
     "a crash": Scenario(2, (OPERATION, OPERATION), ("crash",)),
     "a crash that is seen": Scenario(3, (OPERATION,), ("crash",), (1,), waits=False, watches=True),
     "a stall": Scenario(2, (OPERATION, OPERATION), ("stall",)),
     "a stall, and the operation is called again": Scenario(
         2, (("enter",), ("enter",)), ("stall",), (1,), again=True
+    ),
+    "a stall of one of three": Scenario(3, (("enter",),), ("stall",), (1,)),
+    "an interrupt, and the operation is called again": Scenario(
+        2, (OPERATION,) * 2, ("interrupt",), again=True, waits=False
     ),
     "a failure of one of three": Scenario(3, (("enter",),), ("failure",), (1,)),
     "an interrupt": Scenario(2, MEET, ("interrupt",), meets=True),
@@ -56,13 +71,33 @@ SCENARIOS = {
     "an interrupt while others recover": Scenario(
         2, STEP, ("interrupt",), (1,), cancels=True, waits=False, others=("recover",)
     ),
+    "an interrupt in a step, and all recover": Scenario(
+        2, STEP, ("interrupt",), cancels=True, waits=False, again=True, meets=True
+    ),
+    "a recovery without a fault": Scenario(
+        2, (("enter",), "recover", OPERATION), waits=False, meets=True
+    ),
+    "a recovery that one rank requests": Scenario(
+        3,
+        (("enter",), "recover", OPERATION),
+        victims=(1,),
+        others=(OPERATION, "recover", OPERATION),
+        waits=False,
+        meets=True,
+    ),
     "a lost connection": Scenario(2, (("enter",), "recover"), ("silent",), meets=True),
     "a late answer": Scenario(2, (("enter",), "recover"), ("silent",), late=True),
     "a process that is replaced": Scenario(2, (("enter",), "recover"), ("crash", "replace")),
     "a store that is lost": Scenario(2, (OPERATION, OPERATION), ("store lost",)),
     "a job that begins": Scenario(2, (("enter",),), joins=True, waits=False, meets=True),
+    "a stall in a job that one rank has begun twice": Scenario(
+        2, (("enter",),), ("stall",), (0,), joins=True, uneven=(0,)
+    ),
     "a job that one rank has begun twice": Scenario(
         2, (("enter",),), joins=True, uneven=(0,), waits=False, meets=True
+    ),
+    "a poll in a job that one rank has begun twice": Scenario(
+        2, (("connected",),), joins=True, uneven=(0,), polls=True, waits=False
     ),
     "two jobs on one store": Scenario(
         2, (OPERATION, "join", ("enter",)), joins=True, uneven=(0,), waits=False, meets=True
@@ -126,6 +161,26 @@ MOST = 5000
 def test_invariants_hold_in_every_order_of_events(name: str) -> None:
     """One decision per barrier, and the explorer's other invariants."""
     assert Explorer(SCENARIOS[name]).explore(MOST) or len(SCENARIOS[name].faults) > 0
+
+
+def test_a_reply_changes_nothing_if_the_rank_waits_for_none() -> None:
+    """The request was abandoned, and nothing was requested since, or something else."""
+    asked, _ = protocol.step(State(0, (0, 1)).open(("enter",)), protocol.Arrive())
+    for idle in (asked.open(("enter",)), protocol.step(asked, protocol.Lost())[0]):
+        assert protocol.step(idle, protocol.Reply(asked.asked, 2)) == (idle, None)
+    fails, _ = protocol.step(asked, protocol.Fail(Decision("failed", 0)))
+    assert protocol.step(fails, protocol.Reply(asked.asked, 2)) == (fails, None)
+
+
+def test_a_rank_that_has_lost_the_store_supposes_that_the_others_pass() -> None:
+    """It ends its operation at the barrier after the one at which it was counted."""
+    state = State(0, (0, 1)).open(("enter", "quiesced", "released"), ("quiesced",))
+    counted = state._replace(arrived=True)
+    assert state.supposed_end == "enter"
+    assert counted.supposed_end == "released"
+    assert counted._replace(decision=Decision("failed", 1)).supposed_end == "enter"
+    assert counted._replace(phases=("released",)).supposed_end == "released"
+    assert counted._replace(phases=()).supposed_end is None
 
 
 @pytest.mark.slow
@@ -205,9 +260,9 @@ def late_replies_count(state: State, event: Any) -> Step:
     return original_step(state, event)
 
 
-def keys_go_early(state: State, decision: Decision) -> Step:
+def keys_go_early(state: State, decision: Decision, then: protocol.Then) -> Step:
     """Finding 1: a decision is deleted before the other rank reads it."""
-    state, command = original_pass(state, decision)
+    state, command = original_pass(state, decision, then)
     return state._replace(spent=()), Delete(state.spent[0]) if state.spent else command
 
 
@@ -228,7 +283,7 @@ def jobs_are_counted_by_each_rank(state: State, text: str | None) -> Step:
 
 def a_rank_trusts_itself(state: State, text: str) -> Step:
     """It acts on the decision that it proposed, not on the one that was written."""
-    return protocol._known(state, state.wanted)
+    return protocol._known(state, state.text)
 
 
 def answers_are_counted_twice(state: State) -> Step:
