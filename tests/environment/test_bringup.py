@@ -127,7 +127,9 @@ def test_a_process_without_a_launcher_comes_up_without_a_socket_or_a_cuda_call()
     socket.socket = Watched  # type: ignore[misc]
     # A torch that is built for CUDA has to look whether there is a device where none is named.
     device = "cpu" if built else None
-    with reloadpg.init_distributed(mesh_dims={}, device=device) as context:
+    network = {"NCCL_SOCKET_IFNAME": "unused"}
+    with reloadpg.init_distributed(mesh_dims={}, device=device, network=network) as context:
+        assert "NCCL_SOCKET_IFNAME" not in os.environ
         assert summed(1) == 1
         assert context.mesh is not None
         assert (context.mesh.mesh_dim_names, context.mesh.shape) == (("dp_shard",), (1,))
