@@ -93,7 +93,16 @@ def test_blocks_of_sets_nest(rank):
         assert usable() == (False, True)
         raise ZeroDivisionError
     assert usable() == (True, False)
-    reloadpg.reload()
+    remove = reloadpg.on_reload(lambda: 1 / 0, before=True, sets="engine")
+    with pytest.raises(reloadpg.ReloadpgError), swap:
+        pytest.fail("the body runs, though the engine could not be reloaded")
+    assert usable() == (True, False)
+    remove()
+    with reloadpg.offloaded("trainer"):
+        with reloadpg.offloaded("engine"):
+            pass
+        assert usable() == (False, True)
+    assert usable() == (True, True)
 
 
 @pytest.mark.ranks(3)
