@@ -331,6 +331,14 @@ def wait_for_claim() -> dist.TCPStore:
     return store
 
 
+def test_a_process_that_comes_after_the_agreement_is_refused() -> None:
+    """Such as a rank that was started twice, or one of another job on the same store."""
+    store, claim = dist.HashStore(), Claim(0, 1, "gloo", "none", "host", 0)
+    bringup_store.agree(store, claim, timedelta(seconds=LIMIT))
+    with pytest.raises(reloadpg.DisagreementError, match="have agreed without this process"):
+        bringup_store.agree(store, claim, timedelta(seconds=LIMIT))
+
+
 @pytest.mark.parametrize(
     "absent",
     [

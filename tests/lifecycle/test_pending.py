@@ -20,6 +20,8 @@ from fault_job import Job, signalling
 from worlds import summed
 
 import reloadpg
+from reloadpg.groups.offloaded import UnderWay
+from reloadpg.rendezvous.worker_thread import Task
 from reloadpg.testing import simulated
 
 HANG_S = 120.0
@@ -319,6 +321,17 @@ def test_uninstall_and_a_forked_child_raise_while_an_operation_runs(rank) -> Non
     fault.clear()
     pending.result()
     job.assert_live()
+
+
+def test_an_operations_own_thread_does_not_wait_for_its_end() -> None:
+    """Such as a callback that destroys a group."""
+    operation = UnderWay("offload")
+
+    def callback() -> None:
+        operation.enter()
+        operation.wait()
+
+    assert Task(callback, "offload").wait(HANG_S)
 
 
 @pytest.mark.ranks(2)
