@@ -236,11 +236,13 @@ def test_an_existing_group_is_adopted_unchanged_and_a_warning_names_what_differs
         assert "timeout 60 s (it has 77 s)" in warning
         with reloadpg.init_distributed("nccl", timeout=60, adopt=True):
             assert records.texts() == [warning]
-        with reloadpg.init_distributed(timeout=33, mesh_dims={"tp": 2}, init_timeout=20) as meshed:
-            assert meshed.mesh is not None
-            own = meshed.mesh.get_group("dp_shard")
-            timeout = own._get_backend(torch.device("cpu")).options._timeout
-            assert timeout == timedelta(seconds=33)
+        mesh: Any = {"mesh_dims": {"tp": 2}, "init_timeout": 20}
+        for given, expected in ((33, 33), (None, 77)):  # None: that of the adopted group
+            with reloadpg.init_distributed(timeout=given, **mesh) as meshed:
+                assert meshed.mesh is not None
+                own = meshed.mesh.get_group("dp_shard")
+                timeout = own._get_backend(torch.device("cpu")).options._timeout
+                assert round(timeout.total_seconds(), 1) == expected
     assert dist.group.WORLD is world
     assert default_timeout() == timedelta(seconds=77)
 
