@@ -143,6 +143,9 @@ def test_a_failure_in_one_set_leaves_the_other_unchanged(rank):
         reloadpg.reload("engine")
     assert states() == {"trainer": "live", "engine": "failed"}
     assert (works(world, rank), works(engine, rank)) == (True, False)
+    reloadpg.offload("trainer")
+    assert reloadpg.status().state == "failed"  # the worst
+    reloadpg.reload("trainer")
     remove()
     generation = world.generation
     reloadpg.reload("engine")
