@@ -20,7 +20,7 @@ _STEP_ONLY = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")
 _NODES = "SLURM_STEP_NODELIST"
 _COUNTS = "SLURM_STEP_TASKS_PER_NODE"
 
-_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", re.ASCII)
+_COUNT = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,5})\))?", re.ASCII)
 _BRACKET = re.compile(r"\[([0-9]+)[0-9,-]*\]", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_.-]+", re.ASCII)
 
@@ -82,7 +82,7 @@ def _tasks_per_node(read: Variables, world_size: int) -> list[int]:
         if match is None:
             raise read.error(f"{_COUNTS}={text!r}: {item!r} is not a count as 4 or 4(x2)", _COUNTS)
         counts += [int(match[1])] * int(match[2] or 1)
-    if sum(counts) != world_size or not all(counts):
+    if sum(counts) != world_size:
         raise read.error(
             f"{_COUNTS}={text} sums to {sum(counts)} tasks, but SLURM_STEP_NUM_TASKS={world_size}",
             _COUNTS,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Literal
+from weakref import WeakSet
 
 from ..errors import ReloadpgError, as_timedelta
 from .launchers import is_initialized
@@ -99,11 +99,7 @@ class OwnGroups:
             return []
         from .. import c10d
 
-        return [group for group in c10d.known_groups() if self._is_new(c10d.store_of(group))]
-
-    def _is_new(self, store: Store) -> bool:
-        before = self._before.get(id(store))
-        return before is None or before() is not store
+        return [one for one in c10d.known_groups() if c10d.store_of(one) not in self._before]
 
     def destroy(self, error: BaseException | None) -> None:
         """Destroy them. Collective over their members; blocking, with a timeout.
@@ -141,14 +137,13 @@ class OwnGroups:
         abort_groups(self.now())
 
 
-def _stores_of_groups() -> dict[int, weakref.ref[Store]]:
-    """The stores of the existing groups, by id."""
+def _stores_of_groups() -> WeakSet[Store]:
+    """The stores of the existing groups."""
     if not is_initialized():
-        return {}
+        return WeakSet()
     from .. import c10d
 
-    stores = [c10d.store_of(group) for group in c10d.known_groups()]
-    return {id(store): weakref.ref(store) for store in stores}
+    return WeakSet(c10d.store_of(group) for group in c10d.known_groups())
 
 
 def _abandon(error: BaseException, groups: list[ProcessGroup], *, tell: bool = True) -> None:

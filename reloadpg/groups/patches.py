@@ -108,10 +108,8 @@ class Patches:
         replaced = {id(patch.replacement): patch.original for patch in self.patches}
         for owner, attribute, key in list(_bindings(replaced)):
             setattr(owner, attribute, replaced[key])
-        for patch in self.patches:
-            if isinstance(patch.owner, type):
-                setattr(patch.owner, patch.attribute, patch.original)
-        self.patches.clear()
+        for patch in self.patches:  # methods, and modules that are no longer loaded
+            setattr(patch.owner, patch.attribute, patch.original)
 
 
 def _originals(name: str) -> list[Any]:

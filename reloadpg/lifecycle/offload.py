@@ -102,9 +102,8 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     proposals, subjects = op.strategy.propose(live)
     proposed = op.agree(proposals, subjects, extends=calls)
     op.record.warnings += op.strategy.decide(live, proposed)
-    if live or not op.was_offloaded:  # another call releases groups created while offloaded
-        op.call(registry.callbacks.offload)
-        live = [group for group in live if group.is_live]  # a callback may destroy groups
+    op.call(registry.callbacks.offload)
+    live = [group for group in live if group.is_live]  # a callback may destroy groups
     if calls:
         _quiesce(op, job, "quiesced")
     op.barrier("quiesced")

@@ -78,8 +78,6 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
     await_unfinished(op, job)
     if op.was_offloaded:
         op.call(registry.callbacks.before_reload)
-        # Groups that a callback has destroyed are not rebuilt.
-        op.groups = [g for g in op.groups if g.state is not GroupState.DESTROYED]
     op.agree(connect=how, extends=bool(op.due(registry.callbacks.reload)))
     if not op.was_offloaded:
         op.complete("nothing is offloaded")
@@ -93,5 +91,6 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
         op.each("resumed", suspended, resume)
         op.barrier("resumed")
         op.record.measure("resumed")
+    # Groups that a callback has destroyed are not rebuilt.
     gone = [g for g in op.groups if g.communicator is None and g.state != GroupState.DESTROYED]
     rebuild(op, job, gone, how, kept=suspended)

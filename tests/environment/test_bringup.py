@@ -127,7 +127,9 @@ def test_a_process_without_a_launcher_comes_up_without_a_socket_or_a_cuda_call()
     socket.socket = Watched  # type: ignore[misc]
     # A torch that is built for CUDA has to look whether there is a device where none is named.
     device = "cpu" if built else None
-    with reloadpg.init_distributed(mesh_dims={}, device=device) as context:
+    network = {"NCCL_SOCKET_IFNAME": "unused"}
+    with reloadpg.init_distributed(mesh_dims={}, device=device, network=network) as context:
+        assert "NCCL_SOCKET_IFNAME" not in os.environ
         assert summed(1) == 1
         assert context.mesh is not None
         assert (context.mesh.mesh_dim_names, context.mesh.shape) == (("dp_shard",), (1,))
@@ -234,11 +236,13 @@ def test_an_existing_group_is_adopted_unchanged_and_a_warning_names_what_differs
         assert "timeout 60 s (it has 77 s)" in warning
         with reloadpg.init_distributed("nccl", timeout=60, adopt=True):
             assert records.texts() == [warning]
-        with reloadpg.init_distributed(timeout=33, mesh_dims={"tp": 2}, init_timeout=20) as meshed:
-            assert meshed.mesh is not None
-            own = meshed.mesh.get_group("dp_shard")
-            timeout = own._get_backend(torch.device("cpu")).options._timeout
-            assert timeout == timedelta(seconds=33)
+        mesh: Any = {"mesh_dims": {"tp": 2}, "init_timeout": 20}
+        for given, expected in ((33, 33), (None, 77)):  # None: that of the adopted group
+            with reloadpg.init_distributed(timeout=given, **mesh) as meshed:
+                assert meshed.mesh is not None
+                own = meshed.mesh.get_group("dp_shard")
+                timeout = own._get_backend(torch.device("cpu")).options._timeout
+                assert round(timeout.total_seconds(), 1) == expected
     assert dist.group.WORLD is world
     assert default_timeout() == timedelta(seconds=77)
 
@@ -327,6 +331,14 @@ def wait_for_claim() -> dist.TCPStore:
     )
     store.wait(["reloadpg/bringup/0/1/claim/1"], timedelta(seconds=LIMIT))
     return store
+
+
+def test_a_process_that_comes_after_the_agreement_is_refused() -> None:
+    """Such as a rank that was started twice, or one of another job on the same store."""
+    store, claim = dist.HashStore(), Claim(0, 1, "gloo", "none", "host", 0)
+    bringup_store.agree(store, claim, timedelta(seconds=LIMIT))
+    with pytest.raises(reloadpg.DisagreementError, match="have agreed without this process"):
+        bringup_store.agree(store, claim, timedelta(seconds=LIMIT))
 
 
 @pytest.mark.parametrize(

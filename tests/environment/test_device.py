@@ -222,6 +222,11 @@ CHOICES: dict[str, tuple[dict[str, str | None], dict[str, Any], Placed | str]] =
     "unknown local rank": ({"WORLD_SIZE": "2", **ELSEWHERE}, {}, "LOCAL_RANK is not set"),
     "the rank's device_id": ({}, {"device_id": 0}, on(0)),
     "another device_id": ({}, {"device_id": 1}, "device_id="),
+    "the CPU as device_id": (
+        {},
+        {"device": "cpu", "device_id": torch.device("cpu")},
+        "device_id='cpu' is not this rank's accelerator",
+    ),
 }
 
 

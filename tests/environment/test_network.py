@@ -137,8 +137,24 @@ def test_without_iproute2_no_interface_is_found(monkeypatch: pytest.MonkeyPatch)
     assert configure_network_environment({}) == {}
 
 
-@pytest.mark.parametrize("tool", ["#!/bin/sh\nexit 3\n", "#!/bin/sh\necho '{['\n", "not a program"])
-def test_no_interface_is_found_if_ip_fails_or_prints_nonsense(
+DUPLICATE = {
+    "ifname": "ib0",
+    "flags": ["UP", "LOWER_UP"],
+    "addr_info": [{"local": "fd00::2", "dadfailed": True}],
+}
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        "#!/bin/sh\nexit 3\n",
+        "#!/bin/sh\necho '{['\n",
+        "not a program",
+        f"#!/bin/sh\necho '{json.dumps([DUPLICATE])}'\n",
+    ],
+    ids=["fails", "nonsense", "no program", "duplicate"],
+)
+def test_no_interface_is_found_if_ip_fails_or_lists_no_usable_one(
     tool: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bring-up continues without one."""
@@ -148,6 +164,15 @@ def test_no_interface_is_found_if_ip_fails_or_prints_nonsense(
     os.chmod(path, 0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert detect_ib_interface() is None
+
+
+def test_the_changes_of_several_bring_ups_are_restored() -> None:
+    """A group that torch's own function destroyed has left its variables."""
+    before = dict(os.environ)
+    for name in ("NCCL_FIRST", "NCCL_SECOND"):
+        network.apply_network({name: "1"})
+    network.restore_network()
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,10 @@ def test_a_bound_world_keeps_its_device_through_cycles(rank, world):
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_world_can_be_split_before_and_after_a_reload(rank, world, when, tmp_path):
     """Torch computes the ranks of the first default group only. The split of a later one indexed an
-    empty list and ended the interpreter, at the reload or at the first split after it.
+    empty list and ended the interpreter, in the next job, at the reload or at a split after it.
     """
+    start(world, file=str(tmp_path / "store of the first job"))
+    dist.destroy_process_group()
     start(world, file=str(tmp_path / "store"))
     whole = split([[0, 1]]) if when == "before" else None
     for _ in range(2):

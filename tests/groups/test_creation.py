@@ -24,8 +24,11 @@ from reloadpg.groups.creation import (
     WORLD_ORDER,
     Call,
     Construction,
+    Facts,
     by_members,
     group_order,
+    thread,
+    verbatim,
 )
 from reloadpg.testing import run_ranks
 
@@ -56,6 +59,15 @@ def test_a_replayed_function_can_change_its_lists():
     first_args[0].clear()
     first_kwargs["split_ranks"].clear()
     assert call() == (([0, 1, 2],), {"split_ranks": [[0, 1], [2]]})
+
+
+def test_verbatim_blocks_nest():
+    """A function given to ``register_group()`` may contain one."""
+    with verbatim():
+        with verbatim():
+            pass
+        assert thread.verbatim
+    assert not thread.verbatim
 
 
 def test_an_iterator_of_ranks_can_be_replayed():
@@ -110,6 +122,14 @@ def test_a_split_is_replayed_as_a_new_group(options):
     assert again.kwargs["pg_options"] is options
     c10d.forget_parent(options)
     assert getattr(options, "split_from", None) is None
+
+
+@pytest.mark.parametrize("given", [{}, {"timeout": timedelta(seconds=5), "pg_options": "own"}])
+def test_a_split_has_its_parents_options_and_timeout_without_its_own(given):
+    parents = "the parent's", timedelta(seconds=7)
+    call = Call(_record, (), given)
+    made = Construction.of(Facts(call, "7", {0: 0}, "gloo", {}, (), 0, "", parents))
+    assert (made.options, made.timeout) == (("own", timedelta(seconds=5)) if given else parents)
 
 
 RANKS = {

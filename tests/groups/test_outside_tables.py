@@ -23,6 +23,7 @@ pytestmark = [
 @pytest.mark.parametrize("parent", ["reloadable", "plain"])
 def test_a_group_of_the_method_split_group_is_named(rank, parent, tmp_path):
     """In ``status().unmanaged`` and in the report, as long as the program refers to it."""
+    original = dist.ProcessGroup.split_group
     start("bound", file=str(tmp_path / "store"), min_size=1)
     whole = dist.group.WORLD
     if parent == "plain":
@@ -36,6 +37,8 @@ def test_a_group_of_the_method_split_group_is_named(rank, parent, tmp_path):
     reloadpg.reload()
     del part
     assert reloadpg.status().unmanaged == {}
+    reloadpg.uninstall()
+    assert dist.ProcessGroup.split_group is original
 
 
 @pytest.mark.ranks(2)

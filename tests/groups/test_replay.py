@@ -246,12 +246,13 @@ def test_timeout_and_description_changed_on_the_live_group_hold():
     c10d._set_pg_timeout(timedelta(seconds=72), pair)
     pair._set_group_desc("after")
     assert [_timeout(group) for group in groups] == [71, 72, 63]
-    for _ in range(3):
+    for cycle in range(3):
+        c10d._set_pg_timeout(timedelta(seconds=80 + cycle), kept)
         reloadpg.offload()
-        assert [entry.timeout_s for entry in reloadpg.status().groups] == [71, 72, 63]
+        assert [entry.timeout_s for entry in reloadpg.status().groups] == [71, 72, 80 + cycle]
         assert pair.group_desc == "after"
         reloadpg.reload()
-        assert [_timeout(group) for group in groups] == [71, 72, 63]
+        assert [_timeout(group) for group in groups] == [71, 72, 80 + cycle]
         assert pair.communicator.group_desc == "after"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from datetime import timedelta
 
 import early_bindings
@@ -159,15 +160,36 @@ def test_a_weight_update_group(rank, free_port, registered):
 
 @pytest.mark.ranks(1)
 def test_arguments_of_register_group():
-    """A group of one rank may be registered; what cannot be called is refused."""
+    """A group of one rank may be registered. What cannot be called is refused, and WORLD."""
     with pytest.raises(reloadpg.NotInstalledError):
         reloadpg.register_group(None, rebuild=list)
     start("unbound", min_size=2)
     group = dist.new_group([0])
-    for wrong in ({"rebuild": None}, {"rebuild": list, "destroy": 3}):
+    for one, wrong in (
+        (group, {"rebuild": None}),
+        (group, {"rebuild": list, "destroy": 3}),
+        (dist.group.WORLD, {"rebuild": list}),
+    ):
         with pytest.raises(reloadpg.InvalidOptionError):
-            reloadpg.register_group(group, **wrong)
+            reloadpg.register_group(one, **wrong)
     reloadpg.register_group(group, rebuild=list)
+
+
+@pytest.mark.ranks(1)
+def test_registered_groups_are_rebuilt_one_after_the_other():
+    """Their members may be processes outside the job, which rebuild them in one order."""
+    start("unbound", min_size=2, parallelism=4)
+    threads = []
+
+    def rebuild():
+        threads.append(threading.get_ident())
+        return dist.new_group([0])
+
+    for _ in range(4):
+        reloadpg.register_group(dist.new_group([0]), rebuild=rebuild)
+    reloadpg.offload()
+    reloadpg.reload()
+    assert threads == threads[:1] * 4
 
 
 @pytest.mark.ranks(1)

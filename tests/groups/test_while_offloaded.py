@@ -329,7 +329,12 @@ def test_callbacks_run_on_every_offload_that_releases_something(rank):
     """Also for a group created while the others are offloaded, whose buffers go first (18)."""
     _start()
     called = []
-    reloadpg.on_offload(lambda: called.append(len(reloadpg.status().groups)))
+
+    def callback():
+        called.append(len(reloadpg.status().groups))
+
+    _, remove = reloadpg.on_offload(callback), reloadpg.on_offload(callback)
+    remove()  # of two equal registrations, one
     reloadpg.offload()
     late = dist.new_group([0, 1])
     assert _did(reloadpg.offload(), reloadpg.offload()) == [True, False]

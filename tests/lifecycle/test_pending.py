@@ -20,6 +20,8 @@ from fault_job import Job, signalling
 from worlds import summed
 
 import reloadpg
+from reloadpg.groups.offloaded import UnderWay
+from reloadpg.rendezvous.worker_thread import Task
 from reloadpg.testing import simulated
 
 HANG_S = 120.0
@@ -291,7 +293,9 @@ def test_groups_being_rebuilt_do_not_change_the_names_of_new_groups() -> None:
 
 @pytest.mark.ranks(2)
 def test_uninstall_and_a_forked_child_raise_while_an_operation_runs(rank) -> None:
-    """No operation runs in a forked child, so ``result()`` would not return there."""
+    """No operation runs in a forked child: ``result()`` would not return there, and the handle that
+    is deleted there is not warned of.
+    """
     job = _start(parallelism=1)
     reloadpg.offload()
     fault = _stalled("create", job.ring)
@@ -306,13 +310,28 @@ def test_uninstall_and_a_forked_child_raise_while_an_operation_runs(rank) -> Non
             pending.result()
         except reloadpg.PendingError as error:
             os.write(writing, str(error).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            del pending
+            gc.collect()
+        os._exit(len(seen))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     os.close(writing)
     assert os.read(reading, 1000).startswith(b"reload(wait=False): result() was called in")
     fault.clear()
     pending.result()
     job.assert_live()
+
+
+def test_an_operations_own_thread_does_not_wait_for_its_end() -> None:
+    """Such as a callback that destroys a group."""
+    operation = UnderWay("offload")
+
+    def callback() -> None:
+        operation.enter()
+        operation.wait()
+
+    assert Task(callback, "offload").wait(HANG_S)
 
 
 @pytest.mark.ranks(2)

@@ -93,7 +93,16 @@ def test_blocks_of_sets_nest(rank):
         assert usable() == (False, True)
         raise ZeroDivisionError
     assert usable() == (True, False)
-    reloadpg.reload()
+    remove = reloadpg.on_reload(lambda: 1 / 0, before=True, sets="engine")
+    with pytest.raises(reloadpg.ReloadpgError), swap:
+        pytest.fail("the body runs, though the engine could not be reloaded")
+    assert usable() == (True, False)
+    remove()
+    with reloadpg.offloaded("trainer"):
+        with reloadpg.offloaded("engine"):
+            pass
+        assert usable() == (False, True)
+    assert usable() == (True, True)
 
 
 @pytest.mark.ranks(3)
@@ -134,6 +143,9 @@ def test_a_failure_in_one_set_leaves_the_other_unchanged(rank):
         reloadpg.reload("engine")
     assert states() == {"trainer": "live", "engine": "failed"}
     assert (works(world, rank), works(engine, rank)) == (True, False)
+    reloadpg.offload("trainer")
+    assert reloadpg.status().state == "failed"  # the worst
+    reloadpg.reload("trainer")
     remove()
     generation = world.generation
     reloadpg.reload("engine")

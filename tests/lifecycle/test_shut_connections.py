@@ -23,6 +23,7 @@ from fault_job import base_store, connections
 import reloadpg
 from reloadpg import c10d
 from reloadpg.lifecycle import recover
+from reloadpg.rendezvous.worker_thread import Task
 from reloadpg.testing import run_ranks
 
 LIMIT = timedelta(seconds=20)
@@ -45,6 +46,16 @@ def test_a_connection_that_closes_during_the_search_does_not_keep_the_others_ope
     with mock.patch.object(socket.socket, "shutdown") as shut, mock.patch.object(os, "fstat", look):
         c10d.shut_connections([], 1)
     assert len(found) - shut.call_count == 1
+
+
+def test_a_wait_for_peers_ends_when_they_have_closed() -> None:
+    """It does not keep the connections for the rest of its timeout."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    wait = Task(lambda: c10d.await_peers([mine for mine, _ in pairs], 1e4), "peers")
+    for _, peer in pairs:
+        peer.close()
+    assert wait.wait(LIMIT.total_seconds() * 3)
+    assert [mine.fileno() for mine, _ in pairs] == [-1, -1]
 
 
 def has_peer(descriptor: int) -> bool:

@@ -203,6 +203,24 @@ def pipelined(rank: int, size: int, fails: str) -> Any:
     return left, losses, layer.weight.tolist()
 
 
+@pytest.mark.ranks(1)
+def test_an_optimizer_and_a_scaler_begin_a_repeated_step_as_the_first_attempt() -> None:
+    """Options that were added are removed, and the gradients can be unscaled again."""
+    reloadpg.install()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, found = torch.amp.GradScaler("cpu"), []
+    for step in reloadpg.retrying("a", on=Injected, state=(model, optimizer, scaler)):
+        with step:
+            found.append("added" in optimizer.param_groups[0])
+            optimizer.param_groups[0]["added"] = True
+            scaler.scale(model(torch.ones(1)).sum()).backward()
+            scaler.unscale_(optimizer)
+            if step.attempt == 1:
+                raise Injected
+    assert found == [False, False]
+
+
 @pytest.mark.matrix
 def test_a_pipeline_schedule_drops_the_microbatches_of_an_unfinished_step() -> None:
     """Also their losses. Training ends as without a fault."""
