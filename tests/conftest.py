@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,20 @@ def pytest_configure(config: pytest.Config) -> None:
     """Isolate the run, before a worker of pytest-xdist or a temporary folder is made."""
     if not hasattr(config, "workerinput"):
         isolation.isolate()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import all modules of tests without garbage collection, and freeze what they hold.
+
+    Each worker imports torch and what consumers need of it; collections take a third of that time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ decides that.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -18,7 +19,12 @@ _SETTINGS["RELOADPG_AUTOINSTALL"] = ""
 
 
 def import_all(names: Iterable[str]) -> None:
-    """Import modules in a process that ranks are forked from. Local."""
+    """Import modules in a process that ranks are forked from. Local.
+
+    Without garbage collection, which takes a third of the time of these imports. The modules are
+    frozen: collections in the ranks skip them and do not copy their pages.
+    """
+    gc.disable()
     before, path = dict(os.environ), list(sys.path)
     os.environ.update(_SETTINGS)
     sys.path[:] = filter(None, path)  # not a folder `torch` of the working directory
@@ -30,6 +36,8 @@ def import_all(names: Iterable[str]) -> None:
         del os.environ[name]
         if name in before:
             os.environ[name] = before[name]
+    gc.freeze()
+    gc.enable()
 
 
 import_all(("torch.distributed", "reloadpg.testing.ranks", "reloadpg.testing.simulated"))

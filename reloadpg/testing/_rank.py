@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -107,7 +106,6 @@ def supervise(caller: Connection, job: Job) -> None:
     if job.start_method == "forkserver":
         preload = importlib.import_module("reloadpg.testing._preload")  # if the server could not
         preload.import_all(job.preload)
-        gc.freeze()
     _Supervisor(caller, job).run()
 
 

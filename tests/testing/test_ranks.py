@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -196,6 +197,22 @@ def test_a_forked_rank_has_torch_imported_and_a_spawned_rank_has_not(seen: Any) 
         assert (found["threads"], found["sum"], found["installed"]) == (2, 3, True)
         assert (found["interpreter"][3] == 0) is (method == "spawn")  # read at the start only
         assert found["forked with torch"] is (method == "forkserver")
+
+
+def shared_with_the_server(rank: int, world_size: int) -> tuple[int, int]:
+    """Objects that no collection visits, and bytes in huge pages that this rank has not written."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    [kilobytes] = [int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:")]
+    return gc.get_freeze_count(), kilobytes << 10
+
+
+def test_a_forked_rank_shares_the_imported_modules_with_the_server() -> None:
+    """A fork is cheap: torch's objects are not visited, and lie in few pages."""
+    [(objects, in_huge_pages)] = run_ranks(shared_with_the_server, 1, timeout=LIMIT)
+    assert objects > 100_000
+    linux = tuple(map(int, os.uname().release.split(".")[:2]))
+    if linux >= (6, 1) and Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert in_huge_pages > 32 << 20
 
 
 def reduce_and_nest(rank: int, world_size: int, closed: str) -> list[int]:
