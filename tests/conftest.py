@@ -137,7 +137,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection() -> Generator[None, object, object]:
     """Import all modules of tests without garbage collection, and freeze what they hold.
 
-    Each worker imports torch and what consumers need of it; collections take a third of that time.
+    Each worker imports torch and what consumers need of it. Collections take a third of that time.
     """
     gc.disable()
     try:

@@ -394,7 +394,6 @@ def _run(job: Job) -> tuple[list[RankOutcome], list[int]]:
 
 def _start(connection: Connection, job: Job) -> BaseProcess:
     preload = ["reloadpg.testing._preload", *(name for name in _PRELOAD if name in sys.modules)]
-    preload.append("reloadpg.testing._huge_pages")
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
 
     def started(method: str) -> BaseProcess:
