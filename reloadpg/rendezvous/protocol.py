@@ -891,7 +891,7 @@ def _recover(state: State, event: Recover) -> Step:
 def _recovery_read(state: State, text: str | None) -> Step:
     number = int(text or 0)
     if number <= state.epoch:
-        return _bump(state, number)
+        return _bump(state, text or "")
     key = state.key_of(number, 0, ENTER, "decision")
     return _ask(state._replace(joining=number), _entered_read, Read(key))
 
@@ -901,7 +901,7 @@ def _entered_read(state: State, text: str | None) -> Step:
         # The rank that failed there may not join another one, so this rank joins its end.
         failed = Decision.from_json(text).kind in ("failed", "cancelled")
         if not failed or state.event.replaces:
-            return _bump(state, state.joining)
+            return _bump(state, str(state.joining))
     number, event = state.joining, state.event
     request = Decision("recover", state.rank, event.reason, by=state.rank).to_json()
     # The other ranks wait at the first barrier of the operation that this rank would begin next.
@@ -920,11 +920,10 @@ def _read_cancelled(state: State) -> Step:
     return _ask(state, _cancelled_read, Read(state.cancelled_key))
 
 
-def _bump(state: State, number: int) -> Step:
-    """Request the recovery after this one, unless another rank does so first."""
-    return _ask(
-        state, _recovery_read, Swap(state.of_recovery(), str(number or ""), str(number + 1))
-    )
+def _bump(state: State, last: str) -> Step:
+    """Request the recovery after the last one, as stored, unless another rank does so first."""
+    number = int(last or 0) + 1
+    return _ask(state, _recovery_read, Swap(state.of_recovery(), last, str(number)))
 
 
 def _cancelled_read(state: State, text: str | None) -> Step:

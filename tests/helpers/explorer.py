@@ -330,8 +330,11 @@ class Explorer:
             if rank.command.sleeps and protocol.step(rank.state, reply)[0].at is None:
                 raise Violation(f"rank {n} ends a wait before its time: {rank.state.at}")
             return self._step(world, n, reply)
-        world, reply = self._perform(world, n, rank.command, live=True)
-        return self._step(world, n, Reply(rank.state.asked, reply))
+        performed, reply = self._perform(world, n, rank.command, live=True)
+        following = self._step(performed, n, Reply(rank.state.asked, reply))
+        if following == world:
+            raise Violation(f"rank {n} repeats without a pause: {rank.command}")
+        return following
 
     def _perform(self, world: World, n: int, command: Command, *, live: bool) -> tuple[World, Any]:
         if isinstance(command, OnHost):
@@ -492,7 +495,10 @@ class Explorer:
             rank = world.ranks[n]
             if kind == "replace":
                 if rank.life == "dead":
-                    yield self._with(world, n, self._replacement(world, rank))
+                    # Its bring-up reads the number of recoveries by adding 0, which writes the key.
+                    store = {"reloadpg/1/recovery": "0", **dict(world.store)}
+                    began = world._replace(store=_frozen(store))
+                    yield self._with(began, n, self._replacement(world, rank))
             elif rank.life != "runs" or not (rank.running or rank.program):
                 continue
             elif kind == "crash":
