@@ -30,7 +30,9 @@ def killed(
     if when != "at first":
         reloadpg.offload()
         reloadpg.reload()
+    store.set(f"test/connected/{rank}", "1")
     if rank == victim and when == "at first":
+        store.wait([f"test/connected/{one}" for one in range(size)])
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == victim and when == "at a barrier":
         reloadpg.on_offload(lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -59,6 +61,7 @@ def test_a_rank_that_is_killed_is_named_as_dead(victim: int, when: str) -> None:
     for outcome in outcomes:
         if outcome.rank == victim:
             continue
+        assert outcome.ok, outcome.exception
         kind, text, missing = outcome.result
         assert kind == "PeerFailedError"
         assert f"rank {victim} died" in text
