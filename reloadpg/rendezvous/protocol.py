@@ -796,7 +796,7 @@ def _doing_read(state: State, text: str | None) -> Step:
 
 def _plans_read(state: State, plans: tuple[str, ...]) -> Step:
     present = [rank for rank in state.members if rank not in state.missing]
-    found = {rank: Plan.from_json(text) for rank, text in zip(present, plans, strict=True) if text}
+    found = {rank: Plan.from_json(text) for rank, text in zip(present, plans, strict=True)}
     text = "a rank ended before it could report the difference"
     if not state.missing:
         text = differences(found)
@@ -839,8 +839,6 @@ def _leave_paused(state: State, is_left: bool) -> Step:
 
 
 def _fail(state: State, event: Fail) -> Step:
-    if not event.joins and (state.decision.kind or not state.phases):
-        return _idle(state)
     state = state._replace(event=event, text=event.decision.to_json())
     notes: tuple[Command, ...] = ()
     if event.decision.kind == "cancelled":

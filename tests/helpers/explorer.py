@@ -506,6 +506,9 @@ class Explorer:
                     yield self._with(given_up, n, rank._replace(life="dead"))
             elif kind == "stall":
                 yield self._with(world, n, rank._replace(life="stalled"))
+            elif kind == "brief":  # a short wait ends before the others have come
+                if isinstance(rank.command, Gather | Hear) and rank.command.waits:
+                    yield self._act(world, n, True)
             elif kind == "silent":
                 for given_up in self._give_up(world, n):
                     yield self._cut_off(given_up, n)
@@ -762,11 +765,15 @@ class Explorer:
         says = isinstance(command, Swap) and command.key.endswith("/decision")
         if says and '"kind": "failed"' in command.value and not watches:
             raise Violation(f"rank {n} has not failed, and says so: {command}")
+        if says and '"kind": "failed"' in command.value and f"/{before.epoch}." not in command.key:
+            raise Violation(f"rank {n} fails a recovery that it has not joined: {command}")
         if len({*after.owned}) < len(after.owned):
             raise Violation(f"rank {n} deletes a key twice: {after.owned}")
         if isinstance(command, Meet) and command.connects != after.confirmed:
             raise Violation(f"rank {n} connects to a leader, and not all ranks have met: {command}")
         if isinstance(command, Pause) and after.at is protocol._paused:
+            if command.restart != after.restart:
+                raise Violation(f"rank {n} has seen progress, and keeps its deadline: {command}")
             joins = after.host and not after.confirmed and not after.epoch
             if bool(joins) != isinstance(last, Meet):
                 raise Violation(f"rank {n} does not watch those that have joined: {last}")
@@ -818,8 +825,10 @@ class Explorer:
             raise Violation(f"a rank that has ended is named twice: {decision}")
         if not lacks["answer"] <= {*named}:
             raise Violation(f"{lacks['answer']} have not responded: {decision}")
-        here = {m for m in state.members if world.ranks[m].state.phases == state.phases}
-        arrived = {m for m in here if world.ranks[m].state.arrived}
+        states = {m: world.ranks[m].state for m in state.members}
+        at = state.epoch, state.sequence, state.phases
+        here = {m for m, one in states.items() if (one.epoch, one.sequence, one.phases) == at}
+        arrived = {m for m in here if states[m].arrived}
         if decision.kind == "timeout" and here - arrived - {*named} != here & {*decision.stuck}:
             raise Violation(f"{arrived} have arrived: {decision}")
         if decision.stuck and decision.doing != f"work {decision.stuck[0]}":

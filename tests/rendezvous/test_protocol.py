@@ -146,6 +146,16 @@ SCENARIOS = {
     "a failure on a host": Scenario(
         3, (("enter",),), ("failure",), (0, 1), hosts=((0, 1, 2),), met=True, waits=False
     ),
+    "a rank that is later than its leader waits": Scenario(
+        2, (OPERATION,), ("brief",), hosts=((0, 1),), met=True, waits=False
+    ),
+    "a failure while others recover": Scenario(
+        2, STEP, ("failure",), (1,), waits=False, others=("recover",)
+    ),
+    "a recovery before ranks of a host meet": Scenario(
+        2, ("recover",), ("stall",), (1,), hosts=((0, 1),)
+    ),
+    "a recovery that one rank joins late": Scenario(2, ("recover",), ("stall",), (1,)),
     "a leader that is replaced": Scenario(
         2, (("enter",), "recover"), ("crash", "replace"), (0,), hosts=((0, 1),), met=True
     ),
