@@ -592,6 +592,8 @@ class Explorer:
             raise Violation(f"rank {n} takes the store for lost: {state.key()}")
         if rank.failing:  # all ranks had passed the barrier: the next one is told
             raise Violation(f"rank {n} has failed and no decision says it")
+        if state.arrived:
+            raise Violation(f"rank {n} has arrived, and ends its wait without a decision")
         if rank.polls and not state.arrived and state.phases[0] != "enter":
             return self._step(self._with(world, n, rank._replace(polls=False)), n, Poll(1))
         if self.scenario.stuck and n == 0 and state.phases[0] == "released":
@@ -750,6 +752,8 @@ class Explorer:
         before, last = rank.state, rank.command
         if isinstance(command, Await) and command.brief == before.confirmed:
             raise Violation(f"rank {n} waits for the wrong time: {command}")
+        if isinstance(command, Await) and after.leads and not after.complete:
+            raise Violation(f"rank {n} blocks, and leads ranks that have not arrived: {command}")
         if isinstance(command, Read) and command.key == "reloadpg/instance" and before.confirmed:
             raise Violation(f"rank {n} looks for another job than the confirmed one")
         if isinstance(command, Swap) and "/0.0/" in command.key and not rank.replaces:

@@ -152,6 +152,7 @@ SCENARIOS = {
     "a failure while others recover": Scenario(
         2, STEP, ("failure",), (1,), waits=False, others=("recover",)
     ),
+    "a recovery of ranks of a host": Scenario(2, (STEP[0], "recover"), hosts=((0, 1),), met=True),
     "a recovery before ranks of a host meet": Scenario(
         2, ("recover",), ("stall",), (1,), hosts=((0, 1),)
     ),
