@@ -83,6 +83,22 @@ def test_a_wrong_canary_fails_the_reload_on_all_ranks(rank):
     assert (tensor.item(), reloadpg.status().state) == (3, "live")
 
 
+@pytest.mark.ranks(2)
+def test_a_wrong_canary_of_bring_up_is_an_error_on_all_ranks(rank):
+    """Also where collectives raise no error. No group is left."""
+    os.environ |= worlds.ALL_RESPOND
+    reloadpg.install(backends={"gloo"})
+
+    def change_the_sum(group, tensors, work):
+        work.wait()
+        tensors[0] += rank
+
+    said = "the sum over the ranks is .*, expected" if rank == 1 else "rank 1 failed"
+    with _Intercepted(change_the_sum), pytest.raises(reloadpg.ReloadpgError, match=said):
+        reloadpg.init_distributed("gloo", connect="canary", init_timeout=60)
+    assert not dist.is_initialized()
+
+
 def test_an_unknown_value_of_connect_is_refused():
     """For ranks with different values, see ``test_pending.py``."""
     with pytest.raises(reloadpg.InvalidOptionError, match=r"'perhaps'.*'canary'"):
