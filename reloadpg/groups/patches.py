@@ -19,7 +19,7 @@ import wrapt
 from .. import c10d
 from .wrappers import Wrapper, wrappers
 
-__all__ = ["Patches"]
+__all__ = ["Patches", "note_loaded_modules"]
 
 
 def _wrapped(name: str, original: Any, wrapper_of: Wrapper) -> Any:
@@ -29,7 +29,7 @@ def _wrapped(name: str, original: Any, wrapper_of: Wrapper) -> Any:
     takes torch 8 us. Wrapt's call takes 2 us: it looks up ``__self__``, which a module's function
     lacks. The function that torch's ``new_group`` calls with keywords gets a plain wrapper.
     """
-    if name.startswith("_"):
+    if name.startswith("_") and "." not in name:
         return functools.wraps(original)(wrapper_of(original))
 
     def bound(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -70,16 +70,12 @@ class Patches:
         put: dict[int, tuple[Any, Any]] = {}
         found: list[_Patch] = []
         for name, wrapper_of in wrappers().items():
-            if "." not in name:
-                for original in _originals(name):
-                    put[id(original)] = (original, _wrapped(name, original, wrapper_of))
-                continue
-            owner, attribute = c10d.owner_of(name)
-            original = vars(owner)[attribute]
+            for original in _originals(name):
+                put[id(original)] = (original, _wrapped(name, original, wrapper_of))
+            owner, attribute = c10d.owner_of(name) if "." in name else (None, name)
             if isinstance(owner, type):
+                original = vars(owner)[attribute]
                 found.append(_Patch(owner, attribute, original, wrapper_of(original)))
-            else:
-                put[id(original)] = (original, wrapper_of(original))
         found += [_Patch(owner, attribute, *put[key]) for owner, attribute, key in _bindings(put)]
         applied = cls()
         try:
@@ -115,12 +111,34 @@ class Patches:
 def _originals(name: str) -> list[Any]:
     """List the functions that torch's modules bind to the name, and those that they wrap."""
     found: list[Any] = []
-    for home in c10d.creator_modules():
+    homes: tuple[Any, ...] = c10d.creator_modules()
+    if "." in name:
+        owner, name = c10d.owner_of(name)
+        homes = () if isinstance(owner, type) else (owner,)
+    for home in homes:
         value = vars(home).get(name)
         while value is not None and all(value is not other for other in found):
             found.append(value)
             value = getattr(value, "__wrapped__", None)
     return found
+
+
+_noted: dict[int, tuple[ModuleType, int]] = {}
+"""Modules without a function to patch, by id, each with the number of its names."""
+
+
+def note_loaded_modules() -> None:
+    """Note which loaded modules hold no function to patch. Local; called before ranks are forked.
+
+    To read a name writes the reference count of its value: without the notes, ``install`` in a
+    forked process copies 50 MB of pages, which takes 60 ms. A name that a noted module gets later
+    is found; a name that it has, and that is then bound to a creating function, is not.
+    """
+    functions = [original for name in wrappers() for original in _originals(name)]
+    holders = {id(module) for module, *_ in _bindings(map(id, functions))}
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and id(module) not in holders:
+            _noted[id(module)] = (module, len(module.__dict__))
 
 
 def _bindings(targets: Iterable[int]) -> Iterator[tuple[ModuleType, str, int]]:
@@ -133,6 +151,8 @@ def _bindings(targets: Iterable[int]) -> Iterator[tuple[ModuleType, str, int]]:
         if not isinstance(module, ModuleType):
             continue
         names = module.__dict__
+        if _noted.get(id(module), (None, None))[1] == len(names):
+            continue
         if ids.isdisjoint(map(id, list(names.values()))):
             continue
         for attribute, value in list(names.items()):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ast
 import importlib
+import marshal
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import CodeType
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import pytest
@@ -135,7 +136,7 @@ def execute(test: RankTest, mark: RanksMark) -> None:
         ends: list[tuple[str, str]] = run_ranks(
             run_body,
             mark.world_size,
-            args=(test,),
+            args=(test, _compiled(test.file)),
             timeout=test.timeout,
             env={SWITCH: None, **(mark.env or {})},
             preload=mark.preload,
@@ -161,6 +162,21 @@ def execute(test: RankTest, mark: RanksMark) -> None:
         pytest.xfail(reason)
 
 
+@cache
+def _compiled(file: str) -> bytes:
+    """The code of a test module for its ranks, with assertions rewritten by pytest."""
+    with open(file, "rb") as source:
+        text = source.read()
+    tree = ast.parse(text, file)
+    try:  # private to pytest; without it, a failed assertion shows only its line
+        from _pytest.assertion.rewrite import rewrite_asserts
+
+        rewrite_asserts(tree, text, file)
+    except Exception:
+        tree = ast.parse(text, file)
+    return marshal.dumps(compile(tree, file, "exec", dont_inherit=True))
+
+
 def _failed(message: str) -> BaseException:
     return pytest.fail.Exception(message, pytrace=False)
 
@@ -169,7 +185,7 @@ def _failed(message: str) -> BaseException:
 # in a rank
 
 
-def run_body(rank: int, world_size: int, test: RankTest) -> tuple[str, str]:
+def run_body(rank: int, world_size: int, test: RankTest, code: bytes) -> tuple[str, str]:
     """Run the test; return ``passed``, ``skipped`` or ``xfailed``, and the reason."""
     made: dict[str, Any] = {"rank": rank, "world_size": world_size, "reload_point": lambda: None}
     with ExitStack() as stack:
@@ -180,7 +196,7 @@ def run_body(rank: int, world_size: int, test: RankTest) -> tuple[str, str]:
             made["reload_point"] = stack.enter_context(
                 reloading(test.phases.every_group, test.phases.options, test.timeout)
             )
-        function = _load(test)
+        function = _load(test, code)
         for name, settings in test.fixtures.items():
             from ._plugin_checks import CONTEXTS
 
@@ -213,7 +229,7 @@ def _default_group(backend: str | None, timeout: float) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _load(test: RankTest) -> Callable[..., Any]:
+def _load(test: RankTest, code: bytes) -> Callable[..., Any]:
     from ._rank import execute_file, is_from
 
     found: Any = sys.modules.get(test.module)
@@ -222,23 +238,8 @@ def _load(test: RankTest) -> Callable[..., Any]:
         if package:  # for relative imports; test folders need not be packages
             with suppress(ImportError):
                 importlib.import_module(package)
-        found = execute_file(test.module, test.file, _compiled(test.file))
+        found = execute_file(test.module, test.file, marshal.loads(code))
     for part in (test.holder or "").split("."):
         found = getattr(found, part) if part else found
     function: Callable[..., Any] = getattr(found() if test.holder else found, test.name)
     return function
-
-
-def _compiled(file: str) -> CodeType:
-    """The code of a test module, with assertions rewritten by pytest."""
-    with open(file, "rb") as source:
-        text = source.read()
-    tree = ast.parse(text, file)
-    try:  # private to pytest; without it, a failed assertion shows only its line
-        from _pytest.assertion.rewrite import rewrite_asserts
-
-        rewrite_asserts(tree, text, file)
-    except Exception:
-        tree = ast.parse(text, file)
-    code: CodeType = compile(tree, file, "exec", dont_inherit=True)
-    return code

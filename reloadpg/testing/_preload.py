@@ -1,6 +1,7 @@
 """Modules that multiprocessing's fork server imports once for all ranks.
 
-Named in ``set_forkserver_preload`` by ``run_ranks``, and imported nowhere else. The server starts
+Named in ``set_forkserver_preload`` by ``run_ranks``, and imported nowhere else;
+``_preloaded`` is the last of the modules that it names, and calls ``finish``. The server starts
 no thread (importing NumPy's OpenBLAS would) and does not install reloadpg: each rank's environment
 decides that.
 """
@@ -21,8 +22,7 @@ _SETTINGS["RELOADPG_AUTOINSTALL"] = ""
 def import_all(names: Iterable[str]) -> None:
     """Import modules in a process that ranks are forked from. Local.
 
-    Without garbage collection, which takes a third of the time of these imports. The modules are
-    frozen: collections in the ranks skip them and do not copy their pages.
+    Without garbage collection, which takes a third of the time of these imports, until ``finish``.
     """
     gc.disable()
     before, path = dict(os.environ), list(sys.path)
@@ -36,11 +36,24 @@ def import_all(names: Iterable[str]) -> None:
         del os.environ[name]
         if name in before:
             os.environ[name] = before[name]
+
+
+def finish() -> None:
+    """Make ranks cheap to fork: they copy few of the pages of the modules. Local; idempotent.
+
+    Collections in the ranks skip what is loaded now, and ``install`` in a rank does not look for
+    torch's functions in these modules again.
+    """
+    with contextlib.suppress(Exception):
+        importlib.import_module("reloadpg.groups.patches").note_loaded_modules()
     gc.freeze()
     gc.enable()
 
 
 import_all(("torch.distributed", "reloadpg.testing.ranks", "reloadpg.testing.simulated"))
 with contextlib.suppress(Exception):
-    from reloadpg import install, offload  # noqa: F401 - and all that they need
+    import reloadpg
     from reloadpg.lifecycle.autoinstall import activate  # noqa: F401
+
+    for public in reloadpg.__all__:
+        getattr(reloadpg, public)

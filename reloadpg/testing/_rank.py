@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -105,7 +106,10 @@ def supervise(caller: Connection, job: Job) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if job.start_method == "forkserver":
         preload = importlib.import_module("reloadpg.testing._preload")  # if the server could not
-        preload.import_all(job.preload)
+        if job.preload:
+            preload.import_all(job.preload)
+        if not gc.isenabled():
+            preload.finish()
     _Supervisor(caller, job).run()
 
 

@@ -33,7 +33,6 @@ __all__ = [
     "Stats",
 ]
 
-_PAGE = mmap.PAGESIZE
 _KEPT = 1024
 """Maximum number of ended groups that are recorded, so that memory stays constant in long runs."""
 
@@ -282,9 +281,8 @@ def _resident(size: int) -> mmap.mmap | None:
     """Private anonymous memory with every page present, outside malloc."""
     if size == 0:
         return None
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory[::_PAGE] = b"\x01" * len(range(0, size, _PAGE))
-    return memory
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    return mmap.mmap(-1, size, flags=flags)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -49,7 +49,10 @@ _END_LIMIT = 20.0
 """Seconds for the supervisor to read stacks and kill everything, after the time limit."""
 _OUTPUT_LIMIT = 1 << 16
 _OUTPUT_LINES = 40
-_PRELOAD = ("pytest", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
+_PRELOAD = (
+    *("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"),
+    *("pytest", "reloadpg.testing._plugin_body", "reloadpg.testing._plugin_checks"),
+)
 """Modules that the fork server imports as well if the caller has."""
 _JOB_VARIABLES = frozenset(
     {
@@ -393,8 +396,10 @@ def _run(job: Job) -> tuple[list[RankOutcome], list[int]]:
 
 
 def _start(connection: Connection, job: Job) -> BaseProcess:
-    preload = ["reloadpg.testing._preload", *(name for name in _PRELOAD if name in sys.modules)]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    loaded = [name for name in _PRELOAD if name in sys.modules]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["reloadpg.testing._preload", *loaded, "reloadpg.testing._preloaded"]
+    )
 
     def started(method: str) -> BaseProcess:
         context: Any = multiprocessing.get_context(method)

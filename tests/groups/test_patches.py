@@ -25,6 +25,7 @@ from worlds import summed
 
 import reloadpg
 from reloadpg.cli.doctor import diagnose
+from reloadpg.groups.patches import note_loaded_modules
 from reloadpg.groups.registry import registry
 
 CREATORS = ("new_group", "split_group", "init_process_group")
@@ -81,6 +82,23 @@ def test_every_name_is_patched_once_and_restored():
     _assert_torchs_own(before)
     assert all(vars(early)[name] is original for name, original in aliases.items())
     assert vars(late)["new_group"] is dist.new_group
+
+
+@pytest.mark.ranks(1)
+def test_names_that_a_noted_module_gets_later_are_patched():
+    """Before ranks are forked, ``run_ranks`` notes the modules without a function to patch."""
+    early, noted = _early_alias(), types.ModuleType("noted")
+    sys.modules["noted"] = noted
+    note_loaded_modules()
+    noted.new_group, original = dist.new_group, dist.new_group
+    sys.modules["loaded_later"] = later = types.ModuleType("loaded_later")
+    later.new_group = original
+    reloadpg.install()
+    for module in (dist, early, noted, later):
+        assert isinstance(module.new_group, wrapt.FunctionWrapper)
+    reloadpg.uninstall()
+    for module in (dist, early, noted, later):
+        assert module.new_group is original
 
 
 @pytest.mark.ranks(1)

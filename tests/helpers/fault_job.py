@@ -56,7 +56,7 @@ PARALLELISM = int(os.environ.get("TEST_PARALLELISM", "1"))
 """How many groups the jobs of scenarios release and create in parallel. With 1, "while the fourth
 group is released" is a moment; with 8, the others are being released as well: both must hold."""
 MIB = 1 << 20
-HELD = 32 * MIB
+HELD = 8 * MIB
 """Bytes of each simulated communicator; an eighth of them stays when it is suspended."""
 STAYS = HELD // 8
 
