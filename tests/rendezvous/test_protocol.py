@@ -193,6 +193,14 @@ def test_a_reply_changes_nothing_if_the_rank_waits_for_none() -> None:
     assert protocol.step(fails, protocol.Reply(asked.asked, 2)) == (fails, None)
 
 
+@pytest.mark.parametrize(("counted", "waits"), [(1, True), (2, False)])
+def test_a_rank_waits_once_it_is_counted_unless_it_is_the_last(counted: int, waits: bool) -> None:
+    asked, _ = protocol.step(State(0, (0, 1)).open(("enter",)), protocol.Arrive())
+    assert not asked.is_waiting
+    state, _ = protocol.step(asked, protocol.Reply(asked.asked, counted))
+    assert state.is_waiting == waits
+
+
 def commands_of(state: State, event: Any, *replies: Any) -> list[Any]:
     """What a rank asks after an event, and after each of the replies."""
     state, command = protocol.step(state, event)
