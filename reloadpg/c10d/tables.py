@@ -32,9 +32,9 @@ __all__ = [
     "default_timeout",
     "desc_of",
     "device_backends",
+    "discard_generation",
     "drop_generation",
     "entry_of",
-    "evict",
     "has_backends",
     "has_peers",
     "is_initialized",
@@ -243,7 +243,7 @@ def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
 
 
 def take_generation(inner: ProcessGroup, proxy: ProcessGroup) -> None:
-    """Remove a rebuilt ``inner`` from the tables: its proxy is there already.
+    """Give the proxy what c10d holds for a rebuilt ``inner``, which is in no table of names.
 
     The proxy keeps the store of its first generation, in which users may have keys.
     """
@@ -251,8 +251,6 @@ def take_generation(inner: ProcessGroup, proxy: ProcessGroup) -> None:
         own_communicators(inner)
     hooks = _flight_recorder_hooks()
     hook = hooks.pop(inner, None)
-    if is_known(inner):
-        evict(inner)
     if hook is not None:
         hooks[proxy] = hook
 
@@ -334,26 +332,6 @@ def name_freed(group: ProcessGroup) -> Iterator[None]:
         _register_process_group(name, group)
 
 
-def evict(inner: ProcessGroup) -> None:
-    """Remove a group from c10d's tables and from the C++ name registry. Local, idempotent."""
-    if HAS_TORCHCOMMS:
-        own_communicators(inner)
-    tables = _c10d._world
-    name = tables.pg_names.get(inner)
-    tag = tables.pg_to_tag.get(inner)
-    for table in tables_by_group().values():
-        table.pop(inner, None)
-    for groups in list(tables.tags_to_pg.values()):  # other threads may create groups
-        with _changing_lists, suppress(ValueError):
-            groups.remove(inner)
-    # Tags contain names, so every generation has one; torch never removes its empty list.
-    if tag and not tables.tags_to_pg.get(tag):
-        tables.tags_to_pg.pop(tag, None)
-    if name is not None and name not in tables.pg_names.values():
-        with suppress(RuntimeError):
-            _unregister_process_group(name)
-
-
 _NESTED = 4
 """The most group calls of NCCL that are ended: torch opens two."""
 
@@ -377,6 +355,13 @@ def close_coalescing(group: ProcessGroup) -> None:
 
 def drop_generation(proxy: ProcessGroup) -> None:
     _flight_recorder_hooks().pop(proxy, None)
+
+
+def discard_generation(inner: ProcessGroup) -> None:
+    """Remove what c10d holds for a rebuilt group that no proxy takes. Local, idempotent."""
+    if HAS_TORCHCOMMS:
+        own_communicators(inner)
+    _flight_recorder_hooks().pop(inner, None)
 
 
 def tables_by_group() -> dict[str, dict[Any, Any]]:

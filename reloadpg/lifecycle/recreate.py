@@ -287,7 +287,7 @@ def _abort(parts: list[Any]) -> None:
 
 def _discard(inner: ProcessGroup) -> None:
     """Destroy a group that no other code has seen, without waiting for other ranks. Local."""
-    c10d.evict(inner)
+    c10d.discard_generation(inner)
     with suppress(RuntimeError):
         c10d.abort_part(inner)
 

@@ -621,7 +621,7 @@ def _meet(state: State) -> Step:
 
 
 def _met(state: State, local: tuple[int, ...]) -> Step:
-    if state.rank == min(local, default=-1):
+    if state.rank in local[:1]:
         state = state.owning(state.host_key)
     return _idle(state._replace(local=local if state.rank in local else (state.rank,)))
 
@@ -901,7 +901,7 @@ def _entered_read(state: State, text: str | None) -> Step:
         if not failed or state.event.replaces:
             return _bump(state, str(state.joining))
     number, event = state.joining, state.event
-    request = Decision("recover", state.rank, event.reason, by=state.rank).to_json()
+    request = Decision("recover", state.rank, event.reason).to_json()
     # The other ranks wait at the first barrier of the operation that this rank would begin next.
     ends = [state.key_of(state.epoch, state.sequence + 1, ENTER, "decision")]
     if event.replaces:  # its predecessor was counted in a recovery that can no longer complete

@@ -61,6 +61,18 @@ def test_a_replayed_function_can_change_its_lists():
     assert call() == (([0, 1, 2],), {"split_ranks": [[0, 1], [2]]})
 
 
+def test_the_options_of_a_group_are_those_of_its_first_backend_other_than_gloo():
+    """A replay passes them on, and torch accepts no others for NCCL."""
+    expected, gloo = object(), dist.ProcessGroupGloo._Options()
+
+    options = {"cpu": gloo, "cuda": expected, "xpu": object(), "meta": None}
+    group = SimpleNamespace(
+        _get_backend=lambda device: SimpleNamespace(options=options[device.type])
+    )
+    assert c10d.options_of(group, ["cpu", "meta", "cuda", "xpu"]) is expected
+    assert c10d.options_of(group, ["cpu", "meta"]) is None
+
+
 def test_verbatim_blocks_nest():
     """A function given to ``register_group()`` may contain one."""
     with verbatim():

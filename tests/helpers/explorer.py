@@ -467,6 +467,9 @@ class Explorer:
         store, state = dict(world.store), world.ranks[n].state
         if not isinstance(command, Await):
             return
+        first = not self.scenario.faults and state.phases[0] == protocol.ENTER
+        if first and state.of_recovery(state.epoch + 1, "request") in store:
+            raise Violation(f"rank {n} waits until it reads that a recovery was requested")
         if not command.brief and int(store.get("reloadpg/instance", "0")) > state.instance:
             raise Violation(f"rank {n} waits long in job {state.instance}, which was left")
         handed = [store[one] for one in store if one.startswith(f"message/{n}/{state.key()}")]
@@ -761,15 +764,18 @@ class Explorer:
         noted = rank.running == "recover" and rank.log[-1:] == ("cancelled",) and not rank.failing
         if noted and isinstance(command, Swap) and '"cancelled"' in command.value:
             raise Violation(f"rank {n} ends a recovery for an interrupt that all have noted")
+        says = isinstance(command, Swap) and command.key.endswith("/decision")
+        told = Decision.from_json(command.value) if says else protocol.UNDECIDED
+        if told.kind == "cancelled" and told.rank == n and not rank.failing:
+            raise Violation(f"rank {n} takes part in a recovery, and ends it: {command}")
         if isinstance(command, Add) and "/instance/" in command.key and not command.amount:
             raise Violation(f"rank {n} counts no job: {command}")
         if isinstance(command, Set) and "/here/" in command.key and not before.arrived:
             raise Violation(f"rank {n} waits for no decision: {command}")
         watches = self.scenario.watches or rank.failing
-        says = isinstance(command, Swap) and command.key.endswith("/decision")
-        if says and '"kind": "failed"' in command.value and not watches:
+        if told.kind == "failed" and not watches:
             raise Violation(f"rank {n} has not failed, and says so: {command}")
-        if says and '"kind": "failed"' in command.value and f"/{before.epoch}." not in command.key:
+        if told.kind == "failed" and f"/{before.epoch}." not in command.key:
             raise Violation(f"rank {n} fails a recovery that it has not joined: {command}")
         if len({*after.owned}) < len(after.owned):
             raise Violation(f"rank {n} deletes a key twice: {after.owned}")

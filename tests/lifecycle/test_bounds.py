@@ -12,6 +12,7 @@ import worlds
 from fault_job import ALLOWANCE, BOUND, Job, attempt, base_store, eventually
 
 import reloadpg
+from reloadpg.groups.registry import registry
 from reloadpg.rendezvous.round import Round
 from reloadpg.testing import simulated
 
@@ -98,6 +99,10 @@ def test_the_communicators_of_a_failed_operation_are_aborted_in_parallel():
     assert eventually(lambda: reloadpg.status().unfinished == ())
     assert not together.broken
     simulated.clear_faults()
+    reloadpg.reload()
+    reloadpg.offload()
+    assert registry.known_job is not None
+    assert registry.known_job.unfinished == []  # or each failure would leave some more
     reloadpg.reload()
     job.assert_live()
 

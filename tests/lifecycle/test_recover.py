@@ -19,6 +19,7 @@ from fault_job import (
     HELD,
     IMPATIENCE,
     PATIENCE,
+    Injected,
     Job,
     all_reduce,
     attempt,
@@ -298,6 +299,25 @@ def loop_where_one_dies(rank: int, size: int) -> None:
 def test_a_loop_ends_when_a_rank_has_died() -> None:
     """It recovers once, with the timeout of a recovery, and names the rank."""
     survivors(loop_where_one_dies, 4, dead=2)
+
+
+@pytest.mark.ranks(2)
+def test_a_fault_names_the_line_of_the_program_and_its_collective(rank: int) -> None:
+    """Not the frames within torch; and no collective where the program itself raises."""
+    Job("gloo", subgroups=())
+
+    def step() -> None:
+        if rank == FAULTY:
+            raise Injected("of the program")
+        dist.all_reduce(None)  # type: ignore[arg-type]
+
+    try:
+        step()
+    except (Injected, TypeError):
+        report = reloadpg.recover()
+    first = step.__code__.co_firstlineno
+    own, of_torch = (f"test_recover.py:{first + line} (step)" for line in (2, 3))
+    assert [one.where for one in report.faults] == [f"all_reduce at {of_torch}", own]
 
 
 # -- ranks that do not call, and jobs without groups ----------------------------------------------

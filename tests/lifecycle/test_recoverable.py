@@ -49,6 +49,28 @@ def test_unset_variables_are_set_until_uninstall() -> None:
     assert settings() == {}
 
 
+def test_an_install_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises while it makes the default group reloadable, and can be repeated."""
+
+    def unreadable(group: dist.ProcessGroup) -> str:
+        raise RuntimeError("cannot be read")
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world, created = dist.group.WORLD, dist.new_group
+        with monkeypatch.context() as patch:
+            patch.setattr(dist.ProcessGroup, "group_desc", property(unreadable))
+            with pytest.raises(RuntimeError, match="cannot be read"):
+                reloadpg.install(recoverable=True, backends={"gloo"})
+        assert not reloadpg.is_installed()
+        assert (settings(), dist.group.WORLD) == ({}, world)
+        assert dist.new_group is created
+        with reloadpg.install(recoverable=True):
+            assert settings() == NEEDED
+    finally:
+        dist.destroy_process_group()
+
+
 def test_suitable_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under an old name too; and a heartbeat timeout longer than the library's."""
     given = {

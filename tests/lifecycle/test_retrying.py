@@ -167,6 +167,25 @@ def test_a_reference_to_pending_work_delays_no_rank(rank: int) -> None:
     assert ("of the trainer" if rank == FAULTY else "onnection") in text  # closed, or reset
 
 
+@pytest.mark.ranks(2)
+def test_a_rank_that_takes_no_part_in_a_recovery_is_waited_for_once(rank: int) -> None:
+    """Its process may have ended: the loop raises, and names it."""
+    job = Job("gloo", subgroups=())
+    operations: list[str] = []
+    reloadpg.on_report(lambda report: operations.append(report.operation))
+
+    def loop() -> None:
+        for step in reloadpg.retrying(range(1), on=Injected, timeout=1.0):
+            with step:
+                fail()
+
+    if rank != FAULTY:
+        seen = attempt(loop)
+        assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (FAULTY,)), seen
+        assert operations == ["recover"]
+    job.meet("the loop has ended")
+
+
 def test_a_step_that_is_not_entered_raises() -> None:
     """Its end would be unknown."""
     with pytest.raises(reloadpg.ReloadpgError, match="context manager"):

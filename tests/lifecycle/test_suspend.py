@@ -164,8 +164,9 @@ def test_groups_of_a_backend_that_cannot_suspend_are_recreated() -> None:
 
 @pytest.mark.ranks(3)
 def test_no_rank_resumes_before_all_have_enough_memory(rank: int) -> None:
-    """One rank has too little: all raise, and nothing was resumed. With memory, it succeeds."""
+    """One rank has too little: all raise, and nothing was resumed. With just enough, all do."""
     job = Job("sim", **SUSPENDS)
+    needed = simulated.stats().held_bytes
     reloadpg.offload()
     if rank == 1:  # the rollout engine still has the memory
         simulated.configure(capacity_bytes=simulated.stats().held_bytes + 2 * MIB)
@@ -176,6 +177,6 @@ def test_no_rank_resumes_before_all_have_enough_memory(rank: int) -> None:
     assert job.states() == {"offloaded"}
     assert simulated.stats().resumed == 0
     if rank == 1:
-        simulated.configure(capacity_bytes=0)
+        simulated.configure(capacity_bytes=needed)
     assert {*strategies(reloadpg.reload()).values()} == {"suspend"}
     assert job.sums()

@@ -85,6 +85,13 @@ SCENARIOS = {
         waits=False,
         meets=True,
     ),
+    "a recovery in place of the next operation": Scenario(
+        2, STEP, victims=(1,), others=(("enter",), *STEP), waits=False, meets=True
+    ),
+    "an interrupt in a recovery that another rank joins late": Scenario(
+        2, ("recover",), ("interrupt",), (1,), cancels=True, waits=False
+    ),
+    "a stall, and a failure": Scenario(3, (("enter",),), ("stall", "failure"), (1, 2)),
     "a lost connection": Scenario(2, (("enter",), "recover"), ("silent",), meets=True),
     "a late answer": Scenario(2, (("enter",), "recover"), ("silent",), late=True),
     "a process that is replaced": Scenario(2, (("enter",), "recover"), ("crash", "replace")),
@@ -121,6 +128,9 @@ SCENARIOS = {
         3, (OPERATION,), ("crash",), (1,), joins=True, hosts=((0, 1, 2),), watches=True
     ),
     "ranks of a host that meet": Scenario(2, (OPERATION, OPERATION), hosts=((0, 1),), waits=False),
+    "three ranks of a host that meet": Scenario(
+        3, (("enter",),) * 3, hosts=((0, 1, 2),), waits=False
+    ),
     "two hosts": Scenario(4, (OPERATION,), hosts=HOSTS, met=True, waits=False),
     "two hosts that disagree": Scenario(
         4, (("enter",),), hosts=HOSTS, met=True, waits=False, shares=(3, -1, -1, -2)
@@ -181,6 +191,67 @@ def test_a_reply_changes_nothing_if_the_rank_waits_for_none() -> None:
         assert protocol.step(idle, protocol.Reply(asked.asked, 2)) == (idle, None)
     fails, _ = protocol.step(asked, protocol.Fail(Decision("failed", 0)))
     assert protocol.step(fails, protocol.Reply(asked.asked, 2)) == (fails, None)
+
+
+@pytest.mark.parametrize(("counted", "waits"), [(1, True), (2, False)])
+def test_a_rank_waits_once_it_is_counted_unless_it_is_the_last(counted: int, waits: bool) -> None:
+    asked, _ = protocol.step(State(0, (0, 1)).open(("enter",)), protocol.Arrive())
+    assert not asked.is_waiting
+    state, _ = protocol.step(asked, protocol.Reply(asked.asked, counted))
+    assert state.is_waiting == waits
+
+
+def commands_of(state: State, event: Any, *replies: Any) -> list[Any]:
+    """What a rank asks after an event, and after each of the replies."""
+    state, command = protocol.step(state, event)
+    commands = [command]
+    for value in replies:
+        state, command = protocol.step(state, protocol.Reply(state.asked, value))
+        commands.append(command)
+    return commands
+
+
+def test_ranks_that_read_the_same_request_write_different_decisions() -> None:
+    """The rank whose decision is stored deletes the keys, so it must know that it is its own."""
+    request = Decision("recover", 1, "fault")
+    written = set()
+    for rank in (0, 2):
+        state = State(rank, (0, 1, 2), instance=1).open(("done",))
+        *_, swap = commands_of(state, protocol.Poll(0), None, 0, "1", request.to_json())
+        assert swap.key == state.key("decision")
+        assert replace(Decision.from_json(swap.value), by=-1) == request
+        written.add(swap.value)
+    assert len(written) == 2
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("kind", ["failed", "cancelled", "timeout"])
+def test_a_recovery_that_failed_is_joined_late_except_by_a_new_process(
+    kind: str, replaces: bool
+) -> None:
+    """A rank that was in the job fails as well; a process that replaces another one starts anew."""
+    recover = protocol.Recover("fault", "{}", ("enter", "done"), replaces)
+    ended = Decision(kind, 0).to_json()
+    *_, command = commands_of(State(1, (0, 1), instance=1), recover, "1", ended)
+    joins = kind != "timeout" and not replaces
+    anew = protocol.Swap("reloadpg/1/recovery", "1", "2")
+    assert command == (protocol.Set("reloadpg/1/recovery/1/1", "{}") if joins else anew)
+
+
+@pytest.mark.parametrize(
+    ("replaces", "ends"), [(False, ["1.4/enter"]), (True, ["1.0/enter", "1.0/done"])]
+)
+def test_a_request_ends_the_barriers_at_which_others_wait_for_this_rank(
+    replaces: bool, ends: list[str]
+) -> None:
+    """Those of its next operation, or of the recovery in which its predecessor took part."""
+    state = State(1, (0, 1), instance=1, epoch=1, sequence=3)
+    recover = protocol.Recover("fault", "{}", ("enter", "done"), replaces)
+    commands = commands_of(state, recover, "1", "2", None, *[None] * (1 + len(ends)))
+    stored = [one for one in commands if isinstance(one, protocol.Swap)][1:]
+    keys = ["recovery/2/request", *(f"{barrier}/decision" for barrier in ends)]
+    assert [one.key for one in stored] == [f"reloadpg/1/{key}" for key in keys]
+    assert {one.value for one in stored} == {Decision("recover", 1, "fault").to_json()}
 
 
 def test_a_rank_that_has_lost_the_store_supposes_that_the_others_pass() -> None:
