@@ -54,6 +54,7 @@ def test_a_world_can_be_split_before_and_after_a_reload(rank, world, when, tmp_p
     empty list and ended the interpreter, in the next job, at the reload or at a split after it.
     """
     start(world, file=str(tmp_path / "store of the first job"))
+    assert summed(None, rank) == 3.0  # both are connected
     dist.destroy_process_group()
     start(world, file=str(tmp_path / "store"))
     whole = split([[0, 1]]) if when == "before" else None

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import worlds
+from torch.distributed import distributed_c10d
 
 import reloadpg
-from reloadpg import c10d
+from reloadpg.c10d import tables
 from reloadpg.lifecycle import memory
 from reloadpg.testing import run_ranks, simulated
 from reloadpg.testing._sim_state import FaultMoment
@@ -52,7 +53,13 @@ def use(group: Any = None) -> float:
 
 def drop(group: Any) -> None:
     """Forget a group without destroying it; the caller's reference must go too."""
-    c10d.evict(group)
+    name = group.group_name
+    for table in tables.tables_by_group().values():
+        table.pop(group, None)
+    for groups in distributed_c10d._world.tags_to_pg.values():
+        if group in groups:
+            groups.remove(group)
+    distributed_c10d._unregister_process_group(name)
 
 
 def held() -> int:
