@@ -91,7 +91,6 @@ SCENARIOS = {
     "an interrupt in a recovery that another rank joins late": Scenario(
         2, ("recover",), ("interrupt",), (1,), cancels=True, waits=False
     ),
-    "a stall, and a failure": Scenario(3, (("enter",),), ("stall", "failure"), (1, 2)),
     "a lost connection": Scenario(2, (("enter",), "recover"), ("silent",), meets=True),
     "a late answer": Scenario(2, (("enter",), "recover"), ("silent",), late=True),
     "a process that is replaced": Scenario(2, (("enter",), "recover"), ("crash", "replace")),
