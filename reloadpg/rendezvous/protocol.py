@@ -26,15 +26,15 @@ Decide     writes a decision other than ``ok``, because its own work reached the
            rank's process has ended: decided
 Close      ends the operation after such a decision: responds (sent, answered), waits until all
            ranks have responded (roll_read, roll_paused), or finds out which have not (absent_read,
-           stuck_read, doing_read, plans_read) and writes the result (called), and leaves (left,
-           leave_paused)
+           stuck_read, doing_read, plans_read) and writes the result (called), and leaves (sent,
+           readers_found, leave_paused)
 Fail       writes ``failed`` at the first undecided barrier: decided; an interrupt of a step is also
            written where recoveries read it: sent, decided, pending_read; one that joins a recovery
            is only written there: sent, pending_read
 Next       moves to the operation that the other ranks have begun: next_read, next_paused
 Recover    requests a recovery, or joins the requested one: recovery_read, entered_read; writes a
-           report (sent), reads whether a rank was interrupted (cancelled_read), and begins a new
-           epoch. If a recovery has ended without this rank, the rank joins it only if another rank
+           report (sent), reads whether a rank was interrupted (cancelled_read), takes that back if
+           it was this one (sent), and begins a new epoch. If a recovery has ended without this rank, the rank joins it only if another rank
            failed in it, and fails as well. Otherwise it requests the next recovery
 Lost       the store did not respond: the result of the last command is unknown
 =========  =====================================================================================
@@ -305,11 +305,10 @@ class State(NamedTuple):
     complete: bool = False  # whether all ranks of the host that it leads have arrived there
     waits_long: bool = False  # whether it has marked its wait there as long
     answered: bool = False  # whether its response there may have been counted
-    left: bool = False  # whether its departure from there may have been counted
     decision: Decision = UNDECIDED  # that of the next barrier, if it was read and is not ``ok``
     passed: Decision = UNDECIDED  # the decision of the last barrier that was passed
     ended: bool = False  # whether the operation has ended early and is closed
-    noted: str = ""  # the last decision that ended an operation, as it was written
+    noted: Decision = UNDECIDED  # the last decision that ended an operation
     arriving: Arrive = Arrive()  # the event with which it arrived
     event: Any = None  # of the kinds Close, Fail, Next and Recover: the last one of this operation
     text: str = ""  # the decision that it writes or acts on, as stored
@@ -318,7 +317,7 @@ class State(NamedTuple):
     news: int = 0  # this rank's unreported progress
     restart: bool = False  # whether to restart the timeout
     mark: str = ""  # identifier of this process; empty to leave no mark
-    missing: tuple[int, ...] = ()  # the ranks that have not responded
+    missing: tuple[int, ...] = ()  # the ranks that have not responded, or not read the result
     todo: tuple[Command, ...] = ()  # commands to send before it continues
     then: Then | None = None  # continues after them
     spent: tuple[str, ...] = ()  # keys to delete after the next barrier
@@ -372,7 +371,6 @@ class State(NamedTuple):
             counted=False,
             waits_long=False,
             answered=False,
-            left=False,
             decision=UNDECIDED,
             ended=False,
         )
@@ -458,8 +456,9 @@ def _own(state: State, key: str, text: str) -> State:
         if not decision.ok or decision.proposed or decision.extended:
             keys.append(f"{stem}/notes")
         if decision.kind not in ("ok", "recover"):
-            keys += [f"{stem}/{more}" for more in ("answers", "roll", "readers")]
-    return state._replace(owned=_merged(state.owned, tuple(keys)))
+            keys += [f"{stem}/{more}" for more in ("answers", "roll")]
+    new = tuple(one for one in keys if one not in state.spent)
+    return state._replace(owned=_merged(state.owned, new))
 
 
 def _merged(keys: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
@@ -599,7 +598,7 @@ def _act(state: State) -> Step:
     if decision.ok:
         return _pass(state, decision, _fail_next if fails else _meet)
     ended = decision.kind == "recover"  # the rank that requests it answers nothing here
-    state = state._replace(decision=decision, noted=state.text, ended=ended)
+    state = state._replace(decision=decision, noted=replace(decision, by=-1), ended=ended)
     return _see_pending(state) if fails else _idle(state)
 
 
@@ -813,8 +812,11 @@ def _called(state: State, text: str) -> Step:
 
 
 def _leave(state: State) -> Step:
-    amount = int(not state.left and state.rank not in _gone(state.decision))
-    return _ask(state._replace(left=True), _left, Add(state.key("readers"), amount))
+    """Write that this rank has read the result, and leave. The host of the store leaves last."""
+    read = Set(state.key("reader", state.rank), "1")
+    gone = _gone(state.decision)
+    state = state._replace(missing=tuple(rank for rank in state.members if rank not in gone))
+    return _send(state, (read,), _find_readers if state.event.hosts else _end)
 
 
 def _gone(decision: Decision) -> set[int]:
@@ -823,16 +825,24 @@ def _gone(decision: Decision) -> set[int]:
     return {*decision.missing, *decision.silent, *decision.dead} | cancelled
 
 
-def _left(state: State, count: int) -> Step:
-    if count < state.size - len(_gone(state.decision)) and state.event.hosts:
-        # This process often ends after raising. The store must not end before all have read it.
-        restart = state.restart
-        return _ask(state._replace(restart=False), _leave_paused, Pause(restart))
-    return _idle(state._replace(ended=True))
+def _find_readers(state: State) -> Step:
+    return _ask(state, _readers_found, Absent(state.key("reader"), state.missing))
+
+
+def _readers_found(state: State, missing: tuple[int, ...]) -> Step:
+    if not missing:
+        return _end(state)
+    # This process often ends after raising. The store must not end before all have read it.
+    restart = state.restart
+    return _ask(state._replace(missing=missing, restart=False), _leave_paused, Pause(restart))
 
 
 def _leave_paused(state: State, is_left: bool) -> Step:
-    return _leave(state) if is_left else _idle(state._replace(ended=True))
+    return _find_readers(state) if is_left else _end(state)
+
+
+def _end(state: State) -> Step:
+    return _idle(state._replace(ended=True))
 
 
 # -- failures of this rank ----------------------------------------------------------------------
@@ -925,9 +935,15 @@ def _bump(state: State, last: str) -> Step:
 
 
 def _cancelled_read(state: State, text: str | None) -> Step:
-    if text is None or text == state.noted or Decision.from_json(text).rank == state.rank:
+    cancelled = UNDECIDED if text is None else Decision.from_json(text)
+    if cancelled.rank == state.rank:  # this rank takes part after all
+        taken_back = Swap(state.cancelled_key, text or "", UNDECIDED.to_json())
+        return _send(state, (taken_back,), _begin_epoch)
+    if cancelled in (UNDECIDED, state.noted):
         return _begin_epoch(state)
-    # A rank was interrupted in the epoch that ends, and will not take part.
+    # A rank was interrupted in the epoch that ends, and will not take part. Each rank writes
+    # another value, so that it knows whether the stored one is its own.
+    text = replace(cancelled, by=state.rank).to_json()
     return _send(state, (_cancel(state, state.joining, text),), _begin_epoch)
 
 

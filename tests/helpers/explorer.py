@@ -51,7 +51,7 @@ from reloadpg.rendezvous.protocol import (
 )
 
 RECOVERY = ("enter", "done")
-COUNTERS = ("/count", "/answers", "/readers")
+COUNTERS = ("/count", "/answers")
 RECOVERIES = 3
 """How often a rank recovers before it gives up."""
 
@@ -571,8 +571,6 @@ class Explorer:
                 raise Violation(f"rank {n} has joined no job")
             return self._ended(world, n, "joined")
         if state.decision.kind and not state.ended:
-            if state.left and not rank.failing:
-                raise Violation(f"rank {n} has left {state.key()}, and its operation has not ended")
             return self._step(world, n, Close(f"work {n}", not rank.failing, hosts=n == 0))
         if state.ended:
             decision = state.decision
@@ -645,9 +643,9 @@ class Explorer:
                 program = program[program.index("recover") :]
             else:
                 program = ()
-            # Whom that happens to is gone, and the others know it.
-            interrupted = self.scenario.cancels and (rank.failing or how == "failed")
-            gone = (how == "cancelled" or interrupted) and not self.scenario.again
+            # A rank whose step was interrupted takes part in no recovery, and the others know it.
+            interrupted = how in ("cancelled", "failed") or rank.failing
+            gone = self.scenario.cancels and interrupted and not self.scenario.again
             if gone or not tries:
                 program = ()
         replaces = rank.replaces and not (rank.running == "recover" and how == "passed")
@@ -794,7 +792,7 @@ class Explorer:
         if isinstance(command, Pause) and after.at is protocol._leave_paused:
             if not after.event.hosts:
                 raise Violation(f"rank {n} does not host the store, and waits for the others")
-            if isinstance(last, Add) and last.amount and not command.restart:
+            if isinstance(last, Absent) and before.restart and not command.restart:
                 raise Violation(f"rank {n} hosts the store, and leaves the others no time")
 
     def _check_end_of(self, world: World, n: int, before: State, after: State) -> None:
@@ -812,11 +810,12 @@ class Explorer:
             raise Violation(f"rank {n} leaves with {decision}, and the result is {result}")
         gone = {*decision.missing, *decision.silent, *decision.dead}
         gone |= {decision.rank} if decision.kind == "cancelled" else set()
-        read = {rank for name, rank in world.arrived if name == f"{barrier}/readers"}
+        read = {rank for rank in before.members if before.key("reader", rank) in store}
         waits_for = {*before.members} - gone - read
-        if before.at is protocol._left and after.at is protocol._leave_paused and not waits_for:
+        asked = before.at is protocol._readers_found
+        if asked and after.at is protocol._leave_paused and not waits_for:
             raise Violation(f"rank {n} hosts the store, and waits for nobody")
-        if before.at is protocol._left and ends and after.event.hosts and waits_for:
+        if asked and ends and waits_for:
             raise Violation(f"rank {n} hosts the store, and leaves before {waits_for}")
 
     def _check_result(self, world: World, state: State, decision: Decision) -> None:
@@ -849,7 +848,7 @@ class Explorer:
             raise Violation(f"rank {n} deletes what was deleted: {key}")
         passed = (key.rpartition("/")[0], "passed ok") in world.decided
         if (
-            (passed or key.endswith(("/answers", "/roll", "/readers")))
+            (passed or key.endswith(("/answers", "/roll")))
             and key not in world.deleted
             and key not in dict(world.store)
         ):

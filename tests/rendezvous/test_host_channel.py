@@ -115,6 +115,7 @@ class HostsJob(Job):
 
 def test_one_rank_of_each_host_uses_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three requests per host and barrier; one rank also decides and deletes two keys."""
+    barriers, hosts = 10, 3
     job = HostsJob(monkeypatch, [0, 0, 0, 0, 1, 1, 1, 2])
     assert job.run(two_barriers) == ["passed"] * 8
     keys = job.server.num_keys()
@@ -123,10 +124,10 @@ def test_one_rank_of_each_host_uses_the_store(monkeypatch: pytest.MonkeyPatch) -
         assert job.run(two_barriers) == ["passed"] * 8
     job.end()
     assert {rank for rank, _ in job.asked} == {0, 4, 7}
-    barriers, hosts = 10, 3
     assert sum(n for (_, method), n in job.asked.items() if method == "add") == barriers * hosts
     assert sum(job.asked.values()) <= barriers * (3 * hosts + 3)
-    assert job.server.num_keys() == keys
+    # Nothing accumulates; at its last barrier, each host may have marked its wait as long.
+    assert job.server.num_keys() <= keys + hosts
 
 
 def test_a_rank_that_waited_in_an_earlier_job_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,7 @@ SCENARIOS = {
     "an interrupt in a recovery that another rank joins late": Scenario(
         2, ("recover",), ("interrupt",), (1,), cancels=True, waits=False
     ),
+    "a stall, and a failure": Scenario(3, (("enter",),), ("stall", "failure"), (1, 2)),
     "a lost connection": Scenario(2, (("enter",), "recover"), ("silent",), meets=True),
     "a late answer": Scenario(2, (("enter",), "recover"), ("silent",), late=True),
     "a process that is replaced": Scenario(2, (("enter",), "recover"), ("crash", "replace")),
@@ -251,6 +252,25 @@ def test_a_request_ends_the_barriers_at_which_others_wait_for_this_rank(
     keys = ["recovery/2/request", *(f"{barrier}/decision" for barrier in ends)]
     assert [one.key for one in stored] == [f"reloadpg/1/{key}" for key in keys]
     assert {one.value for one in stored} == {Decision("recover", 1, "fault").to_json()}
+
+
+def test_an_interrupted_rank_that_recovers_after_all_takes_that_back() -> None:
+    """No recovery is cancelled for it any more; another rank's interrupt still cancels."""
+    recover = protocol.Recover("fault", "{}", ("enter", "done"), False)
+    noted = Decision("cancelled", 1, "interrupted").to_json()
+
+    def asked(rank: int, cancelled: str) -> list[Any]:
+        state = State(rank, (0, 1), instance=1)
+        replies = ["1", None, None, *[None] * 2, cancelled, None]
+        return commands_of(state, recover, *replies)[-2:]
+
+    taken_back, end = asked(1, noted)
+    assert end is None
+    assert taken_back[:2] == ("reloadpg/1/cancelled/0", noted)
+    assert asked(0, taken_back.value) == [None, None]
+    cancels, _ = asked(0, noted)
+    assert cancels.key == "reloadpg/1/1.0/enter/decision"
+    assert replace(Decision.from_json(cancels.value), by=-1) == Decision.from_json(noted)
 
 
 def test_a_rank_that_has_lost_the_store_supposes_that_the_others_pass() -> None:
@@ -445,7 +465,7 @@ SHOWN_IN = {
     "two operations": "sent counted decided woken decision_read",
     "a crash": "progress_read number_read newer_read paused roll_read roll_paused stuck_read",
     "agreement": "notes_read",
-    "disagreement": "answered absent_read plans_read called left",
+    "disagreement": "answered absent_read plans_read called readers_found",
     "work that hangs": "doing_read",
     "a failure of one of three": "leave_paused",
     "a stall, and the operation is called again": "next_read next_paused",
