@@ -1,10 +1,11 @@
 """Measure what the store's server pays for a cycle of offload and reload, by the number of ranks.
 
-A separate process serves a TCPStore. A few clients replay the requests of all hosts: at each of the
-four barriers the leader of a host adds to a counter, waits for the decision's key, and reads it;
-the last one writes the decision, and deletes the keys of the barrier before. The other ranks of a
-host send it messages, which the store does not see. The figure is the CPU time of the server, which
-does not depend on how fast the clients are, over ten cycles.
+A separate process serves a TCPStore. Clients replay the requests of all hosts: at each of the four
+barriers the leader of a host adds to a counter, waits for the decision's key, and reads it; the
+last one writes the decision, and deletes the keys of the barrier before. The other ranks of a host
+send it messages, which the store does not see. The figure is the CPU time of the server, over ten
+cycles. The clients send at the same time, as the hosts of a job do: a server that sleeps between
+two requests pays twice as much for each.
 
 Usage: python benchmarks/store_cost.py [--ranks 8 1024 16384] [--ranks-of-a-host 8] [--json PATH]
 """
@@ -15,13 +16,15 @@ import argparse
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 from _output import machine, write_json
 
 BARRIERS = 4
-CLIENTS = 8
+CLIENTS = 32
 CYCLES = 10
 
 SERVER = """
@@ -38,21 +41,26 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def cycle(clients: list[dist.Store], hosts: int) -> int:
+def cycle(clients: list[dist.Store], hosts: int, threads: ThreadPoolExecutor) -> int:
     """Replay the requests of one cycle; return their number."""
-    requests = 0
-    for barrier in range(BARRIERS):
-        for host in range(hosts):
-            clients[host % CLIENTS].add(f"{barrier}/count", 1)
-        clients[0].compare_set(f"{barrier}/decision", "", "ok")
-        for host in range(hosts - 1):
-            client = clients[host % CLIENTS]
+    shares = [range(index, hosts, len(clients)) for index in range(len(clients))]
+
+    def arrive(client: dist.Store, share: range, barrier: int) -> None:
+        for _ in share:
+            client.add(f"{barrier}/count", 1)
+
+    def read(client: dist.Store, share: range, barrier: int) -> None:
+        for _ in share[share[0] == 0 :]:  # the first host has written the decision
             client.wait([f"{barrier}/decision"])
             client.compare_set(f"{barrier}/decision", "-", "-")
+
+    for barrier in range(BARRIERS):
+        list(threads.map(partial(arrive, barrier=barrier), clients, shares))
+        clients[0].compare_set(f"{barrier}/decision", "", "ok")
+        list(threads.map(partial(read, barrier=barrier), clients, shares))
         clients[0].delete_key(f"{barrier}/count")
         clients[0].delete_key(f"{barrier}/decision")
-        requests += 3 * hosts + 1
-    return requests
+    return BARRIERS * (3 * hosts + 1)
 
 
 def main() -> int:
@@ -72,8 +80,9 @@ def main() -> int:
         for ranks in options.ranks:
             before = cpu_s(server.pid)
             hosts = -(-ranks // options.ranks_of_a_host)
-            for _ in range(CYCLES):
-                requests = cycle(clients, hosts)
+            with ThreadPoolExecutor(CLIENTS) as threads:
+                for _ in range(CYCLES):
+                    requests = cycle(clients[:hosts], hosts, threads)
             seconds = round((cpu_s(server.pid) - before) / CYCLES, 4)
             rows.append(
                 {"ranks": ranks, "hosts": hosts, "requests": requests, "server_cpu_s": seconds}
