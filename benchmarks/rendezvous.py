@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,9 @@ def measure(
     """One process's share of the ranks: the milliseconds that each of its barriers took."""
     mine = range(process, size, processes)
     plan = _plan(size)
-    times: list[list[float]] = []
-    lock = threading.Lock()
     counters: list[Counting] = []
 
-    def rank_main(rank: int) -> None:
+    def rank_main(rank: int) -> float:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         counting: Any = store
         if rank == mine[-1] and not host:
@@ -86,16 +84,12 @@ def measure(
             turn.agree("enter", plan)
             turn.barrier("released")
             own.append((time.perf_counter() - begun) * 1e3 / 2)
-        with lock:
-            times.append(own)
+        return statistics.median(own)
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in mine]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(mine)) as threads:
+        times = list(threads.map(rank_main, mine))
     return {
-        "ms": [statistics.median(own) for own in times],
+        "ms": times,
         "operations": counters[0].operations / (2 * barriers) if counters else None,
     }
 

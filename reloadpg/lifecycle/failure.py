@@ -78,7 +78,7 @@ def _end_early(op: Operation, error: BaseException) -> None:
 
 def _leave_failed(op: Operation, job: Job, phase: str, error: BaseException) -> None:
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    op.mark_offloaded()
+    op.changes.mark_offloaded()
     if phase in ("suspended", "resumed"):
         job.suspend_obstacle = f"an earlier {op.name} failed in its phase {phase!r}: {reason}"
         op.record.warnings = ["from now on, the job recreates its groups and suspends none"]
@@ -86,14 +86,14 @@ def _leave_failed(op: Operation, job: Job, phase: str, error: BaseException) -> 
         job.creation_stores = job.creation_stores.replaced()
     # Some ranks may have rebuilt a group and others not. With different generations, the ranks
     # would disagree in every later attempt.
-    for group, generation in op.generations.items():
+    for group, generation in op.changes.generations.items():
         group.generation = generation
     creates = op.name != "offload"
     while op.round.unfinished:
         index, task = op.round.unfinished.pop()
         job.unfinished.append(Unfinished(op.doing(index), task, creates))
     # A recovery replaces all backends: some ranks may already have the new ones, and others not.
-    groups, whole = list(reversed(op.groups)), op.name == "recover"
+    groups, whole = list(reversed(op.changes.groups)), op.name == "recover"
     aborts = abort(job, groups, GroupState.FAILED, reason, whole=whole)
     end = Wait(op.name, _ABORT_S)
     for one in aborts:

@@ -82,7 +82,7 @@ def release(op: Operation, collect: bool = False) -> Report:
     if (
         op.job is not None
         and op.chosen == ALL
-        and not op.groups
+        and not op.changes.groups
         and "nothing to release" not in registry.warned
     ):
         registry.warned.add("nothing to release")
@@ -93,15 +93,15 @@ def release(op: Operation, collect: bool = False) -> Report:
 
 def _release(op: Operation, job: Job, collect: bool) -> None:
     await_unfinished(op, job)
-    live = [group for group in reversed(op.groups) if group.is_live]
+    live = [group for group in reversed(op.changes.groups) if group.is_live]
     # Steps that can fail come before a barrier, while all groups are unchanged. Without callbacks,
     # it is the first one.
     calls = bool(op.due(registry.callbacks.offload)) or op.may_suspend
     if not calls:
         _quiesce(op, job, "enter")
-    proposals, subjects = op.strategy.propose(live)
+    proposals, subjects = op.changes.strategy.propose(live)
     proposed = op.agree(proposals, subjects, extends=calls)
-    op.record.warnings += op.strategy.decide(live, proposed)
+    op.record.warnings += op.changes.strategy.decide(live, proposed)
     op.call(registry.callbacks.offload)
     live = [group for group in live if group.is_live]  # a callback may destroy groups
     if calls:
@@ -135,5 +135,5 @@ def _quiesce(op: Operation, job: Job, phase: str) -> None:
         op.do(phase, devices.synchronize, "synchronizing the accelerator")
         c10d.raise_for_aborted()  # the release of the communicators would hide it
         if stores is not None:  # saves the reload the time to connect
-            connect = partial(stores.connect, min(op.creators, len(op.groups)))
+            connect = partial(stores.connect, min(op.creators, len(op.changes.groups)))
             op.do(phase, connect, "connecting to the store")

@@ -1,8 +1,8 @@
-"""One offload, reload or recovery on this rank: a transaction over its groups.
+"""One offload, reload or recovery on this rank: its barriers, and its steps between them.
 
 It begins (no other one can begin in this process), opens (its barriers are known), and is either
 committed by :meth:`Operation.complete` or ended by ``failure``, which leaves all groups failed or
-unchanged on all ranks.
+unchanged on all ranks. :class:`.transaction.Transaction` has what it changes.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from functools import partial
 from itertools import groupby
 
 from ..c10d import uses_torchcomms
-from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError, did_you_mean
+from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError
 from ..groups.creation import HANDED_OVER
 from ..groups.offloaded import UnderWay
-from ..groups.proxy import GroupState, ReloadableProcessGroup
-from ..groups.registry import Callback, Job, Options, Position, registry
-from ..groups.sets import ALL, TRAINER, Chosen
-from ..rendezvous.plan import GroupPlan, Plan, Proposal
+from ..groups.proxy import ReloadableProcessGroup
+from ..groups.registry import Callback, Job, Options, registry
+from ..groups.sets import ALL, Chosen
+from ..rendezvous.plan import Proposal
 from ..rendezvous.round import Round
 from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Attempt
 from .record import Record
 from .report import OperationStatus, Report
-from .strategy import Strategy
+from .transaction import Transaction
 
 __all__ = ["Operation"]
 
@@ -58,19 +58,12 @@ class Operation:
     Attributes:
         is_running: whether this operation runs in this process: see :meth:`Registry.begin`.
         job: the job; None if torch.distributed is not initialized.
-        concerned: the chosen sets that it will change.
-        groups: their managed groups, in the order that all ranks share.
+        changes: what it changes; unset without a job.
         may_suspend: whether this job may suspend groups: equal on all ranks with equal options.
         opened: whether its barriers are known.
         round: the barriers to reach.
-        strategy: the choice for each group.
         record: times, memory and warnings, for the report.
         activity: this rank's current activity other than with groups, as text.
-        was_offloaded: whether these sets were offloaded at the start.
-        generations: generation of each group at the start.
-        all_replaced: of a recovery, the ranks that were replaced since the last completed step.
-        position: of a recovery, the furthest position of any rank in the loops of ``retrying``.
-        generation: the job's generation after completion.
         report: the report of this rank; set when the operation has ended.
 
     Raises:
@@ -86,12 +79,10 @@ class Operation:
         self.name = name
         self.options: Options = registry.options
         self.may_suspend = self.options.strategy.may_suspend
-        self.chosen = self.concerned = chosen
+        self.chosen = chosen
         self.record = Record(name, str(chosen))
         self.report = Report(name, False, 0, note="torch.distributed is not initialized")
-        self.groups: list[ReloadableProcessGroup] = []
         self.activity = ""
-        self.position = Position()
         self.opened = False
         self.job: Job | None = None
         self.is_running = False
@@ -115,26 +106,12 @@ class Operation:
         if job is None:
             return
         self.world = job.world
-        job.sets.separate(self.chosen)
-        offloads = self.name == "offload"
-        due = job.sets.where(self.chosen, lambda state: state.offloaded != offloads)
-        self.was_offloaded = bool(due) != offloads
-        if self.name == "reload" and due:
-            self.concerned = due
-        self.groups = [g for g in registry.managed() if g.set_name in self.concerned]
-        if offloads:
-            self.concerned = due.joined(group.set_name for group in self.groups if group.is_live)
-        self._before = [(s, s.offloaded, s.cycles) for s in job.sets.separate(self.concerned)]
-        self.generations = {group: group.generation for group in self.groups}
-        self.generation = job.generation + (self.name == "reload" and self.was_offloaded)
-        self._cycles = job.cycles + (not self.was_offloaded)
-        self.record.warnings += self._unknown_sets()
-        self.all_replaced = job.replaced
-        self.strategy = Strategy(self.options.strategy, job)
+        self.changes = Transaction(self.name, self.chosen, job, self.options)
+        self.record.warnings += self.changes.unknown_sets()
         if self.name == "recover":  # the store determines its round
             return
         phases = [p for p in PHASES[self.name] if self.may_suspend or p not in SUSPENDING]
-        if self.name == "reload" and not self.was_offloaded:
+        if self.name == "reload" and not self.changes.was_offloaded:
             phases = phases[:1]  # nothing is offloaded: it ends when all ranks agree on that
         optional = () if self.may_suspend else OPTIONAL[self.name]
         seconds = self.options.timeout.total_seconds()
@@ -153,7 +130,8 @@ class Operation:
     def reserve(self, under_way: UnderWay) -> None:
         """Restrict the groups that it changes to this operation's threads until it ends."""
         if self.opened:
-            touched = [g for g in self.groups if self.name == "offload" or not g.is_live]
+            groups = self.changes.groups
+            touched = [g for g in groups if self.name == "offload" or not g.is_live]
             self._reserved += touched
             for group in touched:
                 group.reserve(under_way)
@@ -198,7 +176,7 @@ class Operation:
         **settings: str,
     ) -> dict[str, str]:
         """Agree on the plan with all ranks; see :meth:`Round.agree`."""
-        plan = self._plan(settings)
+        plan = self.changes.plan(settings)
         with self.record.timed("wait.enter", measure=False):
             return self.round.agree("enter", plan, proposals, subjects, extends=extends)
 
@@ -210,29 +188,6 @@ class Operation:
         if phase not in OPTIONAL.get(self.name, ()) or self.round.phase == phase:
             with self.record.timed(f"wait.{phase}", measure=False):
                 self.round.barrier(phase)
-
-    def _plan(self, settings: dict[str, str]) -> Plan:
-        """The plan, which must be equal on all ranks. A recovery ignores the state of groups."""
-        recovers = self.name == "recover"
-        if self.job is not None and not recovers:
-            sets = {"chosen sets": str(self.chosen), "state": self.job.sets.plan()}
-            settings = {"generation": str(self.job.generation), **sets, **settings}
-        options = {name: str(value) for name, value in self.options.settings().items()}
-        groups = tuple(
-            GroupPlan(
-                group.group_name,
-                made.ranks,
-                0 if recovers else group.generation,
-                "recreate" if recovers else self.strategy.planned(group),
-                made.digest,
-                group.set_name,
-                made.summary,
-            )
-            for group in self.groups
-            if not (made := group.construction).is_handed_over
-            and not (recovers and group.state is GroupState.DESTROYED)
-        )
-        return Plan(self.name, settings, groups, options)
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -274,7 +229,7 @@ class Operation:
             with self.record.timed("groups", measure=False):
                 self.round.run(phase, work, self.doing, threads)
         for group in groups:
-            self.record.add(group, *self._took[group], self.strategy.of(group))
+            self.record.add(group, *self._took[group], self.changes.strategy.of(group))
 
     def _work(
         self,
@@ -306,7 +261,7 @@ class Operation:
 
     def due(self, callbacks: Sequence[Callback]) -> list[Callback]:
         """Return the callbacks that were registered for a set of this operation."""
-        return [one for one in callbacks if self.concerned.overlaps(one.sets)]
+        return [one for one in callbacks if self.changes.concerned.overlaps(one.sets)]
 
     def call(self, callbacks: Sequence[Callback]) -> None:
         """Call user callbacks in the caller's thread; an error names the callback."""
@@ -332,43 +287,12 @@ class Operation:
     # -- the end ----------------------------------------------------------------------------
 
     def complete(self, note: str = "") -> None:
-        """Commit: record the state that all ranks have after the operation. Idempotent.
-
-        An interrupt may end it at any point, and the next call repeats all of it. So every value is
-        assigned and none is incremented, and the flag is set last.
-        """
-        job = self.job
-        if job is None or self._completed:
+        """Commit, and build the report. Idempotent; an interrupt may end it at any point."""
+        if self.job is None or self._completed:
             return
-        if self.name == "offload":
-            job.cycles = self._cycles
-            for state, offloaded, cycles in self._before:
-                state.cycles, state.offloaded = cycles + (not offloaded), True
-            for group in self.groups:
-                group.clear_failure()
-        elif self.was_offloaded:
-            job.generation = self.generation
-            for state, *_ in self._before:
-                state.generation, state.offloaded = self.generation, False
-        if self.name == "recover":
-            job.replaced = self.all_replaced
-            if job.rendezvous.replaces:  # this process continues where the others are
-                job.position = max(job.position, self.position)
-            job.rendezvous.complete_recovery()
-        self.report = self.record.report(job, note)
+        self.changes.commit()
+        self.report = self.record.report(self.job, note)
         self._completed = True
-
-    def mark_offloaded(self) -> None:
-        """Mark the sets of this operation as offloaded. Local."""
-        for state, *_ in self._before:
-            state.offloaded = True
-
-    def _unknown_sets(self) -> list[str]:
-        """Warn of unknown names that are similar to the name of a set on this rank."""
-        known = {TRAINER, *(name or "" for name, _ in self.options.selection.sets)}
-        known |= {group.set_name for group in registry.managed()}
-        near = {name: did_you_mean(name, known) for name in sorted(self.chosen.names - known)}
-        return [f"no group here is in the set {name}{text}" for name, text in near.items() if text]
 
     def release(self) -> None:
         """Lift the restriction to the operation's threads, and wake threads that wait for it."""

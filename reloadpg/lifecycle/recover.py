@@ -152,7 +152,7 @@ def meet(
     perform(op, partial(_recover, reason=reason, seconds=seconds, repeats=repeats))
     if op.job is not None and op.job.rendezvous.rank == 0:
         logger.warning("%s", op.report)
-    return op.report, op.position
+    return op.report, Position() if op.job is None else op.changes.position
 
 
 def _recover(
@@ -166,8 +166,8 @@ def _recover(
     report = json.dumps(
         {
             "fault": asdict(fault),
-            "begun": collectives_begun(op.groups),
-            "generation": max([job.generation, *(group.generation for group in op.groups)]),
+            "begun": collectives_begun(op.changes.groups),
+            "generation": max([job.generation, *(group.generation for group in op.changes.groups)]),
             "position": job.position,
             "replaces": job.rendezvous.replaces,
             "replaced": job.replaced,
@@ -175,7 +175,7 @@ def _recover(
     )
     timeout = op.options.timeout.total_seconds()
     if seconds is None:
-        seconds = max([timeout, *map(longest_wait, op.groups)])
+        seconds = max([timeout, *map(longest_wait, op.changes.groups)])
     was_offloaded = job.offloaded
     waited = Wait("recover", seconds)
     try:  # request first: collectives that fail because of the aborts then find the request
@@ -205,7 +205,7 @@ def _recover(
         op.call(registry.callbacks.before_reload)
     with op.record.timed("device"):
         devices.empty_cache()
-    gone = [g for g in op.groups if g.state is not GroupState.DESTROYED]
+    gone = [g for g in op.changes.groups if g.state is not GroupState.DESTROYED]
     rebuild(op, job, gone, "canary", whole=True)
 
 
@@ -294,22 +294,22 @@ def seconds_of(given: timedelta | float | None) -> float | None:
 
 def _abort_all(op: Operation, job: Job, reason: str) -> None:
     """Set all groups to failed and abort their communicators in parallel. Local, non-blocking."""
-    op.was_offloaded = True
-    op.mark_offloaded()
+    op.changes.was_offloaded = True
+    op.changes.mark_offloaded()
     if job.creation_stores is not None:
         job.creation_stores = job.creation_stores.replaced()
-    for group in op.groups:
+    for group in op.changes.groups:
         c10d.close_coalescing(group)
     _shut_connections(op, job)
-    abort(job, list(reversed(op.groups)), GroupState.FAILED, reason, whole=True)
+    abort(job, list(reversed(op.changes.groups)), GroupState.FAILED, reason, whole=True)
     gc.collect()  # gloo's connections stay open while a reference cycle holds a work object
 
 
 def _shut_connections(op: Operation, job: Job) -> None:
     """Make the pending collectives of gloo groups fail, here and on their peers. Local."""
-    parts = [g.communicator if g.is_live else g.kept for g in op.groups]
+    parts = [g.communicator if g.is_live else g.kept for g in op.changes.groups]
     inner = [one for one in parts if one is not None]
-    unseen = len(op.groups) - len(inner) + len(job.unfinished)  # those being created, too
+    unseen = len(op.changes.groups) - len(inner) + len(job.unfinished)  # those being created, too
     given, shut = [inner], threading.Event()
     del inner, parts  # the thread that aborts a group must hold its last reference
 
@@ -332,8 +332,8 @@ def _agree(op: Operation, job: Job) -> None:
         op.do("agreed", gather, "reading the reports of all ranks")
     op.barrier("agreed")
     agreed = json.loads(rendezvous.summary(seconds))
-    op.generation, op.position = agreed["generation"], Position(*agreed["position"])
-    op.all_replaced = tuple(agreed["replaced"])
+    op.changes.generation, op.changes.position = agreed["generation"], Position(*agreed["position"])
+    op.changes.replaced = tuple(agreed["replaced"])
     op.record.replaced = tuple(agreed["new"])
     op.record.faults = tuple(
         replace(Fault(**one), late=tuple(one["late"])) for one in agreed["faults"]

@@ -76,7 +76,7 @@ class Rebuilds:
     def __init__(self, op: Operation, job: Job, connect: Connect, *, whole: bool) -> None:
         self._world = op.world
         self._stores = job.creation_stores  # an abandoned thread must not use those that follow
-        self._generation = op.generation
+        self._generation = op.changes.generation
         self._label = op.round.label
         self._notified = op.round.notified
         self._connect = connect
@@ -183,7 +183,7 @@ def rebuild(
     rebuilds = Rebuilds(op, job, connect, whole=whole)
     _delete_spent_keys(op, job, gone, whole=whole)
     rebuilds.prepare(gone)
-    back = [g for g in op.groups if g in gone or (connect != "none" and g in kept)]
+    back = [g for g in op.changes.groups if g in gone or (connect != "none" and g in kept)]
     op.each("rebuilt", back, rebuilds.rebuild, parallelism=op.creators)
     checked = [
         g for g in back if connect == "canary" or (connect == "eager" and not connects_alone(g))

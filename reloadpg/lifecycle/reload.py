@@ -76,15 +76,15 @@ def restore(op: Operation, how: Connect = "none") -> Report:
 
 def _restore(op: Operation, job: Job, how: Connect) -> None:
     await_unfinished(op, job)
-    if op.was_offloaded:
+    if op.changes.was_offloaded:
         op.call(registry.callbacks.before_reload)
     op.agree(connect=how, extends=bool(op.due(registry.callbacks.reload)))
-    if not op.was_offloaded:
+    if not op.changes.was_offloaded:
         op.complete("nothing is offloaded")
         return
     with op.record.timed("device"):
         devices.empty_cache()
-    suspended = [g for g in op.groups if not g.is_live and g.communicator is not None]
+    suspended = [g for g in op.changes.groups if not g.is_live and g.communicator is not None]
     if op.may_suspend:
         op.do("room", lambda: check_room(suspended, op.world.rank()), "checking free memory")
         op.barrier("room")
@@ -92,5 +92,7 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
         op.barrier("resumed")
         op.record.measure("resumed")
     # Groups that a callback has destroyed are not rebuilt.
-    gone = [g for g in op.groups if g.communicator is None and g.state != GroupState.DESTROYED]
+    gone = [
+        g for g in op.changes.groups if g.communicator is None and g.state != GroupState.DESTROYED
+    ]
     rebuild(op, job, gone, how, kept=suspended)

@@ -34,8 +34,9 @@ Fail       writes ``failed`` at the first undecided barrier: decided; an interru
 Next       moves to the operation that the other ranks have begun: next_read, next_paused
 Recover    requests a recovery, or joins the requested one: recovery_read, entered_read; writes a
            report (sent), reads whether a rank was interrupted (cancelled_read), takes that back if
-           it was this one (sent), and begins a new epoch. If a recovery has ended without this rank, the rank joins it only if another rank
-           failed in it, and fails as well. Otherwise it requests the next recovery
+           it was this one (sent), and begins a new epoch. If a recovery has ended without this
+           rank, the rank joins it only if another rank failed in it, and fails as well. Otherwise
+           it requests the next recovery
 Lost       the store did not respond: the result of the last command is unknown
 =========  =====================================================================================
 

@@ -76,6 +76,12 @@ _FLAG_S = 0.5
 _SILENT_S = 2.0, 60.0
 """Back-off for an unresponsive store: initial and maximum, in seconds."""
 
+_NAMED = 16
+"""Maximum number of missing ranks that the log of a long wait names."""
+
+_LOOKING = 8
+"""Ranks below this one, and powers of two, look for missing ranks during a long wait."""
+
 barrier_hooks: list[Callable[[str, str, str, int], object]] = []
 """For ``reloadpg.testing``: called at each barrier with a moment, the operation, the phase and this
 rank. What a hook raises is raised there. The moments are ``before`` this rank arrives; ``waiting``,
@@ -397,9 +403,16 @@ class Rendezvous:
             return self.state.asked, command
 
     def _missing(self, root: Store) -> str:
-        state = self.state
-        late = absent(root, state.key("here"), state.members) if state.phases else []
-        return f"missing: {named_ranks(late)}" if late else ""
+        """Name the missing ranks, for the log of a long wait. Empty on most ranks of a large job.
+
+        The answer costs the store's server as much as a barrier, so few ranks may ask for it.
+        """
+        state, rank = self.state, self.rank
+        if not state.phases or (rank >= _LOOKING and rank & (rank - 1)):
+            return ""
+        late = absent(root, state.key("here"), state.members, _NAMED + 1)
+        more = " and others" if len(late) > _NAMED else ""
+        return f"missing: {named_ranks(late[:_NAMED])}{more}" if late else ""
 
 
 class Round:
@@ -645,7 +658,9 @@ class Round:
         rendezvous = self._rendezvous
         if self._state.decision.kind and not self._state.ended:
             event = Close(doing, waits, rendezvous.is_host())
-            rendezvous.drive(event, Wait(self.operation, rendezvous.grace_s, self.phase))
+            # Few ranks look for missing ones at first; the others find what those have written.
+            seconds = rendezvous.grace_s + rendezvous.rank.bit_length() * rendezvous.pause_s / 5
+            rendezvous.drive(event, Wait(self.operation, seconds, self.phase))
 
     def _catch_up(self, barrier: State) -> bool:
         """Move to the operation that the others have begun, if this rank missed this one.

@@ -79,14 +79,24 @@ def read(store: Store, key: str) -> str | None:
     return None if value == _NOTHING else value
 
 
-def absent(store: Store, stem: str, ranks: Sequence[int]) -> list[int]:
-    """The ranks without a key ``stem/rank``. Takes few requests if there are few such ranks."""
+def absent(store: Store, stem: str, ranks: Sequence[int], most: int | None = None) -> list[int]:
+    """The ranks without a key ``stem/rank``; if ``most`` is given, the first of them.
+
+    Takes few requests if there are few such ranks, or few are wanted.
+    """
     if not ranks or store.check([f"{stem}/{rank}" for rank in ranks]):
         return []
     if len(ranks) == 1:
         return list(ranks)
     half = len(ranks) // 2
-    return absent(store, stem, ranks[:half]) + absent(store, stem, ranks[half:])
+    found = absent(store, stem, ranks[:half], most)
+    if most is None:
+        return found + absent(store, stem, ranks[half:])
+    return (
+        found
+        if len(found) >= most
+        else found + absent(store, stem, ranks[half:], most - len(found))
+    )
 
 
 def perform(

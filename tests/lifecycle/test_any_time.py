@@ -13,6 +13,8 @@ import torch.distributed as dist
 from worlds import start, summed
 
 import reloadpg
+from reloadpg.lifecycle.operation import Operation
+from reloadpg.lifecycle.transaction import Transaction
 from reloadpg.testing import simulated
 
 
@@ -135,7 +137,7 @@ def test_an_interrupted_commit_is_completed(rank, name, state, went_on):
         left[0] = lines
 
         def trace(frame, event, argument):
-            commits = frame.f_code.co_name == "complete" and "operation" in str(frame.f_code)
+            commits = frame.f_code in (Operation.complete.__code__, Transaction.commit.__code__)
             if event == "line" and commits:
                 left[0] -= 1
                 if left[0] == 0:

@@ -343,6 +343,20 @@ def test_missing_ranks_are_found_with_few_store_requests(missing: list[int]) -> 
     assert store.checks <= 1 + 20 * len(missing)
 
 
+@pytest.mark.parametrize(
+    ("rank", "named"),
+    [(5, "missing: ranks 0-15 and others"), (512, "missing: ranks 0-15 and others"), (513, "")],
+)
+def test_few_ranks_of_a_large_job_look_for_missing_ones(rank: int, named: str) -> None:
+    """And not for all of them: hundreds of ranks may not have connected yet."""
+    rendezvous = Rendezvous(lambda: HashStore(), rank, 1000)
+    rendezvous.open("offload", ("enter",), FAR)
+    stem = rendezvous.state.key("here")
+    store: Any = Counting({f"{stem}/{rank}" for rank in range(500, 1000)})
+    assert rendezvous._missing(store) == named
+    assert store.checks <= 50
+
+
 # -- failures --------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,115 @@
+"""What one operation changes on this rank: the sets and their groups, as they were and will be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import did_you_mean
+from ..groups.proxy import GroupState
+from ..groups.registry import Job, Options, Position, registry
+from ..groups.sets import TRAINER, Chosen
+from ..rendezvous.plan import GroupPlan, Plan
+from .strategy import Strategy
+
+__all__ = ["Transaction"]
+
+
+class Transaction:
+    """The changes of one operation to a job.
+
+    Args:
+        name: ``offload``, ``reload`` or ``recover``.
+        chosen: the sets named in the call.
+        job: the job.
+        options: those of the installation.
+
+    Attributes:
+        concerned: the chosen sets that it will change.
+        groups: their managed groups, in the order that all ranks share.
+        was_offloaded: whether these sets were offloaded at the start.
+        generations: generation of each group at the start.
+        generation: the job's generation after the commit.
+        strategy: the choice for each group.
+        replaced: of a recovery, the ranks that were replaced since the last completed step.
+        position: of a recovery, the furthest position of any rank in the loops of ``retrying``.
+    """
+
+    def __init__(self, name: str, chosen: Chosen, job: Job, options: Options) -> None:
+        self._name = name
+        self._chosen = self.concerned = chosen
+        self._job = job
+        self._options = options
+        job.sets.separate(chosen)
+        offloads = name == "offload"
+        due = job.sets.where(chosen, lambda state: state.offloaded != offloads)
+        self.was_offloaded = bool(due) != offloads
+        if name == "reload" and due:
+            self.concerned = due
+        self.groups = [g for g in registry.managed() if g.set_name in self.concerned]
+        if offloads:
+            self.concerned = due.joined(group.set_name for group in self.groups if group.is_live)
+        self._before = [(s, s.offloaded, s.cycles) for s in job.sets.separate(self.concerned)]
+        self._cycles = job.cycles + (not self.was_offloaded)
+        self.generations = {group: group.generation for group in self.groups}
+        self.generation = job.generation + (name == "reload" and self.was_offloaded)
+        self.strategy = Strategy(options.strategy, job)
+        self.replaced = job.replaced
+        self.position = Position()
+
+    def plan(self, settings: Mapping[str, str]) -> Plan:
+        """The plan, which must be equal on all ranks. A recovery ignores the state of groups."""
+        recovers = self._name == "recover"
+        if not recovers:
+            sets = {"chosen sets": str(self._chosen), "state": self._job.sets.plan()}
+            settings = {"generation": str(self._job.generation), **sets, **settings}
+        options = {name: str(value) for name, value in self._options.settings().items()}
+        groups = tuple(
+            GroupPlan(
+                group.group_name,
+                made.ranks,
+                0 if recovers else group.generation,
+                "recreate" if recovers else self.strategy.planned(group),
+                made.digest,
+                group.set_name,
+                made.summary,
+            )
+            for group in self.groups
+            if not (made := group.construction).is_handed_over
+            and not (recovers and group.state is GroupState.DESTROYED)
+        )
+        return Plan(self._name, dict(settings), groups, options)
+
+    def commit(self) -> None:
+        """Record the state that all ranks have after the operation. Idempotent.
+
+        An interrupt may end it at any point, and the next call repeats all of it: every value is
+        assigned and none is incremented.
+        """
+        job = self._job
+        if self._name == "offload":
+            job.cycles = self._cycles
+            for state, offloaded, cycles in self._before:
+                state.cycles, state.offloaded = cycles + (not offloaded), True
+            for group in self.groups:
+                group.clear_failure()
+        elif self.was_offloaded:
+            job.generation = self.generation
+            for state, *_ in self._before:
+                state.generation, state.offloaded = self.generation, False
+        if self._name == "recover":
+            job.replaced = self.replaced
+            if job.rendezvous.replaces:  # this process continues where the others are
+                job.position = max(job.position, self.position)
+            job.rendezvous.complete_recovery()
+
+    def mark_offloaded(self) -> None:
+        """Mark the concerned sets as offloaded: their groups have no communicators. Local."""
+        for state, *_ in self._before:
+            state.offloaded = True
+
+    def unknown_sets(self) -> list[str]:
+        """Warn of unknown names that are similar to the name of a set on this rank."""
+        known = {TRAINER, *(name or "" for name, _ in self._options.selection.sets)}
+        known |= {group.set_name for group in registry.managed()}
+        near = {name: did_you_mean(name, known) for name in sorted(self._chosen.names - known)}
+        return [f"no group here is in the set {name}{text}" for name, text in near.items() if text]
