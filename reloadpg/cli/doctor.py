@@ -475,18 +475,10 @@ def check_launcher(environ: Mapping[str, str]) -> Findings:
 
 def check_job(directory: Path) -> Findings:
     view = JobView(read_directory(directory))
-    if not view.ranks:
-        yield Finding("job", "problem", view.reading.absence, view.reading.remedy)
-        return
     running = view.running_findings()
     troubles = [one for one in view.lasting_findings() if one.level in ("warning", "problem")]
     for one in (*running, *troubles):
         yield Finding("job", one.level or "note", f"{one.check}: {one.message}", one.remedy)
-    for record in view.ranks:
-        if record.error:
-            yield Finding("job", "warning", f"rank {record.rank}: {record.error}")
-    for failure in view.reading.failures:
-        yield Finding("job", "warning", f"unreadable: {failure}")
     if not troubles and all(one.level != "problem" for one in running):
         equal = f"{len(view.ranks)} ranks, all with reloadpg at the same generation"
         yield Finding("job", "ok", equal)
