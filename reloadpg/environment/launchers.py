@@ -21,6 +21,7 @@ from .model import (
     Identity,
     Variables,
     check_layout,
+    on_nodes_of,
     port_from_text,
 )
 from .slurm import from_slurm, is_daemon_step
@@ -43,16 +44,7 @@ ENV = ("RANK", "WORLD_SIZE", *ADDRESS)
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
-SINGLE = Identity(
-    source="single",
-    rank=0,
-    local_rank=0,
-    world_size=1,
-    local_world_size=1,
-    node_rank=0,
-    num_nodes=1,
-    address=lambda: (LOOPBACK, 0),
-)
+SINGLE = Identity("single", **on_nodes_of(1, 0, 1), address=lambda: (LOOPBACK, 0))
 
 
 def detect_environment(environ: Mapping[str, str] | None = None) -> DistributedEnvironment:
@@ -324,18 +316,13 @@ def _from_mpi(environ: Mapping[str, str], names: _Names) -> Identity | None:
     rank = read.below(rank_name, size_name, world_size)
     local_size = read.integer(local_size_name, minimum=1, maximum=world_size)
     local_rank = read.below(local_name, local_size_name, local_size)
-    num_nodes = -(-world_size // local_size)
-    node_rank = rank // local_size
-    if num_nodes * local_size == world_size:
-        check_layout(names.source, rank=rank, local_rank=local_rank, first=node_rank * local_size)
+    place = on_nodes_of(local_size, rank, world_size) | {"local_rank": local_rank}
+    if place["num_nodes"] * local_size == world_size:
+        first = place["node_rank"] * local_size
+        check_layout(names.source, rank=rank, local_rank=local_rank, first=first)
     return Identity(
-        source=names.source,
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_size,
-        node_rank=node_rank,
-        num_nodes=num_nodes,
+        names.source,
+        **place,
         address=lambda: read.address(
             world_size,
             lambda: _derived_host(read, names, world_size=world_size, local_size=local_size),

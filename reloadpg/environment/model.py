@@ -30,6 +30,7 @@ __all__ = [
     "Variables",
     "check_layout",
     "host_store",
+    "on_nodes_of",
     "port_from_ids",
     "port_from_text",
 ]
@@ -80,6 +81,18 @@ class _Place:
     local_world_size: int | None
     node_rank: int | None
     num_nodes: int | None
+
+
+def on_nodes_of(local_world_size: int, rank: int, world_size: int) -> dict[str, Any]:
+    """The fields of a place where each node has so many consecutive ranks. Pure."""
+    return {
+        "rank": rank,
+        "local_rank": rank % local_world_size,
+        "world_size": world_size,
+        "local_world_size": local_world_size,
+        "node_rank": rank // local_world_size,
+        "num_nodes": -(-world_size // local_world_size),
+    }
 
 
 AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -160,20 +159,14 @@ class OffloadedPhase:
         return type("OffloadedPhaseCallback", (base(),), {**shown, **method})()
 
 
-class Every:
-    """Handle of a hook of :func:`every`; as a context manager it removes the hook at the end."""
+class Every(OffloadedPhase):
+    """Handle of a hook of :func:`every`; as a context manager it removes the hook at the end.
 
-    def __init__(self, phase: OffloadedPhase, remove: Callable[[], None]) -> None:
-        self._phase, self._remove = phase, remove
+    Attributes:
+        remove: removes the hook. Local; idempotent.
+    """
 
-    @property
-    def cycles(self) -> int:
-        """Number of offloads followed by a reload."""
-        return self._phase.cycles
-
-    def remove(self) -> None:
-        """Remove the hook. Local; idempotent."""
-        self._remove()
+    remove: Callable[[], None]
 
     def __enter__(self) -> Every:
         return self
@@ -209,20 +202,18 @@ def every(
     Raises:
         InvalidOptionError: an argument is invalid; nothing was registered.
     """
-    turn = OffloadedPhase(phase, every=steps, block=block)
-    if optimizer is not None:
-        return Every(turn, optimizer.register_step_post_hook(lambda *_: turn()).remove)
+    turn = Every(phase, every=steps, block=block)
     counted: list[ref[Optimizer]] = []
-    hook = partial(_after_any_step, turn, counted)
-    return Every(turn, register_optimizer_step_post_hook(hook).remove)
 
+    def after_step(stepped: Optimizer, *_: Any) -> None:
+        first = counted[0]() if counted else None
+        if first is None:
+            counted[:] = [ref(stepped)]
+        if first in (None, stepped):
+            turn()
 
-def _after_any_step(
-    turn: OffloadedPhase, counted: list[ref[Optimizer]], optimizer: Optimizer, *_: Any
-) -> None:
-    first = counted[0]() if counted else None
-    if first is None:
-        counted[:] = [ref(optimizer)]
-    elif first is not optimizer:
-        return
-    turn()
+    register = register_optimizer_step_post_hook
+    if optimizer is not None:
+        register = optimizer.register_step_post_hook
+    turn.remove = register(after_step).remove
+    return turn

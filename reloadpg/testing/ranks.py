@@ -302,7 +302,7 @@ def _environments(
         common |= AGENT_STORE
     environments = []
     for rank in range(world_size):
-        place: Any = (rank, rank, world_size, world_size, 0, None, LOOPBACK, port)
+        place = (rank, rank, world_size, world_size, 0, None, LOOPBACK, port)
         variables = {**common, **DistributedEnvironment("run_ranks", *place).variables(), **env}
         environments.append({k: v for k, v in variables.items() if v is not None})
     return environments
