@@ -140,7 +140,6 @@ def _check_agreement(read: Variables, launcher: Identity) -> None:
             f"The torchrun variables are only partly set: missing "
             f"{', '.join(name for name in ENV if name not in read)}; the rest contradicts "
             f"{launcher.source}: {listed}",
-            *differing,
             call=f"Set {', '.join(ENV)}, or unset {', '.join(differing)}.",
         )
 
@@ -363,9 +362,7 @@ def _lsf_host(read: Variables) -> str:
     words = read.text("LSB_MCPU_HOSTS").split()
     pairs = list(zip(words[::2], words[1::2], strict=False))
     if len(words) % 2 or not all(slots.isdecimal() for _, slots in pairs):
-        raise read.error(
-            f"LSB_MCPU_HOSTS={' '.join(words)!r} is not pairs of host and slots", "LSB_MCPU_HOSTS"
-        )
+        raise read.error(f"LSB_MCPU_HOSTS={' '.join(words)!r} is not pairs of host and slots")
     if len(pairs) > 1 and int(pairs[0][1]) == 1:
         pairs = pairs[1:]
     return pairs[0][0]

@@ -49,17 +49,7 @@ _STRIDE = 211
 
 
 class DistributedEnvironmentError(ReloadpgError, OSError, ValueError):
-    """The launcher's variables do not identify this process; nothing was opened or written.
-
-    Attributes:
-        source: the launcher whose variables were read.
-        variables: the names of the variables that are missing or wrong.
-    """
-
-    def __init__(self, message: str, *, source: str = "", variables: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.source = source
-        self.variables = variables
+    """The launcher's variables do not identify this process; nothing was opened or written."""
 
 
 class MeshDimensionError(ReloadpgError, ValueError):
@@ -164,8 +154,7 @@ class DistributedEnvironment(_Place):
     def _error(self, what: str) -> DistributedEnvironmentError:
         return DistributedEnvironmentError(
             f"{what} ({self.source}). Nothing was opened or written. Correct the launcher's "
-            f"variables or the arguments.",
-            source=self.source,
+            f"variables or the arguments."
         )
 
     def variables(self) -> dict[str, str]:
@@ -213,8 +202,7 @@ class DistributedEnvironment(_Place):
             )
             raise DistributedEnvironmentError(
                 f"The environment cannot be exported: {listed}. Nothing was written. Unset them, "
-                f"or call export(overwrite=True).",
-                variables=tuple(clashes),
+                f"or call export(overwrite=True)."
             )
         export = Export(target)
         try:
@@ -246,9 +234,7 @@ class Identity(_Place):
         host, port = (LOOPBACK, None) if has_store else self.address()
         if not self.world_size:
             raise DistributedEnvironmentError(
-                "WORLD_SIZE is not set. Nothing was opened or written. Set it.",
-                source=self.source,
-                variables=("WORLD_SIZE",),
+                "WORLD_SIZE is not set. Nothing was opened or written. Set it."
             )
         place = {field.name: getattr(self, field.name) for field in fields(_Place)}
         return DistributedEnvironment(**place, master_addr=host, master_port=port)
@@ -317,14 +303,10 @@ class Variables:
     def __contains__(self, name: str) -> bool:
         return name in self._environ
 
-    def error(self, what: str, *names: str, call: str = "") -> DistributedEnvironmentError:
-        """An error about ``names``, with the state and the remedy appended."""
+    def error(self, what: str, call: str = "") -> DistributedEnvironmentError:
+        """An error with the state and the remedy appended."""
         remedy = call or f"Correct it, or unset the {self.source} variables."
-        return DistributedEnvironmentError(
-            f"{what}. Nothing was opened or written. {remedy}",
-            source=self.source,
-            variables=names,
-        )
+        return DistributedEnvironmentError(f"{what}. Nothing was opened or written. {remedy}")
 
     def require(self, names: Iterable[str]) -> None:
         """Raise unless all ``names`` are set, and list the missing ones.
@@ -346,7 +328,6 @@ class Variables:
         return self.error(
             f"The {self.source} variables are only partly set: missing {listed}"
             + (f"; set are {seen}" if seen else ""),
-            *missing,
             call="Set the missing ones, or unset all of them.",
         )
 
@@ -358,14 +339,14 @@ class Variables:
         """A value that is not empty."""
         value = self._environ[name]
         if not value.strip():
-            raise self.error(f"{name}={value!r} is empty", name)
+            raise self.error(f"{name}={value!r} is empty")
         return value
 
     def host(self, name: str) -> str:
         """A host name or address without a port."""
         value = self.text(name)
         if not _HOST.fullmatch(value) or (":" in value and not _is_address(value)):
-            raise self.error(f"{name}={value!r} is not a host name or address", name)
+            raise self.error(f"{name}={value!r} is not a host name or address")
         return value
 
     def address(
@@ -385,24 +366,20 @@ class Variables:
         """A decimal number in ``minimum..maximum``, without ``+``, blanks or underscores."""
         text = self.text(name)
         if not _INTEGER.fullmatch(text):
-            raise self.error(f"{name}={text!r} is not a whole number", name)
+            raise self.error(f"{name}={text!r} is not a whole number")
         value = int(text)
         if value < minimum:
             kind = "negative" if value < 0 else f"below {minimum}"
-            raise self.error(f"{name}={text!r} is {kind}", name)
+            raise self.error(f"{name}={text!r} is {kind}")
         if maximum is not None and value > maximum:
-            raise self.error(f"{name}={text!r} is above {maximum}", name)
+            raise self.error(f"{name}={text!r} is above {maximum}")
         return value
 
     def below(self, name: str, limit_name: str, limit: int) -> int:
         """A number from 0 to ``limit - 1``; ``limit_name`` names the limit in messages."""
         value = self.integer(name)
         if value >= limit:
-            raise self.error(
-                f"{name}={self._environ[name]!r} is not below {limit_name}={limit}",
-                name,
-                limit_name,
-            )
+            raise self.error(f"{name}={self._environ[name]!r} is not below {limit_name}={limit}")
         return value
 
 

@@ -125,38 +125,26 @@ class OffloadedPhase:
                 self._phase(*args, **kwargs)
         self.cycles += 1
 
+    @classmethod
     def as_callback(
-        self,
+        cls,
         base: Callable[[], Any],
         when: str,
         moments: Sequence[str],
         hook: Callable[..., object],
+        **options: Any,
     ) -> Any:
-        """Create a callback for a trainer that runs this at a named moment. Local.
+        """Create a trainer's callback, of a class that ``base`` imports, which is such a phase.
 
-        Args:
-            base: returns the trainer's callback class; may import it.
-            when: the moment; the callback's method is ``on_`` followed by this name.
-            moments: the known moments.
-            hook: the body of that method, with the trainer's arguments.
-
-        Returns:
-            The callback, with the attributes ``calls`` and ``cycles``.
-
-        Raises:
-            InvalidOptionError: the moment is unknown; nothing was created.
+        Its method for the moment ``when`` is ``hook``, with the callback as the first argument.
         """
         if when not in moments:
             raise InvalidOptionError(
                 f"offloaded_phase(when={when!r}): not one of {', '.join(moments)}; nothing was "
                 "created."
             )
-        shown = {
-            name: property(lambda _, name=name: getattr(self, name))  # type: ignore[misc]
-            for name in ("calls", "cycles")
-        }
-        method = {f"on_{when}": lambda _, *args, **kwargs: hook(*args, **kwargs)}
-        return type("OffloadedPhaseCallback", (base(),), {**shown, **method})()
+        kind = type("OffloadedPhaseCallback", (cls, base()), {f"on_{when}": hook})
+        return kind(**options)
 
 
 class Every(OffloadedPhase):
