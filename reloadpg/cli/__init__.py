@@ -57,16 +57,10 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand.
+    """Run one subcommand, of this process's command line by default; return the exit code.
 
-    Args:
-        arguments: the command line without the program's name; None for this process's own.
-
-    Returns:
-        The exit code; 2 if a module is missing, 130 after Ctrl-C, 141 if stdout was closed.
-
-    Raises:
-        SystemExit: the arguments are invalid (code 2), or help was requested.
+    It is 2 if a module is missing, 130 after Ctrl-C, 141 if stdout was closed. ``SystemExit`` is
+    raised if the arguments are invalid (code 2), or help was requested.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     top, subcommands = parser()

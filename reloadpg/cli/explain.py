@@ -159,9 +159,7 @@ def explain(
 ) -> dict[str, Any]:
     """Return how ``install`` would treat each recorded group, and an offload's memory. Pure.
 
-    Args:
-        records: the records of :mod:`~reloadpg.cli.explain_rank`.
-        backends, min_size: in place of the script's arguments of ``install``.
+    ``backends`` and ``min_size`` replace the script's arguments of ``install``.
     """
     from ..groups.selection import Selection
 

@@ -62,10 +62,9 @@ _ABOVE_SCRIPT = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
 def run_script(options: argparse.Namespace) -> dict[str, Any]:
     """Run the script to its end or its timeout. Blocking; leaves no process.
 
-    Returns:
-        ``records``: one for each creation (``group``, or ``other`` if the rank is not a member),
-        for each group ``destroyed``, and for the ``end``; ``error`` and ``traceback`` of a script
-        that ended early, or empty; the end of its ``output``; whether it ``timed_out``.
+    Returns ``records``: one for each creation (``group``, or ``other`` if the rank is not a
+    member), for each group ``destroyed``, and for the ``end``; ``error`` and ``traceback`` of a
+    script that ended early, or empty; the end of its ``output``; whether it ``timed_out``.
     """
     with tempfile.TemporaryFile("a+") as written, tempfile.TemporaryFile() as output:
         pid = os.fork()  # before the progress starts a thread

@@ -225,12 +225,7 @@ class Identity(_Place):
     address: Callable[[], tuple[str, int]]
 
     def environment(self, *, has_store: bool = False) -> DistributedEnvironment:
-        """Return the identity with its address; with ``has_store`` none is needed. Local.
-
-        Raises:
-            DistributedEnvironmentError: a variable for the world size or the address is missing or
-                wrong.
-        """
+        """Return the identity with its address; with ``has_store`` none is needed. Local."""
         host, port = (LOOPBACK, None) if has_store else self.address()
         if not self.world_size:
             raise DistributedEnvironmentError(

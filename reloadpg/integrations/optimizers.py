@@ -47,8 +47,7 @@ class Rollouts:
     def end(self, error: BaseException | None = None) -> None:
         """Reload the groups, if :meth:`begin` offloaded them. Collective over all ranks.
 
-        Args:
-            error: an exception that will propagate, so a failed reload is only logged.
+        After ``error``, which will propagate, a failed reload is only logged.
         """
         if self._inside:
             self._inside = False

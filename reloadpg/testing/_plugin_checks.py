@@ -90,8 +90,7 @@ def _simulated_accelerator(**settings: Any) -> Iterator[Any]:
 def _existing(also: Iterable[str] = ()) -> dict[tuple[str, object], str]:
     """The process groups of this process, as text by place and name. Runs a garbage collection.
 
-    Args:
-        also: further names to look up in the C++ registry, which cannot be listed.
+    ``also`` are further names to look up in the C++ registry, which cannot be listed.
     """
     gc.collect()
     groups = {c10d.name_of(group): _text(group) for group in c10d.known_groups()}
