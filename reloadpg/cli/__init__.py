@@ -34,9 +34,8 @@ SUBCOMMANDS = (
 )
 """Each adds one subcommand's parser. The parser sets defaults in the parsed options: ``run``, which
 takes the options and returns the exit code; ``needs``, the extra of each required module;
-``script_arguments`` if a script is run, and ``required``, options that are required after those of
-the script were separated; ``reports_variables`` if the command itself reports unknown variables of
-the environment, which are an error for other commands.
+``script_arguments`` if a script is run; ``reports_variables`` if the command itself reports unknown
+variables of the environment, which are an error for other commands.
 """
 
 
@@ -109,9 +108,6 @@ def _parsed(
         words = " ".join(unknown)
         hint = f"; arguments of the script follow --, as in: -- {words}" if runs_script else ""
         refuse(f"unrecognized arguments: {words}{hint}")
-    for name in getattr(options, "required", ()):
-        if getattr(options, name) is None:
-            refuse(f"the following arguments are required: --{name.replace('_', '-')}")
     if runs_script:
         options.script_arguments = list(given[at + 1 :])
     return options

@@ -62,7 +62,7 @@ def add(subcommands: Any) -> None:
         "-m", "--module", action="store_true", help="SCRIPT is the name of a module"
     )
     parser.add_argument(
-        "--world-size", type=positive, metavar="N", help="ranks of the job (required)"
+        "--world-size", type=positive, required=True, metavar="N", help="ranks of the job"
     )
     parser.add_argument(
         "--rank", type=natural, default=0, metavar="R", help="the rank to look at (default: 0)"
@@ -91,7 +91,6 @@ def add(subcommands: Any) -> None:
     parser.set_defaults(
         run=_run,
         script_arguments=[],
-        required=("world_size",),
         needs={"torch": "cli", "wrapt": "cli", "rich": "cli"},
     )
 

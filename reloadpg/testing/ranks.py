@@ -35,7 +35,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from ..environment.model import AGENT_STORE, LOOPBACK, DistributedEnvironment, host_store
+from ..environment.model import AGENT_STORE, LOOPBACK, DistributedEnvironment, Export, host_store
 from ..errors import ReloadpgError
 from . import _rank
 from . import standins as standin_libraries
@@ -409,7 +409,9 @@ def _start(connection: Connection, job: Job) -> BaseProcess:
 
     if job.standins and not standin_libraries.enabled():
         # The fork server of this process has been started without them, or will be.
-        with _STARTING, _environment(standin_libraries.preloading()):
+        with _STARTING, Export(os.environ) as changed:
+            for name, value in standin_libraries.preloading().items():
+                changed.write(name, value)
             return started("spawn")
     try:
         return started("forkserver")
@@ -418,21 +420,6 @@ def _start(connection: Connection, job: Job) -> BaseProcess:
         # characters ("AF_UNIX path too long"), or if it died while importing torch. A new
         # interpreter imports torch in each run, and reports the error of the import.
         return started("spawn")
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a process that is started in the block; other threads see no others go."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _outcome(
