@@ -201,7 +201,8 @@ def _draw_lane(
         for part in run.parts:
             start, end = max(part.start, run.start), min(part.end, run.end)
             if end > start:
-                axes.broken_barh([(start, end - start)], bar, **_style(part))
+                color = {"facecolor": _PHASES.get(part.name, _OTHER_PHASE)[0]}
+                axes.broken_barh([(start, end - start)], bar, **(_WAIT if part.is_wait else color))
         if run.memory:
             low, high = levels
             times, sizes = zip(*sorted(run.memory), strict=True)
@@ -215,12 +216,6 @@ def _draw_lane(
             text = textwrap.shorten(first, max(20, int(room / _LETTER)), placeholder=" ...")
             y = below + (_STRIP if run.memory else 0)
             axes.text(axes.get_xlim()[0], y, text, size=7, va="top", color=_ERROR)
-
-
-def _style(part: Part) -> dict[str, Any]:
-    if part.is_wait:
-        return _WAIT
-    return {"facecolor": _PHASES.get(part.name, _OTHER_PHASE)[0]}
 
 
 def _draw_gap(axes: Any, before: Sequence[Run], length: float) -> None:

@@ -54,13 +54,8 @@ _PRELOAD = (
     *("pytest", "reloadpg.testing._plugin_body", "reloadpg.testing._plugin_checks"),
 )
 """Modules that the fork server imports as well if the caller has."""
-_JOB_VARIABLES = frozenset(
-    {
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-        *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
-    }
-)
-"""Variables of a launcher of the calling process, which would be wrong in the ranks."""
+_OF_A_LAUNCHER = ("TORCHELASTIC_", "ROLE_", "GROUP_WORLD_SIZE")
+"""Beginnings of variables of the calling process that would be wrong in the ranks."""
 _STARTING = threading.Lock()
 """Held while the environment of this process is changed for one that it starts."""
 _SPOILT_CACHES: list[str] = []
@@ -291,8 +286,7 @@ def _environments(
         # If DNS drops a query for 127.0.0.1, each store connection takes 5 s by default.
         "RES_OPTIONS": "timeout:1 attempts:1",
         **os.environ,
-        **{name: None for name in os.environ if name.startswith("TORCHELASTIC_")},
-        **dict.fromkeys(_JOB_VARIABLES),
+        **{name: None for name in os.environ if name.startswith(_OF_A_LAUNCHER)},
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
