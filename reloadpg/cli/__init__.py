@@ -34,9 +34,8 @@ SUBCOMMANDS = (
 )
 """Each adds one subcommand's parser. The parser sets defaults in the parsed options: ``run``, which
 takes the options and returns the exit code; ``needs``, the extra of each required module;
-``script_arguments`` if a script is run, and ``required``, options that are required after those of
-the script were separated; ``reports_variables`` if the command itself reports unknown variables of
-the environment, which are an error for other commands.
+``script_arguments`` if a script is run; ``reports_variables`` if the command itself reports unknown
+variables of the environment, which are an error for other commands.
 """
 
 
@@ -57,16 +56,10 @@ def parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPar
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand.
+    """Run one subcommand, of this process's command line by default; return the exit code.
 
-    Args:
-        arguments: the command line without the program's name; None for this process's own.
-
-    Returns:
-        The exit code; 2 if a module is missing, 130 after Ctrl-C, 141 if stdout was closed.
-
-    Raises:
-        SystemExit: the arguments are invalid (code 2), or help was requested.
+    It is 2 if a module is missing, 130 after Ctrl-C, 141 if stdout was closed. ``SystemExit`` is
+    raised if the arguments are invalid (code 2), or help was requested.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     top, subcommands = parser()
@@ -115,9 +108,6 @@ def _parsed(
         words = " ".join(unknown)
         hint = f"; arguments of the script follow --, as in: -- {words}" if runs_script else ""
         refuse(f"unrecognized arguments: {words}{hint}")
-    for name in getattr(options, "required", ()):
-        if getattr(options, name) is None:
-            refuse(f"the following arguments are required: --{name.replace('_', '-')}")
     if runs_script:
         options.script_arguments = list(given[at + 1 :])
     return options

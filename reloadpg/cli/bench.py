@@ -168,17 +168,11 @@ def measure(groups: int, cycles: int, *, device: str | None = None) -> list[dict
     """Offload and reload groups of all ranks, including WORLD. Collective, blocking.
 
     Requires a default group and an installation of reloadpg. The first cycle, which opens
-    connections and fills caches, does not count.
+    connections and fills caches, does not count. With a device, an all-reduce of a tensor there
+    uses each group before each offload, so that its communicator exists; the sum is checked.
 
-    Args:
-        groups: number of groups.
-        cycles: number of cycles that count.
-        device: run an all-reduce of a tensor on this device over every group before each offload,
-            so that its communicator exists, and check the sum; None uses no group.
-
-    Returns:
-        One dictionary per cycle: milliseconds and bytes from this rank's reports, and
-        ``reload_cpu_ms``.
+    Returns one dictionary per cycle: milliseconds and bytes from this rank's reports, and
+    ``reload_cpu_ms``.
     """
     import torch.distributed as dist
 

@@ -37,7 +37,6 @@ __all__ = [
     "seconds",
     "show",
     "tabled",
-    "terminal_size",
 ]
 
 STYLES = {
@@ -111,20 +110,23 @@ class Line:
 
     Attributes:
         tone: a key of :data:`STYLES`, or empty.
-        indent: where it continues if it is longer than a terminal is wide.
+        indent: where it continues if it is longer than a terminal is wide; None to cut it off.
     """
 
     text: str
     tone: str = ""
-    indent: int = 0
+    indent: int | None = 0
 
-    def wrapped(self, width: int) -> str:
-        """The text in lines of this width. Pure."""
-        if len(self.text) <= width:
-            return self.text
-        room = max(width, self.indent + 20)
-        indent = " " * self.indent
-        return textwrap.fill(self.text, room, subsequent_indent=indent, break_on_hyphens=False)
+    def drawn(self, width: int) -> Any:
+        from rich.text import Text
+
+        text, style = self.text, STYLES.get(self.tone, "")
+        if self.indent is None:
+            return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+        if len(text) > width:
+            room, indent = max(width, self.indent + 20), " " * self.indent
+            text = textwrap.fill(text, room, subsequent_indent=indent, break_on_hyphens=False)
+        return Text(text, style=style)
 
 
 Page = Sequence[Line]
@@ -156,10 +158,10 @@ class Finding:
     message: str
     remedy: str = ""
 
-    def lines(self, head: str, *, remedies: bool = True) -> Iterator[Line]:
+    def lines(self, head: str) -> Iterator[Line]:
         """Yield the message after a head, and the remedy below it."""
         yield Line(f"{head}{self.message}", LEVELS[self.level], len(head))
-        if self.remedy and remedies:
+        if self.remedy:
             yield Line(f"{' ' * len(head)}-> {self.remedy}", "", len(head) + 3)
 
 
@@ -198,14 +200,6 @@ def follow(pages: Iterator[Page]) -> None:
     with Live(console=console, auto_refresh=False, redirect_stdout=False) as live:
         for page in pages:
             live.update(_drawn(page, console.width), refresh=True)
-
-
-def terminal_size() -> tuple[int, int] | None:
-    """Columns and lines of the terminal that stdout is; None where pages are not drawn in place."""
-    console = _console()
-    if not console.is_terminal or console.is_dumb_terminal:
-        return None
-    return int(console.width), int(console.height)
 
 
 @contextmanager
@@ -266,6 +260,5 @@ def _raise_again() -> NoReturn:
 
 def _drawn(page: Page, width: int) -> Any:
     from rich.console import Group
-    from rich.text import Text
 
-    return Group(*(Text(one.wrapped(width), style=STYLES.get(one.tone, "")) for one in page))
+    return Group(*(one.drawn(width) for one in page))

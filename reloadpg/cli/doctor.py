@@ -53,7 +53,6 @@ REPORTED = (
 )
 """Prefixes of the variables in a bug report; others are omitted."""
 
-Version = tuple[int, ...]
 Findings = Iterator[Finding]
 Check = tuple[str, Callable[[], Findings]]
 
@@ -114,7 +113,7 @@ def diagnose(
         ("strategy", lambda: iter([said])),
         ("nccl", check_nccl),
         ("nccl settings", partial(check_nccl_settings, variables, suspends=suspends)),
-        *([("suspend", partial(check_suspend, variables))] if suspends else []),
+        *([("suspend", check_suspend)] if suspends else []),
         ("recovery", partial(check_recovery, variables)),
         ("import", partial(import_modules, modules)),
         *([("script", partial(import_of_script, Path(script)))] if script is not None else []),
@@ -296,21 +295,19 @@ def check_nccl() -> Findings:
         yield Finding("nccl", "note", what, remedy)
 
 
-def check_suspend(environ: Mapping[str, str]) -> Findings:
+def check_suspend() -> Findings:
     """Check whether communicators can be suspended. Recreating them needs none of this."""
     from torch.distributed import ProcessGroupGloo  # it inherits the method, as NCCL's does
 
     from ..c10d import nccl_version
 
-    version, cumem = nccl_version(), _without_cumem(_nccl_settings(environ))
+    version = nccl_version()
     if not hasattr(ProcessGroupGloo, "suspend"):
         why = "this torch cannot suspend communicators (2.12 and later can)"
     elif version is None:
         why = "there is no NCCL in this torch"
     elif version < SUSPENDS:
         why = f"NCCL {_shown(version)} cannot suspend ({_shown(SUSPENDS)} and later can)"
-    elif cumem:
-        why = f"with {cumem} a suspend releases no memory"
     else:
         yield Finding("suspend", "ok", f"torch and NCCL {_shown(version)} can suspend")
         return
@@ -324,9 +321,11 @@ def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) ->
 
     settings = _nccl_settings(environ)
     found = partial(Finding, "nccl settings")
-    cumem = _without_cumem(settings) if suspends else ""
+    value, where = settings.get("NCCL_CUMEM_ENABLE", ("", ""))
+    cumem = suspends and value.strip() == "0"
     if cumem:
-        what = f"{cumem}: NCCL then reports a successful suspend but releases no memory"
+        what = f"NCCL_CUMEM_ENABLE=0 in {where}: NCCL then reports a successful suspend but "
+        what += "releases no memory"
         remedy = 'unset it to use strategy="suspend"; strategy="recreate" is not affected'
         yield found("problem", what, remedy)
     for caution in release_cautions(environ):
@@ -358,12 +357,6 @@ def _nccl_settings(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _without_cumem(settings: Mapping[str, tuple[str, str]]) -> str:
-    """The setting that disables NCCL's cuMem allocator, with its origin; empty if none does."""
-    value, where = settings.get("NCCL_CUMEM_ENABLE", ("", ""))
-    return f"NCCL_CUMEM_ENABLE=0 in {where}" if value.strip() == "0" else ""
-
-
 def check_recovery(environ: Mapping[str, str]) -> Findings:
     """Check whether NCCL errors raise in the program, for ``recover``.
 
@@ -390,7 +383,7 @@ def check_recovery(environ: Mapping[str, str]) -> Findings:
         yield Finding("recovery", level, found, remedy)
 
 
-def _shown(version: Version) -> str:
+def _shown(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
@@ -421,13 +414,9 @@ def check_variables(environ: Mapping[str, str]) -> Findings:
         )
 
 
-def _autoinstalls(environ: Mapping[str, str]) -> bool:
-    return environ.get(SWITCH, "").strip().lower() not in NO
-
-
 def check_autoinstall(environ: Mapping[str, str]) -> Findings:
     """Check that reloadpg is installed in this process, where the environment asks for it."""
-    if not _autoinstalls(environ):
+    if environ.get(SWITCH, "").strip().lower() in NO:
         return
     from .. import status
     from ..groups.registry import registry
@@ -475,18 +464,10 @@ def check_launcher(environ: Mapping[str, str]) -> Findings:
 
 def check_job(directory: Path) -> Findings:
     view = JobView(read_directory(directory))
-    if not view.ranks:
-        yield Finding("job", "problem", view.reading.absence, view.reading.remedy)
-        return
     running = view.running_findings()
     troubles = [one for one in view.lasting_findings() if one.level in ("warning", "problem")]
     for one in (*running, *troubles):
         yield Finding("job", one.level or "note", f"{one.check}: {one.message}", one.remedy)
-    for record in view.ranks:
-        if record.error:
-            yield Finding("job", "warning", f"rank {record.rank}: {record.error}")
-    for failure in view.reading.failures:
-        yield Finding("job", "warning", f"unreadable: {failure}")
     if not troubles and all(one.level != "problem" for one in running):
         equal = f"{len(view.ranks)} ranks, all with reloadpg at the same generation"
         yield Finding("job", "ok", equal)

@@ -62,7 +62,7 @@ def add(subcommands: Any) -> None:
         "-m", "--module", action="store_true", help="SCRIPT is the name of a module"
     )
     parser.add_argument(
-        "--world-size", type=positive, metavar="N", help="ranks of the job (required)"
+        "--world-size", type=positive, required=True, metavar="N", help="ranks of the job"
     )
     parser.add_argument(
         "--rank", type=natural, default=0, metavar="R", help="the rank to look at (default: 0)"
@@ -91,7 +91,6 @@ def add(subcommands: Any) -> None:
     parser.set_defaults(
         run=_run,
         script_arguments=[],
-        required=("world_size",),
         needs={"torch": "cli", "wrapt": "cli", "rich": "cli"},
     )
 
@@ -159,9 +158,7 @@ def explain(
 ) -> dict[str, Any]:
     """Return how ``install`` would treat each recorded group, and an offload's memory. Pure.
 
-    Args:
-        records: the records of :mod:`~reloadpg.cli.explain_rank`.
-        backends, min_size: in place of the script's arguments of ``install``.
+    ``backends`` and ``min_size`` replace the script's arguments of ``install``.
     """
     from ..groups.selection import Selection
 

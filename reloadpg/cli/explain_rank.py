@@ -38,7 +38,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import reloadpg
 
 from .. import c10d, environment
-from ..environment.model import DistributedEnvironment
+from ..environment.model import DistributedEnvironment, on_nodes_of
 from ..environment.teardown import OwnGroups
 from ..groups.registry import registry
 from ..groups.selection import Selection
@@ -62,10 +62,9 @@ _ABOVE_SCRIPT = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
 def run_script(options: argparse.Namespace) -> dict[str, Any]:
     """Run the script to its end or its timeout. Blocking; leaves no process.
 
-    Returns:
-        ``records``: one for each creation (``group``, or ``other`` if the rank is not a member),
-        for each group ``destroyed``, and for the ``end``; ``error`` and ``traceback`` of a script
-        that ended early, or empty; the end of its ``output``; whether it ``timed_out``.
+    Returns ``records``: one for each creation (``group``, or ``other`` if the rank is not a
+    member), for each group ``destroyed``, and for the ``end``; ``error`` and ``traceback`` of a
+    script that ended early, or empty; the end of its ``output``; whether it ``timed_out``.
     """
     with tempfile.TemporaryFile("a+") as written, tempfile.TemporaryFile() as output:
         pid = os.fork()  # before the progress starts a thread
@@ -117,14 +116,7 @@ def _play(options: argparse.Namespace, records: TextIO, output: int) -> NoReturn
             if name.startswith(LAUNCHERS) or name == "TORCH_DIST_INIT_BARRIER":
                 del os.environ[name]
         environ = DistributedEnvironment(
-            source="explain",
-            rank=rank,
-            local_rank=rank % local,
-            world_size=size,
-            local_world_size=local,
-            node_rank=rank // local,
-            num_nodes=-(-size // local),
-            master_port=29500,
+            "explain", **on_nodes_of(local, rank, size), master_port=29500
         )
         os.environ.update(environ.variables())
         if options.device == "cuda" and not torch.cuda.is_available() and can_pretend():

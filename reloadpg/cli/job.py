@@ -27,7 +27,7 @@ _SHOWN_RANKS = 10
 _HANG_S = 5.0
 """Seconds for which the members of a group may differ in their number of collectives."""
 _NAMED = 3
-"""Maximum number of ranks whose position is shown."""
+"""Maximum number of ranks whose position is shown, and of errors."""
 _ON_ITS_WAY = "on its way"
 _ABSENT = {
     "gone": "its process is gone",
@@ -253,8 +253,13 @@ class JobView:
 
     def lasting_findings(self) -> list[Finding]:
         """Findings about the ranks, and about the last operation."""
+        unreadable = [Finding("unreadable", "warning", one) for one in self.reading.failures]
+        if not self.ranks:
+            absence = Finding("directory", "problem", self.reading.absence, self.reading.remedy)
+            return [absence, *unreadable]
         ranks = (*self._of_generations(), *self._of_ranks(), *self._of_absent())
-        return [*ranks, *self._of_collectives(), *self._of_last_operation()]
+        ended = (*self._of_collectives(), *self._of_errors(), *self._of_last_operation())
+        return [*ranks, *ended, *unreadable]
 
     def _of_generations(self) -> Iterator[Finding]:
         generations = self.generations
@@ -278,6 +283,15 @@ class JobView:
         if failed := [record.rank for record in self.ranks if record.state == "failed"]:
             remedy = "fix the cause, then call reload() on all ranks"
             yield Finding("failed", "problem", _ranks(failed), remedy)
+
+    def _of_errors(self) -> Iterator[Finding]:
+        known = {one.rank: one.error for one in self.ranks if one.error}
+        errors = _by(known, known.__getitem__)
+        for error, ranks in list(errors.items())[:_NAMED]:
+            yield Finding("error", "warning", f"{_ranks(ranks)}: {error}")
+        if len(errors) > _NAMED:
+            more = f"{counted(len(errors) - _NAMED, 'more error')}: see the status files"
+            yield Finding("error", "note", more)
 
     def _of_collectives(self) -> Iterator[Finding]:
         """Collectives that some members of a group have begun, and others have not for a while."""

@@ -57,12 +57,8 @@ def decoded(data: bytes) -> Any:
 def typed(kind: Any, value: Any) -> Any:
     """Convert a decoded value to this type, without parts of wrong types; None if impossible.
 
-    Missing fields of a dataclass get their default, or else the empty value of their type.
-
-    Args:
-        kind: ``str``, ``bool``, ``int``, ``float``, ``Any``, a dataclass, ``Mapping[str, kind]``,
-            ``tuple[kind, ...]`` or ``kind | None``.
-        value: the value.
+    The type is a scalar, ``Any``, a dataclass, ``Mapping[str, kind]``, ``tuple[kind, ...]`` or
+    ``kind | None``. Missing fields of a dataclass get their default, or else the empty value.
     """
     if kind is Any:
         return value

@@ -196,23 +196,18 @@ class _Host:
             "reloadpg",
             sys.executable,
             {0: ("-u", *arguments)},
-            {0: self._environment(rank, local)},
+            {0: self._environment(rank)},
             DefaultLogsSpecs(folder or None, tee=Std.ALL if folder else Std.NONE),
             log_line_prefixes={0: f"[rank {rank}]: "},
         )
 
-    def _environment(self, rank: int, local: int) -> dict[str, str]:
-        from ..environment.model import AGENT_STORE, DistributedEnvironment
+    def _environment(self, rank: int) -> dict[str, str]:
+        from ..environment.model import AGENT_STORE, DistributedEnvironment, on_nodes_of
 
         options = self._options
         environ = DistributedEnvironment(
-            source="reloadpg run",
-            rank=rank,
-            local_rank=local,
-            world_size=self._size,
-            local_world_size=options.nproc_per_node,
-            node_rank=options.node_rank,
-            num_nodes=options.nnodes,
+            "reloadpg run",
+            **on_nodes_of(options.nproc_per_node, rank, self._size),
             master_addr=options.master_addr,
             master_port=self._store.port,
         )

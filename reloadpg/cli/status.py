@@ -8,14 +8,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ..errors import STATUS_DIR, named_ranks
+from ..errors import STATUS_DIR
 from .console import (
     CommandError,
-    Finding,
     Line,
     Page,
     follow,
@@ -24,21 +24,14 @@ from .console import (
     seconds,
     show,
     tabled,
-    terminal_size,
 )
 from .job import JobView, age, clock
 from .records import RankRecord, Reading, read_directory
 
 __all__ = ["add", "job_directory", "page"]
 
-_SHOWN_FAILURES = 3
-_ERROR_LINES = 3
-"""Lines of a terminal for one error, which names the missing ranks at its beginning."""
-_LEAST_FIRST = ("in use MiB", "groups", "held MiB", "reload ms", "offload ms", "gen", "host")
-"""Columns of the table that a narrow terminal omits, in this order, until it fits."""
-_REMEDIES_HEIGHT = 30
-"""Lines of a terminal that also fits the remedies."""
 _WORST_FIRST = ("bad", "warning", "", "note")
+"""Order of the tones of ranks."""
 
 
 def add(subcommands: Any) -> None:
@@ -100,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
             for look in looks():
                 say(json.dumps(look.to_dict()))
         elif options.watch:
-            follow(map(_fitting, looks()))
+            follow(map(page, looks()))
         else:
             show(page(next(looks())))
     except KeyboardInterrupt:
@@ -109,58 +102,19 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if job.ok else 1
 
 
-def _fitting(job: JobView) -> Page:
-    """A page for the terminal as large as it is now; else the whole page."""
-    return page(job, *(terminal_size() or ()))
-
-
 # -- the page ---------------------------------------------------------------------------------
 
 
-def page(job: JobView, width: int | None = None, height: int | None = None) -> Page:
+def page(job: JobView) -> Page:
     """Show a job as a page. Pure.
 
-    Columns of the table that do not fit the width are left out. Ranks that do not fit the height
-    are counted only, and those in trouble are shown first. None shows all.
+    What matters most comes first, since a terminal cuts off what does not fit: the findings are
+    above the table, ranks in trouble above the others, and the columns in order of importance.
     """
-    reading = job.reading
-    failures = [Line(f"unreadable: {failure}", "warning") for failure in reading.failures]
-    if not job.ranks:
-        remedy = Line(_sentence(reading.remedy))
-        return [Line(_sentence(reading.absence), "warning"), remedy, *failures]
-    running, lasting = job.running_findings(), job.lasting_findings()
-    indent = max(len(one.check) for one in (*running, *lasting))
-    remedies = height is None or height >= _REMEDIES_HEIGHT
-
-    def lines(findings: list[Finding]) -> list[Line]:
-        return [
-            line
-            for one in findings
-            for line in one.lines(f"{one.check.ljust(indent)}  ", remedies=remedies)
-        ]
-
-    if height is not None:  # what does not fit is cut off at the end
-        lasting.sort(key=lambda one: one.level != "problem")
-    above, below = lines(running), lines(lasting)
-    if width is not None:
-        errors: dict[str, list[int]] = {}
-        for one in job.ranks:
-            if one.error:
-                errors.setdefault(one.error, []).append(one.rank)
-        for error, ranks in list(errors.items())[:_SHOWN_FAILURES]:
-            text = f"{'error'.ljust(indent)}  {named_ranks(ranks)}: {error}"
-            below.append(Line(text[: width * _ERROR_LINES], "bad", indent + 2))
-    below += failures[: height and _SHOWN_FAILURES]
-    room = None
-    if width is not None and height is not None:
-        taken = sum(len(one.wrapped(width).splitlines()) for one in (*above, *below))
-        # Heading, table header and rule, the line that counts the rest, three empty ones, and the
-        # cursor's own line.
-        room = max(1, height - taken - 9)
-    if above:
-        above.append(Line(""))
-    table = _table(job, width, room)
-    return [_head(job), Line(""), *above, *table, Line(""), *below]
+    findings = job.findings()
+    indent = max(len(one.check) for one in findings)
+    lines = [line for one in findings for line in one.lines(f"{one.check.ljust(indent)}  ")]
+    return [_head(job), Line(""), *lines, Line(""), *_table(job)] if job.ranks else lines
 
 
 def _head(job: JobView) -> Line:
@@ -171,42 +125,29 @@ def _head(job: JobView) -> Line:
     return Line(f"reloadpg {at}: {len(job.ranks)} of {known} ranks: {states}", "head")
 
 
-def _table(job: JobView, width: int | None, room: int | None) -> Iterator[Line]:
-    shown = list(job.ranks)
-    if room is not None and len(shown) > room:
-        shown.sort(key=lambda one: (_WORST_FIRST.index(_tone(one)), one.rank))
-        del shown[room:]
-        shown.sort(key=lambda one: one.rank)
+def _table(job: JobView) -> list[Line]:
     columns: dict[str, Callable[[RankRecord], object]] = {
         "rank": lambda one: one.rank,
-        "host": lambda one: one.host,
         "state": lambda one: one.state,
         "barrier": _barrier,
+        "seen": lambda one: age(one.age_s),
+        "host": lambda one: one.host,
         "gen": lambda one: one.status.generation,
-        "groups": lambda one: len(one.status.groups),
-        "held MiB": lambda one: _rounded(one.status.memory_bytes, 1 << 20),
-        # A rank's first source is its best one.
-        "in use MiB": lambda one: _rounded(next(iter(one.status.memory.values()), None), 1 << 20),
         "offload ms": lambda one: _rounded(one.last_ms.get("offload")),
         "reload ms": lambda one: _rounded(one.last_ms.get("reload")),
-        "seen": lambda one: age(one.age_s),
-        "last error": lambda one: one.error,
+        "held MiB": lambda one: _rounded(one.status.memory_bytes, 1 << 20),
+        "groups": lambda one: len(one.status.groups),
+        # A rank's first source is its best one.
+        "in use MiB": lambda one: _rounded(next(iter(one.status.memory.values()), None), 1 << 20),
     }
     if len({one.host for one in job.ranks}) < 2:
         del columns["host"]
     if not any(one.running and not one.absent for one in job.ranks):
         del columns["barrier"]
-    if width is not None or not any(one.error for one in shown):
-        del columns["last error"]
-    for omitted in ("", *_LEAST_FIRST):
-        columns.pop(omitted, None)
-        rows = [[column(one) for column in columns.values()] for one in shown]
-        lines = tabled(list(columns), rows, [_tone(one) for one in shown])
-        if width is None or max(len(one.text) for one in lines) <= width:
-            break
-    yield from lines
-    if len(shown) < len(job.ranks):
-        yield Line(f"and {len(job.ranks) - len(shown)} more ranks", "note")
+    shown = sorted(job.ranks, key=lambda one: _WORST_FIRST.index(_tone(one)))
+    rows = [[column(one) for column in columns.values()] for one in shown]
+    lines = tabled(list(columns), rows, [_tone(one) for one in shown])
+    return [replace(line, indent=None) for line in lines]
 
 
 def _tone(record: RankRecord) -> str:
@@ -230,7 +171,3 @@ def _barrier(record: RankRecord) -> str | None:
 
 def _rounded(value: float | None, unit: float = 1) -> int | None:
     return None if value is None else round(value / unit)
-
-
-def _sentence(words: str) -> str:
-    return f"{words[:1].upper()}{words[1:]}."

@@ -55,12 +55,10 @@ class Run:
 
 # -- layout; all lengths in inches ----------------------------------------------------------------
 
-_GUTTER, _MARGIN, _GAP = 0.95, 0.25, 0.84
-_TOP, _BOTTOM = 1.0, 1.15
 _BAR, _STRIP, _WORDS, _PAD = 0.2, 0.24, 0.16, 0.1
 """Heights in a lane: of an operation, of the memory below it, of a line of text, and between."""
-_ALL, _NARROWEST, _WITH_WORDS = 9.6, 1.3, 4.8
-"""Widths: of all axes together, and at least of one, without and with a line of text."""
+_ALL, _NARROWEST, _WITH_WORDS, _GAP = 9.6, 1.3, 4.8, 0.84
+"""Widths: of all axes together, and at least of one, without and with a line of text; of a gap."""
 _LETTER = 0.058
 """Width of a letter of the smallest text, a wide guess."""
 _CLOSE_S = 0.005
@@ -78,6 +76,7 @@ _OTHER_PHASE = ("#8c6d31", "other phase")
 _WAIT: dict[str, Any] = {"facecolor": "white", "edgecolor": _FAINT, "hatch": "//////", "lw": 0}
 _FAILED: dict[str, Any] = {"facecolor": "none", "edgecolor": _ERROR, "lw": 1.2}
 _ABSENT: dict[str, Any] = {**_FAILED, "linestyle": ":"}
+_FROM_AXES: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
 
 
 def draw(runs: Sequence[Run], ranks: Collection[int], path: Path, *, note: str = "") -> None:
@@ -110,20 +109,18 @@ def _figure(runs: Sequence[Run], ranks: Sequence[int], note: str) -> Any:
     levels = [size for run in runs for _, size in run.memory]
     words = any(map(_troubled, operations))
     lane = _BAR + _PAD + _STRIP * bool(levels) + _WORDS * words
-    width = max(_GUTTER + sum(widths) + _GAP * (len(widths) - 1) + _MARGIN, 7.6)
-    height = _TOP + lane * len(ranks) + _BOTTOM
-    figure = Figure(figsize=(width, height), facecolor="white")
+    size = (max(sum(widths) + _GAP * len(widths) + 0.4, 7.6), 2.1 + lane * len(ranks))
+    figure = Figure(figsize=size, facecolor="white", layout="constrained")
     begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(spans[0][0]))
-    title = f"Offloads and reloads of {counted(len(ranks), 'rank')}"
-    left, top = _MARGIN / width, 1 - 0.2 / height
-    figure.text(left, top, title, size=12, weight="bold", va="top", color=_INK)
-    subtitle = ". ".join(filter(None, (f"From {begun}", note)))
-    figure.text(left, 1 - 0.42 / height, subtitle, va="top", color=_FAINT)
-    at = _GUTTER
-    for index, (cluster, (start, end)) in enumerate(zip(operations, spans, strict=True)):
-        box = (at / width, _BOTTOM / height, widths[index] / width, lane * len(ranks) / height)
-        axes = figure.add_axes(box, facecolor="#f6f7f9")
+    said = [f"From {begun}", *filter(None, [note]), "Each axis has a separate time scale."]
+    title = f"Offloads and reloads of {counted(len(ranks), 'rank')}\n"
+    figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold", color=_INK)
+    figure.text(0.01, 1 - 0.4 / size[1], ". ".join(said), va="center", color=_FAINT)
+    all_axes = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
+    for index, (axes, cluster) in enumerate(zip(all_axes, operations, strict=True)):
+        start, end = spans[index]
         axes.set(xlim=(start, max(end, start + 1e-6)), ylim=(lane * len(ranks), 0))
+        axes.set_facecolor("#f6f7f9")
         axes.spines[["top", "left", "right"]].set_visible(False)
         axes.tick_params(colors=_FAINT, length=3)
         ticks = 5 if widths[index] >= 2.6 else 3
@@ -133,12 +130,10 @@ def _figure(runs: Sequence[Run], ranks: Sequence[int], note: str) -> Any:
         _draw_name(axes, cluster)
         for number, rank in enumerate(ranks):
             _draw_lane(axes, cluster, rank, number * lane, _axis(levels), widths[index] + _GAP / 2)
-        if index == 0:
-            _draw_ranks(axes, ranks, lane, _axis(levels) if levels else None)
         if index + 1 < len(operations):
             _draw_gap(axes, cluster, spans[index + 1][0] - end)
-        at += widths[index] + _GAP
-    _draw_legend(figure, runs, _MARGIN / width, height)
+    _draw_ranks(all_axes[0], ranks, lane, _axis(levels) if levels else None)
+    _draw_legend(figure, runs)
     return figure
 
 
@@ -172,14 +167,15 @@ def _draw_name(axes: Any, cluster: Sequence[Run]) -> None:
 def _draw_ranks(
     axes: Any, ranks: Sequence[int], lane: float, levels: tuple[float, float] | None
 ) -> None:
-    x = axes.get_xlim()[0]
-    left: dict[str, Any] = {"xytext": (-6, 0), "textcoords": "offset points", "ha": "right"}
-    for number, rank in enumerate(ranks):
-        middle = number * lane + _PAD / 2 + _BAR / 2
-        axes.annotate(f"rank {rank}", (x, middle), va="center", weight="bold", color=_INK, **left)
-        strip = number * lane + _PAD / 2 + _BAR + 0.04
-        for y, level in zip((strip + _STRIP - 0.08, strip), levels or (), strict=False):
-            axes.annotate(_size(level), (x, y), va="center", size=6, color=_MEMORY, **left)
+    """The lanes' names, and the memory at the top and the bottom of each strip."""
+    bars = [number * lane + _PAD / 2 + _BAR / 2 for number in range(len(ranks))]
+    names = [f"rank {rank}" for rank in ranks]
+    axes.set_yticks(bars, names, weight="bold", color=_INK)
+    if levels is not None:
+        at = [bar + _BAR / 2 + 0.04 + below for bar in bars for below in (_STRIP - 0.08, 0)]
+        sizes = [_size(level) for level in levels] * len(ranks)
+        axes.set_yticks(at, sizes, minor=True, size=6, color=_MEMORY)
+    axes.tick_params(axis="y", which="both", length=0)
 
 
 def _draw_lane(
@@ -205,7 +201,8 @@ def _draw_lane(
         for part in run.parts:
             start, end = max(part.start, run.start), min(part.end, run.end)
             if end > start:
-                axes.broken_barh([(start, end - start)], bar, **_style(part))
+                color = {"facecolor": _PHASES.get(part.name, _OTHER_PHASE)[0]}
+                axes.broken_barh([(start, end - start)], bar, **(_WAIT if part.is_wait else color))
         if run.memory:
             low, high = levels
             times, sizes = zip(*sorted(run.memory), strict=True)
@@ -221,28 +218,14 @@ def _draw_lane(
             axes.text(axes.get_xlim()[0], y, text, size=7, va="top", color=_ERROR)
 
 
-def _style(part: Part) -> dict[str, Any]:
-    if part.is_wait:
-        return _WAIT
-    return {"facecolor": _PHASES.get(part.name, _OTHER_PHASE)[0]}
-
-
 def _draw_gap(axes: Any, before: Sequence[Run], length: float) -> None:
     last = max(before, key=lambda run: run.end)
     state = "failed" if last.error else "offloaded" if last.operation == "offload" else "live"
-    axes.annotate(
-        f"{state}\n{_duration(max(0.0, length))}",
-        (1, 0.5),
-        xycoords="axes fraction",
-        xytext=(_GAP * 36, 0),
-        textcoords="offset points",
-        ha="center",
-        va="center",
-        color=_FAINT,
-    )
+    text = f"{state}\n{_duration(max(0.0, length))}"
+    axes.annotate(text, (1, 0.5), xytext=(8, 0), va="center", ha="left", color=_FAINT, **_FROM_AXES)
 
 
-def _draw_legend(figure: Any, runs: Sequence[Run], left: float, height: float) -> None:
+def _draw_legend(figure: Any, runs: Sequence[Run]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -261,10 +244,7 @@ def _draw_legend(figure: Any, runs: Sequence[Run], left: float, height: float) -
     source = next((run.source for run in runs if run.memory), "")
     if source:
         handles.append(Line2D([], [], color=_MEMORY, label=f"memory in use ({source})"))
-    place = (left, 0.22 / height)
-    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=4, frameon=False)
-    text = "Each axis has a separate time scale."
-    figure.text(left, 0.1 / height, text, size=7, color=_FAINT)
+    figure.legend(handles=handles, loc="outside lower left", ncols=4, frameon=False)
 
 
 def _axis(levels: Sequence[int]) -> tuple[float, float]:

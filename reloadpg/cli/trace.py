@@ -23,15 +23,9 @@ _SLACK_S = 1e-6
 
 
 def read_runs(path: Path) -> tuple[list[Run], set[int], list[str]]:
-    """The operations that the files of a job say something about. Local, reads only.
+    """The operations in a trace file, or in the files of a directory; ranks; and failures to read.
 
-    Args:
-        path: a trace file, or a directory with trace files. A status directory has one of each
-            rank, and its status file has the running operation.
-
-    Returns:
-        The operations; the ranks of the job, as far as the files name them; and what could not be
-        read.
+    A status directory has a trace of each rank, and its status file has the running operation.
     """
     found: list[Run] = []
     ranks: set[int] = set()

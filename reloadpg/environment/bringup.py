@@ -395,16 +395,8 @@ def _environment_of_group() -> DistributedEnvironment:
         world_size,
         reason,
     )
-    return DistributedEnvironment(
-        source="process_group",
-        rank=rank,
-        local_rank=None,
-        world_size=world_size,
-        local_world_size=None,
-        node_rank=None,
-        num_nodes=None,
-        master_port=None,
-    )
+    place = (rank, None, world_size, None, None, None)
+    return DistributedEnvironment("process_group", *place, master_port=None)
 
 
 def _device_of(world: ProcessGroup) -> torch.device:

@@ -21,6 +21,7 @@ from .model import (
     Identity,
     Variables,
     check_layout,
+    on_nodes_of,
     port_from_text,
 )
 from .slurm import from_slurm, is_daemon_step
@@ -43,16 +44,7 @@ ENV = ("RANK", "WORLD_SIZE", *ADDRESS)
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
-SINGLE = Identity(
-    source="single",
-    rank=0,
-    local_rank=0,
-    world_size=1,
-    local_world_size=1,
-    node_rank=0,
-    num_nodes=1,
-    address=lambda: (LOOPBACK, 0),
-)
+SINGLE = Identity("single", **on_nodes_of(1, 0, 1), address=lambda: (LOOPBACK, 0))
 
 
 def detect_environment(environ: Mapping[str, str] | None = None) -> DistributedEnvironment:
@@ -148,7 +140,6 @@ def _check_agreement(read: Variables, launcher: Identity) -> None:
             f"The torchrun variables are only partly set: missing "
             f"{', '.join(name for name in ENV if name not in read)}; the rest contradicts "
             f"{launcher.source}: {listed}",
-            *differing,
             call=f"Set {', '.join(ENV)}, or unset {', '.join(differing)}.",
         )
 
@@ -324,18 +315,13 @@ def _from_mpi(environ: Mapping[str, str], names: _Names) -> Identity | None:
     rank = read.below(rank_name, size_name, world_size)
     local_size = read.integer(local_size_name, minimum=1, maximum=world_size)
     local_rank = read.below(local_name, local_size_name, local_size)
-    num_nodes = -(-world_size // local_size)
-    node_rank = rank // local_size
-    if num_nodes * local_size == world_size:
-        check_layout(names.source, rank=rank, local_rank=local_rank, first=node_rank * local_size)
+    place = on_nodes_of(local_size, rank, world_size) | {"local_rank": local_rank}
+    if place["num_nodes"] * local_size == world_size:
+        first = place["node_rank"] * local_size
+        check_layout(names.source, rank=rank, local_rank=local_rank, first=first)
     return Identity(
-        source=names.source,
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_size,
-        node_rank=node_rank,
-        num_nodes=num_nodes,
+        names.source,
+        **place,
         address=lambda: read.address(
             world_size,
             lambda: _derived_host(read, names, world_size=world_size, local_size=local_size),
@@ -376,9 +362,7 @@ def _lsf_host(read: Variables) -> str:
     words = read.text("LSB_MCPU_HOSTS").split()
     pairs = list(zip(words[::2], words[1::2], strict=False))
     if len(words) % 2 or not all(slots.isdecimal() for _, slots in pairs):
-        raise read.error(
-            f"LSB_MCPU_HOSTS={' '.join(words)!r} is not pairs of host and slots", "LSB_MCPU_HOSTS"
-        )
+        raise read.error(f"LSB_MCPU_HOSTS={' '.join(words)!r} is not pairs of host and slots")
     if len(pairs) > 1 and int(pairs[0][1]) == 1:
         pairs = pairs[1:]
     return pairs[0][0]

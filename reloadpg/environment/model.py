@@ -30,6 +30,7 @@ __all__ = [
     "Variables",
     "check_layout",
     "host_store",
+    "on_nodes_of",
     "port_from_ids",
     "port_from_text",
 ]
@@ -48,17 +49,7 @@ _STRIDE = 211
 
 
 class DistributedEnvironmentError(ReloadpgError, OSError, ValueError):
-    """The launcher's variables do not identify this process; nothing was opened or written.
-
-    Attributes:
-        source: the launcher whose variables were read.
-        variables: the names of the variables that are missing or wrong.
-    """
-
-    def __init__(self, message: str, *, source: str = "", variables: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.source = source
-        self.variables = variables
+    """The launcher's variables do not identify this process; nothing was opened or written."""
 
 
 class MeshDimensionError(ReloadpgError, ValueError):
@@ -80,6 +71,18 @@ class _Place:
     local_world_size: int | None
     node_rank: int | None
     num_nodes: int | None
+
+
+def on_nodes_of(local_world_size: int, rank: int, world_size: int) -> dict[str, Any]:
+    """The fields of a place where each node has so many consecutive ranks. Pure."""
+    return {
+        "rank": rank,
+        "local_rank": rank % local_world_size,
+        "world_size": world_size,
+        "local_world_size": local_world_size,
+        "node_rank": rank // local_world_size,
+        "num_nodes": -(-world_size // local_world_size),
+    }
 
 
 AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -151,8 +154,7 @@ class DistributedEnvironment(_Place):
     def _error(self, what: str) -> DistributedEnvironmentError:
         return DistributedEnvironmentError(
             f"{what} ({self.source}). Nothing was opened or written. Correct the launcher's "
-            f"variables or the arguments.",
-            source=self.source,
+            f"variables or the arguments."
         )
 
     def variables(self) -> dict[str, str]:
@@ -200,8 +202,7 @@ class DistributedEnvironment(_Place):
             )
             raise DistributedEnvironmentError(
                 f"The environment cannot be exported: {listed}. Nothing was written. Unset them, "
-                f"or call export(overwrite=True).",
-                variables=tuple(clashes),
+                f"or call export(overwrite=True)."
             )
         export = Export(target)
         try:
@@ -224,18 +225,11 @@ class Identity(_Place):
     address: Callable[[], tuple[str, int]]
 
     def environment(self, *, has_store: bool = False) -> DistributedEnvironment:
-        """Return the identity with its address; with ``has_store`` none is needed. Local.
-
-        Raises:
-            DistributedEnvironmentError: a variable for the world size or the address is missing or
-                wrong.
-        """
+        """Return the identity with its address; with ``has_store`` none is needed. Local."""
         host, port = (LOOPBACK, None) if has_store else self.address()
         if not self.world_size:
             raise DistributedEnvironmentError(
-                "WORLD_SIZE is not set. Nothing was opened or written. Set it.",
-                source=self.source,
-                variables=("WORLD_SIZE",),
+                "WORLD_SIZE is not set. Nothing was opened or written. Set it."
             )
         place = {field.name: getattr(self, field.name) for field in fields(_Place)}
         return DistributedEnvironment(**place, master_addr=host, master_port=port)
@@ -304,14 +298,10 @@ class Variables:
     def __contains__(self, name: str) -> bool:
         return name in self._environ
 
-    def error(self, what: str, *names: str, call: str = "") -> DistributedEnvironmentError:
-        """An error about ``names``, with the state and the remedy appended."""
+    def error(self, what: str, call: str = "") -> DistributedEnvironmentError:
+        """An error with the state and the remedy appended."""
         remedy = call or f"Correct it, or unset the {self.source} variables."
-        return DistributedEnvironmentError(
-            f"{what}. Nothing was opened or written. {remedy}",
-            source=self.source,
-            variables=names,
-        )
+        return DistributedEnvironmentError(f"{what}. Nothing was opened or written. {remedy}")
 
     def require(self, names: Iterable[str]) -> None:
         """Raise unless all ``names`` are set, and list the missing ones.
@@ -333,7 +323,6 @@ class Variables:
         return self.error(
             f"The {self.source} variables are only partly set: missing {listed}"
             + (f"; set are {seen}" if seen else ""),
-            *missing,
             call="Set the missing ones, or unset all of them.",
         )
 
@@ -345,14 +334,14 @@ class Variables:
         """A value that is not empty."""
         value = self._environ[name]
         if not value.strip():
-            raise self.error(f"{name}={value!r} is empty", name)
+            raise self.error(f"{name}={value!r} is empty")
         return value
 
     def host(self, name: str) -> str:
         """A host name or address without a port."""
         value = self.text(name)
         if not _HOST.fullmatch(value) or (":" in value and not _is_address(value)):
-            raise self.error(f"{name}={value!r} is not a host name or address", name)
+            raise self.error(f"{name}={value!r} is not a host name or address")
         return value
 
     def address(
@@ -372,24 +361,20 @@ class Variables:
         """A decimal number in ``minimum..maximum``, without ``+``, blanks or underscores."""
         text = self.text(name)
         if not _INTEGER.fullmatch(text):
-            raise self.error(f"{name}={text!r} is not a whole number", name)
+            raise self.error(f"{name}={text!r} is not a whole number")
         value = int(text)
         if value < minimum:
             kind = "negative" if value < 0 else f"below {minimum}"
-            raise self.error(f"{name}={text!r} is {kind}", name)
+            raise self.error(f"{name}={text!r} is {kind}")
         if maximum is not None and value > maximum:
-            raise self.error(f"{name}={text!r} is above {maximum}", name)
+            raise self.error(f"{name}={text!r} is above {maximum}")
         return value
 
     def below(self, name: str, limit_name: str, limit: int) -> int:
         """A number from 0 to ``limit - 1``; ``limit_name`` names the limit in messages."""
         value = self.integer(name)
         if value >= limit:
-            raise self.error(
-                f"{name}={self._environ[name]!r} is not below {limit_name}={limit}",
-                name,
-                limit_name,
-            )
+            raise self.error(f"{name}={self._environ[name]!r} is not below {limit_name}={limit}")
         return value
 
 

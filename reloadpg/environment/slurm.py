@@ -80,13 +80,11 @@ def _tasks_per_node(read: Variables, world_size: int) -> list[int]:
     for item in text.split(","):
         match = _COUNT.fullmatch(item)
         if match is None:
-            raise read.error(f"{_COUNTS}={text!r}: {item!r} is not a count as 4 or 4(x2)", _COUNTS)
+            raise read.error(f"{_COUNTS}={text!r}: {item!r} is not a count as 4 or 4(x2)")
         counts += [int(match[1])] * int(match[2] or 1)
     if sum(counts) != world_size:
         raise read.error(
-            f"{_COUNTS}={text} sums to {sum(counts)} tasks, but SLURM_STEP_NUM_TASKS={world_size}",
-            _COUNTS,
-            "SLURM_STEP_NUM_TASKS",
+            f"{_COUNTS}={text} sums to {sum(counts)} tasks, but SLURM_STEP_NUM_TASKS={world_size}"
         )
     return counts
 
@@ -98,7 +96,7 @@ def _first_host(read: Variables, world_size: int) -> str:
     read.require((*STEP, _NODES))
     host = _BRACKET.sub(r"\1", read.text(_NODES)).partition(",")[0]
     if not _NAME.fullmatch(host):
-        raise read.error(f"{_NODES}={read.text(_NODES)!r} is not a list of hosts", _NODES)
+        raise read.error(f"{_NODES}={read.text(_NODES)!r} is not a list of hosts")
     return host
 
 

@@ -182,11 +182,7 @@ def _tell_peers(error: BaseException, groups: list[ProcessGroup]) -> None:
 
 
 def abort_groups(groups: list[ProcessGroup]) -> None:
-    """Abort groups, or all groups if WORLD is one of them. Local; does not wait for peers.
-
-    Raises:
-        TimeoutError: the abort did not end in 30 s; it continues in a thread.
-    """
+    """Abort groups, or all groups if WORLD is one of them. Local; does not wait for peers."""
     if not groups or not is_initialized():
         return
     from .. import c10d

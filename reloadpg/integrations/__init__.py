@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ReloadpgError
 
 if TYPE_CHECKING:  # names for type checkers; at run time __getattr__ finds them
-    from .colocation import Colocation, ColocationError, colocated
+    from .colocation import ColocationError, colocated
     from .torch_memory_saver import MemorySaver, MemorySaverError
 
-__all__ = ["Colocation", "ColocationError", "MemorySaver", "MemorySaverError", "colocated"]
+__all__ = ["ColocationError", "MemorySaver", "MemorySaverError", "colocated"]
 
 _HOMES = {
-    "Colocation": "colocation",
     "ColocationError": "colocation",
     "MemorySaver": "torch_memory_saver",
     "MemorySaverError": "torch_memory_saver",

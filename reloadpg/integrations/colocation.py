@@ -40,7 +40,7 @@ from ..lifecycle.report import Report
 from ..lifecycle.status import status
 from .torch_memory_saver import MemorySaver
 
-__all__ = ["Colocation", "ColocationError", "colocated"]
+__all__ = ["ColocationError", "colocated"]
 
 logger = logging.getLogger("reloadpg")
 
@@ -460,5 +460,4 @@ def _takes_tags(method: Callable[..., Any]) -> bool:
     return True
 
 
-Colocation = colocated
 """The type of what ``colocated(...)`` returns."""

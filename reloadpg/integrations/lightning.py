@@ -52,16 +52,15 @@ def offloaded_phase(
         InvalidOptionError: an argument is invalid.
         ReloadpgError: Lightning is not installed.
     """
-    turn = OffloadedPhase(phase, every=every, block=block)
 
-    def call(trainer: Any, module: Any, *_: Any) -> None:
+    def call(self: OffloadedPhase, trainer: Any, module: Any, *_: Any) -> None:
         if not trainer.sanity_checking:
-            turn(trainer, module)
+            self(trainer, module)
 
-    return turn.as_callback(lambda: _lightning().Callback, when, MOMENTS, call)
+    def base() -> Any:
+        """The class of the package that the program has imported, or else is installed."""
+        names = sorted(HOMES, key=lambda name: name not in sys.modules)
+        return framework("Lightning", "'reloadpg[lightning]'", *names).Callback
 
-
-def _lightning() -> Any:
-    """Return the package that the program has imported, or the one that is installed."""
-    names = sorted(HOMES, key=lambda name: name not in sys.modules)
-    return framework("Lightning", "'reloadpg[lightning]'", *names)
+    options: Any = {"phase": phase, "every": every, "block": block}
+    return OffloadedPhase.as_callback(base, when, MOMENTS, call, **options)

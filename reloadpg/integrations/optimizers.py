@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -48,8 +47,7 @@ class Rollouts:
     def end(self, error: BaseException | None = None) -> None:
         """Reload the groups, if :meth:`begin` offloaded them. Collective over all ranks.
 
-        Args:
-            error: an exception that will propagate, so a failed reload is only logged.
+        After ``error``, which will propagate, a failed reload is only logged.
         """
         if self._inside:
             self._inside = False
@@ -126,54 +124,36 @@ class OffloadedPhase:
                 self._phase(*args, **kwargs)
         self.cycles += 1
 
+    @classmethod
     def as_callback(
-        self,
+        cls,
         base: Callable[[], Any],
         when: str,
         moments: Sequence[str],
         hook: Callable[..., object],
+        **options: Any,
     ) -> Any:
-        """Create a callback for a trainer that runs this at a named moment. Local.
+        """Create a trainer's callback, of a class that ``base`` imports, which is such a phase.
 
-        Args:
-            base: returns the trainer's callback class; may import it.
-            when: the moment; the callback's method is ``on_`` followed by this name.
-            moments: the known moments.
-            hook: the body of that method, with the trainer's arguments.
-
-        Returns:
-            The callback, with the attributes ``calls`` and ``cycles``.
-
-        Raises:
-            InvalidOptionError: the moment is unknown; nothing was created.
+        Its method for the moment ``when`` is ``hook``, with the callback as the first argument.
         """
         if when not in moments:
             raise InvalidOptionError(
                 f"offloaded_phase(when={when!r}): not one of {', '.join(moments)}; nothing was "
                 "created."
             )
-        shown = {
-            name: property(lambda _, name=name: getattr(self, name))  # type: ignore[misc]
-            for name in ("calls", "cycles")
-        }
-        method = {f"on_{when}": lambda _, *args, **kwargs: hook(*args, **kwargs)}
-        return type("OffloadedPhaseCallback", (base(),), {**shown, **method})()
+        kind = type("OffloadedPhaseCallback", (cls, base()), {f"on_{when}": hook})
+        return kind(**options)
 
 
-class Every:
-    """Handle of a hook of :func:`every`; as a context manager it removes the hook at the end."""
+class Every(OffloadedPhase):
+    """Handle of a hook of :func:`every`; as a context manager it removes the hook at the end.
 
-    def __init__(self, phase: OffloadedPhase, remove: Callable[[], None]) -> None:
-        self._phase, self._remove = phase, remove
+    Attributes:
+        remove: removes the hook. Local; idempotent.
+    """
 
-    @property
-    def cycles(self) -> int:
-        """Number of offloads followed by a reload."""
-        return self._phase.cycles
-
-    def remove(self) -> None:
-        """Remove the hook. Local; idempotent."""
-        self._remove()
+    remove: Callable[[], None]
 
     def __enter__(self) -> Every:
         return self
@@ -209,20 +189,18 @@ def every(
     Raises:
         InvalidOptionError: an argument is invalid; nothing was registered.
     """
-    turn = OffloadedPhase(phase, every=steps, block=block)
-    if optimizer is not None:
-        return Every(turn, optimizer.register_step_post_hook(lambda *_: turn()).remove)
+    turn = Every(phase, every=steps, block=block)
     counted: list[ref[Optimizer]] = []
-    hook = partial(_after_any_step, turn, counted)
-    return Every(turn, register_optimizer_step_post_hook(hook).remove)
 
+    def after_step(stepped: Optimizer, *_: Any) -> None:
+        first = counted[0]() if counted else None
+        if first is None:
+            counted[:] = [ref(stepped)]
+        if first in (None, stepped):
+            turn()
 
-def _after_any_step(
-    turn: OffloadedPhase, counted: list[ref[Optimizer]], optimizer: Optimizer, *_: Any
-) -> None:
-    first = counted[0]() if counted else None
-    if first is None:
-        counted[:] = [ref(optimizer)]
-    elif first is not optimizer:
-        return
-    turn()
+    register = register_optimizer_step_post_hook
+    if optimizer is not None:
+        register = optimizer.register_step_post_hook
+    turn.remove = register(after_step).remove
+    return turn

@@ -379,10 +379,9 @@ class _Call:
     ) -> list[Any]:
         """Run a function in all actors and wait for all of them, or briefly after a failure.
 
-        Args:
-            task: a module-level function, called with the actor object and its argument.
-            state: the state after a failure and the remedy, for messages.
-            arguments: one by rank; other actors do not run the function. None: all, without one.
+        ``task`` is a module-level function, called with the actor object and its argument, in the
+        actors that have one; in all, and without one, if ``arguments`` is None. ``state`` is the
+        state after a failure and the remedy, for messages.
         """
         ray, given = self._ray, {} if arguments is None else arguments
         rank_of = {

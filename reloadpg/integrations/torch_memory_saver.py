@@ -13,7 +13,7 @@ right one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -100,7 +100,7 @@ class MemorySaver:
         self._everything = False
         self._apart: set[str] = set()  # tags whose state differs from the rest
         self._untracked = False
-        self._watch = finalize(self, _end_watch, _watch(ref(self), sets))
+        self._watch = finalize(self, _watch(ref(self), sets).close)
         self._watch.atexit = False
 
     sets: Chosen
@@ -253,8 +253,8 @@ class MemorySaver:
             )
 
 
-def _watch(saver: ref[MemorySaver], sets: Chosen) -> list[Callable[[], None]]:
-    """Make offload and reload check a saver, if it still exists; return functions to undo this.
+def _watch(saver: ref[MemorySaver], sets: Chosen) -> ExitStack:
+    """Make offload and reload check a saver, if it still exists; closing the result undoes this.
 
     The check comes before the reload, since the saver's list cannot be corrected afterwards.
     """
@@ -270,13 +270,8 @@ def _watch(saver: ref[MemorySaver], sets: Chosen) -> list[Callable[[], None]]:
         return f"the memory saver has {', '.join(tags)} paused" if tags else None
 
     callbacks, name = registry.callbacks, "memory saver order"
-    return [
-        register(callbacks.offload, Callback(name, partial(refuse, "offload"), sets)),
-        register(callbacks.before_reload, Callback(name, partial(refuse, "reload"), sets)),
-        memory.add_check(paused),
-    ]
-
-
-def _end_watch(removals: list[Callable[[], None]]) -> None:
-    for remove in removals:
-        remove()
+    removals = ExitStack()
+    for at, operation in ((callbacks.offload, "offload"), (callbacks.before_reload, "reload")):
+        removals.callback(register(at, Callback(name, partial(refuse, operation), sets)))
+    removals.callback(memory.add_check(paused))
+    return removals

@@ -49,6 +49,10 @@ def offloaded_phase(
         InvalidOptionError: an argument is invalid.
         ReloadpgError: transformers is not installed.
     """
-    turn = OffloadedPhase(phase, every=every, block=block)
-    package = ("transformers", "'reloadpg[transformers]'", "transformers")
-    return turn.as_callback(lambda: framework(*package).TrainerCallback, when, MOMENTS, turn)
+
+    def base() -> Any:
+        package = "transformers"
+        return framework(package, "'reloadpg[transformers]'", package).TrainerCallback
+
+    options: Any = {"phase": phase, "every": every, "block": block}
+    return OffloadedPhase.as_callback(base, when, MOMENTS, OffloadedPhase.__call__, **options)

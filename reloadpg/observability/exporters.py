@@ -34,17 +34,10 @@ _STATES = ("live", "offloaded", "failed")
 
 
 def subscribe(what: str, callback: Callable[[Report], object]) -> Callable[[], None]:
-    """Register a callback for each report; it is removed after its first failure.
+    """Register a callback for each report; return a function that removes it. Local.
 
-    Local. The failure is logged as one warning, since a broken exporter would fail for every
-    report.
-
-    Args:
-        what: name of the exporter, for the warning.
-        callback: called in the thread of the operation.
-
-    Returns:
-        A function that removes the callback; idempotent.
+    It is removed after its first failure, which is logged as one warning that names the exporter
+    ``what``: a broken exporter would fail for every report.
     """
 
     def guarded(report: Report) -> None:

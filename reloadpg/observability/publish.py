@@ -23,7 +23,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -160,13 +161,9 @@ class StatusRecord:
         which another thread may be releasing. The operation's report follows.
         """
         seen = self._signature()
-        if seen == self._seen or not registry.lock.acquire(blocking=False):  # type: ignore[attr-defined]
-            return
-        try:
-            if not registry.busy:
+        with _between_operations() as free:
+            if free and seen != self._seen:
                 self._look(seen)
-        finally:
-            registry.lock.release()  # type: ignore[attr-defined]
 
     def text(self, *, exiting: bool = False) -> str:
         """The record as JSON, with the current time; ``exiting`` marks the last one.
@@ -197,12 +194,8 @@ class StatusRecord:
 
         Torch counts them, so this costs nothing. Uses no communicator while an operation runs.
         """
-        if registry.lock.acquire(blocking=False):  # type: ignore[attr-defined]
-            try:
-                begun = self._begun if registry.busy else collectives_begun(registry.managed())
-            finally:
-                registry.lock.release()  # type: ignore[attr-defined]
-            if begun != self._begun:
+        with _between_operations() as free:
+            if free and (begun := collectives_begun(registry.managed())) != self._begun:
                 self._begun, self._begun_at = begun, time.time()
         found: dict[str, Any] = {"begun": self._begun, "since": self._begun_at}
         if time.time() - self._begun_at >= _STILL_S:
@@ -241,6 +234,18 @@ class StatusRecord:
     @staticmethod
     def _signature() -> tuple[Any, ...]:
         return reloadpg.is_installed(), id(c10d.world()), len(c10d.known_groups())
+
+
+@contextmanager
+def _between_operations() -> Iterator[bool]:
+    """Whether no operation runs or begins; then none begins within the block. Non-blocking."""
+    lock: Any = registry.lock
+    locked = lock.acquire(blocking=False)
+    try:
+        yield locked and not registry.busy
+    finally:
+        if locked:
+            lock.release()
 
 
 def _main_stack() -> list[str]:

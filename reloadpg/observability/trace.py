@@ -49,11 +49,7 @@ class TraceWriter:
         self._remove = subscribe(f"the trace {self._path}", self.add)
 
     def add(self, report: Report) -> None:
-        """Write one more report; called by the subscription.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write one more report; called by the subscription."""
         self._chunks.append(",\n".join(map(_encoded, _events(report))))
         events = ",\n".join([*map(_encoded, _track(report)), *self._chunks])
         replace_file(rank_path(self._path, report), _document(events))
@@ -70,11 +66,7 @@ class TraceWriter:
 
 
 def write_trace(reports: Iterable[Report], path: str | os.PathLike[str]) -> None:
-    """Write a trace of reports, of one rank or of several. Local, atomic.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a trace of reports, of one rank or of several. Local, atomic."""
     reports = list(reports)
     tracks = {report.rank: report for report in reports}
     events = [event for report in tracks.values() for event in _track(report)]
@@ -99,15 +91,14 @@ def rank_path(path: str, report: Report) -> Path:
 def _track(report: Report) -> Iterator[dict[str, Any]]:
     """The name and sort index of the rank's track."""
     rank = report.rank or 0
-    names = {
+    names: dict[str, dict[str, Any]] = {
         "process_name": {"name": f"rank {rank}"},
         "process_labels": {"labels": f"{socket.gethostname()}, pid {os.getpid()}"},
         "process_sort_index": {"sort_index": rank},
+        "thread_name": {"name": "offload and reload"},
     }
     for name, args in names.items():
         yield {"ph": "M", "name": name, "pid": rank, "tid": _TRACK, "args": args}
-    track = {"name": "offload and reload"}
-    yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": _TRACK, "args": track}
 
 
 def _events(report: Report) -> Iterator[dict[str, Any]]:

@@ -90,8 +90,7 @@ def _simulated_accelerator(**settings: Any) -> Iterator[Any]:
 def _existing(also: Iterable[str] = ()) -> dict[tuple[str, object], str]:
     """The process groups of this process, as text by place and name. Runs a garbage collection.
 
-    Args:
-        also: further names to look up in the C++ registry, which cannot be listed.
+    ``also`` are further names to look up in the C++ registry, which cannot be listed.
     """
     gc.collect()
     groups = {c10d.name_of(group): _text(group) for group in c10d.known_groups()}
@@ -262,7 +261,7 @@ class _Phases:
             return True
         return isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size()
 
-    def _watched(self, work: Work) -> Work:
+    def _watched(self, work: Work) -> _WatchedWork:
         watched = _WatchedWork(work, self._pending.discard)
         self._pending.add(watched)
         return watched
@@ -277,28 +276,18 @@ def _group_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         return None  # torch raises the error
 
 
-class _WatchedWork(Work):
+class _WatchedWork(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """A Work with a callback for its ``wait()``."""
 
     def __init__(self, work: Work, waited: Callable[[_WatchedWork], object]) -> None:
-        super().__init__()
-        self.work = work
-        self._waited = waited
+        super().__init__(work)
+        self._self_waited = waited
 
-    __hash__ = object.__hash__
-
-
-def _forwarding(name: str, *, ends: bool) -> Callable[..., Any]:
-    def method(self: _WatchedWork, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(self.work, name)(*args, **kwargs)
-        if ends:
-            self._waited(self)
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.__wrapped__.wait(*args, **kwargs)
+        self._self_waited(self)
         return result
 
-    method.__name__ = name
-    return method
-
-
-for _name in dir(Work):
-    if not _name.startswith("_"):
-        setattr(_WatchedWork, _name, _forwarding(_name, ends=_name in ("wait", "synchronize")))
+    def synchronize(self) -> None:
+        self.__wrapped__.synchronize()
+        self._self_waited(self)

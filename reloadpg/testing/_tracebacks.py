@@ -14,8 +14,6 @@ __all__ = ["folded_traceback"]
 
 _PACKAGE = Path(__file__).parents[1]
 _STDLIB = Path(sysconfig.get_path("stdlib"))
-_SHOWN = 1
-"""Maximum number of consecutive library frames that are not folded."""
 
 
 def folded_traceback(error: BaseException) -> str:
@@ -41,7 +39,7 @@ class _Frames(list[traceback.FrameSummary]):
         folds = groupby(self, lambda frame: frame is not self[-1] and bool(_library(frame)))
         for is_library, several in folds:
             frames = list(several)
-            if is_library and len(frames) > _SHOWN:
+            if is_library and len(frames) > 1:
                 packages = ", ".join(dict.fromkeys(map(_library, frames)))
                 lines.append(f"  ... {counted(len(frames), 'frame')} of {packages}\n")
             else:

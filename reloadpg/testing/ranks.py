@@ -35,7 +35,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from ..environment.model import AGENT_STORE, LOOPBACK, DistributedEnvironment, host_store
+from ..environment.model import AGENT_STORE, LOOPBACK, DistributedEnvironment, Export, host_store
 from ..errors import ReloadpgError
 from . import _rank
 from . import standins as standin_libraries
@@ -54,13 +54,8 @@ _PRELOAD = (
     *("pytest", "reloadpg.testing._plugin_body", "reloadpg.testing._plugin_checks"),
 )
 """Modules that the fork server imports as well if the caller has."""
-_JOB_VARIABLES = frozenset(
-    {
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-        *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
-    }
-)
-"""Variables of a launcher of the calling process, which would be wrong in the ranks."""
+_OF_A_LAUNCHER = ("TORCHELASTIC_", "ROLE_", "GROUP_WORLD_SIZE")
+"""Beginnings of variables of the calling process that would be wrong in the ranks."""
 _STARTING = threading.Lock()
 """Held while the environment of this process is changed for one that it starts."""
 _SPOILT_CACHES: list[str] = []
@@ -291,8 +286,7 @@ def _environments(
         # If DNS drops a query for 127.0.0.1, each store connection takes 5 s by default.
         "RES_OPTIONS": "timeout:1 attempts:1",
         **os.environ,
-        **{name: None for name in os.environ if name.startswith("TORCHELASTIC_")},
-        **dict.fromkeys(_JOB_VARIABLES),
+        **{name: None for name in os.environ if name.startswith(_OF_A_LAUNCHER)},
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
@@ -302,7 +296,7 @@ def _environments(
         common |= AGENT_STORE
     environments = []
     for rank in range(world_size):
-        place: Any = (rank, rank, world_size, world_size, 0, None, LOOPBACK, port)
+        place = (rank, rank, world_size, world_size, 0, None, LOOPBACK, port)
         variables = {**common, **DistributedEnvironment("run_ranks", *place).variables(), **env}
         environments.append({k: v for k, v in variables.items() if v is not None})
     return environments
@@ -409,7 +403,9 @@ def _start(connection: Connection, job: Job) -> BaseProcess:
 
     if job.standins and not standin_libraries.enabled():
         # The fork server of this process has been started without them, or will be.
-        with _STARTING, _environment(standin_libraries.preloading()):
+        with _STARTING, Export(os.environ) as changed:
+            for name, value in standin_libraries.preloading().items():
+                changed.write(name, value)
             return started("spawn")
     try:
         return started("forkserver")
@@ -418,21 +414,6 @@ def _start(connection: Connection, job: Job) -> BaseProcess:
         # characters ("AF_UNIX path too long"), or if it died while importing torch. A new
         # interpreter imports torch in each run, and reports the error of the import.
         return started("spawn")
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a process that is started in the block; other threads see no others go."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _outcome(

@@ -99,19 +99,16 @@ class SimOptions:
 class _State:
     """The state of this process; a forked child starts with a new one."""
 
+    hooked = False
+
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.hooked = False
         self.reset()
 
     def reset(self) -> None:
+        self.lock = threading.RLock()
         self.ledger = Ledger()
         self.faults = FaultTable()
         self.settings = Settings()
-
-    def after_fork(self) -> None:
-        self.lock = threading.RLock()
-        self.reset()
 
 
 _state = _State()
@@ -121,7 +118,7 @@ def register() -> None:
     """Make ``sim`` a backend of ``torch.distributed``. Local, idempotent, thread-safe."""
     with _state.lock:
         if not _state.hooked:
-            os.register_at_fork(after_in_child=_state.after_fork)
+            os.register_at_fork(after_in_child=_state.reset)
             _state.hooked = True
         if NAME not in Backend.backend_list:
             Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))

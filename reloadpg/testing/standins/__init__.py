@@ -235,11 +235,7 @@ def current_job() -> Job | None:
 
 
 def inject(fault: Fault) -> InjectedFault:
-    """:meth:`Job.inject` in the job that this process belongs to. Local.
-
-    Raises:
-        StandinsError: this process is in no job.
-    """
+    """:meth:`Job.inject` in the job that this process belongs to. Local."""
     return _own_job().inject(fault)
 
 
@@ -249,21 +245,13 @@ def clear_faults() -> None:
 
 
 def communicators() -> int:
-    """The number of communicators that this process has created and not ended. Local.
-
-    Raises:
-        StandinsError: this process is in no job.
-    """
+    """The number of communicators that this process has created and not ended. Local."""
     _own_job()
     return int(ctypes.CDLL(None).standin_communicators())
 
 
 def preloading() -> dict[str, str]:
-    """The variables with which a process has the libraries, and is in no job. Local.
-
-    Raises:
-        StandinsError: the libraries cannot be built; see :func:`build`.
-    """
+    """The variables with which a process has the libraries, and is in no job. Local."""
     refuse_unknown_settings(os.environ)
     libraries = _libraries()
     given = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
@@ -298,9 +286,6 @@ def enable() -> None:
 
     Without a job they have no devices; ``run_ranks`` then makes a job for each run. To be called
     before torch is imported, and before ``run_ranks``.
-
-    Raises:
-        StandinsError: the libraries cannot be built; see :func:`build`.
     """
     load()
     if not enabled():
@@ -317,9 +302,6 @@ def load() -> None:
 
     For a process that is in no job but imports torch, in an environment without the packages of
     NVIDIA that torch's CUDA build requires. It has no devices. Does nothing once torch is imported.
-
-    Raises:
-        StandinsError: the libraries cannot be built; see :func:`build`.
     """
     if "torch" not in sys.modules:
         for path in _libraries():
