@@ -64,13 +64,3 @@ class TestCheckpoint(ConsumerTests):
     reloaded = replace(plain, reloadable=True, backends=frozenset({worlds.BACKEND}))
     kept = 2 * 2 if worlds.NCCL else 0
     consumer = Consumer(checkpoint_program, 2, plain, reloaded, groups=2, kept_sockets=kept)
-
-    def test_what_was_saved_before_a_cycle_is_loaded_after_it(self) -> None:
-        """With a save on WORLD, on a subgroup, and an asynchronous one."""
-        for outcome in self.consumer.with_cycles():
-            for start in range(0, 12, 4):
-                *loaded, trained = outcome.results["results"][start : start + 4]
-                for one in loaded:
-                    assert one["step"] == trained["step"]
-                    for key, value in trained["loaded"].items():
-                        assert value.equal(one["loaded"][key]), (one["kind"], key)

@@ -92,14 +92,3 @@ class TestCheckpointWhileOffloaded(ConsumerTests):
     """Sharded state is saved, loaded and saved asynchronously while offloaded."""
 
     consumer = Consumer(checkpoint_program, 2, plain=SIM_PLAIN, reloaded=SIM_RELOADED)
-
-    def test_what_was_saved_while_offloaded_is_what_was_trained(self) -> None:
-        """By a synchronous and by an asynchronous save."""
-        for outcome in self.consumer.with_cycles():
-            results = outcome.results["results"]
-            assert len(results) == 9
-            for start in range(0, 9, 3):
-                *saved, trained = results[start : start + 3]
-                for one in saved:
-                    assert list(one) == list(trained)
-                    assert all(value.equal(one[key]) for key, value in trained.items())

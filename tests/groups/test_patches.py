@@ -208,27 +208,6 @@ def test_a_module_that_refuses_assignment_rolls_the_installation_back():
     _assert_torchs_own(before)
 
 
-@pytest.mark.ranks(2)
-def test_install_after_init_makes_world_reloadable_and_warns_of_older_groups():
-    """WORLD keeps its timeout; groups created before stay torch's."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=123))
-    raw = dist.group.WORLD
-    sub = dist.new_group([0, 1])
-    with pytest.warns(UserWarning, match="before reloadpg.install") as caught:
-        reloadpg.install(backends={"gloo"}, timeout=TIMEOUT)
-    (warning,) = [w for w in caught if "before reloadpg.install" in str(w.message)]
-    assert "1 process group ('1' (ranks 0-1))" in str(warning.message)
-    world = dist.group.WORLD
-    assert isinstance(world, reloadpg.ReloadableProcessGroup)
-    assert world is not raw
-    assert type(sub) is dist.ProcessGroup
-    reloadpg.offload()
-    reloadpg.reload()
-    assert world.generation == 1
-    assert reloadpg.status().groups[0].timeout_s == 123
-    assert dist.group.WORLD is world
-
-
 def test_an_untested_torch_is_warned_of_once(monkeypatch):
     monkeypatch.setattr(registry, "warned", set())
     for version, warned in (("2.15.9", 0), ("2.16.0.dev20990101+cpu", 1), ("2.7.1", 0)):

@@ -196,33 +196,6 @@ def test_world_is_created_with_the_arguments_of_init_process_group(received):
             assert list(again["global_ranks_in_group"]) == list(first["global_ranks_in_group"])
 
 
-@pytest.mark.matrix
-@pytest.mark.ranks(3)
-def test_a_rank_list_changed_after_the_call_does_not_change_the_replay(rank):
-    """Lists are copied, nested lists too; an iterator is read once (failure 11)."""
-    _install()
-    worlds.init(timeout=TIMEOUT)
-    ranks, keyword, nested = [0, 1], [1, 2], [[0, 2], [1]]
-    pair = dist.new_group(ranks)
-    other = dist.new_group(ranks=keyword)
-    mine, _ = dist.new_subgroups_by_enumeration(nested)
-    drained = iter([0, 1, 2])
-    try:
-        every = dist.new_group(drained)
-    except TypeError:  # this torch needs a list
-        every = None
-    ranks.append(2)
-    keyword.clear()
-    nested[0].reverse()
-    nested.clear()
-    for _ in range(2):
-        _cycle()
-        for group, members in ((pair, [0, 1]), (other, [1, 2]), (mine, [0, 2]), (every, [0, 1, 2])):
-            if rank in members and group is not None:
-                assert dist.get_process_group_ranks(group) == members
-                assert summed(group, rank) == expected_sum(members)
-
-
 # ---------------------------------------------------------------------------------------------
 # what was changed on the live group
 

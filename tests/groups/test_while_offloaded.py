@@ -360,15 +360,3 @@ def test_a_job_of_one_rank(rank, min_size):
         assert reloadpg.reload().changed == reloadable
         assert summed(own, rank) == summed(None, rank) == 1
         assert getattr(own, "generation", cycle) == cycle
-
-
-@pytest.mark.ranks(2)
-def test_a_job_without_reloadable_groups(rank):
-    """Both operations return, and change nothing (failure 23)."""
-    reloadpg.install(timeout=TIMEOUT, **worlds.BYPASSING)
-    worlds.init(timeout=TIMEOUT)
-    assert type(dist.group.WORLD) is dist.ProcessGroup
-    for operation in (reloadpg.offload, reloadpg.reload) * 2:
-        report = operation()
-        assert (report.changed, report.groups) == (False, ())
-        assert summed(None, rank) == 3

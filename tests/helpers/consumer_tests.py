@@ -45,7 +45,10 @@ class ConsumerTests:
     consumer: ClassVar[Consumer]
 
     def test_results_equal_the_run_without(self) -> None:
-        """Losses, parameters and outputs are bit-identical to those of torch alone."""
+        """Losses, parameters and outputs are bit-identical to those of torch alone.
+
+        So nothing else needs to check the values of a program.
+        """
         plain, reloaded = self.consumer.without(), self.consumer.with_cycles()
         assert not any(outcome.facts["reloadpg installed"] for outcome in plain)
         assert all(outcome.facts["reloadpg installed"] for outcome in reloaded)

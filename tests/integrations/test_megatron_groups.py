@@ -1,4 +1,4 @@
-"""``reloadpg.integrations.megatron``: named groups, timeouts that hold, and nothing left behind.
+"""``reloadpg.integrations.megatron``: named groups, and nothing left behind.
 
 megatron-core is in the ``test`` extra; without it these tests fail, they are not skipped. What its
 own getters, layers and schedules do through cycles is in ``tests/consumers/test_megatron.py``.
@@ -58,8 +58,6 @@ MEMBERS = {
 }
 """The ranks of each group, as the layout says."""
 
-FIRST, SECOND, THIRD = timedelta(minutes=40), timedelta(minutes=11), timedelta(minutes=3)
-
 
 def known() -> list[str]:
     """Names of all groups in c10d's tables, in order."""
@@ -68,12 +66,6 @@ def known() -> list[str]:
 
 def in_group(group: Any) -> bool:
     return group is not dist.GroupMember.NON_GROUP_MEMBER
-
-
-def timeouts_of(names: dict[str, dist.ProcessGroup]) -> set[float | None]:
-    """The timeouts that ``status`` shows for the reloadable ones among these groups."""
-    shown = {group.name: group.timeout_s for group in reloadpg.status().groups}
-    return {shown[g.group_name] for g in names.values() if g.group_name in shown}
 
 
 def left() -> dict[str, Any]:
@@ -143,26 +135,6 @@ def groups_have_the_names_of_megatron_and_nothing_is_left_of_a_layout(
         assert watched
         assert [ref() for ref in watched] == [None] * len(watched)
         assert megatron.groups() == {}
-
-
-def a_timeout_set_on_live_groups_holds_through_three_cycles(
-    rank: int, before: dict[str, Any]
-) -> None:
-    """Likewise the one of creation; ``status`` shows it while offloaded, too (failure 9)."""
-    minutes = int(FIRST.total_seconds() / 60)
-    with megatron.initialize_model_parallel(
-        tensor_model_parallel_size=2, distributed_timeout_minutes=minutes
-    ) as parallel:
-        found = parallel.groups
-        for timeout in (FIRST, SECOND, THIRD):
-            if timeout is not FIRST:
-                # What megatron-core's update_pg_timeout does after torch.cuda.synchronize().
-                for group in found.values():
-                    dist.distributed_c10d._set_pg_timeout(timeout, group)
-            reloadpg.offload()
-            assert timeouts_of(found) == {timeout.total_seconds()}
-            reloadpg.reload()
-            assert timeouts_of(found) == {timeout.total_seconds()}
 
 
 def a_layout_that_is_destroyed_while_offloaded_or_that_fails_leaves_only_world(
@@ -267,7 +239,6 @@ def test_the_groups_of_megatron_on_four_ranks(rank: int) -> None:
     before = start()
     for behaviour in (
         groups_have_the_names_of_megatron_and_nothing_is_left_of_a_layout,
-        a_timeout_set_on_live_groups_holds_through_three_cycles,
         a_layout_that_is_destroyed_while_offloaded_or_that_fails_leaves_only_world,
         a_rank_that_does_not_come_to_destroy_model_parallel_is_named,
         destroy_model_parallel_ends_the_groups_that_megatron_has_built_itself,

@@ -222,30 +222,21 @@ def test_gloo_groups_and_groups_of_one_rank_are_reloadable_on_request(connect: A
 
 
 @pytest.mark.ranks(2)
-def test_a_timeout_registered_while_asleep_is_that_of_the_rebuilt_default_group() -> None:
-    """``status`` shows it before the reload, too."""
-    monkey_patch_torch_dist(backends={"gloo"})
-    worlds.init("gloo", timeout=GIVEN)
-    register_default_process_group(timeout=GIVEN)
-    destroy_process_groups()
-    register_default_process_group(timeout=REGISTERED)
-    assert timeout_of_world() == REGISTERED.total_seconds()
-    reload_process_groups()
-    assert timeout_of_world() == REGISTERED.total_seconds()
-
-
-@pytest.mark.ranks(2)
-def test_a_default_group_registered_before_the_patch_is_reloaded() -> None:
-    """With the timeout that was given last."""
+def test_the_default_group_is_rebuilt_with_the_timeout_registered_last() -> None:
+    """Registered before the patch, or while asleep; ``status`` shows it before the reload, too."""
     dist.init_process_group("gloo", timeout=GIVEN)
     register_default_process_group(timeout=GIVEN)
     register_default_process_group(timeout=REGISTERED.total_seconds())
     assert type(dist.group.WORLD) is dist.ProcessGroup
     monkey_patch_torch_dist(backends={"gloo"})
-    destroy_process_groups()
-    reload_process_groups()
-    assert timeout_of_world() == REGISTERED.total_seconds()
-    assert sums_right(None)
+    for timeout in (REGISTERED, GIVEN):
+        destroy_process_groups()
+        if timeout is GIVEN:
+            register_default_process_group(timeout=GIVEN)
+        assert timeout_of_world() == timeout.total_seconds()
+        reload_process_groups()
+        assert timeout_of_world() == timeout.total_seconds()
+        assert sums_right(None)
 
 
 @pytest.mark.ranks(2)
