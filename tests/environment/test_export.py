@@ -119,29 +119,6 @@ def test_ports_are_in_range_and_differ_between_steps_and_neighbouring_jobs() -> 
         assert len(set(ports)) == len(ports)
 
 
-def test_ranks_that_are_not_consecutive_on_a_node_are_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The layout rule, global = node * per node + local, is a check: cyclic jobs run."""
-    environ = {
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "4",
-        "SLURM_PROCID": "2",
-        "SLURM_LOCALID": "1",
-        "SLURM_NODEID": "0",
-        "SLURM_JOB_ID": "1",
-        "SLURM_STEP_NODELIST": "n[1-2]",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    }
-    with caplog.at_level(logging.WARNING):
-        found = detect_environment(environ)
-    assert (found.rank, found.node_rank, found.local_rank) == (2, 0, 1)
-    assert "placed rank 2 as local rank 1" in caplog.text
-    caplog.clear()
-    detect_environment({**environ, "SLURM_PROCID": "1"})
-    assert not caplog.records
-
-
 @pytest.mark.parametrize(
     "change",
     [

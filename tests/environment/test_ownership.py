@@ -291,7 +291,9 @@ def test_nested_scopes_end_the_group_once_where_it_was_created() -> None:
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("kind", ["scope", "context"])
 def test_an_owned_group_is_ended_by_an_exit_while_offloaded(kind: str, fails: bool) -> None:
-    """Until then WORLD is the same proxy, and barriers work while offloaded."""
+    """Until then WORLD is the same proxy, and barriers work while offloaded. The next bring-up is
+    reloadable like the first, and ``destroy_distributed`` ends it while offloaded.
+    """
     error = ValueError("while offloaded")
     with (
         reloadpg.install(backends={"gloo"}),
@@ -314,19 +316,12 @@ def test_an_owned_group_is_ended_by_an_exit_while_offloaded(kind: str, fails: bo
             raise error
     assert not fails or caught.value is error
     assert not dist.is_initialized()
-
-
-@pytest.mark.ranks(2)
-def test_a_job_can_be_destroyed_while_offloaded_and_brought_up_again() -> None:
-    """No group is left, and the next bring-up is reloadable like the first."""
-    with reloadpg.install(backends={"gloo"}):
-        reloadpg.init_distributed(init_timeout=LIMIT_S)
+    with reloadpg.install(backends={"gloo"}), reloadpg.init_distributed(init_timeout=LIMIT_S):
+        assert total() == 2
+        assert isinstance(dist.group.WORLD, reloadpg.ReloadableProcessGroup)
         reloadpg.offload()
         reloadpg.destroy_distributed()
         assert not dist.is_initialized()
-        with reloadpg.init_distributed(init_timeout=LIMIT_S):
-            assert total() == 2
-            assert isinstance(dist.group.WORLD, reloadpg.ReloadableProcessGroup)
 
 
 # ---------------------------------------------------------------------------------------------
