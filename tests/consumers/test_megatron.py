@@ -1,4 +1,6 @@
-"""megatron-core's own groups: ``initialize_model_parallel``, its getters, its layers.
+"""megatron-core's own groups: ``initialize_model_parallel`` and its getters.
+
+Its layers and its schedule are in ``tests/frameworks/test_megatron_training.py``.
 
 megatron-core is in the ``test`` extra; without it these tests fail, they are not skipped.
 """
@@ -173,55 +175,6 @@ def pipeline_phase(run: Run, parallel_state: Any) -> dict[str, Any]:
     return results
 
 
-def layers_phase(run: Run, parallel_state: Any) -> dict[str, Any]:
-    """A vocabulary-parallel model of megatron-core's own layers, trained on CPU."""
-    from megatron.core.model_parallel_config import ModelParallelConfig
-    from megatron.core.tensor_parallel import (
-        ColumnParallelLinear,
-        RowParallelLinear,
-        VocabParallelEmbedding,
-        vocab_parallel_cross_entropy,
-    )
-
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    config = ModelParallelConfig(
-        tensor_model_parallel_size=2, use_cpu_initialization=True, params_dtype=torch.float32
-    )
-    init = torch.nn.init.xavier_uniform_
-    embedding = VocabParallelEmbedding(16, 8, init_method=init, config=config)
-    up = ColumnParallelLinear(8, 12, config=config, init_method=init, gather_output=False)
-    down = RowParallelLinear(
-        12,
-        8,
-        config=config,
-        init_method=init,
-        bias=True,
-        input_is_parallel=True,
-        skip_bias_add=False,
-    )
-    head = ColumnParallelLinear(8, 16, config=config, init_method=init, bias=False)
-    layers = torch.nn.ModuleList([embedding, up, down, head])
-    optimizer = torch.optim.SGD(layers.parameters(), lr=0.5)
-    data = parallel_state.get_data_parallel_group()
-    losses = []
-    for step in range(7):
-        generator = worlds.generator(dist.get_rank(data))
-        tokens = torch.randint(16, (3, 5), generator=generator)
-        hidden = embedding(tokens)
-        hidden = hidden + down(torch.tanh(up(hidden)[0]))[0]
-        loss = vocab_parallel_cross_entropy(head(hidden)[0], tokens.roll(1)).mean()
-        loss.backward()
-        for parameter in layers.parameters():
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM, group=data)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss)
-        if step in (1, 3, 5):
-            run.cycle()
-    end(parallel_state)
-    return {"losses": losses, "parameters": list(layers.parameters())}
-
-
 PRELOAD = () if worlds.NCCL else ("megatron.core",)
 """What ``consumer_run`` has imported once for all ranks of a launch. It asks CUDA for its devices
 as it is imported, and a process that has done so cannot be forked."""
@@ -234,13 +187,12 @@ def megatron_program(run: Run) -> dict[str, Any]:
     return {
         "layouts": layouts_phase(run, parallel_state),
         "pipeline": pipeline_phase(run, parallel_state),
-        "layers": layers_phase(run, parallel_state),
     }
 
 
 @pytest.mark.slow
 class TestMegatron(ConsumerTests):
-    consumer = Consumer(megatron_program, 4, cycles=3 * (len(LAYOUTS) + 2), groups=8)
+    consumer = Consumer(megatron_program, 4, cycles=3 * (len(LAYOUTS) + 1), groups=8)
 
     def test_getters_return_the_same_objects(self) -> None:
         """Before and after each cycle, by every getter of megatron-core."""

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
-import wrapt
 from tables import (
     expected_sum,
     holders,
@@ -445,31 +444,6 @@ def test_the_store_server_ends_with_the_default_group(rank, world, delay):
 
 # ---------------------------------------------------------------------------------------------
 # which groups are reloadable, and from when on
-
-
-def _layers(function):
-    count = 0
-    while isinstance(function, wrapt.FunctionWrapper):
-        count += 1
-        function = function.__wrapped__
-    return count
-
-
-@pytest.mark.ranks(2)
-def test_installing_again_adds_no_wrapper_and_no_proxy():
-    """One wrapt layer at each name, one proxy per group (failure 24)."""
-    _start()
-    _install()  # as the framework does, after its dependency has
-    pair = dist.new_group([0, 1])
-    for cycle in (1, 2, 3):
-        _install()
-        _cycle()
-        for module in (dist, c10d):
-            for name in ("new_group", "split_group", "init_process_group"):
-                assert _layers(getattr(module, name)) == 1
-        for group in (pair, dist.group.WORLD):
-            assert type(group.communicator) is dist.ProcessGroup
-        assert (len(c10d._world.pg_map), pair.generation) == (2, cycle)
 
 
 @pytest.mark.matrix
