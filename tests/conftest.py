@@ -59,9 +59,7 @@ collect_ignore = [
 ]
 
 NOT_ON_NCCL = {
-    "groups/test_identity.py::test_gloo_groups_bypass_where": "simulated",
     "groups/test_replay.py::test_creating_function_receives": "simulated",
-    "groups/test_replay.py::test_replay_is_not_made_of_defaults": "simulated",
     "groups/test_replay.py::test_world_is_created_with_the": "simulated",
     "groups/test_while_offloaded.py::test_no_operation_succeeds_while_offloaded[monitored_bar": (
         "torch has it for gloo alone"

@@ -39,7 +39,7 @@ from reloadpg import (
     ReloadableProcessGroup,
 )
 from reloadpg.rendezvous import store_client
-from reloadpg.testing import run_ranks, simulated
+from reloadpg.testing import run_ranks
 
 SPLITS = TorchVersion(torch.__version__) >= "2.15"
 TIMEOUT = timedelta(seconds=30)
@@ -478,35 +478,6 @@ def test_a_group_created_while_offloaded_is_live_and_kept_by_the_reload(rank):
     if rank < 2:
         assert made.generation == 2
     assert [summed(group, rank) for group in mine] == list(mine.values())
-
-
-@worlds.unbound_only
-@pytest.mark.matrix
-@pytest.mark.ranks(2)
-def test_gloo_groups_bypass_where_others_serve_an_accelerator(rank):
-    """By default; their backend and store outlive the release of WORLD (failure 21)."""
-    simulated.register()
-    reloadpg.install(timeout=TIMEOUT)
-    worlds.init("sim", timeout=TIMEOUT)
-    pair = dist.new_group([0, 1])
-    cpu = dist.new_group([0, 1], backend="gloo")
-    local = dist.new_group([0, 1], backend="gloo", use_local_synchronization=True)
-    groups = (dist.group.WORLD, pair, cpu, local)
-    kinds = [isinstance(group, ReloadableProcessGroup) for group in groups]
-    assert kinds == [True, True, False, False]
-    store = c10d._world.pg_map[cpu][1]
-    inner = cpu._get_backend(torch.device("cpu"))
-    for _ in range(2):
-        reloadpg.offload()
-        assert (summed(cpu, rank), summed(local, rank)) == (3, 3)
-        assert _use(None) is _use(pair) is GroupOffloadedError
-        dist.monitored_barrier(cpu)
-        reloadpg.reload()
-    assert [summed(group, rank) for group in groups] == [3, 3, 3, 3]
-    assert cpu._get_backend(torch.device("cpu")) is inner
-    assert c10d._world.pg_map[cpu][1] is store
-    dist.destroy_process_group(cpu)
-    dist.destroy_process_group()
 
 
 @pytest.mark.ranks(1)
