@@ -151,9 +151,7 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Snapshot]:
     return seen
 
 
-def test_a_missing_rank_is_named_with_its_line(
-    snapshots: dict[str, Snapshot],
-) -> None:
+def test_a_missing_rank_is_named_with_its_line(snapshots: dict[str, Snapshot]) -> None:
     """At the top of the page; exit code 1."""
     snapshot = snapshots["first offload"]
     assert snapshot.code == 1

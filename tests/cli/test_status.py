@@ -24,14 +24,7 @@ from reloadpg.cli import main, records
 from reloadpg.cli.console import show
 from reloadpg.cli.doctor import diagnose
 from reloadpg.cli.job import WAITING_S, WORKING_S, JobView
-from reloadpg.cli.records import (
-    LATE_S,
-    SILENT_S,
-    RankRecord,
-    Reading,
-    read_directory,
-    typed,
-)
+from reloadpg.cli.records import LATE_S, SILENT_S, RankRecord, Reading, read_directory, typed
 from reloadpg.cli.status import page
 from reloadpg.lifecycle.report import (
     BypassedGroup,

@@ -33,6 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "expert_tensor_parallel_size": 1,
         "create_all_gather_group": True,
     },
+    "pp4": {"pipeline_model_parallel_size": 4},  # groups overlap: an embedding of ranks 0 and 3
     "cp4": {"context_parallel_size": 4, "order": "tp-cp-pp-dp"},
 }
 """Arguments of ``initialize_model_parallel`` on four ranks."""
@@ -98,8 +99,18 @@ def end(parallel_state: Any, *, leave: bool = False) -> None:
             dist.destroy_process_group(group)
 
 
-def layouts_phase(run: Run, parallel_state: Any) -> dict[str, Any]:
-    """One layout after the other, three cycles in each; the first one's groups stay around."""
+PRELOAD = () if worlds.NCCL else ("megatron.core",)
+"""What ``consumer_run`` has imported once for all ranks of a launch. It asks CUDA for its devices
+as it is imported, and a process that has done so cannot be forked."""
+
+
+def megatron_program(run: Run) -> dict[str, Any]:
+    """One layout after the other, three cycles in each; the first one's groups stay around.
+
+    All in one job, as importing megatron-core is what takes long.
+    """
+    from megatron.core import parallel_state
+
     results: dict[str, Any] = {}
     run.facts["same objects"] = []
     run.facts["groups"] = {}
@@ -128,71 +139,9 @@ def layouts_phase(run: Run, parallel_state: Any) -> dict[str, Any]:
     return results
 
 
-def exchange(operations: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(operations) if operations else []:
-        work.wait()
-
-
-def pipeline_phase(run: Run, parallel_state: Any) -> dict[str, Any]:
-    """Pipeline parallel 4: overlapping groups, and a first operation for two of the ranks only."""
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=4)
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    groups = groups_of(parallel_state)
-    worlds.barrier()  # all ranks are in the first operation of the job, as NCCL needs it
-    weight = torch.full((2,), 1.0 + run.rank)
-    received, embedded = [], []
-    for number in range(3):
-        run.cycle(connect="eager")  # for NCCL, which otherwise connects in a collective of all
-        # The first use of the rebuilt WORLD: some ranks only, and none of them all.
-        source, target = number, number + 1
-        tensor = weight + number
-        operations = []
-        if run.rank == source:
-            operations = [dist.P2POp(dist.isend, tensor, target)]
-        elif run.rank == target:
-            tensor = torch.zeros(2)
-            operations = [dist.P2POp(dist.irecv, tensor, source)]
-        exchange(operations)
-        received.append(tensor)
-        # Then each stage passes on, in the pipeline's own group.
-        if not parallel_state.is_pipeline_first_stage():
-            previous = parallel_state.get_pipeline_model_parallel_prev_rank()
-            got = torch.zeros(2)
-            dist.recv(got, previous, group=pipeline)
-            weight = weight + got
-        if not parallel_state.is_pipeline_last_stage():
-            dist.send(weight, parallel_state.get_pipeline_model_parallel_next_rank(), pipeline)
-        # First and last stage reduce the gradient of a shared embedding.
-        gradient = weight.clone()
-        # (is_rank_in_embedding_group() still answers for the layout that was destroyed.)
-        if parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage():
-            dist.all_reduce(gradient, group=parallel_state.get_embedding_group())
-        embedded.append(gradient)
-        weight = weight / 2
-    results = {"received": received, "embedded": embedded, "sums": sums(run, groups)}
-    del groups
-    end(parallel_state)
-    return results
-
-
-PRELOAD = () if worlds.NCCL else ("megatron.core",)
-"""What ``consumer_run`` has imported once for all ranks of a launch. It asks CUDA for its devices
-as it is imported, and a process that has done so cannot be forked."""
-
-
-def megatron_program(run: Run) -> dict[str, Any]:
-    """All phases in one job, as importing megatron-core is what takes long."""
-    from megatron.core import parallel_state
-
-    return {
-        "layouts": layouts_phase(run, parallel_state),
-        "pipeline": pipeline_phase(run, parallel_state),
-    }
-
-
 @pytest.mark.slow
 class TestMegatron(ConsumerTests):
-    consumer = Consumer(megatron_program, 4, cycles=3 * (len(LAYOUTS) + 1), groups=8)
+    consumer = Consumer(megatron_program, 4, cycles=3 * len(LAYOUTS), groups=8)
 
     def test_getters_return_the_same_objects(self) -> None:
         """Before and after each cycle, by every getter of megatron-core."""

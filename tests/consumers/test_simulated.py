@@ -45,7 +45,7 @@ class TestDeviceMesh(ConsumerTests):
 @pytest.mark.slow
 class TestMegatron(ConsumerTests):
     consumer = Consumer(
-        megatron_program, 4, reloaded=SIM_RELOADED, cycles=3 * (len(LAYOUTS) + 1), groups=6
+        megatron_program, 4, reloaded=SIM_RELOADED, cycles=3 * len(LAYOUTS), groups=6
     )
 
 

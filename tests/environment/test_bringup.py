@@ -171,11 +171,7 @@ SPAWNED = dict.fromkeys(("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"))
 
 @pytest.mark.parametrize(
     "env",
-    [
-        {**SPAWNED, "LOCAL_RANK": None},
-        SPAWNED,
-        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-    ],
+    [{**SPAWNED, "LOCAL_RANK": None}, SPAWNED, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}],
     ids=["no LOCAL_RANK", "LOCAL_RANK", "each is local rank 0"],
 )
 def test_ranks_that_are_not_described_as_by_torchrun_come_up(env: dict[str, str | None]) -> None:

@@ -55,9 +55,7 @@ OPENMPI = missing("mpirun", "ompi_info")
 def test_ranks_of_mpirun_on_one_host_meet_on_the_loopback_interface(tmp_path: Path) -> None:
     """OpenMPI gives no address."""
     root = ["--allow-run-as-root"] if os.getuid() == 0 else []
-    launch(
-        *("mpirun", *root, "--oversubscribe", "-n", "2", sys.executable, REPORT, str(tmp_path)),
-    )
+    launch(*("mpirun", *root, "--oversubscribe", "-n", "2", sys.executable, REPORT, str(tmp_path)))
     found = reports(tmp_path)
     check(found, "openmpi", 2)
     assert {report["master_addr"] for report in found} == {"127.0.0.1"}

@@ -92,10 +92,7 @@ def the_reloaded_mesh(ranks: list[dict[str, Any]]) -> None:
 def the_save_during_a_rollout(ranks: list[dict[str, Any]]) -> None:
     """The trainer's groups are offloaded, and the group that saves is not."""
     for rank in ranks:
-        assert [seen[:2] for seen in rank["seen"]] == [
-            ("generate", "offloaded"),
-            ("train", "live"),
-        ]
+        assert [seen[:2] for seen in rank["seen"]] == [("generate", "offloaded"), ("train", "live")]
         assert (rank["generation"], rank["groups"]) == (1, 2)
 
 

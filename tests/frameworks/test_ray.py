@@ -51,9 +51,7 @@ def driven(tmp_path_factory: pytest.TempPathFactory, part: str) -> dict[str, Any
     return seen
 
 
-def test_actors_have_the_variables_of_ranks_in_the_order_of_the_list(
-    seen: dict[str, Any],
-) -> None:
+def test_actors_have_the_variables_of_ranks_in_the_order_of_the_list(seen: dict[str, Any]) -> None:
     """Rank, world size and local rank."""
     assert seen["variables"] == [
         {

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from jobs import one_cycle
 from torch._dynamo.utils import counters
 from worlds import start
 
-import reloadpg
 from reloadpg.testing import run_ranks
 
 FEW = ("all_reduce", "reduce", "batch_isend_irecv")
@@ -95,8 +95,7 @@ def _run(rank, world_size, world, few, store):
     seen = {}
     for generation in range(1 if world == "plain" else 2):
         if generation:
-            reloadpg.offload()
-            reloadpg.reload()
+            one_cycle()
         for key, (op, how) in _ops(rank, world_size, group).items():
             if few and (key[0] not in FEW or key[1]):
                 continue

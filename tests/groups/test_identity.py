@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
+from jobs import TIMEOUT, install, one_cycle, start
 from tables import (
     expected_sum,
     holders,
@@ -42,21 +43,6 @@ from reloadpg.rendezvous import store_client
 from reloadpg.testing import run_ranks
 
 SPLITS = TorchVersion(torch.__version__) >= "2.15"
-TIMEOUT = timedelta(seconds=30)
-
-
-def _cycle():
-    reloadpg.offload()
-    reloadpg.reload()
-
-
-def _install(**options):
-    return reloadpg.install(**{"backends": {worlds.BACKEND}, "timeout": TIMEOUT, **options})
-
-
-def _start(**options):
-    _install(**options)
-    worlds.init(timeout=TIMEOUT)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -132,7 +118,7 @@ def _snapshot(made, rank):
 
 def _everywhere(rank, world_size, installed):
     if installed:
-        _install()
+        install()
     worlds.init(timeout=TIMEOUT)
     made, meshes = _make_groups(rank)
     facts = {
@@ -262,7 +248,7 @@ def test_copies_and_pickles_are_the_same_object(rank):
     A pickle raises where the process has no such group: on a rank that is not a member, where the
     name has other ranks, and after the end of the job.
     """
-    _start()
+    start()
     world, pair = dist.group.WORLD, dist.new_group([0, 1])
     store = c10d._get_default_store()
     if rank == 0:
@@ -327,14 +313,14 @@ def test_a_destroyed_group_is_forgotten_and_not_rebuilt(rank, state):
 
     The library keeps no reference to it (failure 13); other groups are reloaded.
     """
-    _start()
+    start()
     other, before = dist.new_group([0, 1]), lengths()
     for count in (1, 2):
         group = dist.new_group([0, 1])
         name = group.group_name
         dist.all_reduce(torch.ones(1), group=group)
         if state == "reloaded":
-            _cycle()
+            one_cycle()
             assert summed(group, rank) == 3
         inner = weakref.ref(group.communicator)
         if state == "offloaded":
@@ -377,7 +363,7 @@ def test_a_job_can_end_and_start_again_in_the_same_process(rank, state, tmp_path
     Rank 0's store ends with the default group, so the next job finds no old keys.
     """
     world = state != "world=False"
-    _install(world=world)
+    install(world=world)
     old = []
     for life in range(3):
         worlds.init(timeout=TIMEOUT)
@@ -387,8 +373,8 @@ def test_a_job_can_end_and_start_again_in_the_same_process(rank, state, tmp_path
         assert isinstance(pair, ReloadableProcessGroup)
         assert reloadpg.status().generation == 0
         assert (summed(None, rank), summed(pair, rank)) == (3, 3)
-        _cycle()
-        _cycle()
+        one_cycle()
+        one_cycle()
         assert (summed(None, rank), summed(pair, rank)) == (3, 3)
         assert pair.generation == 2
         inner = weakref.ref(pair.communicator)
@@ -422,11 +408,11 @@ def test_the_store_server_ends_with_the_default_group(rank, world, delay):
         return connect(store)
 
     store_client.c10d.clone_store = connect_late
-    _start(world=world)
+    start(world=world)
     held = dist.group.WORLD if world else None  # a plain group itself keeps its store
     port = int(os.environ["MASTER_PORT"])
     if not delay:
-        _cycle()
+        one_cycle()
     elif not world:
         reloadpg.offload()  # with no reloadable group, the library connects here
     # Rank 1 must not end a group that rank 0 still connects.
@@ -450,7 +436,7 @@ def test_the_store_server_ends_with_the_default_group(rank, world, delay):
 @pytest.mark.ranks(3)
 def test_a_group_created_while_offloaded_is_live_and_kept_by_the_reload(rank):
     """It is not rebuilt by that reload, and takes part in the next cycle (failure 22)."""
-    _start()
+    start()
     before = dist.new_group([0, 1, 2])
     reloadpg.offload()
     made = dist.new_group([0, 1], group_desc="made while offloaded")
@@ -473,7 +459,7 @@ def test_a_group_created_while_offloaded_is_live_and_kept_by_the_reload(rank):
         assert made.generation == 0
         del inner
     assert [summed(group, rank) for group in mine] == list(mine.values())
-    _cycle()
+    one_cycle()
     assert before.generation == 2
     if rank < 2:
         assert made.generation == 2

@@ -138,9 +138,7 @@ def test_operation_gives_what_stock_torch_gives(row, stage, stock, reloadable, r
 def test_operation_that_asks_for_a_cpp_backend_raises(row, stock, reloadable):
     """A known limit: such an operator raises on every rank."""
     for plain, proxied in zip(
-        _of_row(stock, row),
-        _of_row(reloadable, row, "after one reload"),
-        strict=True,
+        _of_row(stock, row), _of_row(reloadable, row, "after one reload"), strict=True
     ):
         assert all(not outcome.error for outcome in plain.values())
         assert {(o.error, o.message) for o in proxied.values()} <= {("RuntimeError", NO_BACKEND)}

@@ -11,23 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 import worlds
+from jobs import TIMEOUT, install, one_cycle
 from tables import expected_sum, resolves_to, summed
 from torch.distributed import distributed_c10d as c10d
 
 import reloadpg
 from reloadpg import GroupOffloadedError
 from reloadpg.testing import run_ranks, simulated
-
-TIMEOUT = timedelta(seconds=30)
-
-
-def _cycle():
-    reloadpg.offload()
-    reloadpg.reload()
-
-
-def _install(**options):
-    return reloadpg.install(**{"backends": {worlds.BACKEND}, "timeout": TIMEOUT, **options})
 
 
 class _Recorder:
@@ -102,7 +92,7 @@ CALLS = {
 def _received(rank, world_size):
     simulated.register()
     new_group, helper = _Recorder("new_group"), _Recorder("_new_process_group_helper")
-    _install(backends={"gloo", "sim"}, parallelism=1)  # so that calls are seen in order
+    install(backends={"gloo", "sim"}, parallelism=1)  # so that calls are seen in order
     worlds.init("sim", timeout=timedelta(seconds=51), pg_options=OPTIONS)
     facts = {"WORLD": [helper.bound(helper.take()[0])]}
     groups, given, first = {}, {}, {}
@@ -194,7 +184,7 @@ def _timeout(group):
 @pytest.mark.ranks(2)
 def test_timeout_and_description_changed_on_the_live_group_hold():
     """As Megatron changes them with _set_pg_timeout; read from the rebuilt backend (failure 9)."""
-    _install()
+    install()
     worlds.init(timeout=timedelta(seconds=61))
     pair = dist.new_group([0, 1], timeout=timedelta(seconds=62), group_desc="before")
     kept = dist.new_group([0, 1], timeout=timedelta(seconds=63))
@@ -237,7 +227,7 @@ def test_only_members_replay(rank, in_callback):
     not replayed (failures 5, 12).
     """
     new_group = _Recorder("new_group")
-    _install()
+    install()
     worlds.init(timeout=TIMEOUT)
     made = [[0, 1], [1, 2], [0, 1, 2], [0, 2]]
     groups = [dist.new_group(ranks) for ranks in made]
@@ -261,7 +251,7 @@ def test_only_members_replay(rank, in_callback):
 
 def _ring(rank, world_size):
     """Each pair of neighbours creates a group without the other ranks."""
-    _install()
+    install()
     worlds.init(timeout=TIMEOUT)
     # By torch's rule for the names, a group must be the n-th of both members: even pairs first.
     even = (rank - rank % 2, rank - rank % 2 + 1)
@@ -270,16 +260,12 @@ def _ring(rank, world_size):
     groups = [dist.new_group(list(pair), use_local_synchronization=True) for pair in pairs]
     orders = []
     for _ in range(3):
-        _cycle()
+        one_cycle()
         for pair, group in zip(pairs, groups, strict=True):
             assert summed(group, rank) == expected_sum(pair)
         orders.append([entry.name for entry in reloadpg.status().groups][1:])
     made = [group.group_name for group in groups]
-    return {
-        "made": made,
-        "orders": orders,
-        "generations": {group.generation for group in groups},
-    }
+    return {"made": made, "orders": orders, "generations": {group.generation for group in groups}}
 
 
 @pytest.mark.matrix
@@ -313,7 +299,7 @@ def test_the_cpu_backend_of_a_mixed_group_is_kept(rank):
         return c10d.ProcessGroupGloo(store, place, size, timeout)
 
     dist.Backend.register_backend("second", create, devices=["meta"])
-    _install(backends={"second"})
+    install(backends={"second"})
     dist.init_process_group("cpu:gloo,meta:second", timeout=TIMEOUT)
     pair = dist.new_group([0, 1], backend="cpu:gloo,meta:second")
     positional = dist.new_group([0, 1], None, "cpu:gloo,meta:second", None)

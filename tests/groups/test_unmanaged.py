@@ -12,6 +12,7 @@ import early_bindings
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import one_cycle
 from torch._dynamo import distributed as dynamo_distributed
 from torch.distributed import distributed_c10d as c10d
 from worlds import CAN_SPLIT, TIMEOUT, start, summed
@@ -53,8 +54,7 @@ def test_groups_of_early_bindings_are_reloadable(rank, world):
         "by default": early_bindings.by_default([0, 1]),
     }
     assert early_bindings.partial.func is not dist.new_group
-    reloadpg.offload()
-    reloadpg.reload()
+    one_cycle()
     for desc, group in made.items():
         assert (group.group_desc, group.generation, summed(group, rank)) == (desc, 1, 3.0)
 
@@ -249,8 +249,7 @@ def test_registered_groups_are_rebuilt_one_after_the_other():
 
     for _ in range(4):
         reloadpg.register_group(dist.new_group([0]), rebuild=rebuild)
-    reloadpg.offload()
-    reloadpg.reload()
+    one_cycle()
     assert threads == threads[:1] * 4
 
 

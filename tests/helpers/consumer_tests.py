@@ -45,10 +45,7 @@ class ConsumerTests:
     consumer: ClassVar[Consumer]
 
     def test_results_equal_the_run_without(self) -> None:
-        """Losses, parameters and outputs are bit-identical to those of torch alone.
-
-        So nothing else needs to check the values of a program.
-        """
+        """Losses, parameters and outputs are bit-identical to those of torch alone."""
         plain, reloaded = self.consumer.without(), self.consumer.with_cycles()
         assert not any(outcome.facts["reloadpg installed"] for outcome in plain)
         assert all(outcome.facts["reloadpg installed"] for outcome in reloaded)

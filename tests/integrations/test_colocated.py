@@ -349,9 +349,7 @@ def test_weights_are_copied_back_while_the_groups_are_reloaded() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_a_copy_that_fails_on_one_rank_does_not_stop_the_reload(
-    error: type[BaseException],
-) -> None:
+def test_a_copy_that_fails_on_one_rank_does_not_stop_the_reload(error: type[BaseException]) -> None:
     """``restore()`` copies again, on that rank alone. An interrupt is raised unchanged."""
     with a_side() as side:
         left = [error("copy")] if side.rank == 1 else []

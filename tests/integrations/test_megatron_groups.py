@@ -50,11 +50,7 @@ MEMBERS = {
         "pos_embd": [[0], [1]],
     },
     "tp2 ep2": {"tp": [[0, 1], [2, 3]], "dp": [[0, 2], [1, 3]], "ep": [[0, 2], [1, 3]]},
-    "hybrid cp4": {
-        "cp": [[0, 1, 2, 3]],
-        "hcp[0]": [[0, 1], [2, 3]],
-        "hcp[1]": [[0, 2], [1, 3]],
-    },
+    "hybrid cp4": {"cp": [[0, 1, 2, 3]], "hcp[0]": [[0, 1], [2, 3]], "hcp[1]": [[0, 2], [1, 3]]},
 }
 """The ranks of each group, as the layout says."""
 
@@ -210,10 +206,7 @@ def a_rank_that_does_not_come_to_destroy_model_parallel_is_named(
     come = (arrived / f"arrived-{rank}").touch
     waiting = simulated.Fault("barrier", "call", moment="waiting", call=lambda _: come())
     said = r"(?s)destroy_model_parallel.*missing: rank 3"
-    with (
-        simulated.inject(waiting),
-        pytest.raises(reloadpg.RendezvousTimeoutError, match=said),
-    ):
+    with simulated.inject(waiting), pytest.raises(reloadpg.RendezvousTimeoutError, match=said):
         megatron.destroy_model_parallel(timeout)
     if rank != 3:
         assert sums_right(None)

@@ -89,7 +89,7 @@ def test_each_rank_has_a_track(tmp_path: Path) -> None:
     write_trace(reports, tmp_path / "all.json")
     found = events(tmp_path / "all.json")
     assert sorted((one["pid"], one["name"]) for one in found if "operation" in one["cat"]) == [
-        *((0, "offload"), (0, "reload"), (1, "offload"), (1, "reload")),
+        *((0, "offload"), (0, "reload"), (1, "offload"), (1, "reload"))
     ]
     metadata = events(tmp_path / "all.json", "M")
     names = {one["pid"]: one["args"] for one in metadata if one["name"] == "process_name"}

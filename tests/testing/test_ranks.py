@@ -322,10 +322,7 @@ def end_in_all_ways(rank: int, world_size: int, ways: list[str]) -> Any:
 
 @pytest.mark.parametrize(
     ("method", "ways"),
-    [
-        ("forkserver", [*WAYS_TO_END]),
-        slow("spawn", ["returns", "raises", "sys.exit(0)"]),
-    ],
+    [("forkserver", [*WAYS_TO_END]), slow("spawn", ["returns", "raises", "sys.exit(0)"])],
 )
 def test_each_way_to_end_is_reported(method: Any, ways: list[str], capfd: Any) -> None:
     """By exit code, signal, reason and output. With ``check=False`` the other ranks continue.
@@ -333,12 +330,7 @@ def test_each_way_to_end_is_reported(method: Any, ways: list[str], capfd: Any) -
     The times of failures count from the start of the first rank, also while others are started.
     """
     outcomes: list[RankOutcome] = run_ranks(
-        end_in_all_ways,
-        len(ways),
-        args=(ways,),
-        start_method=method,
-        timeout=LIMIT,
-        check=False,
+        end_in_all_ways, len(ways), args=(ways,), start_method=method, timeout=LIMIT, check=False
     )
     for way, outcome in zip(ways, outcomes, strict=True):
         _, exitcode, number, text = WAYS_TO_END[way]
@@ -667,9 +659,7 @@ def run_python(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.slow
-def test_functions_of_main_need_a_guarded_module(
-    tmp_path: Path,
-) -> None:
+def test_functions_of_main_need_a_guarded_module(tmp_path: Path) -> None:
     """Of a package too. An unguarded script and an interactive interpreter get an error."""
     call = "from reloadpg.testing import run_ranks\ndef fn(rank, size):\n    return rank\n"
     (tmp_path / "package").mkdir()
