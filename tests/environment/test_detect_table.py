@@ -63,7 +63,7 @@ class Row:
 
 
 ROWS = [
-    # -- nothing, or nothing that says who this is
+    # -- no variable that identifies the rank
     Row("nothing", "", SINGLE),
     Row("unrelated", "HOME=/root PATH=/bin", SINGLE),
     Row("address alone", MEET, SINGLE),

@@ -95,7 +95,7 @@ def leave_late(rank: int, world_size: int, kind: str, bound: float) -> str:
                 store.set("has the sum", "1")
             else:
                 store.wait(["has the sum"], timedelta(seconds=LIMIT_S))
-                os._exit(0)  # never at the barrier, and says nothing to anyone
+                os._exit(0)  # it never reaches the barrier, and notifies no rank
     except reloadpg.RendezvousTimeoutError as error:
         assert not dist.is_initialized()
         return str(error)
@@ -177,7 +177,12 @@ def fail_on(rank: int, world_size: int, kind: str, failing: int, how: str, where
 
 
 SLOW_FAILURES = {
-    ("scope", "exception", "rank0", "collective"),  # the store is gone: who tells it, waits for it
+    (
+        "scope",
+        "exception",
+        "rank0",
+        "collective",
+    ),  # the store is gone: notifying it waits
     *(("context", how, "parent", "exit") for how in ("KeyboardInterrupt", "SystemExit")),
     *(("context", how, "parent", "collective") for how in ("KeyboardInterrupt", "SystemExit")),
 }

@@ -49,7 +49,7 @@ def the_mesh(ranks: list[dict[str, Any]]) -> None:
 
 
 def the_report(ranks: list[dict[str, Any]]) -> None:
-    """The default group is recreated, as its pattern says; nothing was connected yet."""
+    """The default group is recreated, as its pattern requests; nothing was connected yet."""
     for rank in ranks:
         report = rank["report"]
         assert (report.memory_source, report.released_bytes) == ("simulated", 0)

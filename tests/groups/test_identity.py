@@ -225,7 +225,7 @@ def test_only_the_proxy_refers_to_the_communicator(job):
     for facts in job:
         for inner in facts["inner"]:
             assert inner["in tables"] == inner["by own name"] == inner["alive"] == []
-            # The proxy's attributes, which from Python 3.14 on lie in the proxy itself.
+            # The proxy's attributes; from Python 3.14 on they are part of the proxy itself.
             assert inner["held by"] in (["dict"], ["ReloadableProcessGroup"])
 
 

@@ -175,7 +175,7 @@ def test_a_step_that_fails_is_named_with_its_cause_and_the_state(
                 body = True
             assert body
         assert reloadpg.status().state == "live"
-        if step != "answer" or side.rank == 1:  # else nothing collective is left to do
+        if step != "answer" or side.rank == 1:  # otherwise no collective step is left
             rollout.restore()
         side.check_restored(rollout, engine)
 
@@ -221,7 +221,7 @@ def test_a_saver_that_cannot_resume_fails_the_reload_on_all_ranks(
 
 @pytest.mark.ranks(2)
 def test_an_exception_of_the_body_is_raised_after_the_way_back() -> None:
-    """Also if a step back fails. Misuse raises an error that says what to call, with all live."""
+    """Also if a step back fails. A misuse raises an error with the call to make; all is live."""
     with a_side() as side:
         engine = side.engine()
         rollout = colocated(engine, saver=side.bare)
@@ -334,7 +334,7 @@ def test_weights_are_copied_back_while_the_groups_are_reloaded() -> None:
             assert rebuilds.wait(60)
             with pytest.raises(reloadpg.GroupOffloadedError, match="a reload is running"):
                 sums_right(None)
-            copies.set()  # the reload goes on
+            copies.set()  # the reload continues
 
         rollout = colocated(side.engine(), saver=side.bare, copy_back=copy_back)
         reloadpg.on_reload(before_reload, before=True)

@@ -52,7 +52,7 @@ MEMBERS = {
     "tp2 ep2": {"tp": [[0, 1], [2, 3]], "dp": [[0, 2], [1, 3]], "ep": [[0, 2], [1, 3]]},
     "hybrid cp4": {"cp": [[0, 1, 2, 3]], "hcp[0]": [[0, 1], [2, 3]], "hcp[1]": [[0, 2], [1, 3]]},
 }
-"""The ranks of each group, as the layout says."""
+"""The ranks of each group of the layout."""
 
 
 def known() -> list[str]:

@@ -96,7 +96,7 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_hooks_refuse_what_they_cannot_use() -> None:
-    """Each says what it was given, and that nothing was done."""
+    """The error names the argument, and says that nothing was done."""
     with pytest.raises(InvalidOptionError, match=r"when='never'.*one of step_end, epoch_end"):
         transformers.offloaded_phase(when="never")  # type: ignore[arg-type]
     with pytest.raises(InvalidOptionError, match=r"when='never'.*one of train_batch_end"):

@@ -188,7 +188,7 @@ def test_a_run_has_a_separate_temporary_folder(seen: Any) -> None:
         assert not Path(environment["TMPDIR"]).parent.exists()
         cache = Path(environment["TORCHINDUCTOR_CACHE_DIR"])
         assert cache.parents[1] == Path(environment["TMPDIR"]).parents[1]
-        assert environment["TRITON_CACHE_DIR"] == "7"  # the caller had said so
+        assert environment["TRITON_CACHE_DIR"] == "7"  # set by the caller
 
 
 def test_a_forked_rank_has_torch_imported_and_a_spawned_rank_has_not(seen: Any) -> None:
@@ -263,7 +263,7 @@ def test_only_a_store_in_the_parent_survives_rank_0(store: Any, answers: bool) -
 
 
 def return_early(rank: int, world_size: int, end: str, folder: str) -> bool:
-    """Rank 0 returns; rank 2 checks whether its process exists; rank 1 ends as told."""
+    """Rank 0 returns; rank 2 checks whether its process exists; rank 1 ends in the given way."""
     checked = Path(folder, "checked")
     if rank == 0:
         report(folder, os.getpid())
@@ -597,7 +597,7 @@ def test_runs_share_a_compiler_cache_until_a_rank_is_killed(
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder with a short path, since sockets of multiprocessing lie in it."""
+    """A folder with a short path, since it contains sockets of multiprocessing."""
     with tempfile.TemporaryDirectory(prefix="run-ranks-") as name:
         yield Path(name)
 
