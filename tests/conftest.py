@@ -39,7 +39,6 @@ pytest.register_assert_rewrite(
 collect_ignore = [
     f"{name}.py"
     for name in (
-        "groups/test_batching",
         "groups/test_creation",
         "groups/test_dispatch",
         "groups/test_patches",
@@ -60,9 +59,7 @@ collect_ignore = [
 ]
 
 NOT_ON_NCCL = {
-    "groups/test_identity.py::test_gloo_groups_bypass_where": "simulated",
     "groups/test_replay.py::test_creating_function_receives": "simulated",
-    "groups/test_replay.py::test_replay_is_not_made_of_defaults": "simulated",
     "groups/test_replay.py::test_world_is_created_with_the": "simulated",
     "groups/test_while_offloaded.py::test_no_operation_succeeds_while_offloaded[monitored_bar": (
         "torch has it for gloo alone"
@@ -82,7 +79,6 @@ NOT_ON_NCCL = {
 """Tests that a world on NCCL leaves out, by the start of their names, and why."""
 
 NOT_ON_TORCHCOMMS = {
-    "groups/test_identity.py::test_world_becomes_reloadable_when": "its timeouts cannot be read",
     "groups/test_op_table.py::test_little_is": "it cannot coalesce",
     "groups/test_op_table.py::test_operation_that_asks": "point-to-point: see op_table.py",
     "groups/test_replay.py::test_timeout_and_description_ch": "its timeouts cannot be read",

@@ -109,7 +109,7 @@ from reloadpg import cli
 def run(options):
     sys.stdout.write("one\\n")
     sys.stdout.flush()
-    sys.stdin.read()  # until nobody reads any more
+    sys.stdin.read()  # until the pipe is closed
     sys.stdout.write("two\\n")
     return 0
 

@@ -228,7 +228,7 @@ def test_sigterm_ends_all_ranks(tmp_path):
     finally:
         launcher.kill()
         launcher.communicate(timeout=LIMIT)
-    # Torch leaves directories of its own.
+    # Torch itself leaves directories.
     assert not [path for path in scratch.iterdir() if path.name.startswith("reloadpg")]
 
 

@@ -176,22 +176,13 @@ def test_torch_versions(monkeypatch, version, level, words):
     assert words in finding.message
 
 
-@pytest.mark.parametrize(
-    ("torch", "lines"),
-    [
-        (
-            "__version__ = '2.6.0'\n",
-            ["[problem]  torch", "version 2.6.0 is too old", "-> install torch 2.8 or later"],
-        ),
-        ("raise ImportError('libcudart.so.13: cannot open')\n", ["libcudart.so.13: cannot open"]),
-    ],
-)
-def test_an_unusable_torch_is_exit_code_1(tmp_path, torch, lines):
+def test_an_unusable_torch_is_exit_code_1(tmp_path):
     """With the remedy and without a traceback."""
-    (tmp_path / "torch.py").write_text(torch)
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open')\n")
     process = command("doctor", path=tmp_path)
     assert process.returncode == 1, process.stderr
-    assert all(line in process.stdout for line in lines), process.stdout
+    for words in ("[problem]  torch", "libcudart.so.13: cannot open", "-> install torch 2.8"):
+        assert words in process.stdout, process.stdout
     assert "Traceback" not in process.stdout + process.stderr
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -151,9 +151,7 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Snapshot]:
     return seen
 
 
-def test_a_missing_rank_is_named_with_its_line(
-    snapshots: dict[str, Snapshot],
-) -> None:
+def test_a_missing_rank_is_named_with_its_line(snapshots: dict[str, Snapshot]) -> None:
     """At the top of the page; exit code 1."""
     snapshot = snapshots["first offload"]
     assert snapshot.code == 1
@@ -178,39 +176,41 @@ def test_a_missing_rank_is_named_with_its_line(
     assert snapshot.problems == ["waits for: rank 1: it has not called offload()"]
 
 
-def test_a_job_that_continues_has_no_problem(snapshots: dict[str, Snapshot]) -> None:
-    snapshot = snapshots["offloaded"]
-    assert (snapshot.code, snapshot.data["operation"], snapshot.problems) == (0, None, [])
-    assert "3 of 3 ranks: 3 offloaded" in snapshot.page
+class Case(NamedTuple):
+    """What the commands show at one time."""
+
+    name: str
+    code: int
+    headline: str
+    missing: dict[str, list[int]] | None
+    """The ranks that the operation in progress waits for, by the reason; None without one."""
+    problem: str
 
 
-def test_a_stopped_rank_is_named_with_a_remedy(
-    snapshots: dict[str, Snapshot],
-) -> None:
-    snapshot = snapshots["stopped"]
-    assert snapshot.code == 1
-    assert "2 in reload, 1 stopped" in snapshot.page.splitlines()[0]
-    assert snapshot.data["operation"]["missing"] == {"stopped": [1]}
-    assert snapshot.data["stopped"] == [1]
-    assert "waits for: rank 1: its process is stopped" in snapshot.problems
-    pid = snapshot.data["ranks"][1]["pid"]
-    assert f"kill -CONT {pid}" in snapshot.page
+CASES = (
+    Case("offloaded", 0, "3 of 3 ranks: 3 offloaded", None, ""),
+    Case(
+        *("stopped", 1, "2 in reload, 1 stopped", {"stopped": [1]}),
+        "waits for: rank 1: its process is stopped",
+    ),
+    Case(
+        *("killed", 1, "2 in offload, 1 gone", {"gone": [1]}),
+        "waits for: rank 1: its process is gone",
+    ),
+    Case("dead", 1, "3 of 3 ranks: 3 gone", None, "gone: ranks 0-2: "),
+)
 
 
-def test_a_killed_rank_is_reported_as_gone(snapshots: dict[str, Snapshot]) -> None:
-    """Also to the ranks that wait for it."""
-    snapshot = snapshots["killed"]
-    assert snapshot.code == 1
-    assert "2 in offload, 1 gone" in snapshot.page.splitlines()[0]
-    assert snapshot.data["operation"]["missing"] == {"gone": [1]}
-    assert "waits for: rank 1: its process is gone" in snapshot.problems
-    assert snapshot.data["ranks"][1]["age_s"] > LATE_S
-
-
-def test_a_job_without_processes_is_reported_as_gone(snapshots: dict[str, Snapshot]) -> None:
-    """No operation is shown as in progress."""
-    snapshot = snapshots["dead"]
-    assert snapshot.code == 1
-    assert snapshot.page.splitlines()[0].endswith("3 of 3 ranks: 3 gone")
-    assert snapshot.data["operation"] is None
-    assert any(problem.startswith("gone: ranks 0-2: ") for problem in snapshot.problems)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_ranks_that_cannot_continue_are_named(snapshots: dict[str, Snapshot], case: Case) -> None:
+    """A stopped rank with a remedy, a killed one as gone. A job that continues has no problem."""
+    snapshot = snapshots[case.name]
+    operation = snapshot.data["operation"]
+    assert (snapshot.code, operation and operation["missing"]) == (case.code, case.missing)
+    assert case.headline in snapshot.page.splitlines()[0]
+    assert bool(snapshot.problems) == bool(case.problem)
+    assert not case.problem or any(one.startswith(case.problem) for one in snapshot.problems)
+    rank = snapshot.data["ranks"][1]
+    assert (f"kill -CONT {rank['pid']}" in snapshot.page) == (case.name == "stopped")
+    assert snapshot.data["stopped"] == ([1] if case.name == "stopped" else [])
+    assert (rank["age_s"] > LATE_S) or case.name != "killed"

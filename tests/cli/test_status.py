@@ -24,14 +24,7 @@ from reloadpg.cli import main, records
 from reloadpg.cli.console import show
 from reloadpg.cli.doctor import diagnose
 from reloadpg.cli.job import WAITING_S, WORKING_S, JobView
-from reloadpg.cli.records import (
-    LATE_S,
-    SILENT_S,
-    RankRecord,
-    Reading,
-    read_directory,
-    typed,
-)
+from reloadpg.cli.records import LATE_S, SILENT_S, RankRecord, Reading, read_directory, typed
 from reloadpg.cli.status import page
 from reloadpg.lifecycle.report import (
     BypassedGroup,
@@ -138,7 +131,7 @@ def test_a_running_operation_shows_its_progress():
 
 @pytest.mark.parametrize("waited", [WAITING_S - 1.0, WAITING_S + 1.0])
 def test_a_long_wait_is_a_problem(waited):
-    """Or of half a minute for ranks that work. In either case the page says what the others do."""
+    """For ranks that work, a wait of half a minute. The page always shows what the others do."""
     now = time.time()
     waits = running(waiting=True, phase="released", since=now - waited)
     job = view(
@@ -356,7 +349,7 @@ def test_a_job_that_has_exited_is_exit_code_1(job, capsys):
     ],
 )
 def test_a_directory_without_ranks_is_exit_code_1(tmp_path, capsys, name, words):
-    """The page says whether the path is wrong."""
+    """The page names a path that is wrong."""
     (tmp_path / "file").touch()
     assert main(["status", str(tmp_path / name)]) == 1
     written = capsys.readouterr().out

@@ -169,10 +169,7 @@ def test_an_operation_in_progress_ends_at_the_last_heartbeat(tmp_path):
     assert words["did not call offload"] == pytest.approx(words["rank 2"], abs=5)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"{", b"[1]", b'{"traceEvents": [5, {"pid": 0, "ts": "x"}]}'],
-)
+@pytest.mark.parametrize("content", [b"{", b"[1]", b'{"traceEvents": [5, {"pid": 0, "ts": "x"}]}'])
 def test_unreadable_files_are_named(tmp_path, capsys, content):
     """Without an operation, nothing is written: exit code 1."""
     (tmp_path / "other.json").write_bytes(content)

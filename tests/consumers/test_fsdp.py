@@ -11,11 +11,7 @@ import worlds
 from consumer_run import RELOADED_LATE, Run
 from consumer_tests import Consumer, ConsumerTests
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -85,10 +81,7 @@ def fsdp2_program(run: Run) -> dict[str, Any]:
         results[name]["optimizer"] = state["state"]
         sharded = get_state_dict(model, optimizers[name])
         set_state_dict(
-            model,
-            optimizers[name],
-            model_state_dict=sharded[0],
-            optim_state_dict=sharded[1],
+            model, optimizers[name], model_state_dict=sharded[0], optim_state_dict=sharded[1]
         )
         results[name]["parameters"] = {k: whole(v) for k, v in model.state_dict().items()}
     return results
@@ -96,14 +89,6 @@ def fsdp2_program(run: Run) -> dict[str, Any]:
 
 class TestFSDP2(ConsumerTests):
     consumer = Consumer(fsdp2_program, 4, groups=3)
-
-    def test_gathered_state_is_the_same_on_all_ranks(self) -> None:
-        """By an all-gather over the mesh after each cycle."""
-        first, *others = self.consumer.with_cycles()
-        for name in ("shard", "hybrid"):
-            for other in others:
-                for key, value in first.results[name]["parameters"].items():
-                    assert value.equal(other.results[name]["parameters"][key])
 
 
 @pytest.mark.slow

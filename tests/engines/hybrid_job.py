@@ -49,7 +49,7 @@ def engine_of(folder, size):
     from vllm import LLM
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-    # Else tensor parallelism on the CPU goes through shared memory, and uses no group.
+    # Otherwise tensor parallelism on the CPU uses shared memory, and no group.
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
     return LLM(
         folder,

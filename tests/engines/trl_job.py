@@ -37,9 +37,9 @@ from reloadpg.integrations.trl import offloaded_generation
 
 STEPS = 3
 
-# Else tensor parallelism on the CPU goes through shared memory, and uses no group.
+# Otherwise tensor parallelism on the CPU uses shared memory, and no group.
 CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
-# Else the weights are packed, and TRL cannot load new ones.
+# Otherwise the weights are packed, and TRL cannot load new ones.
 _custom_ops._supports_onednn = False
 utils.check_cpu_sgl_kernel = lambda *_: False
 

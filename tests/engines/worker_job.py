@@ -21,7 +21,7 @@ os.environ.update(
 
 
 def through_groups(worker):
-    """Let tensor parallelism use torch's groups; on the CPU it goes through shared memory."""
+    """Let tensor parallelism use torch's groups; on the CPU it uses shared memory by default."""
     import torch.distributed as dist
     from vllm.distributed.parallel_state import get_tp_group
 

@@ -1,4 +1,4 @@
-"""Run by real launchers: bring up, sum the ranks, and write what was seen to a separate file.
+"""Run by real launchers: bring up, sum the ranks in each of four generations, and write a file.
 
 ``python rank_report.py DIRECTORY [NAME OTHER]``: with a NAME, it stays up until the job that is
 called OTHER is up at the same time.
@@ -24,9 +24,16 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
+    reloadpg.install(backends={"gloo"}, min_size=1)
     with reloadpg.init_distributed(timeout=120, init_timeout=60) as context:
-        value = torch.tensor([float(context.environment.rank)])
-        dist.all_reduce(value)
+        sums = []
+        for cycle in range(4):
+            if cycle:
+                reloadpg.offload()
+                reloadpg.reload()
+            value = torch.tensor([float(context.environment.rank)])
+            dist.all_reduce(value)
+            sums.append(value.item())
         reloadpg.barrier(60, "all are up")
         if len(sys.argv) > 2:
             name, other = sys.argv[2:]
@@ -37,7 +44,8 @@ def main() -> None:
             **asdict(context.environment),
             "early": early,
             "torch_free": torch_free,
-            "sum": value.item(),
+            "sums": sums,
+            "generation": dist.group.WORLD.generation,
             "group": (dist.get_rank(), dist.get_world_size()),
         }
     label = sys.argv[2] if len(sys.argv) > 2 else "job"

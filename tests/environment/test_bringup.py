@@ -171,11 +171,7 @@ SPAWNED = dict.fromkeys(("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"))
 
 @pytest.mark.parametrize(
     "env",
-    [
-        {**SPAWNED, "LOCAL_RANK": None},
-        SPAWNED,
-        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-    ],
+    [{**SPAWNED, "LOCAL_RANK": None}, SPAWNED, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}],
     ids=["no LOCAL_RANK", "LOCAL_RANK", "each is local rank 0"],
 )
 def test_ranks_that_are_not_described_as_by_torchrun_come_up(env: dict[str, str | None]) -> None:
@@ -267,7 +263,7 @@ def describe(rank: int, world_size: int, path: str) -> tuple[Any, ...]:
 def test_an_adopted_group_is_described_by_what_launcher_and_group_say(
     env: dict[str, str | None], expected: list[tuple[Any, ...]], tmp_path: Path
 ) -> None:
-    """The ranks met on a store of the program; what neither says is None."""
+    """The ranks met on a store of the program. A value that neither has is None."""
     env = {**NO_ADDRESS, "LOCAL_WORLD_SIZE": None, **env}
     assert run_ranks(describe, 2, args=(str(tmp_path / "store"),), env=env) == expected
 
@@ -386,7 +382,7 @@ def test_time_in_which_the_machine_stands_still_does_not_count_for_the_timeout(
         wait_for_claim()
         worlds.stop_for(stopped, after=0.0, pids=[int(between.get("rank 0")), os.getpid()])
         clock = [time.monotonic()] * 2
-        while clock[1] - clock[0] < stopped - 2:  # and so comes when both run again
+        while clock[1] - clock[0] < stopped - 2:  # until both processes run again
             time.sleep(0.05)
             clock = [clock[1], time.monotonic()]
     with reloadpg.init_distributed(init_timeout=timeout if rank == 0 else 60):
@@ -450,7 +446,7 @@ def test_a_store_that_cannot_be_reached_is_reported_at_the_timeout_with_what_to_
 @pytest.mark.slow
 @pytest.mark.ranks(2, env={"TORCHELASTIC_USE_AGENT_STORE": None})
 def test_an_unreachable_store_is_reported_within_the_timeout(rank: int) -> None:
-    """Torch tries for twice its own."""
+    """Torch tries for twice its own timeout."""
     begun = time.monotonic()
     refuse_address(("no server", "another host")[rank], 30.0)
     assert 29 < time.monotonic() - begun < 50

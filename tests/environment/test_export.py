@@ -28,15 +28,28 @@ def test_the_exported_variables_are_read_back_as_the_same_environment() -> None:
     assert detect_environment(environ) == replace(ENVIRONMENT, source="torchrun")
 
 
-def test_undo_restores_all_variables_once() -> None:
-    """New, equal and overwritten variables are as before; a second undo does nothing."""
-    environ = {"RANK": "5", "MASTER_ADDR": "old", "WORLD_SIZE": "2", "HOME": "/root"}
-    before = dict(environ)
-    undo = ENVIRONMENT.export(overwrite=True, environ=environ)
-    assert environ["MASTER_ADDR"] == "n1"
-    assert environ["WORLD_SIZE"] == "8"
+PRESET = {"MASTER_ADDR": "n1-ib", "MASTER_PORT": "1"}
+OTHER = {"RANK": "5", "MASTER_ADDR": "old", "WORLD_SIZE": "2", "HOME": "/root"}
+
+
+@pytest.mark.parametrize(
+    ("preset", "overwrite", "exported"),
+    [
+        (PRESET, False, {**PRESET, "RANK": "5"}),
+        (OTHER, True, {"MASTER_ADDR": "n1", "WORLD_SIZE": "8", "HOME": "/root"}),
+    ],
+)
+def test_undo_restores_all_variables_once(
+    preset: dict[str, str], overwrite: bool, exported: dict[str, str]
+) -> None:
+    """New and overwritten ones; a second undo does nothing. Without ``overwrite`` the address of
+    the user is kept.
+    """
+    environ = dict(preset)
+    undo = ENVIRONMENT.export(overwrite=overwrite, environ=environ)
+    assert environ.items() >= exported.items()
     undo()
-    assert environ == before
+    assert environ == preset
     environ["RANK"] = "6"
     undo()
     assert environ["RANK"] == "6"
@@ -55,23 +68,30 @@ def test_os_environ_is_the_default_and_the_undo_is_a_context_too(
     assert dict(os.environ) == before
 
 
-def test_without_overwrite_a_preset_address_stays() -> None:
-    """The address of the user is kept; only what is missing is written."""
-    environ = {"MASTER_ADDR": "n1-ib", "MASTER_PORT": "1"}
-    undo = ENVIRONMENT.export(environ=environ)
-    assert environ["MASTER_ADDR"] == "n1-ib"
-    assert environ["MASTER_PORT"] == "1"
-    assert environ["RANK"] == "5"
-    undo()
-    assert environ == {"MASTER_ADDR": "n1-ib", "MASTER_PORT": "1"}
+class Full(dict[str, str]):
+    """Variables of which one cannot be written."""
+
+    def __setitem__(self, name: str, value: str) -> None:
+        if name == "MASTER_ADDR":
+            raise OSError("no room")
+        super().__setitem__(name, value)
 
 
-def test_without_overwrite_another_identity_is_an_error_and_nothing_is_written() -> None:
-    """Half of one identity is never combined with half of another."""
-    environ = {"RANK": "7"}
-    with pytest.raises(DistributedEnvironmentError, match="RANK is '7' and would become '5'"):
+@pytest.mark.parametrize(
+    ("environ", "error", "said"),
+    [
+        ({"RANK": "7"}, DistributedEnvironmentError, "RANK is '7' and would become '5'"),
+        (Full(), OSError, "no room"),
+    ],
+)
+def test_all_variables_are_written_or_none(
+    environ: dict[str, str], error: type[Exception], said: str
+) -> None:
+    """Without ``overwrite``, half of one identity is never combined with half of another."""
+    before = dict(environ)
+    with pytest.raises(error, match=said):
         ENVIRONMENT.export(environ=environ)
-    assert environ == {"RANK": "7"}
+    assert environ == before
 
 
 def test_undo_keeps_a_variable_that_was_changed_later_and_warns(
@@ -85,21 +105,6 @@ def test_undo_keeps_a_variable_that_was_changed_later_and_warns(
         undo()
     assert environ == {"RANK": "0"}
     assert "RANK was set to '5' by the export but is '0' now" in caplog.text
-
-
-def test_an_export_that_fails_midway_writes_nothing() -> None:
-    """All variables are written or none."""
-
-    class Full(dict[str, str]):
-        def __setitem__(self, name: str, value: str) -> None:
-            if name == "MASTER_ADDR":
-                raise OSError("no room")
-            super().__setitem__(name, value)
-
-    environ = Full()
-    with pytest.raises(OSError, match="no room"):
-        ENVIRONMENT.export(environ=environ)
-    assert environ == {}
 
 
 def test_a_single_process_exports_a_port_that_is_free() -> None:
@@ -117,29 +122,6 @@ def test_ports_are_in_range_and_differ_between_steps_and_neighbouring_jobs() -> 
         ]
         assert 15000 <= min(ports) <= max(ports) <= 30000
         assert len(set(ports)) == len(ports)
-
-
-def test_ranks_that_are_not_consecutive_on_a_node_are_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The layout rule, global = node * per node + local, is a check: cyclic jobs run."""
-    environ = {
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "4",
-        "SLURM_PROCID": "2",
-        "SLURM_LOCALID": "1",
-        "SLURM_NODEID": "0",
-        "SLURM_JOB_ID": "1",
-        "SLURM_STEP_NODELIST": "n[1-2]",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    }
-    with caplog.at_level(logging.WARNING):
-        found = detect_environment(environ)
-    assert (found.rank, found.node_rank, found.local_rank) == (2, 0, 1)
-    assert "placed rank 2 as local rank 1" in caplog.text
-    caplog.clear()
-    detect_environment({**environ, "SLURM_PROCID": "1"})
-    assert not caplog.records
 
 
 @pytest.mark.parametrize(

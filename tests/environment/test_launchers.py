@@ -1,4 +1,4 @@
-"""Bring-up under real launchers: torchrun, srun, mpirun, a bare python."""
+"""Bring-up and three cycles under real launchers: torchrun, srun, mpirun, a bare python."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def check(found: list[dict[str, Any]], source: str, world_size: int) -> None:
         assert report["early"] == [rank, rank == 0]
         assert report["torch_free"]
         assert report["group"] == [rank, world_size]
-        assert report["sum"] == sum(range(world_size))
+        assert report["sums"] == [sum(range(world_size))] * 4
+        assert report["generation"] == 3
 
 
 def test_a_bare_python_is_a_single_process(tmp_path: Path) -> None:
@@ -54,9 +55,7 @@ OPENMPI = missing("mpirun", "ompi_info")
 def test_ranks_of_mpirun_on_one_host_meet_on_the_loopback_interface(tmp_path: Path) -> None:
     """OpenMPI gives no address."""
     root = ["--allow-run-as-root"] if os.getuid() == 0 else []
-    launch(
-        *("mpirun", *root, "--oversubscribe", "-n", "2", sys.executable, REPORT, str(tmp_path)),
-    )
+    launch(*("mpirun", *root, "--oversubscribe", "-n", "2", sys.executable, REPORT, str(tmp_path)))
     found = reports(tmp_path)
     check(found, "openmpi", 2)
     assert {report["master_addr"] for report in found} == {"127.0.0.1"}
@@ -124,7 +123,7 @@ def test_master_port_is_used_on_the_host_that_slurm_names(cluster: Path) -> None
 def test_the_shell_of_an_allocation_is_one_process(cluster: Path, kind: str) -> None:
     """Under salloc and sbatch, outside any step: rank 0 of 1 and not of 8."""
     found = reports(cluster / kind)
-    assert [(r["rank"], r["world_size"], r["sum"]) for r in found] == [(0, 1, 0.0)]
+    assert [(r["rank"], r["world_size"], r["sums"]) for r in found] == [(0, 1, [0.0] * 4)]
     assert found[0]["source"] in ("single", "slurm")
 
 

@@ -95,7 +95,7 @@ def leave_late(rank: int, world_size: int, kind: str, bound: float) -> str:
                 store.set("has the sum", "1")
             else:
                 store.wait(["has the sum"], timedelta(seconds=LIMIT_S))
-                os._exit(0)  # never at the barrier, and says nothing to anyone
+                os._exit(0)  # it never reaches the barrier, and notifies no rank
     except reloadpg.RendezvousTimeoutError as error:
         assert not dist.is_initialized()
         return str(error)
@@ -177,7 +177,12 @@ def fail_on(rank: int, world_size: int, kind: str, failing: int, how: str, where
 
 
 SLOW_FAILURES = {
-    ("scope", "exception", "rank0", "collective"),  # the store is gone: who tells it, waits for it
+    (
+        "scope",
+        "exception",
+        "rank0",
+        "collective",
+    ),  # the store is gone: notifying it waits
     *(("context", how, "parent", "exit") for how in ("KeyboardInterrupt", "SystemExit")),
     *(("context", how, "parent", "collective") for how in ("KeyboardInterrupt", "SystemExit")),
 }
@@ -291,7 +296,9 @@ def test_nested_scopes_end_the_group_once_where_it_was_created() -> None:
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("kind", ["scope", "context"])
 def test_an_owned_group_is_ended_by_an_exit_while_offloaded(kind: str, fails: bool) -> None:
-    """Until then WORLD is the same proxy, and barriers work while offloaded."""
+    """Until then WORLD is the same proxy, and barriers work while offloaded. The next bring-up is
+    reloadable like the first, and ``destroy_distributed`` ends it while offloaded.
+    """
     error = ValueError("while offloaded")
     with (
         reloadpg.install(backends={"gloo"}),
@@ -314,19 +321,12 @@ def test_an_owned_group_is_ended_by_an_exit_while_offloaded(kind: str, fails: bo
             raise error
     assert not fails or caught.value is error
     assert not dist.is_initialized()
-
-
-@pytest.mark.ranks(2)
-def test_a_job_can_be_destroyed_while_offloaded_and_brought_up_again() -> None:
-    """No group is left, and the next bring-up is reloadable like the first."""
-    with reloadpg.install(backends={"gloo"}):
-        reloadpg.init_distributed(init_timeout=LIMIT_S)
+    with reloadpg.install(backends={"gloo"}), reloadpg.init_distributed(init_timeout=LIMIT_S):
+        assert total() == 2
+        assert isinstance(dist.group.WORLD, reloadpg.ReloadableProcessGroup)
         reloadpg.offload()
         reloadpg.destroy_distributed()
         assert not dist.is_initialized()
-        with reloadpg.init_distributed(init_timeout=LIMIT_S):
-            assert total() == 2
-            assert isinstance(dist.group.WORLD, reloadpg.ReloadableProcessGroup)
 
 
 # ---------------------------------------------------------------------------------------------

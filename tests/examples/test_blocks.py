@@ -49,7 +49,7 @@ def the_mesh(ranks: list[dict[str, Any]]) -> None:
 
 
 def the_report(ranks: list[dict[str, Any]]) -> None:
-    """The default group is recreated, as its pattern says; nothing was connected yet."""
+    """The default group is recreated, as its pattern requests; nothing was connected yet."""
     for rank in ranks:
         report = rank["report"]
         assert (report.memory_source, report.released_bytes) == ("simulated", 0)
@@ -92,10 +92,7 @@ def the_reloaded_mesh(ranks: list[dict[str, Any]]) -> None:
 def the_save_during_a_rollout(ranks: list[dict[str, Any]]) -> None:
     """The trainer's groups are offloaded, and the group that saves is not."""
     for rank in ranks:
-        assert [seen[:2] for seen in rank["seen"]] == [
-            ("generate", "offloaded"),
-            ("train", "live"),
-        ]
+        assert [seen[:2] for seen in rank["seen"]] == [("generate", "offloaded"), ("train", "live")]
         assert (rank["generation"], rank["groups"]) == (1, 2)
 
 

@@ -1,4 +1,4 @@
-"""A plain torchrun script before reloadpg; ``test_new_user`` puts lines where capitals stand."""
+"""A plain torchrun script before reloadpg; ``test_new_user`` replaces the words in capitals."""
 
 from __future__ import annotations
 

@@ -51,9 +51,7 @@ def driven(tmp_path_factory: pytest.TempPathFactory, part: str) -> dict[str, Any
     return seen
 
 
-def test_actors_have_the_variables_of_ranks_in_the_order_of_the_list(
-    seen: dict[str, Any],
-) -> None:
+def test_actors_have_the_variables_of_ranks_in_the_order_of_the_list(seen: dict[str, Any]) -> None:
     """Rank, world size and local rank."""
     assert seen["variables"] == [
         {
@@ -158,19 +156,10 @@ def test_an_impossible_replacement_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("what", "said"), [("none", "there are no actors"), ("twice", "an actor is listed twice")]
-)
-def test_a_list_of_actors_that_is_not_a_job_is_refused(
-    seen: dict[str, Any], what: str, said: str
-) -> None:
-    """Nothing is sent to an actor."""
-    assert seen[what]["type"] == "InvalidOptionError"
-    assert said in seen[what]["text"]
-
-
-@pytest.mark.parametrize(
     ("what", "said"),
     [
+        ("none", "there are no actors"),
+        ("twice", "an actor is listed twice"),
         ("numbers", "1 is not an actor"),
         ("dict", "{} is not an actor"),
         ("class", "is not an actor"),

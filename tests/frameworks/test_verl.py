@@ -84,7 +84,7 @@ def test_older_workers_have_live_groups_after_each_generation(ranks: list[dict[s
         cases = older["cases"]
         assert cases["servers"] == cases["worker "] == slept
         assert cases["worker generate"] == [*generated, "generate on purpose", "after: live"]
-        # What a manager does while it is entered is its own; the groups go when it has been.
+        # While it is entered, a manager uses live groups; they are offloaded afterwards.
         entered = ["resume weights: live", "weights: live", "resume kv_cache: live"]
         left = [*entered, "generate: offloaded", "release: offloaded"]
         assert cases["manager "] == [*left, "", "after: live"]

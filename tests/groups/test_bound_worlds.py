@@ -11,6 +11,7 @@ import faulty_gloo
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import one_cycle
 from torch.distributed.device_mesh import init_device_mesh
 from torch.torch_version import TorchVersion
 from watched_store import WatchedStore
@@ -59,14 +60,12 @@ def test_a_world_can_be_split_before_and_after_a_reload(rank, world, when, tmp_p
     start(world, file=str(tmp_path / "store"))
     whole = split([[0, 1]]) if when == "before" else None
     for _ in range(2):
-        reloadpg.offload()
-        reloadpg.reload()
+        one_cycle()
         assert summed(None, rank) == 3.0
         assert whole is None or summed(whole, rank) == 3.0
     if whole is None:
         whole = split([[0, 1]])
-        reloadpg.offload()
-        reloadpg.reload()
+        one_cycle()
     assert (summed(None, rank), summed(whole, rank)) == (3.0, 3.0)
     assert isinstance(whole, reloadpg.ReloadableProcessGroup)
     assert whole.generation == (2 if when == "before" else 3)
@@ -108,8 +107,7 @@ def test_a_mesh_over_a_bound_world(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     column, row = [rank % 2, rank % 2 + 2], [rank - rank % 2, rank - rank % 2 + 1]
     for _ in range(2):
-        reloadpg.offload()
-        reloadpg.reload()
+        one_cycle()
         for name, ranks in (("dp", column), ("tp", row)):
             group = mesh.get_group(name)
             assert isinstance(group, reloadpg.ReloadableProcessGroup)
@@ -124,8 +122,7 @@ def test_a_split_does_not_keep_the_default_group_alive(rank, parent, tmp_path):
     start("bound", file=str(tmp_path / "store"))
     given = {"parent": dist.group.WORLD} if parent else {}
     child = split([[0, 1]], **given)
-    reloadpg.offload()
-    reloadpg.reload()
+    one_cycle()
     world = weakref.ref(dist.group.WORLD)
     summed(child, rank)
     dist.destroy_process_group()
@@ -153,8 +150,7 @@ def _requests(rank, world_size, world, count):
     for _ in range(count):
         subgroup([2, 3])
     asked.clear()
-    reloadpg.offload()
-    reloadpg.reload()
+    one_cycle()
     return len(asked)
 
 
@@ -195,5 +191,4 @@ def test_a_reload_can_be_retried_while_a_creation_is_stuck(rank, world):
     reloadpg.reload()
     assert dist.group.WORLD.bound_device_id == bound
     assert (summed(None, rank), summed(pair, rank)) == (3.0, 3.0)
-    reloadpg.offload()
-    reloadpg.reload()
+    one_cycle()

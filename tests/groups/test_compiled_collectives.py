@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from jobs import one_cycle
 from torch._dynamo.utils import counters
 from worlds import start
 
-import reloadpg
 from reloadpg.testing import run_ranks
 
 FEW = ("all_reduce", "reduce", "batch_isend_irecv")
@@ -20,59 +20,51 @@ FEW = ("all_reduce", "reduce", "batch_isend_irecv")
 
 def _ops(rank, size, group):
     """Functions that return their result, and a Work, None, or a list of Works."""
-    peer = 1 - rank
+    peer, root = 1 - rank, rank == 0
 
-    def flat(x, count=size):
-        return x.new_empty(count * x.numel())
+    def parts(x):
+        return [torch.empty_like(x) for _ in range(size)]
+
+    def filled(out, collective, *args, **how):
+        return out, collective(out, *args, group=group, **how)
 
     def all_reduce(x, **how):
-        return x, dist.all_reduce(x, group=group, **how)
+        return filled(x, dist.all_reduce, **how)
 
     def all_gather_into_tensor(x, **how):
-        out = flat(x)
-        return out, dist.all_gather_into_tensor(out, x, group=group, **how)
+        return filled(x.new_empty(size * x.numel()), dist.all_gather_into_tensor, x, **how)
 
     def reduce_scatter_tensor(x, **how):
-        out = x.new_empty(x.numel() // size)
-        return out, dist.reduce_scatter_tensor(out, x, group=group, **how)
+        return filled(x.new_empty(x.numel() // size), dist.reduce_scatter_tensor, x, **how)
 
     def all_to_all_single(x, **how):
-        out = torch.empty_like(x)
-        return out, dist.all_to_all_single(out, x, group=group, **how)
+        return filled(torch.empty_like(x), dist.all_to_all_single, x, **how)
 
     def all_gather(x, **how):
-        out = [torch.empty_like(x) for _ in range(size)]
-        work = dist.all_gather(out, x, group=group, **how)
-        return out, work
+        return filled(parts(x), dist.all_gather, x, **how)
 
     def broadcast(x, **how):
-        return x, dist.broadcast(x, 0, group=group, **how)
+        return filled(x, dist.broadcast, 0, **how)
 
     def reduce(x, **how):
         work = dist.reduce(x, 0, group=group, **how)
-        return (x if rank == 0 else x.new_zeros(1)), work
+        return (x if root else x.new_zeros(1)), work
 
     def gather(x, **how):
-        out = [torch.empty_like(x) for _ in range(size)] if rank == 0 else None
-        work = dist.gather(x, out, dst=0, group=group, **how)
-        return out if rank == 0 else [x], work
+        out = parts(x) if root else None
+        return out or [x], dist.gather(x, out, dst=0, group=group, **how)
 
     def scatter(x, **how):
-        parts = [x.clone(), x + 1] if rank == 0 else None
-        out = torch.empty_like(x)
-        return out, dist.scatter(out, parts, src=0, group=group, **how)
+        sent = [x.clone(), x + 1] if root else None
+        return filled(torch.empty_like(x), dist.scatter, sent, src=0, **how)
 
     def barrier(x, **how):
         return x, dist.barrier(group=group, **how)
 
     def send_and_receive(x):
         out = torch.empty_like(x)
-        if rank == 0:
-            dist.send(x, peer, group=group)
-            dist.recv(out, peer, group=group)
-        else:
-            dist.recv(out, peer, group=group)
-            dist.send(x, peer, group=group)
+        for sends in (root, not root):
+            dist.send(x, peer, group=group) if sends else dist.recv(out, peer, group=group)
         return out, None
 
     def isend_and_irecv(x):
@@ -82,24 +74,11 @@ def _ops(rank, size, group):
 
     def batch_isend_irecv(x):
         out = torch.empty_like(x)
-        batch = [
-            dist.P2POp(dist.isend, x, peer, group),
-            dist.P2POp(dist.irecv, out, peer, group),
-        ]
+        batch = [dist.P2POp(dist.isend, x, peer, group), dist.P2POp(dist.irecv, out, peer, group)]
         return out, dist.batch_isend_irecv(batch)
 
-    both = (
-        all_reduce,
-        all_gather_into_tensor,
-        reduce_scatter_tensor,
-        all_to_all_single,
-        all_gather,
-        broadcast,
-        reduce,
-        gather,
-        scatter,
-        barrier,
-    )
+    both = [all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single]
+    both += [all_gather, broadcast, reduce, gather, scatter, barrier]
     table = {(op.__name__, how): (op, {"async_op": how}) for op in both for how in (False, True)}
     for op in (send_and_receive, isend_and_irecv, batch_isend_irecv):
         table[op.__name__, None] = op, {}
@@ -116,8 +95,7 @@ def _run(rank, world_size, world, few, store):
     seen = {}
     for generation in range(1 if world == "plain" else 2):
         if generation:
-            reloadpg.offload()
-            reloadpg.reload()
+            one_cycle()
         for key, (op, how) in _ops(rank, world_size, group).items():
             if few and (key[0] not in FEW or key[1]):
                 continue

@@ -1,13 +1,14 @@
-"""The proxy defines every name of the installed torch's ProcessGroup."""
+"""The proxy defines every name of the installed torch's ProcessGroup, and calls the inner group."""
 
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
@@ -45,43 +46,49 @@ def test_the_proxy_has_no_attribute_that_torch_would_delegate_to():
     assert "__getattr__" not in vars(ReloadableProcessGroup)
 
 
-class _Silent(ProcessGroup):
-    """An inner group that returns None, as NCCL's synchronous coalesced calls do."""
+class _Inner(ProcessGroup):
+    """An inner group that records its calls and returns None, as NCCL's coalesced calls do.
 
-    def __init__(self, rank, size):
-        super().__init__(rank, size)
+    Its backend coalesces. It has a completion hook, which of torch's backends only NCCL's has.
+    """
+
+    def __init__(self, *_):
+        super().__init__(0, 2)
         self.calls = []
 
     def getGroupName(self):
-        return "silent"
+        return "inner"
 
     group_name = property(getGroupName)
+    getBackendName = getGroupName
 
-    def getBackendName(self):
-        return "silent"
-
-    def _start_coalescing(self, device):
-        pass
+    def _get_backend(self, device):
+        return SimpleNamespace(supports_coalescing=True)
 
 
-for _name in dispatch.COLLECTIVES & NAMES:
+RECORDED = {"shutdown", "abort", "_wait_for_pending_works", "_register_on_completion_hook"}
+RECORDED |= {"_start_coalescing", "_end_coalescing"}
 
-    def _answer(self, *args, _name=_name, **kwargs):
+for _name in (dispatch.COLLECTIVES & NAMES) | RECORDED:
+
+    def _record(self, *args, _name=_name, **kwargs):
         self.calls.append(_name)
 
-    setattr(_Silent, _name, _answer)
+    setattr(_Inner, _name, _record)
+
+
+def _start():
+    """A fake job of two ranks in which groups of the backend ``inner`` are reloadable."""
+    dist.Backend.register_backend("inner", _Inner, extended_api=True, devices=["cpu"])
+    reloadpg.install(backends={"inner"})
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 
 
 @pytest.mark.ranks(1)
 def test_a_missing_work_of_the_inner_group_does_not_reach_cpp():
     """A synchronous coalesced NCCL call returns None since 2.8; C++ crashed on it (failure 3)."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    dist.Backend.register_backend(
-        "silent", lambda *_: _Silent(0, 2), extended_api=True, devices=["cpu"]
-    )
-    reloadpg.install(backends={"silent"})
-    group = dist.new_group([0, 1], backend="silent")
-    silent = group.communicator
+    _start()
+    group = dist.new_group([0, 1], backend="inner")
     tensor = torch.ones(4)
     ops = torch.ops._c10d_functional
     ops.wait_tensor(ops.all_reduce(tensor, "sum", group.group_name))
@@ -92,10 +99,56 @@ def test_a_missing_work_of_the_inner_group_does_not_reach_cpp():
         dist.all_reduce(tensor, group=group)
     work.wait()
     asynchronous = dist.all_reduce(tensor, group=group, async_op=True)
-    assert len(silent.calls) >= 5
+    assert len(group.communicator.calls) >= 5
     assert asynchronous.is_completed()
     work = dispatch.COMPLETED_WORK
     assert work.is_completed()
     assert work.is_success()
     assert work.wait()
     assert work.get_future().wait() == []
+
+
+def _batch(group):
+    return [dist.P2POp(kind, torch.ones(1), 1, group) for kind in (dist.isend, dist.irecv)]
+
+
+@pytest.mark.ranks(1)
+def test_a_batch_on_a_reloadable_group_is_coalesced():
+    """Issued one by one, two NCCL ranks that both send first wait for each other; torch 2.8 and
+    2.13 look at the group's type (failure 15). A batch on an offloaded group leaves no coalescing
+    open, and ``uninstall`` restores torch's function.
+    """
+    early = dist.batch_isend_irecv
+    _start()
+    group = dist.new_group([0, 1], backend="inner")
+    for work in dist.batch_isend_irecv(_batch(group)):
+        work.wait()
+    assert group.communicator.calls == ["_start_coalescing", "send", "recv", "_end_coalescing"]
+    for wrong in ([], "ops", [1]):  # type and message of the error are torch's
+        with pytest.raises(Exception) as plain:
+            early(wrong)
+        with pytest.raises(plain.type) as patched:
+            dist.batch_isend_irecv(wrong)
+        assert str(patched.value) == str(plain.value)
+    batch = _batch(group)
+    reloadpg.offload()
+    with pytest.raises(reloadpg.GroupOffloadedError):
+        dist.batch_isend_irecv(batch)
+    assert len(distributed_c10d._world.pg_coalesce_state) == 0
+    reloadpg.reload()
+    assert len(dist.batch_isend_irecv(_batch(group))) >= 1
+    reloadpg.uninstall()
+    assert dist.batch_isend_irecv is early
+
+
+@pytest.mark.ranks(1)
+def test_a_shutdown_waits_for_pending_work_and_an_abort_does_not():
+    """The abort may be what ends the pending work; torch's abort does not wait either."""
+    _start()
+    for how, calls in (("shutdown", ["_wait_for_pending_works", "shutdown"]), ("abort", ["abort"])):
+        group = dist.new_group([0, 1], backend="inner")
+        inner = group.communicator
+        group._register_on_completion_hook(lambda _: None)
+        inner.calls.clear()
+        getattr(group, how)()
+        assert (inner.calls, group.state) == (calls, "destroyed")

@@ -138,9 +138,7 @@ def test_operation_gives_what_stock_torch_gives(row, stage, stock, reloadable, r
 def test_operation_that_asks_for_a_cpp_backend_raises(row, stock, reloadable):
     """A known limit: such an operator raises on every rank."""
     for plain, proxied in zip(
-        _of_row(stock, row),
-        _of_row(reloadable, row, "after one reload"),
-        strict=True,
+        _of_row(stock, row), _of_row(reloadable, row, "after one reload"), strict=True
     ):
         assert all(not outcome.error for outcome in plain.values())
         assert {(o.error, o.message) for o in proxied.values()} <= {("RuntimeError", NO_BACKEND)}
@@ -188,43 +186,18 @@ def test_stages_ran_on_new_generations_of_the_same_groups(reloadable):
 # the table is complete
 
 NO_COLLECTIVES = {
-    # creation and end, tested elsewhere
-    "destroy_process_group",
-    "init_device_mesh",
-    "init_process_group",
-    "new_group",
-    "new_subgroups",
-    "new_subgroups_by_enumeration",
-    "shrink_group",  # NCCL only
-    "split_group",
+    # creation and end, tested elsewhere; shrink_group is NCCL's only
+    *("destroy_process_group", "init_device_mesh", "init_process_group", "new_group"),
+    *("new_subgroups", "new_subgroups_by_enumeration", "shrink_group", "split_group"),
     # queries and settings
-    "get_backend",
-    "get_backend_config",
-    "get_backend_impl",
-    "get_default_backend_for_device",
-    "get_global_rank",
-    "get_group_rank",
-    "get_node_local_rank",
-    "get_pg_count",
-    "get_process_group_ranks",
-    "get_rank",
-    "get_world_size",
-    "is_available",
-    "is_backend_available",
-    "is_gloo_available",
-    "is_initialized",
-    "is_mpi_available",
-    "is_nccl_available",
-    "is_torchelastic_launched",
-    "is_ucc_available",
-    "is_xccl_available",
-    "set_timeout",
-    "supports_complex",
+    *("get_backend", "get_backend_config", "get_backend_impl", "get_default_backend_for_device"),
+    *("get_global_rank", "get_group_rank", "get_node_local_rank", "get_pg_count"),
+    *("get_process_group_ranks", "get_rank", "get_world_size", "is_available"),
+    *("is_backend_available", "is_gloo_available", "is_initialized", "is_mpi_available"),
+    *("is_nccl_available", "is_torchelastic_launched", "is_ucc_available", "is_xccl_available"),
+    *("set_timeout", "supports_complex"),
     # tools
-    "breakpoint",
-    "record_comm",
-    "register_rendezvous_handler",
-    "rendezvous",
+    *("breakpoint", "record_comm", "register_rendezvous_handler", "rendezvous"),
 }
 
 NO_FUNCTIONAL_COLLECTIVES = {"allow_inflight_collective_as_graph_input_ctx", "backend_impl"}

@@ -11,23 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 import worlds
+from jobs import TIMEOUT, install, one_cycle
 from tables import expected_sum, resolves_to, summed
 from torch.distributed import distributed_c10d as c10d
 
 import reloadpg
 from reloadpg import GroupOffloadedError
 from reloadpg.testing import run_ranks, simulated
-
-TIMEOUT = timedelta(seconds=30)
-
-
-def _cycle():
-    reloadpg.offload()
-    reloadpg.reload()
-
-
-def _install(**options):
-    return reloadpg.install(**{"backends": {worlds.BACKEND}, "timeout": TIMEOUT, **options})
 
 
 class _Recorder:
@@ -74,7 +64,6 @@ def _frozen(value):
 
 OPTIONS = simulated.SimOptions(is_high_priority_stream=True, hints=("a", "b"))
 WITH_OPTIONS = ("both", "options by position")
-SECONDS = {"positional": 41, "keyword": 42, "both": 43}
 
 CALLS = {
     "positional": lambda: (([0, 1], timedelta(seconds=41), "gloo", None, False, "first"), {}),
@@ -103,7 +92,7 @@ CALLS = {
 def _received(rank, world_size):
     simulated.register()
     new_group, helper = _Recorder("new_group"), _Recorder("_new_process_group_helper")
-    _install(backends={"gloo", "sim"}, parallelism=1)  # so that calls are seen in order
+    install(backends={"gloo", "sim"}, parallelism=1)  # so that calls are seen in order
     worlds.init("sim", timeout=timedelta(seconds=51), pg_options=OPTIONS)
     facts = {"WORLD": [helper.bound(helper.take()[0])]}
     groups, given, first = {}, {}, {}
@@ -164,63 +153,22 @@ def test_creating_function_receives_the_callers_arguments(received, label):
 
 @worlds.unbound_only
 @pytest.mark.matrix
-def test_replay_is_not_made_of_defaults(received):
-    """The arguments that were compared are those that other libraries lost (failures 9, 10)."""
-    for facts in received:
-        for generation in facts["generations"]:
-            seen = {label: inner for label, (_, inner) in generation.items()}
-            for label, seconds in SECONDS.items():
-                assert seen[label]["timeout"] == timedelta(seconds=seconds)
-            assert seen["positional"]["group_desc"] == "first"
-            assert seen["keyword"]["group_desc"] == "second"
-            assert seen["both"]["backend_options"] == OPTIONS
-            assert str(seen["backend of WORLD"]["backend"]) == "sim"
-            assert str(seen["positional"]["backend"]) == "gloo"
-        assert set(facts["sums"].values()) == {3}
-        assert facts["same options"] == [True] * 7
-        assert facts["desc"]["keyword"] == "second"
-
-
-@worlds.unbound_only
-@pytest.mark.matrix
 def test_world_is_created_with_the_arguments_of_init_process_group(received):
-    """The helper of torch gets the same timeout, options, backend and ranks each time."""
+    """The helper of torch gets the same timeout, options, backend and ranks each time.
+
+    In every replay that has options they are the caller's object (failures 9, 10).
+    """
     for facts in received:
         first, *later = facts["WORLD"]
         assert first["timeout"] == timedelta(seconds=51)
-        assert first["backend_options"] == OPTIONS
         for again in later:
-            for what in ("timeout", "backend_options", "group_size", "group_rank"):
+            for what in ("timeout", "group_size", "group_rank"):
                 assert again[what] == first[what]
             assert str(again["backend"]) == str(first["backend"]) == "sim"
             assert list(again["global_ranks_in_group"]) == list(first["global_ranks_in_group"])
-
-
-@pytest.mark.matrix
-@pytest.mark.ranks(3)
-def test_a_rank_list_changed_after_the_call_does_not_change_the_replay(rank):
-    """Lists are copied, nested lists too; an iterator is read once (failure 11)."""
-    _install()
-    worlds.init(timeout=TIMEOUT)
-    ranks, keyword, nested = [0, 1], [1, 2], [[0, 2], [1]]
-    pair = dist.new_group(ranks)
-    other = dist.new_group(ranks=keyword)
-    mine, _ = dist.new_subgroups_by_enumeration(nested)
-    drained = iter([0, 1, 2])
-    try:
-        every = dist.new_group(drained)
-    except TypeError:  # this torch needs a list
-        every = None
-    ranks.append(2)
-    keyword.clear()
-    nested[0].reverse()
-    nested.clear()
-    for _ in range(2):
-        _cycle()
-        for group, members in ((pair, [0, 1]), (other, [1, 2]), (mine, [0, 2]), (every, [0, 1, 2])):
-            if rank in members and group is not None:
-                assert dist.get_process_group_ranks(group) == members
-                assert summed(group, rank) == expected_sum(members)
+        assert facts["same options"] == [True] * 7
+        assert set(facts["sums"].values()) == {3}
+        assert facts["desc"]["keyword"] == "second"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -236,7 +184,7 @@ def _timeout(group):
 @pytest.mark.ranks(2)
 def test_timeout_and_description_changed_on_the_live_group_hold():
     """As Megatron changes them with _set_pg_timeout; read from the rebuilt backend (failure 9)."""
-    _install()
+    install()
     worlds.init(timeout=timedelta(seconds=61))
     pair = dist.new_group([0, 1], timeout=timedelta(seconds=62), group_desc="before")
     kept = dist.new_group([0, 1], timeout=timedelta(seconds=63))
@@ -279,7 +227,7 @@ def test_only_members_replay(rank, in_callback):
     not replayed (failures 5, 12).
     """
     new_group = _Recorder("new_group")
-    _install()
+    install()
     worlds.init(timeout=TIMEOUT)
     made = [[0, 1], [1, 2], [0, 1, 2], [0, 2]]
     groups = [dist.new_group(ranks) for ranks in made]
@@ -303,7 +251,7 @@ def test_only_members_replay(rank, in_callback):
 
 def _ring(rank, world_size):
     """Each pair of neighbours creates a group without the other ranks."""
-    _install()
+    install()
     worlds.init(timeout=TIMEOUT)
     # By torch's rule for the names, a group must be the n-th of both members: even pairs first.
     even = (rank - rank % 2, rank - rank % 2 + 1)
@@ -312,16 +260,12 @@ def _ring(rank, world_size):
     groups = [dist.new_group(list(pair), use_local_synchronization=True) for pair in pairs]
     orders = []
     for _ in range(3):
-        _cycle()
+        one_cycle()
         for pair, group in zip(pairs, groups, strict=True):
             assert summed(group, rank) == expected_sum(pair)
         orders.append([entry.name for entry in reloadpg.status().groups][1:])
     made = [group.group_name for group in groups]
-    return {
-        "made": made,
-        "orders": orders,
-        "generations": {group.generation for group in groups},
-    }
+    return {"made": made, "orders": orders, "generations": {group.generation for group in groups}}
 
 
 @pytest.mark.matrix
@@ -355,7 +299,7 @@ def test_the_cpu_backend_of_a_mixed_group_is_kept(rank):
         return c10d.ProcessGroupGloo(store, place, size, timeout)
 
     dist.Backend.register_backend("second", create, devices=["meta"])
-    _install(backends={"second"})
+    install(backends={"second"})
     dist.init_process_group("cpu:gloo,meta:second", timeout=TIMEOUT)
     pair = dist.new_group([0, 1], backend="cpu:gloo,meta:second")
     positional = dist.new_group([0, 1], None, "cpu:gloo,meta:second", None)

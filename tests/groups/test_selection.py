@@ -12,44 +12,32 @@ MIXED = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @pytest.mark.parametrize(
-    ("devices", "size", "selected"),
+    ("options", "devices", "size", "selected"),
     [
-        (NCCL, 2, ("cuda",)),
-        (NCCL, 1, ()),
-        (GLOO, 8, ()),
-        (MIXED, 8, ("cuda",)),
-        ({"cpu": "mpi", "cuda": "mpi"}, 8, ()),
-        ({"cpu": "fake", "cuda": "fake"}, 8, ()),
-        ({"xpu": "xccl"}, 8, ("xpu",)),
-        ({"npu": "hccl"}, 8, ("npu",)),
-        ({"cuda": "nccl-legacy"}, 8, ("cuda",)),
-        ({"cpu": "sim", "privateuseone": "sim"}, 2, ("cpu", "privateuseone")),
-        ({"cpu": "sim"}, 2, ()),
+        ({}, NCCL, 2, ("cuda",)),
+        ({}, NCCL, 1, ()),
+        ({}, GLOO, 8, ()),
+        ({}, MIXED, 8, ("cuda",)),
+        ({}, {"cpu": "mpi", "cuda": "mpi"}, 8, ()),
+        ({}, {"cpu": "fake", "cuda": "fake"}, 8, ()),
+        ({}, {"xpu": "xccl"}, 8, ("xpu",)),
+        ({}, {"npu": "hccl"}, 8, ("npu",)),
+        ({}, {"cuda": "nccl-legacy"}, 8, ("cuda",)),
+        ({}, {"cpu": "sim", "privateuseone": "sim"}, 2, ("cpu", "privateuseone")),
+        ({}, {"cpu": "sim"}, 2, ()),
+        ({"backends": frozenset({"gloo"})}, GLOO, 2, ("cpu", "cuda")),
+        ({"backends": frozenset({"gloo"})}, MIXED, 2, ("cpu",)),
+        ({"backends": frozenset({"nccl"})}, MIXED, 2, ("cuda",)),
+        ({"backends": frozenset({"nccl", "gloo"})}, MIXED, 2, ("cpu", "cuda")),
+        ({"backends": frozenset({"gloo"})}, NCCL, 2, ()),
+        *(({"min_size": 4}, NCCL, size, ("cuda",) if size >= 4 else ()) for size in (1, 3, 4, 5)),
     ],
 )
-def test_by_default_every_backend_that_serves_an_accelerator(devices, size, selected):
-    """gloo, mpi, fake and single-rank groups bypass."""
-    assert Selection().selected(devices, size) == selected
-
-
-@pytest.mark.parametrize(
-    ("backends", "devices", "selected"),
-    [
-        ({"gloo"}, GLOO, ("cpu", "cuda")),
-        ({"gloo"}, MIXED, ("cpu",)),
-        ({"nccl"}, MIXED, ("cuda",)),
-        ({"nccl", "gloo"}, MIXED, ("cpu", "cuda")),
-        ({"gloo"}, NCCL, ()),
-    ],
-)
-def test_named_backends_override_the_default(backends, devices, selected):
-    """Only the named ones, also gloo."""
-    assert Selection(frozenset(backends)).selected(devices, 2) == selected
-
-
-@pytest.mark.parametrize(("size", "selected"), [(1, ()), (3, ()), (4, ("cuda",)), (5, ("cuda",))])
-def test_groups_smaller_than_min_size_bypass(size, selected):
-    assert Selection(min_size=4).selected(NCCL, size) == selected
+def test_selected_backends(options, devices, size, selected):
+    """By default every backend that serves an accelerator: gloo, mpi, fake and groups of one rank
+    bypass. Named backends override the default.
+    """
+    assert Selection(**options).selected(devices, size) == selected
 
 
 def test_a_string_is_one_backend():

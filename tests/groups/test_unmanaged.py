@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import os
 import threading
 from datetime import timedelta
 
@@ -10,9 +12,10 @@ import early_bindings
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import one_cycle
 from torch._dynamo import distributed as dynamo_distributed
 from torch.distributed import distributed_c10d as c10d
-from worlds import TIMEOUT, start, summed
+from worlds import CAN_SPLIT, TIMEOUT, start, summed
 
 import reloadpg
 from reloadpg import ReloadableProcessGroup
@@ -51,30 +54,39 @@ def test_groups_of_early_bindings_are_reloadable(rank, world):
         "by default": early_bindings.by_default([0, 1]),
     }
     assert early_bindings.partial.func is not dist.new_group
-    reloadpg.offload()
-    reloadpg.reload()
+    one_cycle()
     for desc, group in made.items():
         assert (group.group_desc, group.generation, summed(group, rank)) == (desc, 1, 3.0)
 
 
 @pytest.mark.ranks(2)
-def test_a_group_created_before_install_is_named_with_the_remedy(rank):
-    """In the warnings of the report and in ``status()``. It works while the others are offloaded,
-    so it holds memory.
+def test_install_after_init_takes_over_world_and_names_older_groups(rank):
+    """WORLD keeps its name and timeout. A group created before works while the others are
+    offloaded, so it holds memory: ``install``, the report and ``status()`` name it.
     """
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    before = dist.new_group([0, 1], group_desc="before")
-    with pytest.warns(UserWarning, match="created before"):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=123))
+    raw, name = dist.group.WORLD, dist.group.WORLD.group_name
+    before, _ = dist.new_group([0, 1], group_desc="before"), dist.new_group([0, 1])
+    with pytest.warns(UserWarning, match="created before") as caught:
         reloadpg.install(backends={"gloo"}, timeout=TIMEOUT)
+    (warning,) = [w for w in caught if "before reloadpg.install" in str(w.message)]
+    assert "2 process groups ('1' (before), '2' (ranks 0-1))" in str(warning.message)
+    world = dist.group.WORLD
+    assert isinstance(world, ReloadableProcessGroup)
+    assert (world is not raw, world.group_name) == (True, name)
     dist.new_group([0], group_desc="single")
     report, status = reloadpg.offload(), reloadpg.status()
+    assert type(before) is dist.ProcessGroup
     assert summed(before, rank) == 3.0
     reloadpg.reload()
+    assert (summed(None, rank), world.generation) == (3.0, 1)
+    assert reloadpg.status().groups[0].timeout_s == 123
+    assert world._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=123)
     (warning,) = [one for one in report.warnings if "not reloadable" in one]
     assert "(before)" in warning
     assert "single" not in warning
     assert "reloadpg.register_group()" in warning
-    assert len(status.unmanaged) == 1
+    assert len(status.unmanaged) == 2
     assert "not reloadable: group" in str(status)
     assert status.bypassed == (1 if rank == 0 else 0)  # the group of one rank
 
@@ -95,6 +107,56 @@ def test_a_reference_to_the_raw_world_is_warned_of(world):
     del raw
     gc.collect()
     assert not any("still referenced" in one for one in reloadpg.offload().warnings)
+
+
+# ---------------------------------------------------------------------------------------------
+# groups that are in none of c10d's tables
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(not CAN_SPLIT, reason="this torch has no such method")
+@pytest.mark.parametrize("parent", ["reloadable", "plain"])
+def test_a_group_of_the_method_split_group_is_named(rank, parent, tmp_path):
+    """In ``status().unmanaged`` and in the report, as long as the program refers to it."""
+    original = dist.ProcessGroup.split_group
+    start("bound", file=str(tmp_path / "store"), min_size=1)
+    whole = dist.group.WORLD
+    if parent == "plain":
+        with reloadpg.region(None):
+            whole = dist.new_group([0, 1])
+    part = whole.split_group([rank], group_name=f"part {rank}", group_desc="part")
+    ((name, reason),) = reloadpg.status().unmanaged.items()
+    assert name == part.group_name
+    assert "ProcessGroup.split_group()" in reason
+    assert any("(part)" in one and "new_group" in one for one in reloadpg.offload().warnings)
+    reloadpg.reload()
+    del part
+    assert reloadpg.status().unmanaged == {}
+    reloadpg.uninstall()
+    assert dist.ProcessGroup.split_group is original
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(
+    not importlib.util.find_spec("torch.distributed._dist2"), reason="this torch has no _dist2"
+)
+def test_a_group_of_the_experimental_module_is_named():
+    """It works while the others are offloaded, so it holds memory."""
+    from torch.distributed import _dist2
+
+    start("unbound", min_size=1)
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # its rendezvous reads the environment
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_PORT="0")
+    group = _dist2.new_group("gloo", timedelta(seconds=60), "cpu")
+    (reason,) = reloadpg.status().unmanaged.values()
+    assert "_dist2.new_group()" in reason
+    reloadpg.offload()
+    tensor = torch.ones(1)
+    group.allreduce([tensor]).wait()
+    assert tensor.item() == 1.0
+    reloadpg.reload()
+    reloadpg.uninstall()
+    assert _dist2.new_group.__module__ == "torch.distributed._dist2"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -187,8 +249,7 @@ def test_registered_groups_are_rebuilt_one_after_the_other():
 
     for _ in range(4):
         reloadpg.register_group(dist.new_group([0]), rebuild=rebuild)
-    reloadpg.offload()
-    reloadpg.reload()
+    one_cycle()
     assert threads == threads[:1] * 4
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
+from jobs import TIMEOUT, start
 from op_table import ROWS, cases, run_row
 from tables import expected_sum, lengths, summed
 from torch.distributed import distributed_c10d as c10d
@@ -22,14 +23,8 @@ from reloadpg import GroupOffloadedError, NotInstalledError
 from reloadpg.groups import dispatch
 from reloadpg.testing import run_ranks
 
-TIMEOUT = timedelta(seconds=30)
 RANKS = 4
 SUBGROUP = (0, 2, 3)
-
-
-def _start(**options):
-    reloadpg.install(**{"backends": {worlds.BACKEND}, "timeout": TIMEOUT, **options})
-    worlds.init(timeout=TIMEOUT)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -38,7 +33,7 @@ def _start(**options):
 
 def _table(rank, world_size):
     """Run every row in every way while offloaded, before and after a reload."""
-    _start()
+    start()
     sub = dist.new_group(list(SUBGROUP), timeout=TIMEOUT)
     groups = {"world": (None, range(RANKS)), "sub": (sub, SUBGROUP)}
     outcomes = {}
@@ -61,7 +56,7 @@ def table():
 
 IDLE = {
     # the third member and later ones have no part in it
-    "batch_isend_irecv[partial]": lambda rank, group: rank >= 2,
+    "batch_isend_irecv[partial]": lambda rank, group: rank >= 2
 }
 ASKS_CPP = {
     # these ask the C++ object of the group for its backend, and find none
@@ -101,7 +96,7 @@ def test_no_operation_succeeds_while_offloaded(row, table):
 @pytest.mark.ranks(2)
 def test_every_method_that_needs_a_communicator_raises():
     """The error names the operation and the group."""
-    _start()
+    start()
     pair = dist.new_group([0, 1])
     reloadpg.offload()
     names = sorted(dispatch.DISPATCHED)
@@ -129,7 +124,7 @@ def test_a_query_returns_a_backend_whose_every_use_raises(rank):
 
     A timeout that is set while the group is offloaded holds after the reload.
     """
-    _start()
+    start()
     gone, kept = dist.new_group([0, 1]), dist.new_group([0, 1])
     reloadpg.offload()
     c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=7))
@@ -158,7 +153,7 @@ def test_a_query_returns_a_backend_whose_every_use_raises(rank):
 @pytest.mark.ranks(2)
 def test_refused_coalescing_does_not_postpone_later_collectives(rank):
     """Torch keeps the group in its table of open coalescings; later calls must not go there."""
-    _start()
+    start()
     reloadpg.offload()
     for _ in range(2):
         manager = c10d._coalescing_manager(device=torch.device("cpu"))
@@ -175,7 +170,7 @@ def test_refused_coalescing_does_not_postpone_later_collectives(rank):
 @pytest.mark.ranks(2)
 def test_finished_work_and_refused_tensors_are_unchanged(rank):
     """A Work that the program holds does not keep its communicator alive."""
-    _start()
+    start()
     tensor = torch.tensor([2**rank])
     work = dist.all_reduce(tensor, async_op=True)
     work.wait()
@@ -249,7 +244,7 @@ def test_every_query_returns_the_same_while_offloaded_and_after_the_reload(rank)
 
     A subgroup's size is never WORLD's (failure 4).
     """
-    _start()
+    start()
     sub = dist.new_group([3, 1, 0], group_desc="three")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     groups = {"WORLD": dist.group.WORLD, "tp": mesh.get_group("tp")}
@@ -327,7 +322,7 @@ def test_repeated_and_early_calls_do_nothing(rank):
 @pytest.mark.ranks(2)
 def test_callbacks_run_on_every_offload_that_releases_something(rank):
     """Also for a group created while the others are offloaded, whose buffers go first (18)."""
-    _start()
+    start()
     called = []
 
     def callback():
@@ -347,7 +342,7 @@ def test_callbacks_run_on_every_offload_that_releases_something(rank):
 @pytest.mark.parametrize("min_size", [2, 1])
 def test_a_job_of_one_rank(rank, min_size):
     """Its groups bypass by default, and are reloadable with ``min_size=1`` (failures 21, 23)."""
-    _start(min_size=min_size)
+    start(min_size=min_size)
     own, reloadable = dist.new_group([0]), min_size == 1
     assert isinstance(own, reloadpg.ReloadableProcessGroup) == reloadable
     for cycle in range(1, 3):
@@ -360,15 +355,3 @@ def test_a_job_of_one_rank(rank, min_size):
         assert reloadpg.reload().changed == reloadable
         assert summed(own, rank) == summed(None, rank) == 1
         assert getattr(own, "generation", cycle) == cycle
-
-
-@pytest.mark.ranks(2)
-def test_a_job_without_reloadable_groups(rank):
-    """Both operations return, and change nothing (failure 23)."""
-    reloadpg.install(timeout=TIMEOUT, **worlds.BYPASSING)
-    worlds.init(timeout=TIMEOUT)
-    assert type(dist.group.WORLD) is dist.ProcessGroup
-    for operation in (reloadpg.offload, reloadpg.reload) * 2:
-        report = operation()
-        assert (report.changed, report.groups) == (False, ())
-        assert summed(None, rank) == 3

@@ -68,6 +68,14 @@ class Side:
         assert self.device.engine_bytes == 0
         assert sums_right(None, self.group)
 
+    def check_restored(self, rollout: Any, engine: VllmEngine) -> None:
+        """A ``restore()`` of what is restored does nothing, and the next rollout succeeds."""
+        rollout.restore()
+        self.check_live()
+        with rollout:
+            assert engine.generate() == "sample"
+        self.check_live()
+
 
 @contextmanager
 def a_side() -> Iterator[Side]:
@@ -167,13 +175,9 @@ def test_a_step_that_fails_is_named_with_its_cause_and_the_state(
                 body = True
             assert body
         assert reloadpg.status().state == "live"
-        if step != "answer" or side.rank == 1:  # else nothing collective is left to do
+        if step != "answer" or side.rank == 1:  # otherwise no collective step is left
             rollout.restore()
-        rollout.restore()
-        side.check_live()
-        with rollout:
-            assert engine.generate() == "sample"
-        side.check_live()
+        side.check_restored(rollout, engine)
 
 
 @pytest.mark.ranks(2)
@@ -186,11 +190,13 @@ def test_a_saver_that_cannot_resume_fails_the_reload_on_all_ranks(
 ) -> None:
     """By itself, or because the engine keeps its memory; no rank waits.
 
-    Each rank names its own part, and ``restore()`` on both restores the state.
+    Each rank names its own part, and ``restore()`` on both restores the state. Until then nothing
+    is copied to memory that is paused.
     """
     with a_side() as side:
         engine = side.engine()
-        rollout = colocated(engine, saver=side.bare)
+        copy_back = (lambda: side.log.append("copy")) if step == "resume" else None
+        rollout = colocated(engine, saver=side.bare, copy_back=copy_back)
         if side.rank == 1:
             (side.bare.fail if step == "resume" else engine.fail).append(step)
         with pytest.raises(ColocationError) as caught, rollout:
@@ -203,19 +209,19 @@ def test_a_saver_that_cannot_resume_fails_the_reload_on_all_ranks(
             assert failures == [*before, *saver]
             state = f"State now: groups offloaded, saver paused (*), engine {engine_is}"
             assert state in str(caught.value)
+            assert ("weights not copied" in str(caught.value)) == (step == "resume")
             assert "call restore()" in str(caught.value)
         assert reloadpg.status().state == "offloaded"
+        copies = int(step == "resume")
+        assert side.log.count("copy") == copies * (1 - side.rank)
         rollout.restore()
-        rollout.restore()
-        side.check_live()
-        with rollout:
-            assert engine.generate() == "sample"
-        side.check_live()
+        assert side.log.count("copy") == copies
+        side.check_restored(rollout, engine)
 
 
 @pytest.mark.ranks(2)
 def test_an_exception_of_the_body_is_raised_after_the_way_back() -> None:
-    """Also if a step back fails. Misuse raises an error that says what to call, with all live."""
+    """Also if a step back fails. A misuse raises an error with the call to make; all is live."""
     with a_side() as side:
         engine = side.engine()
         rollout = colocated(engine, saver=side.bare)
@@ -328,7 +334,7 @@ def test_weights_are_copied_back_while_the_groups_are_reloaded() -> None:
             assert rebuilds.wait(60)
             with pytest.raises(reloadpg.GroupOffloadedError, match="a reload is running"):
                 sums_right(None)
-            copies.set()  # the reload goes on
+            copies.set()  # the reload continues
 
         rollout = colocated(side.engine(), saver=side.bare, copy_back=copy_back)
         reloadpg.on_reload(before_reload, before=True)
@@ -343,9 +349,7 @@ def test_weights_are_copied_back_while_the_groups_are_reloaded() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_a_copy_that_fails_on_one_rank_does_not_stop_the_reload(
-    error: type[BaseException],
-) -> None:
+def test_a_copy_that_fails_on_one_rank_does_not_stop_the_reload(error: type[BaseException]) -> None:
     """``restore()`` copies again, on that rank alone. An interrupt is raised unchanged."""
     with a_side() as side:
         left = [error("copy")] if side.rank == 1 else []
@@ -373,26 +377,6 @@ def test_a_copy_that_fails_on_one_rank_does_not_stop_the_reload(
         else:
             assert "copy weights back: OSError: copy" in raised
             assert "engine asleep, weights not copied back" in raised
-
-
-@pytest.mark.ranks(2)
-def test_nothing_is_copied_to_memory_that_is_paused() -> None:
-    """If the saver cannot resume, on rank 1 here, nothing is copied until ``restore()``."""
-    with a_side() as side:
-        rollout = colocated(
-            side.engine(), saver=side.bare, copy_back=lambda: side.log.append("copy")
-        )
-        if side.rank == 1:
-            side.bare.fail.append("resume")
-        with pytest.raises(ColocationError) as caught, rollout:
-            pass
-        assert side.log.count("copy") == 1 - side.rank
-        if side.rank == 1:
-            state = "saver paused (*), engine asleep, weights not copied"
-            assert state in str(caught.value)
-        rollout.restore()
-        assert side.log.count("copy") == 1
-        side.check_live()
 
 
 class Asynchronous:

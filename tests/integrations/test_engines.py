@@ -1,4 +1,4 @@
-"""Hooks around engines that stand-ins stand for: TRL's own vLLM, vLLM's workers and server."""
+"""Hooks around stand-ins for engines: TRL's own vLLM, vLLM's workers, and its server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``reloadpg.integrations.megatron``: named groups, timeouts that hold, and nothing left behind.
+"""``reloadpg.integrations.megatron``: named groups, and nothing left behind.
 
 megatron-core is in the ``test`` extra; without it these tests fail, they are not skipped. What its
 own getters, layers and schedules do through cycles is in ``tests/consumers/test_megatron.py``.
@@ -50,15 +50,9 @@ MEMBERS = {
         "pos_embd": [[0], [1]],
     },
     "tp2 ep2": {"tp": [[0, 1], [2, 3]], "dp": [[0, 2], [1, 3]], "ep": [[0, 2], [1, 3]]},
-    "hybrid cp4": {
-        "cp": [[0, 1, 2, 3]],
-        "hcp[0]": [[0, 1], [2, 3]],
-        "hcp[1]": [[0, 2], [1, 3]],
-    },
+    "hybrid cp4": {"cp": [[0, 1, 2, 3]], "hcp[0]": [[0, 1], [2, 3]], "hcp[1]": [[0, 2], [1, 3]]},
 }
-"""The ranks of each group, as the layout says."""
-
-FIRST, SECOND, THIRD = timedelta(minutes=40), timedelta(minutes=11), timedelta(minutes=3)
+"""The ranks of each group of the layout."""
 
 
 def known() -> list[str]:
@@ -68,12 +62,6 @@ def known() -> list[str]:
 
 def in_group(group: Any) -> bool:
     return group is not dist.GroupMember.NON_GROUP_MEMBER
-
-
-def timeouts_of(names: dict[str, dist.ProcessGroup]) -> set[float | None]:
-    """The timeouts that ``status`` shows for the reloadable ones among these groups."""
-    shown = {group.name: group.timeout_s for group in reloadpg.status().groups}
-    return {shown[g.group_name] for g in names.values() if g.group_name in shown}
 
 
 def left() -> dict[str, Any]:
@@ -143,26 +131,6 @@ def groups_have_the_names_of_megatron_and_nothing_is_left_of_a_layout(
         assert watched
         assert [ref() for ref in watched] == [None] * len(watched)
         assert megatron.groups() == {}
-
-
-def a_timeout_set_on_live_groups_holds_through_three_cycles(
-    rank: int, before: dict[str, Any]
-) -> None:
-    """Likewise the one of creation; ``status`` shows it while offloaded, too (failure 9)."""
-    minutes = int(FIRST.total_seconds() / 60)
-    with megatron.initialize_model_parallel(
-        tensor_model_parallel_size=2, distributed_timeout_minutes=minutes
-    ) as parallel:
-        found = parallel.groups
-        for timeout in (FIRST, SECOND, THIRD):
-            if timeout is not FIRST:
-                # What megatron-core's update_pg_timeout does after torch.cuda.synchronize().
-                for group in found.values():
-                    dist.distributed_c10d._set_pg_timeout(timeout, group)
-            reloadpg.offload()
-            assert timeouts_of(found) == {timeout.total_seconds()}
-            reloadpg.reload()
-            assert timeouts_of(found) == {timeout.total_seconds()}
 
 
 def a_layout_that_is_destroyed_while_offloaded_or_that_fails_leaves_only_world(
@@ -238,10 +206,7 @@ def a_rank_that_does_not_come_to_destroy_model_parallel_is_named(
     come = (arrived / f"arrived-{rank}").touch
     waiting = simulated.Fault("barrier", "call", moment="waiting", call=lambda _: come())
     said = r"(?s)destroy_model_parallel.*missing: rank 3"
-    with (
-        simulated.inject(waiting),
-        pytest.raises(reloadpg.RendezvousTimeoutError, match=said),
-    ):
+    with simulated.inject(waiting), pytest.raises(reloadpg.RendezvousTimeoutError, match=said):
         megatron.destroy_model_parallel(timeout)
     if rank != 3:
         assert sums_right(None)
@@ -267,7 +232,6 @@ def test_the_groups_of_megatron_on_four_ranks(rank: int) -> None:
     before = start()
     for behaviour in (
         groups_have_the_names_of_megatron_and_nothing_is_left_of_a_layout,
-        a_timeout_set_on_live_groups_holds_through_three_cycles,
         a_layout_that_is_destroyed_while_offloaded_or_that_fails_leaves_only_world,
         a_rank_that_does_not_come_to_destroy_model_parallel_is_named,
         destroy_model_parallel_ends_the_groups_that_megatron_has_built_itself,

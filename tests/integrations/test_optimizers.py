@@ -64,7 +64,7 @@ def test_training_with_a_phase_after_each_second_step_equals_plain_training(rank
 
 @pytest.mark.ranks(2)
 def test_only_the_steps_of_a_named_optimizer_count_and_only_within_the_handles_block() -> None:
-    """7 of them make two cycles."""
+    """7 of them make two cycles. A phase that raises leaves live groups, and does not count."""
     reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
     worlds.init("gloo")
     one, other = (torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1) for _ in range(2))
@@ -76,13 +76,6 @@ def test_only_the_steps_of_a_named_optimizer_count_and_only_within_the_handles_b
     one.step()
     one.step()
     assert handle.cycles == 2
-
-
-@pytest.mark.ranks(2)
-def test_a_phase_that_raises_leaves_live_groups() -> None:
-    """Its error is raised, and the cycle does not count."""
-    reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
-    worlds.init("gloo")
 
     def phase() -> None:
         raise KeyError("on purpose")
@@ -103,7 +96,7 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_hooks_refuse_what_they_cannot_use() -> None:
-    """Each says what it was given, and that nothing was done."""
+    """The error names the argument, and says that nothing was done."""
     with pytest.raises(InvalidOptionError, match=r"when='never'.*one of step_end, epoch_end"):
         transformers.offloaded_phase(when="never")  # type: ignore[arg-type]
     with pytest.raises(InvalidOptionError, match=r"when='never'.*one of train_batch_end"):

@@ -222,35 +222,29 @@ def test_gloo_groups_and_groups_of_one_rank_are_reloadable_on_request(connect: A
 
 
 @pytest.mark.ranks(2)
-def test_a_timeout_registered_while_asleep_is_that_of_the_rebuilt_default_group() -> None:
-    """``status`` shows it before the reload, too."""
-    monkey_patch_torch_dist(backends={"gloo"})
-    worlds.init("gloo", timeout=GIVEN)
-    register_default_process_group(timeout=GIVEN)
-    destroy_process_groups()
-    register_default_process_group(timeout=REGISTERED)
-    assert timeout_of_world() == REGISTERED.total_seconds()
-    reload_process_groups()
-    assert timeout_of_world() == REGISTERED.total_seconds()
-
-
-@pytest.mark.ranks(2)
-def test_a_default_group_registered_before_the_patch_is_reloaded() -> None:
-    """With the timeout that was given last."""
+def test_the_default_group_is_rebuilt_with_the_timeout_registered_last() -> None:
+    """Registered before the patch, or while asleep; ``status`` shows it before the reload, too."""
     dist.init_process_group("gloo", timeout=GIVEN)
     register_default_process_group(timeout=GIVEN)
     register_default_process_group(timeout=REGISTERED.total_seconds())
     assert type(dist.group.WORLD) is dist.ProcessGroup
     monkey_patch_torch_dist(backends={"gloo"})
-    destroy_process_groups()
-    reload_process_groups()
-    assert timeout_of_world() == REGISTERED.total_seconds()
-    assert sums_right(None)
+    for timeout in (REGISTERED, GIVEN):
+        destroy_process_groups()
+        if timeout is GIVEN:
+            register_default_process_group(timeout=GIVEN)
+        assert timeout_of_world() == timeout.total_seconds()
+        reload_process_groups()
+        assert timeout_of_world() == timeout.total_seconds()
+        assert sums_right(None)
 
 
 @pytest.mark.ranks(2)
 def test_the_tables_that_other_code_reads_are_there() -> None:
-    """The unpatched function, the groups of the process, and how each was created."""
+    """The unpatched function, the groups of the process, and how each was created.
+
+    ``uninstall`` removes these names, but not one that another program has set.
+    """
     simulated.register()
     for _ in range(2):
         monkey_patch_torch_dist()
@@ -273,6 +267,16 @@ def test_the_tables_that_other_code_reads_are_there() -> None:
     assert first["kwargs"] == {"timeout": GIVEN}
     assert second["kwargs"] == {"ranks": [1, 0], "backend": "sim"}
     assert (second["args"], second["backend"]) == ((), "sim")
+    for _ in range(2):
+        reloadpg.uninstall()
+        assert (hasattr(dist, "old_new_group"), hasattr(made[0], "group_info")) == (False, False)
+        assert os.getpid() not in old_new_group_dict
+        monkey_patch_torch_dist()
+        made[0] = dist.new_group([0, 1])
+        assert (hasattr(dist, "old_new_group"), hasattr(made[0], "group_info")) == (True, True)
+    dist.old_new_group = dist.new_group  # type: ignore[attr-defined]
+    reloadpg.uninstall()
+    assert hasattr(dist, "old_new_group")
 
 
 def notes_of(function: Any, *args: Any, **kwargs: Any) -> list[str]:
@@ -318,24 +322,6 @@ def test_an_error_in_a_collective_has_one_note_with_the_memory_in_use() -> None:
     for call in (dist.all_reduce, group.allreduce):
         with simulated.inject(FAULT):
             assert notes_of(call, tensor) == []
-
-
-@pytest.mark.ranks(2)
-def test_uninstall_removes_what_the_patch_has_added() -> None:
-    """Names in torch.distributed and in the groups, but not one that another program has set."""
-    simulated.register()
-    dist.init_process_group("sim")
-    for _ in range(2):
-        monkey_patch_torch_dist()
-        group = dist.new_group([0, 1])
-        assert (hasattr(dist, "old_new_group"), hasattr(group, "group_info")) == (True, True)
-        reloadpg.uninstall()
-        assert (hasattr(dist, "old_new_group"), hasattr(group, "group_info")) == (False, False)
-        assert os.getpid() not in old_new_group_dict
-    monkey_patch_torch_dist()
-    dist.old_new_group = dist.new_group  # type: ignore[attr-defined]
-    reloadpg.uninstall()
-    assert hasattr(dist, "old_new_group")
 
 
 @pytest.mark.ranks(1)

@@ -96,7 +96,7 @@ def test_failure_28_three_rollouts_with_weight_updates_keep_the_right_order(case
 
 @pytest.mark.ranks(2)
 def test_failure_28_a_wrong_order_is_refused_with_the_call_to_make() -> None:
-    """A pause with live groups and a reload with paused memory; the job goes on afterwards.
+    """A pause with live groups and a reload with paused memory; the job continues afterwards.
 
     After a pause that failed the next one continues where it stopped.
     """

@@ -31,19 +31,14 @@ def ends(event: dict[str, Any]) -> float:
     return float(event["ts"] + event["dur"])
 
 
-def test_times_are_unix_microseconds(tmp_path: Path) -> None:
-    """The tracks of several ranks need no alignment."""
-    write_trace([report()], tmp_path / "trace.json")
+def test_events_have_unix_microseconds_a_category_and_scalar_arguments(tmp_path: Path) -> None:
+    """So the tracks of several ranks need no alignment."""
+    write_trace([report(error="RuntimeError: no")], tmp_path / "trace.json")
     found = named(tmp_path / "trace.json")
     start = 1_700_000_000.25 * SECOND_US
     assert (found["offload"]["ts"], found["offload"]["dur"]) == (start, 10_000)
     assert (found["wait.enter"]["ts"], found["wait.enter"]["dur"]) == (start, 3_000)
     assert (found["group 1"]["ts"], found["group 1"]["dur"]) == (start + 4_000, 3_000)
-
-
-def test_events_have_a_category_and_scalar_arguments(tmp_path: Path) -> None:
-    write_trace([report(error="RuntimeError: no")], tmp_path / "trace.json")
-    found = named(tmp_path / "trace.json")
     assert found["offload"]["args"]["error"] == "RuntimeError: no"
     assert found["offload"]["args"]["generation"] == 3
     assert found["group 0"]["args"] == {
@@ -94,7 +89,7 @@ def test_each_rank_has_a_track(tmp_path: Path) -> None:
     write_trace(reports, tmp_path / "all.json")
     found = events(tmp_path / "all.json")
     assert sorted((one["pid"], one["name"]) for one in found if "operation" in one["cat"]) == [
-        *((0, "offload"), (0, "reload"), (1, "offload"), (1, "reload")),
+        *((0, "offload"), (0, "reload"), (1, "offload"), (1, "reload"))
     ]
     metadata = events(tmp_path / "all.json", "M")
     names = {one["pid"]: one["args"] for one in metadata if one["name"] == "process_name"}

@@ -177,9 +177,7 @@ def test_a_collective_that_waits_for_its_peer_does_not_block_the_store(rank: int
 
 
 @pytest.mark.ranks(2)
-def test_an_eager_group_connects_at_creation(
-    rank: int,
-) -> None:
+def test_an_eager_group_connects_at_creation(rank: int) -> None:
     """Without its peer, the creation raises at its timeout, and no group is live or leaked."""
     start()
     lazy: Any = dist.new_group()
