@@ -1,6 +1,6 @@
-"""Names of torch.distributed bound before ``reloadpg.install``: what Megatron-like code holds.
+"""Names of torch.distributed that are bound before ``reloadpg.install``, as in Megatron.
 
-Imported by the tests at module level, so always before a rank installs the library.
+Tests import this module at module level, so before any rank installs the library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CREATORS = ("new_group", "split_group", "init_process_group")
 
 
 def _bound_by(module: ModuleType) -> dict[str, Any]:
-    """The names of a module that has ``from module import *``."""
+    """Return the namespace of a new module that has run ``from module import *``."""
     binding = sys.modules[f"{__name__}_{module.__name__}"] = ModuleType(module.__name__)
     for name, value in vars(module).items():
         if callable(value) and name not in _CREATORS:

@@ -36,7 +36,7 @@ def incarnation() -> int:
 
 
 def all_here() -> None:
-    """Wait until all initial ranks have started; none is replaced before."""
+    """Wait until all initial ranks have started, before one may be replaced."""
     if incarnation():
         return
     meeting = store()
@@ -70,13 +70,12 @@ def run_replaced(
     """Run ``program(rank, 4, *args)``, in which some processes call :func:`die`.
 
     Returns:
-        The results: of the four ranks that began (None of those that died), then of those that took
-        their places, in the order of the deaths.
+        The results of the four initial ranks (None for those that died), followed by those of the
+        replacements, in the order of the deaths.
     """
     outcomes = run_ranks(_start, RANKS + deaths, args=(program, args), timeout=timeout, check=False)
     killed = [one for one in outcomes if one.signal == signal.SIGKILL and not one.timed_out]
     bad = [one for one in outcomes if not one.ok and one not in killed]
-    told = "\n".join(f"rank {one.rank}: {one.exception}\n{one.output}" for one in bad)
-    assert not bad, told
+    assert not bad, "\n".join(f"rank {one.rank}: {one.exception}\n{one.output}" for one in bad)
     assert len(killed) == deaths
     return [one.result for one in outcomes]
