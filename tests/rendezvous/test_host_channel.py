@@ -1,4 +1,4 @@
-"""Ranks of one host arrive together: their messages, and the requests to the store."""
+"""Ranks of one host arrive together: messages within the host, and requests to the store."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_closed_leader_ends_the_wait(pair: tuple[HostChannel, HostChannel]) ->
 def test_a_leader_does_not_wait_for_a_rank_that_the_store_counted(
     pair: tuple[HostChannel, HostChannel],
 ) -> None:
-    """It waits again once the rank has sent an arrival."""
+    """The leader waits for this rank again once it has sent an arrival."""
     leader, follower = pair
     assert leader.gather("a", 0.0) == (0, False)
     leader.spread("a", OK)
@@ -78,7 +78,7 @@ def test_a_leader_does_not_wait_for_a_rank_that_the_store_counted(
 
 
 def test_a_rank_without_a_leader_sends_nothing() -> None:
-    """It is counted through the store instead."""
+    """The store counts it instead."""
     lone = HostChannel(1)
     lone.follow("there-is-none")
     assert not lone.hand("a", 1)
@@ -87,9 +87,10 @@ def test_a_rank_without_a_leader_sends_nothing() -> None:
 
 
 class HostsJob(Job):
-    """Ranks on these hosts, and the number of requests of each to the store.
+    """Ranks on these hosts, which count their requests to the store.
 
-    Unless ``meets`` is False, they have passed two barriers: from then on they arrive together.
+    Unless ``meets`` is False, they have passed two barriers: after that, the ranks of a host arrive
+    together.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ def test_one_rank_of_each_host_uses_the_store(monkeypatch: pytest.MonkeyPatch) -
     assert {rank for rank, _ in job.asked} == {0, 4, 7}
     assert sum(n for (_, method), n in job.asked.items() if method == "add") == barriers * hosts
     assert sum(job.asked.values()) <= barriers * (3 * hosts + 3)
-    # Nothing accumulates; at its last barrier, each host may have marked its wait as long.
+    # Keys do not accumulate, but each host may have marked its wait at the last barrier as long.
     assert job.server.num_keys() <= keys + hosts
 
 

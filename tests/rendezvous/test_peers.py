@@ -17,7 +17,7 @@ from reloadpg.rendezvous.peers import Peers
 from reloadpg.testing import run_ranks
 
 TIMEOUT_S = 300.0
-"""Longer than the test may last."""
+"""Longer than the time limit of the test."""
 
 
 def killed(
@@ -51,9 +51,7 @@ def killed(
     [(0, "at first"), (2, "at first"), (0, "at a barrier"), (2, "in a rebuild")],
 )
 def test_a_rank_that_is_killed_is_named_as_dead(victim: int, when: str) -> None:
-    """Before its first operation, or while the others wait at a barrier or rebuild a group. Rank 0
-    leads its host.
-    """
+    """It dies before its first operation, at a barrier, or during a rebuild; rank 0 is a leader."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     args = (server.port, victim, when)
     outcomes = run_ranks(killed, 3, args=args, timeout=120, check=False)
@@ -81,7 +79,7 @@ def killed_in_bring_up(rank: int, size: int, victim: int) -> tuple[str, tuple[in
 
 
 def test_a_rank_that_is_killed_in_bring_up_is_named_as_dead() -> None:
-    """The others are in torch's creating function, which would wait for it for minutes."""
+    """The other ranks are in torch's creating function, which would wait for minutes."""
     victim = 1
     outcomes = run_ranks(killed_in_bring_up, 3, args=(victim,), timeout=120, check=False)
     assert outcomes[victim].signal == signal.SIGKILL
@@ -110,7 +108,7 @@ def test_a_process_is_identified_by_its_id_and_start_time() -> None:
             peers, deceived = Peers(0), Peers(2)
             entries = peers.entry() + other.stdout.readline()
             assert peers.meet(entries) == (0, 1)
-            deceived.meet(f"{entries}1 {other.pid} 12345 1-1 x\n")  # its id was another process's
+            deceived.meet(f"{entries}1 {other.pid} 12345 1-1 x\n")  # an earlier process had the id
             alive = peers.dead()
         finally:
             other.kill()
