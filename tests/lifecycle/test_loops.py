@@ -1,4 +1,4 @@
-"""Several loops of ``retrying()`` in one program, and loops that are left before their end."""
+"""Several loops of ``retrying()`` in one program, and loops that end early."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_several_loops() -> None:
         assert body.log == expected, (program.__name__, fails_at)
 
 
-# -- a loop that is left ---------------------------------------------------------------------------
+# -- loops that end early --------------------------------------------------------------------------
 
 
 def leaves_in_the_step(body: Body) -> str:
@@ -152,7 +152,7 @@ def raises_after_the_step(body: Body) -> str:
 
 
 def returns_in_a_function(body: Body) -> str:
-    """It leaves the step and not the loop, which is valid."""
+    """Return from a function within the step, but not from the loop, which is valid."""
 
     def one(step: Any) -> str:
         with step:
@@ -166,7 +166,7 @@ def returns_in_a_function(body: Body) -> str:
 
 
 def all_leave(body: Body) -> str:
-    """All ranks leave at a step that is complete."""
+    """All ranks leave in a step that is complete."""
     for step in steps(itertools.count()):
         with step as number:
             body("step")
@@ -200,7 +200,7 @@ def test_leaving_an_incomplete_step_raises_on_all_ranks(rank: int) -> None:
             assert "step 0" in seen.text
 
 
-# -- a process that is replaced --------------------------------------------------------------------
+# -- replaced processes ----------------------------------------------------------------------------
 
 
 def earlier_loops(rank: int, size: int) -> Log:
@@ -236,7 +236,7 @@ def earlier_loops(rank: int, size: int) -> Log:
 
 
 def test_a_new_process_skips_completed_loops() -> None:
-    """Without drawing an item, also from endless and nested loops. It then counts as the others."""
+    """No item is drawn from them, even if they are endless or nested; attempts agree afterwards."""
     found = run_replaced(earlier_loops)
     assert found[RANKS] == ["third2.1", "third2.3", "third3.1"]
     for rank in {*range(RANKS)} - {VICTIM}:
@@ -265,7 +265,7 @@ def in_two_loops(rank: int, size: int) -> Any:
 
 
 def test_a_process_cannot_be_replaced_in_a_nested_loop() -> None:
-    """It would have to repeat the body of the outer step. All ranks raise."""
+    """It would have to repeat the body of the outer step, so all ranks raise."""
     found = run_replaced(in_two_loops)
     for rank in (0, 1, 3, RANKS):
         assert found[rank].kind in ("ReloadpgError", "PeerFailedError"), (rank, found[rank])
@@ -289,19 +289,19 @@ def fewer_items(rank: int, size: int) -> Any:
 
 
 def test_a_new_process_with_too_few_items_raises_on_all_ranks() -> None:
-    """Not a bare StopIteration."""
+    """The error is not a bare StopIteration."""
     found = run_replaced(fewer_items)
     for rank in (0, 1, 3, RANKS):
         assert found[rank].kind == ("ReloadpgError" if rank == RANKS else "PeerFailedError")
         assert "its items end at 1, and the other ranks are at step 2" in found[rank].text
 
 
-# -- which errors repeat a step -------------------------------------------------------------------
+# -- errors that repeat a step --------------------------------------------------------------------
 
 
 @pytest.mark.ranks(4)
 def test_an_error_that_follows_a_recovery_repeats_the_step(rank: int) -> None:
-    """Whatever ``on`` names: the abort of the rank that recovers has caused it."""
+    """``on`` does not need to name it: the abort of the recovering rank has caused it."""
     job = Job("gloo")
     log = []
     for step in reloadpg.retrying("ab", on=[Injected]):
