@@ -380,9 +380,9 @@ def survivors(
     return {one.rank: one.result for one in others}
 
 
-def meet(name: str, size: int, seconds: float = 120.0) -> None:
-    """Wait for all ranks on the store, without the library."""
-    store = base_store().clone()
+def meet(name: str, size: int, seconds: float = 120.0, store: Any = None) -> None:
+    """Wait for all ranks on the given store, by default the job's, without the library."""
+    store = base_store().clone() if store is None else store
     if store.add(f"test/{name}", 1) == size:
         store.set(f"test/{name}/all", "1")
     store.wait([f"test/{name}/all"], timedelta(seconds=seconds))

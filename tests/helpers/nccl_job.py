@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from fault_job import eventually, meet
 from torch.torch_version import TorchVersion
 
 import reloadpg
@@ -73,9 +72,7 @@ class Meetings:
     def meet(self) -> None:
         """Wait for all ranks."""
         self.number += 1
-        if self._store.add(f"{self.number}/count", 1) == self._size:
-            self._store.set(f"{self.number}/all", "")
-        self._store.wait([f"{self.number}/all"])
+        meet(f"{self.number}", self._size, LIMIT.total_seconds(), self._store)
 
 
 class Held(NamedTuple):
@@ -108,18 +105,8 @@ def held() -> Held:
     )
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Wait up to a minute for a condition; return whether it holds."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def left_over(before: Held, stuck: int = 0, stores: int = 0) -> str:
-    """Wait up to a minute until resources are as before; return the difference as text, or ``""``.
+    """Wait until resources are as before; return the difference as text, or ``""``.
 
     Args:
         before: the expected resources.

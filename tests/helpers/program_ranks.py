@@ -18,6 +18,7 @@ import faulty_gloo
 import torch
 import torch.distributed as dist
 import worlds
+from fault_job import fail, meet
 from programs import WORLD, WORLD_TIMEOUT_S, Instruction, Program, contribution
 from torch.distributed import distributed_c10d as c10d
 
@@ -29,14 +30,6 @@ BOUND_S = 10.0
 """The library's timeout."""
 PROGRAM_LIMIT_S = 60.0
 """The time limit for one program; a rank that exceeds it writes its stacks and ends."""
-
-
-class Injected(Exception):
-    """An error that a test injects."""
-
-
-def fail() -> None:
-    raise Injected
 
 
 class Interpreter:
@@ -130,9 +123,7 @@ class Interpreter:
         If a peer destroys a gloo group while this rank connects it or runs a collective, the group
         breaks, also with torch alone.
         """
-        if self._barrier.add(f"{number}/count", 1) == self._size:
-            self._barrier.set(f"{number}/all", "")
-        self._barrier.wait([f"{number}/all"], timedelta(seconds=PROGRAM_LIMIT_S))
+        meet(f"{number}", self._size, PROGRAM_LIMIT_S, self._barrier)
 
     def _destroy(self, number: int, slot: int, only: int | None) -> str:
         self._meet(number)

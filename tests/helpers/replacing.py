@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from fault_job import await_death
+from fault_job import await_death, meet
 
 from reloadpg.testing import run_ranks
 
@@ -37,12 +37,8 @@ def incarnation() -> int:
 
 def all_here() -> None:
     """Wait until all initial ranks have started, before one may be replaced."""
-    if incarnation():
-        return
-    meeting = store()
-    if meeting.add("test/here", 1) == RANKS:
-        meeting.set("test/all here", "1")
-    meeting.wait(["test/all here"])
+    if not incarnation():
+        meet("here", RANKS, LIMIT.total_seconds(), store())
 
 
 def die() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -109,44 +110,20 @@ def test_several_loops() -> None:
 # -- loops that end early --------------------------------------------------------------------------
 
 
-def leaves_in_the_step(body: Body) -> str:
+def leaves(body: Body, way: str) -> str:
+    """One rank raises at the end of a step; the others leave the loop, in the step or after it."""
     for step in steps("ab"):
         with step:
             body("step")
-            if body.job.rank != FAULTY:
+            if body.job.rank == FAULTY:
+                raise Injected("at the end of the step")
+            if way == "break in the step":
                 break
-            raise Injected("at the end of the step")
-    return "left"
-
-
-def returns_in_the_step(body: Body) -> str:
-    for step in steps("ab"):
-        with step:
-            body("step")
-            if body.job.rank != FAULTY:
+            if way == "return in the step":
                 return "left"
-            raise Injected("at the end of the step")
-    return "done"
-
-
-def leaves_after_the_step(body: Body) -> str:
-    for step in steps("ab"):
-        with step:
-            body("step")
-            if body.job.rank == FAULTY:
-                raise Injected("at the end of the step")
         if body.job.rank != FAULTY:
-            break
-    return "left"
-
-
-def raises_after_the_step(body: Body) -> str:
-    for step in steps("ab"):
-        with step:
-            body("step")
-            if body.job.rank == FAULTY:
-                raise Injected("at the end of the step")
-        if body.job.rank != FAULTY:
+            if way == "break after the step":
+                break
             raise ValueError("of the program")
     return "done"
 
@@ -175,12 +152,13 @@ def all_leave(body: Body) -> str:
     return "done"
 
 
-LEAVING = {
+LEAVING: dict[Callable[[Body], str], tuple[str, str]] = {
     # what the ranks that leave raise, and the one that goes on and detects that they have left
-    leaves_in_the_step: ("ReloadpgError", "PeerFailedError"),
-    returns_in_the_step: ("ReloadpgError", "PeerFailedError"),
-    leaves_after_the_step: ("ReloadpgError", "PeerFailedError"),
-    raises_after_the_step: ("ValueError", "PeerFailedError"),
+    **{
+        partial(leaves, way=f"{way} the step"): ("ReloadpgError", "PeerFailedError")
+        for way in ("break in", "return in", "break after")
+    },
+    partial(leaves, way="raise after the step"): ("ValueError", "PeerFailedError"),
     returns_in_a_function: ("", ""),
     all_leave: ("", ""),
 }
@@ -193,7 +171,7 @@ def test_leaving_an_incomplete_step_raises_on_all_ranks(rank: int) -> None:
     for program, (leaver, faulty) in LEAVING.items():
         body = Body(job)
         seen = attempt(lambda: program(body))  # noqa: B023 - called at once
-        assert seen.kind == (faulty if rank == FAULTY else leaver), (program.__name__, seen)
+        assert seen.kind == (faulty if rank == FAULTY else leaver), (program, seen)
         assert job.sums()
         if seen.kind == "ReloadpgError":
             assert "left" in seen.text

@@ -138,15 +138,6 @@ def test_to_dict_and_to_json_of_a_report():
     assert details["warnings"] == ["w"]
 
 
-def test_str_of_a_report():
-    """The released memory with its source, or the error."""
-    assert "0.0 MiB released (device)" in str(REPORT)
-    failed = Report("reload", False, 3, total_ms=1.0, error="RebuildError: x")
-    assert str(failed) == "reload: failed after 1.0 ms: RebuildError: x"
-    assert failed.to_dict()["reload/failed"] is True
-    assert failed.restored_bytes is None
-
-
 def test_to_dict_and_to_json_of_a_status():
     group = GroupStatus("0", "pair", (0, 1), "gloo", "live", 2, 30.0, memory_bytes=70)
     status = Status(

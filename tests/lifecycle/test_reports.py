@@ -103,11 +103,15 @@ def _report(rank: int, size: int, released: int, error: str = "") -> Report:
     return Report("offload", not error, 3, groups, spans, 12.0, "", memory, (), error, rank=rank)
 
 
-def test_str_of_a_report_with_small_numbers() -> None:
-    """One group, not "1 groups"; zero memory, not "-0.0 MiB"."""
+def test_str_of_a_report() -> None:
+    """One group, not "1 groups"; zero memory, not "-0.0 MiB"; or the error."""
     text = str(_report(0, 1, -5))
     assert text == "offload: 1 group in 12.0 ms, 0.0 MiB released (device), generation 3"
     assert str(_report(0, 2, 3 << 20)).startswith("offload: 2 groups in 12.0 ms, 3.0 MiB released")
+    failed = Report("reload", False, 3, total_ms=1.0, error="RebuildError: x")
+    assert str(failed) == "reload: failed after 1.0 ms: RebuildError: x"
+    assert failed.to_dict()["reload/failed"] is True
+    assert failed.restored_bytes is None
 
 
 def test_computed_figures_of_a_report() -> None:

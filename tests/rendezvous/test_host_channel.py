@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 import pytest
-from rank_threads import FAR, PLAN, SOON, Job, two_barriers
+from rank_threads import FAR, SOON, Job, two_barriers
 from torch.distributed import TCPStore
 from watched_store import WatchedStore
 
-from reloadpg.errors import DisagreementError
 from reloadpg.rendezvous import peers
 from reloadpg.rendezvous.host_channel import HostChannel
 from reloadpg.rendezvous.round import Rendezvous
@@ -144,19 +142,3 @@ def test_a_rank_that_waited_in_an_earlier_job_is_counted(monkeypatch: pytest.Mon
     assert job.run(body) == ["passed"] * 2
     assert [rdv.state.instance for rdv in job.ranks] == [2, 2]
     job.end()
-
-
-def test_a_difference_on_one_host_raises_on_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The leader of a host adds up its ranks' sums."""
-    job = HostsJob(monkeypatch, [0, 0, 1, 1])
-    different = replace(PLAN, settings={"generation": "1"})
-    found = job.run(
-        lambda rdv: rdv.open("offload", ("enter",), FAR).agree(
-            "enter", different if rdv.rank == 3 else PLAN
-        )
-    )
-    job.end()
-    assert all(isinstance(one, DisagreementError) for one in found), found
-    assert all("0 on ranks 0-2 and 1 on rank 3" in str(one) for one in found), found

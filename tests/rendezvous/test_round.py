@@ -166,21 +166,6 @@ def test_a_rank_reads_the_proposals_that_it_asks_for() -> None:
     assert results == [{"b": "2"}, {}, {"c": "3", "a": "1"}]
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_proposal_that_yields_is_overridden_in_any_order(first: int) -> None:
-    written = threading.Event()
-    job = tcp_job(2, signals_arrival(written, first))
-    proposals = [[Proposal("a", "weak", yields=True)], [Proposal("a", "strong")]]
-
-    def agree(rdv: Rendezvous) -> dict[str, str]:
-        round_ = rdv.open("reload", ("enter",), FAR)
-        if rdv.rank != first:
-            assert written.wait(SOON)
-        return round_.agree("enter", PLAN, proposals[rdv.rank], ["a"])
-
-    assert job.run(agree) == [{"a": "strong"}] * 2
-
-
 # -- timeouts --------------------------------------------------------------------------------------
 
 
