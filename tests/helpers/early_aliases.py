@@ -12,7 +12,6 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import init_process_group, new_group
-from torch.distributed.distributed_c10d import split_group
 
 import reloadpg
 
@@ -45,8 +44,3 @@ def init_by_alias(*args: Any, **kwargs: Any) -> None:
 def new_group_by_alias(*args: Any, **kwargs: Any) -> Any:
     """Call ``new_group`` by a name bound early."""
     return new_group(*args, **kwargs)
-
-
-def split_group_by_alias(*args: Any, **kwargs: Any) -> Any:
-    """Call ``split_group`` by a name bound early."""
-    return split_group(*args, **kwargs)

@@ -175,13 +175,11 @@ class Explorer:
     """Explores the state space of one scenario.
 
     Attributes:
-        seen: the number of worlds visited.
         ends: the number of terminal worlds.
     """
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.seen = 0
         self.ends = 0
 
     def start(self) -> World:
@@ -227,7 +225,7 @@ class Explorer:
                 if one not in known:
                     known[one] = world
                     queue.append(one)
-        self.seen, self.ends = len(known), len(ends)
+        self.ends = len(ends)
         if not queue:
             self._check_all_can_end(known, before, ends)
         return not queue
@@ -259,7 +257,6 @@ class Explorer:
                 self.ends += 1
                 break
             world = chance.choice(following)
-            self.seen += 1
         return world
 
     # -- enabled steps --------------------------------------------------------------------------

@@ -74,23 +74,25 @@ def launch(*command: str) -> str:
     return output
 
 
-def activation(folder: Path, backends: str = "gloo") -> dict[str, str]:
-    """Return variables that install reloadpg in every process without a change to its program.
-
-    The entry point belongs to a distribution in `folder`, which hides the installed one: tests do
-    not depend on how the package was installed.
-    """
-    info = folder / "site" / "reloadpg-0.dist-info"
+def distribution(site: Path) -> Path:
+    """Write metadata with reloadpg's entry point, which hide those of the installed package."""
+    info = site / "reloadpg-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: reloadpg\nVersion: 0\n")
     (info / "entry_points.txt").write_text(
         "[torch.backends]\nreloadpg = _reloadpg_activation:activate\n"
     )
+    return site
+
+
+def activation(folder: Path, backends: str = "gloo") -> dict[str, str]:
+    """Return variables that install reloadpg in every process, however it was installed here."""
+    site = distribution(folder / "site")
     return {
         "RELOADPG_AUTOINSTALL": "1",
         "RELOADPG_BACKENDS": backends,
         "RELOADPG_TIMEOUT_S": "60",
-        "PYTHONPATH": os.pathsep.join(map(str, (info.parent, ROOT, HELPERS, HERE))),
+        "PYTHONPATH": os.pathsep.join(map(str, (site, ROOT, HELPERS, HERE))),
     }
 
 

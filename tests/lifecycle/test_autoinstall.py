@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from launching import distribution
 from sampling import sampled
 
 import reloadpg
@@ -41,16 +42,6 @@ import torch, torch.distributed as dist, sys
 print(torch.ones(2).sum().item(), type(dist.new_group).__name__ == "FunctionWrapper")
 """
 """Prints that torch works, and whether its functions are patched."""
-
-
-def distribution(folder: Path) -> Path:
-    """Metadata with the entry point only; it hides that of the installed reloadpg."""
-    info = folder / "reloadpg-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: reloadpg\nVersion: 0\n")
-    group, name, value = ENTRY_POINT
-    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n")
-    return folder
 
 
 def python(folder: Path, code: str, *, first: Path | None = None, **variables: str):
