@@ -44,7 +44,7 @@ def command(*arguments, cwd=None, path="", **variables):
 
 
 def decoded(process):
-    """The JSON that a command wrote to stdout, or an error with its output."""
+    """Parse the JSON that a command wrote to stdout; raise with its output if there is none."""
     try:
         return json.loads(process.stdout)
     except ValueError:
@@ -69,13 +69,13 @@ def _called(
 def called(
     *arguments: object, until: Path | None = None, cwd: Path | None = None, **env: str
 ) -> tuple[int, str]:
-    """The exit code and the output of a command, run in a forked process that has torch imported.
+    """Run a command in a forked process that has torch imported; return its exit code and output.
 
-    Commands that fork need it: a child of a process with many threads sometimes crashes.
+    Commands that fork need this: a child of a process with many threads sometimes crashes.
 
     Args:
         arguments: of the command.
-        until: for ``explain``: the time limit of the script is over once this file exists.
+        until: for ``explain``: the script reaches its time limit once this file exists.
         cwd: the working directory, from which modules can be imported.
         env: environment variables.
     """

@@ -1,8 +1,8 @@
-"""One program on real ranks, twice: with torch alone, and with reloadpg and cycles.
+"""Runs a program on real ranks twice: with torch alone, and with reloadpg and cycles.
 
 A program is a module-level function ``program(run) -> results``. It creates its groups, computes,
-and calls ``run.cycle()`` between its steps. In the plain setting that does nothing; in a reloaded
-setting it is one ``offload`` and one ``reload``, and what could be seen of them is kept.
+and calls ``run.cycle()`` between its steps. In a plain run that does nothing; in a reloaded run it
+offloads and reloads, and checks both.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ import reloadpg
 from reloadpg.testing import RanksFailedError, run_ranks, simulated
 
 STORE_SOCKETS = 2
-"""Connections to the store: torch's own, and the one on which reloadpg's rendezvous waits."""
+"""Connections to the store: that of torch, and that of reloadpg's rendezvous."""
 
 CREATORS = inspect.signature(reloadpg.install).parameters["parallelism"].default
 """Threads that create groups, each with a connection to the store."""
 
 TIMEOUT = 280.0
-"""Seconds for one launch of ranks; most end within 10, compiled ones within 60, on two cores."""
+"""Time limit of one launch, in seconds. Most take 10 s, compiled ones 60 s, on two cores."""
 
 ENVIRONMENT = {"RES_OPTIONS": "timeout:1 attempts:1"}
-"""Torch asks for the name of the address of each connection to the store; where the name server
-does not answer, that took 5 s each by default."""
+"""Torch looks up the host name for each connection to the store. Where the name server does not
+respond, each lookup took 5 s by default."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a program is run.
+    """The configuration of a run.
 
     Attributes:
         backend: the backend of the default group.
         reloadable: whether reloadpg is installed.
         backends: the option of ``install``.
-        late: whether ``install`` comes after ``init_process_group`` instead of before it.
-        kept_sockets: sockets of earlier gloo communicators that the program keeps open, at most.
+        late: whether ``install`` is called after ``init_process_group``.
+        kept_sockets: maximum number of sockets of earlier gloo communicators that stay open.
     """
 
     backend: str = worlds.BACKEND
@@ -74,7 +74,7 @@ SIM_RELOADED = Setting(backend="sim", reloadable=True)
 
 @dataclass
 class Outcome:
-    """The results of one rank, facts about its run, and how many groups each cycle had."""
+    """The results of one rank, facts about its run, and the number of groups in each cycle."""
 
     results: Any
     facts: dict[str, Any]
@@ -106,10 +106,10 @@ class Run:
     def cycle(self, inside: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Offload, call ``inside()``, and reload with these options.
 
-        In a plain run, call ``inside()`` alone. While offloaded, the communicators are gone with
-        their sockets, and every collective is refused. After the n-th reload each group is live in
-        generation n; c10d's tables hold the same objects, and no inner group; each communicator has
-        the sockets that it needs.
+        In a plain run, only call ``inside()``. While groups are offloaded, their communicators and
+        sockets are closed, and every collective raises. After the n-th reload each group is live in
+        generation n, c10d's tables hold the same objects and no inner group, and each communicator
+        has the sockets that it needs.
         """
         if not self.reloadable:
             return inside() if inside is not None else None
@@ -143,16 +143,16 @@ class Run:
             assert resolve(group.group_name) is group
             assert group in tables().pg_map
             assert group.communicator not in tables().pg_map
-        strangers = [group for group in tables().pg_map if id(group) not in before]
-        assert len(strangers) == len(rebuilt.groups) - len(released.groups)
+        added = [group for group in tables().pg_map if id(group) not in before]
+        assert len(added) == len(rebuilt.groups) - len(released.groups)
         return result
 
     def _held(self) -> Any:
-        """The sockets of this process, or what the simulated accelerator holds."""
+        """The number of sockets of this process, or the simulated accelerator's statistics."""
         return simulated.stats() if self.backend == "sim" else sockets()
 
     def _allowed(self, groups: int) -> int:
-        """The most sockets while so many groups are offloaded: none of their communicators."""
+        """Maximum number of sockets while this number of groups is offloaded."""
         allowed = STORE_SOCKETS + min(CREATORS, groups) + self.setting.kept_sockets
         return allowed + sockets_of(bypassed()) + sockets_of_splits(groups, len(bypassed()))
 
@@ -163,7 +163,7 @@ def managed() -> list[reloadpg.ReloadableProcessGroup]:
 
 
 def bypassed() -> list[dist.ProcessGroup]:
-    """The groups that bypass."""
+    """The bypassed groups in c10d's tables."""
     return [g for g in tables().pg_map if not isinstance(g, reloadpg.ReloadableProcessGroup)]
 
 
@@ -172,15 +172,12 @@ def tables() -> Any:
 
 
 def resolve(name: str) -> Any:
-    """The group that compiled code and device meshes find under a name."""
+    """Look up a group by name, as compiled code and device meshes do."""
     return dist.distributed_c10d._resolve_process_group(name)
 
 
 def sockets() -> int:
-    """Open TCP sockets of this process: the store's, and those of live gloo communicators.
-
-    The Unix sockets to the ranks of this host are not counted.
-    """
+    """The number of open TCP sockets of this process, for the store and for gloo communicators."""
     count = 0
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the directory's own descriptor
@@ -191,19 +188,19 @@ def sockets() -> int:
 
 
 def sockets_of(groups: Sequence[dist.ProcessGroup]) -> int:
-    """A gloo communicator of n ranks has a listening socket and n - 1 connections.
+    """The number of sockets of groups' gloo communicators; those of NCCL's stand-in have none.
 
-    NCCL's are not counted: those of the stand-in have none.
+    A gloo communicator of n ranks has a listening socket and n - 1 connections.
     """
     configs = tables().pg_backend_config
     return sum(group.size() for group in groups if "nccl" not in configs[group])
 
 
 def sockets_of_splits(managed: int, bypassed: int) -> int:
-    """Connections to the store that torch before 2.15 makes for splits of a bound default group.
+    """Connections to the store that torch before 2.15 opens for splits of a bound default group.
 
-    ``split_group`` clones the parent's store for the group, which lives as long as the group, and
-    once more for the backend, which an offload ends (seen on 2.13).
+    ``split_group`` clones the parent's store once for the group, for its lifetime, and once for the
+    backend, until the offload (seen on 2.13).
     """
     return managed - 1 + 2 * bypassed if worlds.SPLIT_CLONES_STORE else 0
 
@@ -222,7 +219,7 @@ def assert_refused(group: dist.ProcessGroup) -> None:
         "by name": lambda: torch.ops._c10d_functional.all_reduce(tensor, "sum", group.group_name),
     }
     if worlds.NCCL and torch.device("cpu") in group._device_types:
-        del calls["barrier"], calls["object"]  # of a mixed group these are gloo's, which stays live
+        del calls["barrier"], calls["object"]  # a mixed group runs them on gloo, which stays live
     for call in calls.values():
         with pytest.raises(reloadpg.GroupOffloadedError):
             call()
@@ -232,7 +229,7 @@ def assert_refused(group: dist.ProcessGroup) -> None:
 def run_program(
     rank: int, world_size: int, program: Callable[[Run], Any], setting: Setting
 ) -> Outcome:
-    """Be one rank of a program."""
+    """Run one rank of a program."""
     torch.set_num_threads(1)
     torch.manual_seed(1234)
     if setting.backend == "sim":
@@ -252,7 +249,7 @@ def run_program(
 
 @contextmanager
 def scratch(run: Run, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
-    """A directory that all ranks share, gone at the end, also when the block raises."""
+    """Create a directory that all ranks share; remove it at the end, also if the block raises."""
     path = [tempfile.mkdtemp(prefix="reloadpg-consumer-") if run.rank == 0 else ""]
     try:
         dist.broadcast_object_list(path, group=group)
@@ -264,10 +261,10 @@ def scratch(run: Run, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
 
 
 def plain_values(value: Any) -> Any:
-    """The same with detached copies of tensors, fit for the way to the test process."""
+    """Replace tensors by detached CPU copies, which can be sent to the test process."""
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
-            raise TypeError(f"give back plain tensors, not {type(value).__qualname__}")
+            raise TypeError(f"return plain tensors, not {type(value).__qualname__}")
         return value.detach().cpu().clone()
     if isinstance(value, Mapping):
         return {key: plain_values(item) for key, item in value.items()}
@@ -280,7 +277,7 @@ def plain_values(value: Any) -> Any:
 def launched(
     program: Callable[[Run], Any], world_size: int, setting: Setting
 ) -> list[Outcome] | RanksFailedError:
-    """One launch of ranks, or how it failed; once a test session."""
+    """Launch the ranks, once per test session; return their outcomes or the error."""
     try:
         return run_ranks(
             run_program,
@@ -305,7 +302,7 @@ def outcomes(
 
 
 def assert_identical(one: Any, other: Any, where: str = "results") -> None:
-    """Equal to the last bit: values, types, shapes, keys."""
+    """Check that values, types, shapes and keys are bit-identical."""
     assert type(one) is type(other), f"{where}: {type(one)} and {type(other)}"
     if isinstance(one, torch.Tensor):
         assert (one.dtype, one.shape) == (other.dtype, other.shape), where

@@ -1,4 +1,4 @@
-"""Tests of every consumer: results equal those without reloadpg, and each cycle took place."""
+"""Tests of every consumer: its results equal those without reloadpg, and each cycle ran."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from consumer_run import (
 
 @dataclass(frozen=True)
 class Consumer:
-    """A program and how many ranks run it."""
+    """A program and its number of ranks."""
 
     program: Callable[[Run], Any]
     world_size: int
     plain: Setting = PLAIN
     reloaded: Setting = RELOADED
     groups: int = 1
-    """Reloadable groups that each rank holds at its first cycle, at least."""
+    """Minimum number of reloadable groups per rank at the first cycle."""
     cycles: int = 3
     kept_sockets: int = 0
-    """Sockets of earlier gloo communicators that the consumer itself keeps open, at most."""
+    """Maximum number of sockets of earlier gloo communicators that the consumer keeps open."""
 
     def without(self) -> list[Outcome]:
         return outcomes(self.program, self.world_size, self.plain)
@@ -40,7 +40,7 @@ class Consumer:
 
 
 class ConsumerTests:
-    """Tests of a ``consumer``, which a subclass names; all of them read the same two launches."""
+    """Tests of the ``consumer`` that a subclass names; all of them share two launches."""
 
     consumer: ClassVar[Consumer]
 
@@ -53,10 +53,10 @@ class ConsumerTests:
             assert_identical(one.results, other.results, f"rank {rank}")
 
     def test_each_cycle_releases_and_rebuilds_every_group(self) -> None:
-        """Likewise WORLD: see :meth:`Run.cycle`.
+        """All groups take part in each cycle, which :meth:`Run.cycle` checks.
 
-        No inner group survives an offload (failure 32), and every collective is refused on any
-        path, without a fallback to WORLD (failure 4).
+        No inner group survives an offload, and every collective raises on any path, without a
+        fallback to WORLD.
         """
         for outcome in self.consumer.with_cycles():
             assert len(outcome.cycles) == self.consumer.cycles

@@ -1,8 +1,8 @@
-"""Runs a training script as it is, and offloads and reloads all groups between its steps.
+"""Runs an unmodified training script, and offloads and reloads all groups between its steps.
 
-``python cycling.py DIRECTORY SCRIPT ARGUMENT...``, under a launcher, with ``RELOADPG_AUTOINSTALL``
-set, as a framework around an unmodified trainer would. Torch calls it after an optimizer step, when
-no collective is in flight. The result is written to ``DIRECTORY/cycles.RANK.json``.
+Usage, under a launcher with ``RELOADPG_AUTOINSTALL``: ``python cycling.py DIRECTORY SCRIPT
+ARGUMENT...``. The cycles run in a hook after optimizer steps, when no collective is in flight. The
+result is written to ``DIRECTORY/cycles.RANK.json``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AFTER_STEPS = (2, 4, 5)
 
 
 class Cycles:
-    """Counts optimizer steps; three of them are followed by an offload and a reload."""
+    """A hook that counts optimizer steps, and runs a cycle after three of them."""
 
     def __init__(self) -> None:
         self.steps = 0

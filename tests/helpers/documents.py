@@ -1,4 +1,4 @@
-"""The examples as they stand in the documents: code blocks and commands, taken from the text."""
+"""Extracts the examples of the documents: code blocks and commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENVIRONMENT = ROOT / "reloadpg" / "environment" / "__init__.py"
 
 @dataclass(frozen=True)
 class Block:
-    """One example: which document, which line it starts at, and its code."""
+    """One example: its document, its first line, and its code."""
 
     document: str
     line: int
@@ -58,6 +58,6 @@ def docstring_blocks() -> list[Block]:
 
 
 def readme_commands() -> list[str]:
-    """The shell commands of the README that set up an environment: its two commands."""
+    """The two shell commands of the README that set up an environment."""
     lines = README.read_text().splitlines()
     return [line.strip() for line in lines if line.startswith("    python3 -m venv ")]

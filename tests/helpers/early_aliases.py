@@ -1,6 +1,6 @@
-"""Names of torch.distributed bound before ``reloadpg.install``: what Megatron-like code holds.
+"""Names of torch.distributed that are bound before ``reloadpg.install``, as in Megatron.
 
-Imported by the tests at module level, so always before a rank installs the library.
+Tests import this module at module level, so before any rank installs the library.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import init_process_group, new_group
-from torch.distributed.distributed_c10d import split_group
 
 import reloadpg
 
@@ -22,7 +21,7 @@ _CREATORS = ("new_group", "split_group", "init_process_group")
 
 
 def _bound_by(module: ModuleType) -> dict[str, Any]:
-    """The names of a module that has ``from module import *``."""
+    """Return the namespace of a new module that has run ``from module import *``."""
     binding = sys.modules[f"{__name__}_{module.__name__}"] = ModuleType(module.__name__)
     for name, value in vars(module).items():
         if callable(value) and name not in _CREATORS:
@@ -45,8 +44,3 @@ def init_by_alias(*args: Any, **kwargs: Any) -> None:
 def new_group_by_alias(*args: Any, **kwargs: Any) -> Any:
     """Call ``new_group`` by a name bound early."""
     return new_group(*args, **kwargs)
-
-
-def split_group_by_alias(*args: Any, **kwargs: Any) -> Any:
-    """Call ``split_group`` by a name bound early."""
-    return split_group(*args, **kwargs)

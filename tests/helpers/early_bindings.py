@@ -1,4 +1,4 @@
-"""Bindings of ``new_group`` that a search of module dictionaries does not find."""
+"""Bindings of ``new_group`` that are not in a module dictionary."""
 
 import functools
 

@@ -1,10 +1,11 @@
-"""Exploration of the agreement protocol: the library's code, over a store that is a dictionary.
+"""An explicit-state model checker for the agreement protocol.
 
-A world is the store, the ranks, and the commands that ranks have given up and that may still take
-effect. From each world all ranks that can act do so, in every order, and a fault can happen at each
-step. Time passes only when no rank can act: a timeout that expires is one of a rank that is dead,
-stalled or cut off, so whoever answers is named by nobody. Worlds that were seen are not explored
-again. After the method of FoundationDB's simulation and of explicit-state model checkers.
+It runs the library's own state machine over a store that is a dictionary. A world is one state of
+the whole system: the store, the ranks, and the abandoned requests that may still take effect. The
+explorer enumerates all interleavings of the enabled steps, and injects a fault before each step.
+Time advances only when no step is enabled. A timeout therefore expires only because of a rank that
+is dead, stalled or disconnected, and no rank that responds may be reported as missing. Each
+world is visited once. Modelled on FoundationDB's simulation and on TLC.
 """
 
 from __future__ import annotations
@@ -53,30 +54,30 @@ from reloadpg.rendezvous.protocol import (
 RECOVERY = ("enter", "done")
 COUNTERS = ("/count", "/answers")
 RECOVERIES = 3
-"""How often a rank recovers before it gives up."""
+"""Maximum number of recoveries per rank."""
 
 Store = frozenset[tuple[str, str]]
 
 
 class Violation(AssertionError):
-    """What must hold does not."""
+    """An invariant does not hold."""
 
 
 class Rank(NamedTuple):
-    """One process of a rank, and the program that it runs.
+    """The process of one rank, and its program.
 
     Attributes:
-        state: what the library knows there.
-        command: what it has asked.
-        program: the operations that are left: their barriers, or ``recover``.
-        running: the operation that is going on; empty between operations.
-        log: how operations ended.
-        life: ``runs``, ``stalled``, ``dead``, ``over``, or ``unborn``.
-        failing: whether it ends its operation since it was interrupted.
-        polls: whether it looks at the decision once before it arrives.
-        tries: recoveries that are left to it.
-        replaces: whether it takes the place of a process that has ended.
-        epoch: the one in which it has begun to recover.
+        state: the library's protocol state.
+        program: the remaining operations: the barriers of each, ``recover``, or ``join``.
+        command: the outstanding request, if there is one.
+        running: the current operation; empty between operations.
+        log: the results of its last operations.
+        life: ``runs``, ``stalled``, ``dead``, or ``over``.
+        failing: whether the rank has failed or was interrupted in the current operation.
+        polls: whether it still reads the decision once before it arrives.
+        tries: the number of recoveries that it may still start.
+        replaces: whether this process replaces one that has died.
+        epoch: the epoch in which its current recovery was requested.
     """
 
     state: State
@@ -93,7 +94,16 @@ class Rank(NamedTuple):
 
 
 class World(NamedTuple):
-    """Everything there is. The sets are what has happened, for the invariants."""
+    """A state of the system.
+
+    Attributes:
+        store: the keys and values of the store.
+        ranks: all ranks.
+        late: abandoned requests that may still take effect.
+        faults: the faults that have not happened yet.
+        deleted, arrived, decided: the history that the invariants need.
+        timeouts: the number of timeouts that have expired.
+    """
 
     store: Store
     ranks: tuple[Rank, ...]
@@ -107,31 +117,33 @@ class World(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is explored.
+    """The configuration of one state space.
 
     Attributes:
         size: number of ranks.
-        program: of each rank.
-        others: of the ranks that are no victims, if it is another one.
-        faults: each happens once at most, at any step; in this order.
-        victims: the ranks to which they happen.
-        meets: whether every rank that lives is to complete its program.
-        waits: whether a timeout of an operation may expire.
-        cancels: whether interrupts are those of a step.
-        polls: whether ranks look at the decision before they arrive.
-        stuck: whether rank 0 reaches its timeout at work, before the second barrier.
-        late: whether what a rank has given up may take effect at any later time.
-        watches: whether ranks that wait find out that another one has crashed.
-        again: whether the program goes on after a timeout, a disagreement or a failure, and with a
-            recovery after an interrupt of a step.
-        joins: whether ranks count the job first; ``uneven`` ranks have counted one more.
-        shares: the summands of the plans, by rank, in the first operations.
-        proposals: of each rank, in each operation.
-        optional: barriers that are left out, unless one of the ranks ``extends`` the operation.
-        hosts: the ranks of each host; none if every rank arrives alone.
-        met: whether the ranks of a host know each other from the start.
-        lists: whether the store can keep the list of a host.
-        partial: whether ranks of a host cannot reach their leader.
+        program: the program of each rank.
+        faults: injected in this order, each at most once, before any step.
+        victims: the ranks in which faults are injected.
+        meets: whether each live rank must complete its program.
+        waits: whether the timeout of an operation may expire.
+        cancels: whether an interrupt cancels a step of ``retrying``.
+        polls: whether ranks read the decision before they arrive.
+        stuck: whether rank 0 reaches its timeout while it works, before the second barrier.
+        late: whether an abandoned request may take effect at any later time.
+        watches: whether waiting ranks detect that a process has died.
+        again: whether the program continues after a timeout, a disagreement or a failure, and with
+            a recovery after an interrupt of a step.
+        joins: whether ranks first register the job on the store.
+        uneven: ranks that have already registered one job more than the others.
+        shares: the summand of each rank's plan, in the first operations.
+        proposals: the proposals of each rank, in each operation.
+        optional: barriers that are omitted unless a rank requests them.
+        extends: the ranks that request them.
+        others: the program of ranks that are not victims, if it differs.
+        hosts: the ranks of each host; empty if every rank arrives alone.
+        met: whether the ranks of a host know each other initially.
+        lists: whether the store supports the lists of hosts.
+        partial: ranks that cannot connect to their leader.
     """
 
     size: int
@@ -160,16 +172,14 @@ class Scenario:
 
 
 class Explorer:
-    """Explores one scenario.
+    """Explores the state space of one scenario.
 
     Attributes:
-        seen: the number of worlds.
-        ends: the number of worlds in which nothing can happen any more.
+        ends: the number of terminal worlds.
     """
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.seen = 0
         self.ends = 0
 
     def start(self) -> World:
@@ -194,14 +204,14 @@ class Explorer:
             world = self._settle(world, n)
         return world
 
-    def explore(self, most: int) -> bool:
-        """Breadth first, so many worlds at most; whether these were all of them."""
+    def explore(self, limit: int) -> bool:
+        """Search breadth-first up to a number of worlds; return whether the search is complete."""
         first = self.start()
         known: dict[World, World | None] = {first: None}
         queue = deque([first])
         before: dict[World, list[World]] = {}
         ends = []
-        while queue and len(known) < most:
+        while queue and len(known) < limit:
             world = queue.popleft()
             try:
                 following = list(self.next(world))
@@ -215,7 +225,7 @@ class Explorer:
                 if one not in known:
                     known[one] = world
                     queue.append(one)
-        self.seen, self.ends = len(known), len(ends)
+        self.ends = len(ends)
         if not queue:
             self._check_all_can_end(known, before, ends)
         return not queue
@@ -226,7 +236,7 @@ class Explorer:
         before: dict[World, list[World]],
         ends: list[World],
     ) -> None:
-        """Whatever has happened, there is a way to an end: no rank goes round for ever."""
+        """Check that a terminal world is reachable from each world (no livelock)."""
         can_end = {*ends}
         while ends:
             for one in before.get(ends.pop(), ()):
@@ -235,10 +245,10 @@ class Explorer:
                     ends.append(one)
         for world in known:
             if world not in can_end:
-                raise Violation(f"there is no end\n{_path(known, world)}")
+                raise Violation(f"no terminal world is reachable\n{_path(known, world)}")
 
     def walk(self, seed: int, steps: int) -> World:
-        """One random path."""
+        """Follow one random path."""
         chance, world = random.Random(seed), self.start()
         for _ in range(steps):
             following = list(self.next(world))
@@ -247,72 +257,74 @@ class Explorer:
                 self.ends += 1
                 break
             world = chance.choice(following)
-            self.seen += 1
         return world
 
-    # -- what can happen ------------------------------------------------------------------------
+    # -- enabled steps --------------------------------------------------------------------------
 
     def next(self, world: World) -> Iterator[World]:
-        """The worlds that come after one."""
+        """Yield the successors of a world."""
         for one in self._next(world):
             for n in range(len(one.ranks)):
                 one = self._settle(one, n)
             yield one
 
     def _next(self, world: World) -> Iterator[World]:
-        acts = [n for n, rank in enumerate(world.ranks) if self._can_act(world, n, rank)]
-        for n in acts:
-            yield self._act(world, n, True)
+        enabled = [n for n, rank in enumerate(world.ranks) if self._is_enabled(world, n, rank)]
+        for n in enabled:
+            yield self._act(world, n)
         for n, command in world.late:
             yield self._late(world, n, command)
         if world.faults:
             yield from self._fault(world)
-        deaths = list(self._deaths(world)) if self.scenario.watches else []
-        yield from deaths
+        detections = list(self._detections(world)) if self.scenario.watches else []
+        yield from detections
         if not self.scenario.again and any(key.endswith("/roll") for key, _ in world.store):
             yield from self._wake(world)
-        if not acts and not deaths:
+        if not enabled and not detections:
             yield from self._time(world)
 
     def _settle(self, world: World, n: int) -> World:
-        """What a rank does that no other one sees: no order of it matters."""
+        """Run the local steps of a rank at once (partial-order reduction).
+
+        No other rank depends on them, so only one interleaving needs to be explored.
+        """
         over = world.ranks[n]
         if over.life == "over" and over.tries and self.scenario.meets and not over.program:
             number = int(dict(world.store).get(over.state.of_recovery(), "0"))
             if number > over.state.epoch and over.log[-1:] == ("passed",):
-                called = over._replace(program=("recover",), life="runs", tries=over.tries - 1)
-                world = self._with(world, n, called)
+                resumed = over._replace(program=("recover",), life="runs", tries=over.tries - 1)
+                world = self._with(world, n, resumed)
         while (rank := world.ranks[n]).life == "runs":
             command = rank.command
-            alone = isinstance(command, Set | Delete) or (
+            is_local = isinstance(command, Set | Delete) or (
                 isinstance(command, Pause) and not command.sleeps
             )
-            if not alone and (command is not None or not (rank.running or rank.program)):
+            if not is_local and (command is not None or not (rank.running or rank.program)):
                 break
-            world = self._act(world, n, True)
+            world = self._act(world, n)
         return world
 
-    def _can_act(self, world: World, n: int, rank: Rank) -> bool:
+    def _is_enabled(self, world: World, n: int, rank: Rank) -> bool:
         if rank.life != "runs":
             return False
         command = rank.command
         if isinstance(command, Await):
             return command.key in dict(world.store)
         if isinstance(command, Gather | Hear) and command.waits:
-            reply, _ = self._on_host(world, n, command)
+            reply, _ = self._perform_on_host(world, n, command)
             lone = isinstance(command, Hear) and not self._is_led(world, n)
             return lone or (reply[1] if isinstance(command, Gather) else reply is not None)
         if isinstance(command, Pause) and command.sleeps:
-            return self._would_change(world, n)
+            return self._poll_has_effect(world, n)
         return command is not None or bool(rank.running or rank.program)
 
-    def _would_change(self, world: World, n: int) -> bool:
-        """Whether a rank that pauses would find something new."""
+    def _poll_has_effect(self, world: World, n: int) -> bool:
+        """Whether the next poll of a sleeping rank would read anything new."""
         state, store = world.ranks[n].state, dict(world.store)
         at, (state, command) = state.at, protocol.step(state, Reply(state.asked, True))
         while command is not None and not isinstance(command, Pause):
             if isinstance(command, OnHost):
-                reply, after = self._on_host(world, n, command)
+                reply, after = self._perform_on_host(world, n, command)
                 changes = after is not None and after != world.store
             else:
                 reply, changes = _performed(store, command)
@@ -321,38 +333,37 @@ class Explorer:
             state, command = protocol.step(state, Reply(state.asked, reply))
         return state.at is not at or (isinstance(command, Pause) and command.restart)
 
-    def _act(self, world: World, n: int, is_left: bool) -> World:
+    def _act(self, world: World, n: int) -> World:
         rank = world.ranks[n]
         if rank.command is None:
             return self._call(world, n)
         if isinstance(rank.command, Pause):
-            reply = Reply(rank.state.asked, is_left)
+            reply = Reply(rank.state.asked, True)
             if rank.command.sleeps and protocol.step(rank.state, reply)[0].at is None:
-                raise Violation(f"rank {n} ends a wait before its time: {rank.state.at}")
+                raise Violation(f"rank {n} stops waiting before its deadline: {rank.state.at}")
             return self._step(world, n, reply)
         performed, reply = self._perform(world, n, rank.command, live=True)
         following = self._step(performed, n, Reply(rank.state.asked, reply))
         if following == world:
-            raise Violation(f"rank {n} repeats without a pause: {rank.command}")
+            raise Violation(f"rank {n} polls without a pause: {rank.command}")
         return following
 
     def _perform(self, world: World, n: int, command: Command, *, live: bool) -> tuple[World, Any]:
         if isinstance(command, OnHost):
-            reply, store_after = self._on_host(world, n, command)
+            reply, store_after = self._perform_on_host(world, n, command)
             arrived = world.arrived
             if isinstance(command, Hand) and reply:
                 arrived |= {(command.key.removesuffix("/"), n)}
             if isinstance(command, Meet | Publish) and live and command.key in world.deleted:
-                raise Violation(f"rank {n} asks for a key that was deleted: {command}")
+                raise Violation(f"rank {n} uses a deleted key: {command}")
             return world._replace(store=store_after or world.store, arrived=arrived), reply
         store, deleted = dict(world.store), world.deleted
         keys = [command.key] if not isinstance(command, Absent | ReadAll | Pause) else []
-        ends = world.ranks[n].replaces and isinstance(command, Swap)  # what another may have left
-        ends |= (
-            isinstance(command, Delete) and "/proposal/" in command.key
-        )  # several ranks wrote it
-        if live and not ends and any(key in deleted for key in keys):
-            raise Violation(f"rank {n} asks for a key that was deleted: {command}")
+        # A replacement ends barriers of its predecessor. Several ranks delete the same proposal.
+        allowed = world.ranks[n].replaces and isinstance(command, Swap)
+        allowed |= isinstance(command, Delete) and "/proposal/" in command.key
+        if live and not allowed and any(key in deleted for key in keys):
+            raise Violation(f"rank {n} uses a deleted key: {command}")
         reply, _ = _performed(store, command)
         arrived = world.arrived
         if isinstance(command, Delete):
@@ -362,7 +373,7 @@ class Explorer:
         elif isinstance(command, Add) and command.key.endswith(COUNTERS):
             size, bits = self.scenario.size, self.scenario.size.bit_length()
             if reply & ((1 << bits) - 1) > size:
-                raise Violation(f"{command.key} counts {reply} of {size} ranks")
+                raise Violation(f"{command.key} has a count of {reply} for {size} ranks")
             once = (command.key.removesuffix("/count"), n)
             if command.amount and not command.key.endswith("/count") and once in arrived:
                 raise Violation(f"rank {n} is counted twice: {command}")
@@ -370,18 +381,18 @@ class Explorer:
                 arrived |= {once}
         most = self.scenario.size * len(self.scenario.program)
         if isinstance(command, Add) and command.key.endswith("/progress") and reply > most:
-            raise Violation(f"more progress than there was: {reply}")
+            raise Violation(f"progress is counted more than once: {reply}")
         return world._replace(store=_frozen(store), deleted=deleted, arrived=arrived), reply
 
     def _is_led(self, world: World, n: int) -> bool:
-        """Whether a message of a rank reaches its leader, which lives and is in the same epoch."""
+        """Whether the rank can reach its leader, and the leader is alive and in the same epoch."""
         state = world.ranks[n].state
         leader = world.ranks[(state.local or (n,))[0]]
         same = bool(state.local) and leader.state.epoch == state.epoch
         return same and leader.life != "dead" and n not in self.scenario.partial
 
-    def _on_host(self, world: World, n: int, command: OnHost) -> tuple[Any, Store | None]:
-        """The reply of the other ranks of a host, and the store with their messages."""
+    def _perform_on_host(self, world: World, n: int, command: OnHost) -> tuple[Any, Store | None]:
+        """Return the reply to a command within a host, and the store with the ranks' messages."""
         state, store = world.ranks[n].state, dict(world.store)
         match command:
             case Publish() if not self.scenario.lists:
@@ -420,13 +431,13 @@ class Explorer:
                 return text, _frozen(store)
 
     def _late(self, world: World, n: int, command: Command) -> World:
-        """A command that was given up takes effect, and its reply comes."""
+        """An abandoned request takes effect, and its late reply is delivered."""
         world, reply = self._perform(world, n, command, live=False)
         world = world._replace(late=world.late - {(n, command)})
         return self._step(world, n, Reply(-1, reply))
 
     def _time(self, world: World) -> Iterator[World]:
-        """The shortest time passes in which something happens."""
+        """Advance time to the next timeout that can expire."""
         waits: list[tuple[Any, Any]] = [(Await | Hear | Gather, None), (Pause, False)]
         running = [(n, rank) for n, rank in enumerate(world.ranks) if rank.life == "runs"]
         for kinds, reply in waits:
@@ -438,12 +449,12 @@ class Explorer:
             for n in found:
                 rank = world.ranks[n]
                 if isinstance(rank.command, Hear) and not self.scenario.faults:
-                    raise Violation(f"rank {n} gets no message of {rank.command.key}")
+                    raise Violation(f"rank {n} does not receive a message: {rank.command.key}")
                 if isinstance(rank.command, Pause) and not self.scenario.waits:
-                    raise Violation(f"rank {n} waits for a response until the end: {rank.state.at}")
+                    raise Violation(f"rank {n} waits for responses to its timeout: {rank.state.at}")
                 self._check_await(world, n, rank.command)
                 if isinstance(rank.command, Gather | Hear):
-                    yield self._act(world, n, True)
+                    yield self._act(world, n)
                 else:
                     yield self._step(world, n, Reply(rank.state.asked, reply))
             if found:
@@ -452,32 +463,32 @@ class Explorer:
         for n, rank in running:
             if rank.state.at is protocol._paused:
                 if not self.scenario.waits:
-                    raise Violation(f"rank {n} waits for its whole timeout: {rank.state.key()}")
+                    raise Violation(f"rank {n} reaches its timeout: {rank.state.key()}")
                 reply_of = Reply(rank.state.asked, False)
                 yield self._step(world._replace(timeouts=world.timeouts + 1), n, reply_of)
 
     def _wake(self, world: World) -> Iterator[World]:
-        """A rank goes on that was stalled."""
+        """A stalled rank continues."""
         for n, rank in enumerate(world.ranks):
             if rank.life == "stalled":
                 yield self._with(world, n, rank._replace(life="runs"))
 
     def _check_await(self, world: World, n: int, command: Command | None) -> None:
-        """A wait at the store that comes to its end before the decision."""
+        """Check a wait on the store that expires before the decision is written."""
         store, state = dict(world.store), world.ranks[n].state
         if not isinstance(command, Await):
             return
         first = not self.scenario.faults and state.phases[0] == protocol.ENTER
         if first and state.of_recovery(state.epoch + 1, "request") in store:
-            raise Violation(f"rank {n} waits until it reads that a recovery was requested")
+            raise Violation(f"rank {n} notices a requested recovery only after its wait expired")
         if not command.brief and int(store.get("reloadpg/instance", "0")) > state.instance:
-            raise Violation(f"rank {n} waits long in job {state.instance}, which was left")
+            raise Violation(f"rank {n} waits long in the abandoned job {state.instance}")
         handed = [store[one] for one in store if one.startswith(f"message/{n}/{state.key()}")]
         if state.leads and any(amount != "0" for amount in handed):
-            raise Violation(f"rank {n} waits at the store, and takes no arrivals")
+            raise Violation(f"rank {n} blocks on the store instead of collecting arrivals")
 
-    def _deaths(self, world: World) -> Iterator[World]:
-        """A rank that waits for others finds that a process of its host has ended."""
+    def _detections(self, world: World) -> Iterator[World]:
+        """A waiting rank detects that a process of its host has died."""
         dead = tuple(n for n, rank in enumerate(world.ranks) if rank.life == "dead")
         for n, rank in enumerate(world.ranks):
             waits = isinstance(rank.command, Await | Hear | Gather)
@@ -505,22 +516,22 @@ class Explorer:
             elif rank.life != "runs" or not (rank.running or rank.program):
                 continue
             elif kind == "crash":
-                for given_up in self._give_up(world, n):
-                    yield self._with(given_up, n, rank._replace(life="dead"))
+                for abandoned in self._abandon(world, n):
+                    yield self._with(abandoned, n, rank._replace(life="dead"))
             elif kind == "stall":
                 yield self._with(world, n, rank._replace(life="stalled"))
-            elif kind == "brief":  # a short wait ends before the others have come
+            elif kind == "brief":  # a short wait expires before the message arrives
                 if isinstance(rank.command, Gather | Hear) and rank.command.waits:
-                    yield self._act(world, n, True)
+                    yield self._act(world, n)
             elif kind == "silent":
-                for given_up in self._give_up(world, n):
-                    yield self._cut_off(given_up, n)
+                for abandoned in self._abandon(world, n):
+                    yield self._cut_off(abandoned, n)
             elif rank.running and kind in ("interrupt", "failure"):
-                for given_up in self._give_up(world, n):
-                    yield self._interrupt(given_up, n)
+                for abandoned in self._abandon(world, n):
+                    yield self._interrupt(abandoned, n)
 
-    def _give_up(self, world: World, n: int) -> Iterator[World]:
-        """What a rank has asked was done and not answered, was not done, or is done later."""
+    def _abandon(self, world: World, n: int) -> Iterator[World]:
+        """Abandon the in-flight request: it never takes effect, or took effect, or will later."""
         command = world.ranks[n].command
         yield world
         if command is not None and not isinstance(
@@ -555,20 +566,20 @@ class Explorer:
             program = ("recover", *rank.program)
         return Rank(state, program, replaces=True)
 
-    # -- the program of a rank ------------------------------------------------------------------
+    # -- the caller of the library --------------------------------------------------------------
 
     def _call(self, world: World, n: int) -> World:
-        """What the caller of the library does next, on a rank that waits for no reply."""
+        """Take the next step of the program; the rank has no request in flight."""
         rank, state = world.ranks[n], world.ranks[n].state
         if not rank.running:
             return self._begin(world, n)
         if rank.running == "recover" and not _has_joined(rank):
             if not rank.failing:
-                raise Violation(f"rank {n} has requested a recovery, and takes part in none")
+                raise Violation(f"rank {n} requested a recovery, but takes part in none")
             return self._ended(world, n, "failed")
         if rank.running == "join":
             if not state.instance:
-                raise Violation(f"rank {n} has joined no job")
+                raise Violation(f"rank {n} has not joined a job")
             return self._ended(world, n, "joined")
         if state.decision.kind and not state.ended:
             return self._step(world, n, Close(f"work {n}", not rank.failing, hosts=n == 0))
@@ -587,14 +598,14 @@ class Explorer:
             return self._ended(world, n, decision.kind)
         if not state.phases:
             if not state.passed.ok:
-                raise Violation(f"rank {n} has come to an end without a barrier")
+                raise Violation(f"rank {n} has ended without a barrier")
             return self._ended(world, n, "passed")
         if state.lost:
-            raise Violation(f"rank {n} takes the store for lost: {state.key()}")
-        if rank.failing:  # all ranks had passed the barrier: the next one is told
-            raise Violation(f"rank {n} has failed and no decision says it")
+            raise Violation(f"rank {n} treats the store as lost: {state.key()}")
+        if rank.failing:
+            raise Violation(f"rank {n} has failed, but no decision records it")
         if state.arrived:
-            raise Violation(f"rank {n} has arrived, and ends its wait without a decision")
+            raise Violation(f"rank {n} has arrived, but stops waiting without a decision")
         if rank.polls and not state.arrived and state.phases[0] != "enter":
             return self._step(self._with(world, n, rank._replace(polls=False)), n, Poll(1))
         if self.scenario.stuck and n == 0 and state.phases[0] == "released":
@@ -613,14 +624,14 @@ class Explorer:
         return Arrive(plan, share, proposals, n in case.extends)
 
     def _differs(self, state: State) -> bool:
-        """Whether the plans of an operation have the summands: all but the last of several."""
+        """Whether the operation uses ``shares``: all do, except the last of several."""
         return state.sequence <= max(1, len(self.scenario.program) - 1)
 
     def _begin(self, world: World, n: int) -> World:
         rank = world.ranks[n]
         item, *left = rank.program
         rank = rank._replace(program=tuple(left), running=item, polls=self.scenario.polls)
-        if item == "join":  # a new job on the same store
+        if item == "join":
             state = State(n, rank.state.members, host=rank.state.host, mark="a process" * (n == 0))
             return self._step(self._with(world, n, rank._replace(state=state)), n, Join())
         if item == "recover":
@@ -643,7 +654,7 @@ class Explorer:
                 program = program[program.index("recover") :]
             else:
                 program = ()
-            # A rank whose step was interrupted takes part in no recovery, and the others know it.
+            # A rank whose step was interrupted does not take part in the recovery.
             interrupted = how in ("cancelled", "failed") or rank.failing
             gone = self.scenario.cancels and interrupted and not self.scenario.again
             if gone or not tries:
@@ -662,7 +673,7 @@ class Explorer:
         )
         return self._with(world, n, rank)
 
-    # -- one step, and what must hold -------------------------------------------------------------
+    # -- one step, and the invariants -------------------------------------------------------------
 
     def _step(self, world: World, n: int, event: Event) -> World:
         rank = world.ranks[n]
@@ -676,7 +687,7 @@ class Explorer:
             return world
         self._check_command(world, n, before, after, command)
         world = self._check(world, n, before, after, command)
-        # Numbers of commands are only ever compared for being equal.
+        # Command numbers are only compared for equality: a constant keeps the state space finite.
         state = after._replace(asked=1)
         return self._with(world, n, world.ranks[n]._replace(state=state, command=command))
 
@@ -684,7 +695,7 @@ class Explorer:
         self, world: World, n: int, before: State, after: State, command: Command | None
     ) -> World:
         if isinstance(command, Swap) and command.key.endswith("/roll"):
-            self._check_names(world, before, Decision.from_json(command.value))
+            self._check_named(world, before, Decision.from_json(command.value))
             self._check_result(world, before, Decision.from_json(command.value))
         if not before.phases or (after.epoch, after.sequence) != (before.epoch, before.sequence):
             return world
@@ -696,107 +707,107 @@ class Explorer:
                 arrived = {rank for name, rank in world.arrived if name == barrier}
                 skipped = () if self.scenario.extends else self.scenario.optional
                 if after.phases != tuple(p for p in before.phases[1:] if p not in skipped):
-                    raise Violation(f"rank {n} goes on from {before.phases} to {after.phases}")
+                    raise Violation(f"rank {n} continues with {after.phases} after {before.phases}")
                 if before.phases[0] == "enter" and before.epoch == 0:
                     self._check_agreement(world, n, before, after)
                 rank = world.ranks[n]
                 if not rank.failing and before.arriving != self._arrival(n, before, rank):
-                    raise Violation(f"rank {n} passes {barrier} with {before.arriving}")
+                    raise Violation(f"rank {n} passes {barrier} with other data: {before.arriving}")
                 if arrived != {*before.members}:
-                    raise Violation(f"rank {n} passes {barrier}, where {arrived} have arrived")
+                    raise Violation(f"rank {n} passes {barrier}, but only {arrived} have arrived")
         elif after.decision.kind and after.decision.kind != before.decision.kind:
             kind = after.decision.kind
         if not kind:
             return world
         for name, other in world.decided:
             if name == barrier and other != kind:
-                raise Violation(f"{barrier} is {other}, and {kind} on rank {n}")
+                raise Violation(f"two decisions at {barrier}: {other}, and {kind} on rank {n}")
         return world._replace(decided=world.decided | {(barrier, kind)})
 
     def _check_agreement(self, world: World, n: int, before: State, after: State) -> None:
-        """What the ranks have agreed on at a barrier that one of them passes."""
+        """Check that the ranks agree on plans and proposals at a barrier that a rank passes."""
         case, barrier = self.scenario, before.key().removesuffix("/")
         if sum(case.shares) and self._differs(before):
-            raise Violation(f"rank {n} passes {barrier}, where the plans differ")
+            raise Violation(f"rank {n} passes {barrier}, but the plans differ")
         proposals = [one for ranks in case.proposals for one in ranks]
         for one in proposals:
             same = [other for other in proposals if other.subject == one.subject]
             texts = {other.text for other in same if not other.yields} or {o.text for o in same}
             found = dict(world.store).get(before.key("proposal", one.subject))
             if found not in texts:
-                raise Violation(f"rank {n} finds the proposal {found}, and not of {texts}")
+                raise Violation(f"rank {n} reads the proposal {found}, expected one of {texts}")
         if after.passed.proposed != bool(proposals):
-            raise Violation(f"rank {n} looks for proposals: {after.passed}")
+            raise Violation(f"the decision misreports whether there are proposals: {after.passed}")
 
     def _check_command(
         self, world: World, n: int, before: State, after: State, command: Command | None
     ) -> None:
-        """A rank asks nothing in vain, and a long wait is one that others can see."""
+        """Check that requests are useful, and that a rank publishes a mark for each long wait."""
         store, replaces = dict(world.store), world.ranks[n].replaces
         if isinstance(command, Spread) and not before.leads:
-            raise Violation(f"rank {n} sends a decision, and leads nobody")
+            raise Violation(f"rank {n} sends a decision, but leads no ranks")
         asks = before.at is protocol._paused and isinstance(command, Read) and before.follows
         if asks and f"message/{n}/{before.key()}" in store:
-            raise Violation(f"rank {n} asks the store for what its leader has sent")
+            raise Violation(f"rank {n} polls the store for a decision that its leader has sent")
         if before.phases and after.phases == before.phases and isinstance(after.event, Close):
             self._check_end_of(world, n, before, after)
         self._check_need(world.ranks[n], n, after, command)
         if before.phases and not replaces:
             mark = before.key("here", n)
             if isinstance(command, Set) and command.key == mark in store:
-                raise Violation(f"rank {n} marks its wait twice: {mark}")
+                raise Violation(f"rank {n} publishes the mark of its wait twice: {mark}")
             if after.at is protocol._paused and after.arrived and mark not in store:
-                raise Violation(f"rank {n} waits, and no mark says it: {mark}")
+                raise Violation(f"rank {n} waits without a published mark: {mark}")
 
     def _check_need(self, rank: Rank, n: int, after: State, command: Command | None) -> None:
-        """A rank sends no request that it does not need, and omits none that it needs."""
+        """Check that a rank sends the necessary requests, and no others."""
         before, last = rank.state, rank.command
         if isinstance(command, Await) and command.brief == before.confirmed:
-            raise Violation(f"rank {n} waits for the wrong time: {command}")
+            raise Violation(f"rank {n} uses the wrong timeout: {command}")
         if isinstance(command, Await) and after.leads and not after.complete:
-            raise Violation(f"rank {n} blocks, and leads ranks that have not arrived: {command}")
+            raise Violation(f"rank {n} blocks, but ranks that it leads have not arrived: {command}")
         if isinstance(command, Read) and command.key == "reloadpg/instance" and before.confirmed:
-            raise Violation(f"rank {n} looks for another job than the confirmed one")
+            raise Violation(f"rank {n} checks for a newer job after all ranks have met")
         if isinstance(command, Swap) and "/0.0/" in command.key and not rank.replaces:
-            raise Violation(f"rank {n} writes the decision of no barrier: {command}")
+            raise Violation(f"rank {n} writes a decision outside a barrier: {command}")
         noted = rank.running == "recover" and rank.log[-1:] == ("cancelled",) and not rank.failing
         if noted and isinstance(command, Swap) and '"cancelled"' in command.value:
-            raise Violation(f"rank {n} ends a recovery for an interrupt that all have noted")
-        says = isinstance(command, Swap) and command.key.endswith("/decision")
-        told = Decision.from_json(command.value) if says else protocol.UNDECIDED
-        if told.kind == "cancelled" and told.rank == n and not rank.failing:
-            raise Violation(f"rank {n} takes part in a recovery, and ends it: {command}")
+            raise Violation(f"rank {n} cancels a recovery for an interrupt that all have noted")
+        decides = isinstance(command, Swap) and command.key.endswith("/decision")
+        written = Decision.from_json(command.value) if decides else protocol.UNDECIDED
+        if written.kind == "cancelled" and written.rank == n and not rank.failing:
+            raise Violation(f"rank {n} cancels a recovery in which it takes part: {command}")
         if isinstance(command, Add) and "/instance/" in command.key and not command.amount:
-            raise Violation(f"rank {n} counts no job: {command}")
+            raise Violation(f"rank {n} joins a job without registering it: {command}")
         if isinstance(command, Set) and "/here/" in command.key and not before.arrived:
-            raise Violation(f"rank {n} waits for no decision: {command}")
+            raise Violation(f"rank {n} marks a wait before it has arrived: {command}")
         watches = self.scenario.watches or rank.failing
-        if told.kind == "failed" and not watches:
-            raise Violation(f"rank {n} has not failed, and says so: {command}")
-        if told.kind == "failed" and f"/{before.epoch}." not in command.key:
+        if written.kind == "failed" and not watches:
+            raise Violation(f"rank {n} writes a failure, but has not failed: {command}")
+        if written.kind == "failed" and f"/{before.epoch}." not in command.key:
             raise Violation(f"rank {n} fails a recovery that it has not joined: {command}")
         if len({*after.owned}) < len(after.owned):
             raise Violation(f"rank {n} deletes a key twice: {after.owned}")
         if isinstance(command, Meet) and command.connects != after.confirmed:
-            raise Violation(f"rank {n} connects to a leader, and not all ranks have met: {command}")
+            raise Violation(f"rank {n} connects to its leader at the wrong time: {command}")
         if isinstance(command, Pause) and after.at is protocol._paused:
             if command.restart != after.restart:
-                raise Violation(f"rank {n} has seen progress, and keeps its deadline: {command}")
+                raise Violation(f"rank {n} does not restart its deadline on progress: {command}")
             joins = after.host and not after.confirmed and not after.epoch
             if bool(joins) != isinstance(last, Meet):
-                raise Violation(f"rank {n} does not watch those that have joined: {last}")
+                raise Violation(f"rank {n} does not watch the processes of its host: {last}")
             if command.sleeps and command.listens != (after.leads or after.follows):
-                raise Violation(f"rank {n} sleeps, and would not read a message: {command}")
+                raise Violation(f"rank {n} sleeps with the wrong value of listens: {command}")
         if after.at is protocol._roll_read and not after.event.waits:
-            raise Violation(f"rank {n} waits for responses, and was not to wait")
+            raise Violation(f"rank {n} waits for responses, although Close.waits is False")
         if isinstance(command, Pause) and after.at is protocol._leave_paused:
             if not after.event.hosts:
-                raise Violation(f"rank {n} does not host the store, and waits for the others")
+                raise Violation(f"rank {n} waits for the readers, but does not host the store")
             if isinstance(last, Absent) and before.restart and not command.restart:
-                raise Violation(f"rank {n} hosts the store, and leaves the others no time")
+                raise Violation(f"rank {n} hosts the store, but gives the others no time to read")
 
     def _check_end_of(self, world: World, n: int, before: State, after: State) -> None:
-        """How a rank leaves a barrier that was not passed."""
+        """Check how a rank leaves a barrier that was not passed."""
         decision, barrier, store = after.decision, before.key().removesuffix("/"), dict(world.store)
         ends, result = after.ended and not before.ended, store.get(f"{barrier}/roll")
         waits = after.event.waits
@@ -807,19 +818,19 @@ class Explorer:
             and decision.kind != "recover"
             and decision.to_json() != result
         ):
-            raise Violation(f"rank {n} leaves with {decision}, and the result is {result}")
+            raise Violation(f"rank {n} leaves with {decision}, but the result is {result}")
         gone = {*decision.missing, *decision.silent, *decision.dead}
         gone |= {decision.rank} if decision.kind == "cancelled" else set()
         read = {rank for rank in before.members if before.key("reader", rank) in store}
         waits_for = {*before.members} - gone - read
         asked = before.at is protocol._readers_found
         if asked and after.at is protocol._leave_paused and not waits_for:
-            raise Violation(f"rank {n} hosts the store, and waits for nobody")
+            raise Violation(f"rank {n} hosts the store, and waits although all ranks have read")
         if asked and ends and waits_for:
-            raise Violation(f"rank {n} hosts the store, and leaves before {waits_for}")
+            raise Violation(f"rank {n} hosts the store, and leaves before {waits_for} have read")
 
     def _check_result(self, world: World, state: State, decision: Decision) -> None:
-        """What is written of how an operation ended: who has not responded, and why."""
+        """Check the result of an operation: which ranks did not respond, and why."""
         store = dict(world.store)
         lacks = {
             name: {m for m in state.members if state.key(name, m) not in store} - {*decision.dead}
@@ -827,75 +838,75 @@ class Explorer:
         }
         if decision.kind == "disagree":
             if decision.text == "" or (not lacks["answer"] and "generation" not in decision.text):
-                raise Violation(f"it does not say what differs: {decision}")
+                raise Violation(f"the result does not name the difference: {decision}")
             return
         named = decision.missing if decision.kind == "timeout" else decision.silent
         if {*named} & {*decision.dead}:
-            raise Violation(f"a rank that has ended is named twice: {decision}")
+            raise Violation(f"a dead rank is named twice: {decision}")
         if not lacks["answer"] <= {*named}:
-            raise Violation(f"{lacks['answer']} have not responded: {decision}")
+            raise Violation(f"{lacks['answer']} did not respond, and are not named: {decision}")
         states = {m: world.ranks[m].state for m in state.members}
         at = state.epoch, state.sequence, state.phases
         here = {m for m, one in states.items() if (one.epoch, one.sequence, one.phases) == at}
         arrived = {m for m in here if states[m].arrived}
         if decision.kind == "timeout" and here - arrived - {*named} != here & {*decision.stuck}:
-            raise Violation(f"{arrived} have arrived: {decision}")
+            raise Violation(f"only {arrived} have arrived: {decision}")
         if decision.stuck and decision.doing != f"work {decision.stuck[0]}":
-            raise Violation(f"it does not say what a rank does: {decision}")
+            raise Violation(f"the result does not name the work of a stuck rank: {decision}")
 
     def _check_delete(self, world: World, n: int, key: str) -> None:
         if key in world.deleted and "/proposal/" not in key:
-            raise Violation(f"rank {n} deletes what was deleted: {key}")
+            raise Violation(f"rank {n} deletes a key again: {key}")
         passed = (key.rpartition("/")[0], "passed ok") in world.decided
         if (
             (passed or key.endswith(("/answers", "/roll")))
             and key not in world.deleted
             and key not in dict(world.store)
         ):
-            raise Violation(f"rank {n} deletes what there never was: {key}")
+            raise Violation(f"rank {n} deletes a key that was never written: {key}")
 
-    def _check_names(self, world: World, state: State, decision: Decision) -> None:
+    def _check_named(self, world: World, state: State, decision: Decision) -> None:
         for named in (*decision.missing, *decision.silent):
             rank = world.ranks[named]
-            # What a process that was replaced has done is not what its successor has.
+            # The arrival may be that of a process that was replaced.
             counted = (state.key().removesuffix("/"), named) in world.arrived
             here = counted and rank.state.arrived
             same = (rank.state.epoch, rank.state.sequence) == (state.epoch, state.sequence)
             if rank.life == "runs" and here and same and rank.running and not rank.failing:
-                raise Violation(f"rank {named} is named, and could answer: {decision}")
+                raise Violation(f"rank {named} is reported as missing, but responds: {decision}")
 
     def check_end(self, world: World) -> None:
         for n, rank in enumerate(world.ranks):
             if rank.life in ("runs", "stalled"):
-                raise Violation(f"rank {n} waits for ever at {rank.state.at}: {rank.state}")
+                raise Violation(f"deadlock: rank {n} waits at {rank.state.at}: {rank.state}")
             if self.scenario.meets and rank.life != "dead" and rank.log[-1:] != ("passed",):
-                raise Violation(f"rank {n} has not met the others again: {rank.log}")
+                raise Violation(f"rank {n} has not completed its program: {rank.log}")
         case = self.scenario
         if case.faults:
             return
         store, jobs = dict(world.store), {rank.state.instance for rank in world.ranks}
         if len(jobs) > 1:
-            raise Violation(f"the ranks are in the jobs {jobs}")
+            raise Violation(f"the ranks are in different jobs: {jobs}")
         marks = [n for n in range(case.size) if f"reloadpg/{max(jobs)}/process/{n}" in store]
         if case.joins and marks != [0]:
-            raise Violation(f"not rank 0, but {marks} have left marks in job {jobs}")
+            raise Violation(f"only rank 0 must leave a mark in job {jobs}, not {marks}")
         if (
             case.polls
             and not case.joins
             and int(store["reloadpg/1/progress"]) != case.size * len(case.program)
         ):
-            raise Violation(f"not all progress was counted: {store}")
+            raise Violation(f"progress is missing: {store}")
         if "join" not in case.program:
             left = [key for key, _ in world.store if not _stays(key, world)]
             if left:
-                raise Violation(f"left in the store: {left}")
+                raise Violation(f"keys are left in the store: {left}")
 
     def _with(self, world: World, n: int, rank: Rank) -> World:
         return world._replace(ranks=(*world.ranks[:n], rank, *world.ranks[n + 1 :]))
 
 
 def _path(known: dict[World, World | None], world: World) -> str:
-    """What each rank was at in the worlds that led to one."""
+    """Format the steps of each rank on the path to a world."""
     lines, before = [], None
     one: World | None = world
     worlds = []
@@ -911,12 +922,12 @@ def _path(known: dict[World, World | None], world: World) -> str:
 
 
 def _has_joined(rank: Rank) -> bool:
-    """Whether a rank that recovers has begun the epoch of the recovery."""
+    """Whether a recovering rank has entered the epoch of the recovery."""
     return rank.state.epoch > rank.epoch
 
 
 def _stays(key: str, world: World) -> bool:
-    """Whether a key belongs to the job, or to its last two barriers."""
+    """Whether a key may stay: it belongs to the job, or to one of its last two barriers."""
     owned = {name for rank in world.ranks for name in (*rank.state.owned, *rank.state.spent)}
     return (
         key in owned
@@ -933,7 +944,7 @@ def _frozen(store: dict[str, str]) -> Store:
 
 
 def _performed(store: dict[str, str], command: Command) -> tuple[Any, bool]:
-    """The reply of the store, which is changed, and whether it is."""
+    """Perform a command on the store; return the reply, and whether the store has changed."""
     match command:
         case Add(key, amount):
             store[key] = str(int(store.get(key, "0")) + amount)

@@ -1,4 +1,4 @@
-"""A job of overlapping groups, faults in it, and how its calls ended.
+"""A job of overlapping groups, fault injection, and the results of its calls.
 
 A *point* is a place in an operation, written ``operation.place``: ``offload.enter``,
 ``offload.callbacks``, ``offload.quiesced``, ``offload.group3`` (releasing the fourth group),
@@ -43,21 +43,21 @@ RING = ((0, 1), (1, 2), (2, 3), (0, 3), (0, 1, 2, 3))
 TRIANGLE = ((0, 1), (1, 2), (0, 1, 2))
 """Overlapping subgroups of three ranks."""
 BOUND = 4.0
-"""A timeout in seconds that ranks reach."""
+"""A timeout that ranks reach, in seconds."""
 ALLOWANCE = 60.0
-"""Seconds past the timeout within which every rank must have raised, on the busiest machine."""
+"""Seconds after the timeout within which every rank must have raised, also on a loaded machine."""
 FAR = 100.0
-"""A timeout in seconds that no rank reaches: one that ends within ALLOWANCE did not wait for it."""
+"""A timeout that no rank reaches, in seconds; longer than ALLOWANCE."""
 PATIENCE = timedelta(seconds=120)
 """The timeout of collectives: reached only if something hangs."""
 IMPATIENCE = timedelta(seconds=2)
 """The timeout of a collective that is never to complete."""
 PARALLELISM = int(os.environ.get("TEST_PARALLELISM", "1"))
-"""How many groups the jobs of scenarios release and create in parallel. With 1, "while the fourth
-group is released" is a moment; with 8, the others are being released as well: both must hold."""
+"""The number of groups that scenarios release and create in parallel. With 1, only one group is in
+progress at a point; with 8, all are."""
 MIB = 1 << 20
 HELD = 8 * MIB
-"""Bytes of each simulated communicator; an eighth of them stays when it is suspended."""
+"""Bytes of each simulated communicator; an eighth of them remains when it is suspended."""
 STAYS = HELD // 8
 
 OFFLOAD_POINTS = (
@@ -100,11 +100,11 @@ GROUP_EVENTS: dict[str, tuple[faulty_gloo.Moment | None, Fault]] = {
     "offload.suspend": (None, Fault("suspend")),
     "reload.resume": (None, Fault("resume")),
 }
-"""What a point in a group is on the backend ``faulty``, and on the simulated accelerator."""
+"""The fault for each point in a group, on the backend ``faulty`` and on simulated groups."""
 
 
 class Injected(Exception):
-    """What the tests make a rank raise."""
+    """An error that a test injects."""
 
 
 def fail() -> None:
@@ -113,7 +113,7 @@ def fail() -> None:
 
 @dataclass
 class Seen:
-    """How a call ended on one rank."""
+    """The result of a call on one rank."""
 
     kind: str
     text: str
@@ -133,7 +133,7 @@ class Seen:
 
 
 def attempt(call: Callable[[], Any]) -> Seen:
-    """Call something and say how it ended."""
+    """Call a function and return its result."""
     begun = time.monotonic()
     try:
         call()
@@ -157,8 +157,8 @@ class Job:
         subgroups: the ranks of each group beyond WORLD.
         timeout: of the library, in seconds.
         limit: the timeout of collectives.
-        used: whether each group is used once: one that never was is not suspended.
-        store: what the ranks meet on, with the number of ranks; None for the environment's.
+        used: whether each group is used once; an unused group is not suspended.
+        store: the rendezvous store and the number of ranks; None for those of the environment.
         options: of ``install``.
 
     Attributes:
@@ -192,7 +192,7 @@ class Job:
         for number, ranks in enumerate(subgroups):
             name = f"g{number}"
             group = dist.new_group(list(ranks), timeout=limit, group_desc=name)
-            if isinstance(group, reloadpg.ReloadableProcessGroup):  # it may bypass
+            if isinstance(group, reloadpg.ReloadableProcessGroup):  # it may be bypassed
                 self.groups[name] = group
         if used:
             self.sums()
@@ -207,14 +207,14 @@ class Job:
         return self.add(dist.new_group(list(range(self.size)), backend=backend))
 
     def add(self, group: Any) -> Any:
-        """Count a group as one of the job's."""
+        """Add a group to the job's groups."""
         name = f"{len(self._first)}"
         self.groups[name] = group
         self._first[name] = id(group), group.group_name
         return group
 
     def sums(self, *names: str) -> bool:
-        """Whether groups, all or those named, sum over their own members."""
+        """Whether an all-reduce on the named groups, by default all, sums over their members."""
         chosen = [group for name, group in self.groups.items() if not names or name in names]
         try:
             return worlds.sums_right(*chosen)
@@ -222,7 +222,7 @@ class Job:
             return False
 
     def snapshot(self) -> list[Any]:
-        """What an operation that touched nothing must not change."""
+        """The observable state, for comparison with that after an operation without effect."""
         groups = [(str(g.state), g.generation, id(g.communicator)) for g in self.groups.values()]
         return [*groups, reloadpg.status().generation]
 
@@ -233,7 +233,7 @@ class Job:
         return {group.generation for group in self.groups.values()}
 
     def refused(self) -> bool:
-        """Whether every group refuses a collective."""
+        """Whether a collective raises on every group."""
         for group in self.groups.values():
             try:
                 dist.all_reduce(torch.ones(1), group=group)
@@ -246,7 +246,7 @@ class Job:
         return [weakref.ref(group.communicator) for group in self.groups.values()]
 
     def cycle(self) -> None:
-        """Offload and reload: new generations, old groups gone, right sums."""
+        """Offload and reload; check generations, sums, and that the old communicators are freed."""
         before, inner = self.generations(), self.inner()
         reloadpg.offload()
         gc.collect()
@@ -256,10 +256,10 @@ class Job:
         assert min(self.generations()) > max(before)
 
     def assert_live(self, generation: int | None = None) -> None:
-        """Check what holds after each operation that completes.
+        """Check the invariants after a completed operation.
 
-        The objects and names are the first ones, all groups are live and sum over their members,
-        and no recovery is requested. A simulated accelerator holds one communicator of each.
+        Objects and names are unchanged, all groups are live and sum over their members, and no
+        recovery is requested.
         """
         for name, group in self.groups.items():
             assert (id(group), group.group_name) == self._first[name]
@@ -270,9 +270,9 @@ class Job:
             assert (reloadpg.status().generation, self.generations()) == (generation, {generation})
 
     def assert_memory(self) -> None:
-        """Check that the simulated accelerator holds one connected communicator of each group.
+        """Check that the simulated accelerator holds one communicator per group, and no others.
 
-        It is of the group's present generation, and no other one is alive.
+        It is connected, and of the group's current generation.
         """
         names = sorted(group.group_name for group in self.groups.values())
         found = [group for group in simulated.groups() if group.held_bytes]
@@ -284,7 +284,7 @@ class Job:
         assert (simulated.stats().live, simulated.stats().leaked) == (len(names), 0)
 
     def meet(self, name: str) -> None:
-        """Wait for all ranks, by other means than the library's."""
+        """Wait for all ranks on the store, without the library."""
         meet(name, self.size)
 
     def agree(self, name: str, value: object) -> None:
@@ -298,10 +298,10 @@ def interfere(
     action: Callable[[], object],
     moment: Literal["before", "after"] = "before",
 ) -> None:
-    """Do something when this rank comes to a point for the first time.
+    """Call a function when this rank first reaches a point.
 
-    The groups of the points in a group are on the backend ``faulty``, or simulated. ``after`` a
-    barrier, this rank has read its decision.
+    Points in a group need the backend ``faulty`` or simulated groups. ``after`` a barrier means
+    that this rank has read its decision.
     """
     operation, place = point.split(".")
     register = reloadpg.on_offload if operation == "offload" else reloadpg.on_reload
@@ -315,14 +315,14 @@ def interfere(
         inject(replace(fault, action="call", nth=nth, call=lambda _: action()))
     else:
         if place in ("quiesced", "rebuilt") or moment == "after":
-            # Barriers that are there only if a rank has callbacks.
+            # These barriers exist only if a rank has callbacks.
             _extending.append(register(lambda: None, name="extending"))
         fault = Fault("barrier", "call", operation=point, moment=moment, call=lambda _: action())
         inject(fault)
 
 
 def stop_interfering() -> None:
-    """Undo what :func:`interfere` did, but for callbacks."""
+    """Undo :func:`interfere`, except for callbacks."""
     faulty_gloo.clear()
     clear_faults()
     while _extending:
@@ -330,7 +330,7 @@ def stop_interfering() -> None:
 
 
 def backend_for(point: str) -> str:
-    """Return the backend of a job in which this point is interfered with."""
+    """Return a backend on which :func:`interfere` supports this point."""
     if point[:-1].endswith(("suspend", "resume")):
         return "sim"
     return faulty_gloo.NAME if "group" in point or "check" in point else worlds.BACKEND
@@ -339,8 +339,8 @@ def backend_for(point: str) -> str:
 def signalling(number: int, error: BaseException) -> Callable[[], None]:
     """Return an action that sends this process a signal, whose handler raises an error.
 
-    Called in the main thread, which handles the signal. The action waits for that in any other, as
-    a blocked call does.
+    Called in the main thread, which runs the handler. In another thread, the action waits for the
+    handler, as a blocked call does.
     """
     handled = threading.Event()
 
@@ -380,16 +380,16 @@ def survivors(
     return {one.rank: one.result for one in others}
 
 
-def meet(name: str, size: int, seconds: float = 120.0) -> None:
-    """Wait for all ranks, by other means than the library's."""
-    store = base_store().clone()
+def meet(name: str, size: int, seconds: float = 120.0, store: Any = None) -> None:
+    """Wait for all ranks on the given store, by default the job's, without the library."""
+    store = base_store().clone() if store is None else store
     if store.add(f"test/{name}", 1) == size:
         store.set(f"test/{name}/all", "1")
     store.wait([f"test/{name}/all"], timedelta(seconds=seconds))
 
 
 def base_store() -> Any:
-    """The store beneath all prefixes."""
+    """The default group's store without its prefixes."""
     store = c10d._world.pg_map[dist.group.WORLD][1]
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -397,7 +397,7 @@ def base_store() -> Any:
 
 
 def eventually(condition: Callable[[], object]) -> bool:
-    """Whether a condition holds within a minute and more."""
+    """Wait up to ``PATIENCE`` for a condition; return whether it holds."""
     end = time.monotonic() + PATIENCE.total_seconds()
     while not (found := bool(condition())) and time.monotonic() < end:
         time.sleep(0.01)
@@ -427,11 +427,11 @@ def connections() -> set[int]:
 
 
 def cut(descriptors: set[int]) -> int:
-    """Shut connections down without their owner; return their number."""
+    """Shut down connections of another component; return their number."""
     count = 0
     for descriptor in descriptors:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            connection.getpeername()  # of a listening socket: raises
+            connection.getpeername()  # raises for a listening socket
             connection.shutdown(socket.SHUT_RDWR)
             count += 1
     return count
@@ -439,7 +439,7 @@ def cut(descriptors: set[int]) -> int:
 
 @contextmanager
 def impatience(*groups: Any) -> Iterator[None]:
-    """Within this block collectives of the groups have a short timeout."""
+    """Give collectives of these groups a short timeout within the block."""
     for group in groups:
         _set_pg_timeout(IMPATIENCE, group)
     try:

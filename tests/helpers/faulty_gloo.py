@@ -1,8 +1,7 @@
-"""A backend whose groups are gloo's, with faults that a test injects.
+"""The backend ``faulty``: gloo with fault injection.
 
-It is registered with torch's ``register_backend``. A fault happens while torch creates a group, in
-``shutdown``, or in a collective. A job uses it with
-``reloadpg.install(backends={"faulty"})`` and, as the backend of its groups, ``faulty``.
+It is registered with torch's ``register_backend``. Faults happen while torch creates a group, in
+``shutdown``, or in a collective. A job needs ``reloadpg.install(backends={"faulty"})``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from reloadpg.groups import dispatch
 
 NAME = "faulty"
 DEVICES = ("cpu", "cuda")
-"""What gloo serves."""
+"""The devices that gloo serves."""
 
 Moment = Literal["create", "created", "shutdown", "shut down", "allreduce"]
 """Before and after a group is created; before and after it is released; before a sum."""
@@ -39,12 +38,12 @@ _lock = threading.Lock()
 
 
 def inject(moment: Moment, action: Callable[[], object], *, nth: int = 1, group: str = "*") -> None:
-    """Call a function at a moment of a group of this process, once. Local.
+    """Call a function once at a moment in a group of this process. Local.
 
     Args:
-        moment: when.
-        action: called in the thread that reaches the moment, which raises its exception.
-        nth: the first moment that counts is 1.
+        moment: the kind of moment.
+        action: called in the thread that reaches the moment; its exception propagates there.
+        nth: which occurrence of the moment; the first is 1.
         group: a pattern for the names of groups in torch's tables.
     """
     with _lock:
@@ -77,7 +76,7 @@ def _come_to(moment: Moment, group: str) -> None:
 
 
 def _create(given: Any, _: object) -> FaultyGroup:
-    """Do what torch does for a gloo group."""
+    """Create a gloo group as torch does."""
     _come_to("create", given.group_id)
     gloo: Any = dist.ProcessGroupGloo(
         given.store, given.group_rank, given.group_size, timeout=given.timeout
@@ -92,8 +91,8 @@ def _create(given: Any, _: object) -> FaultyGroup:
 class FaultyGroup(dist.ProcessGroup):
     """A process group that forwards every call to a group of torch's own class.
 
-    Torch holds the GIL while the collectives of a Python subclass run in C++, and gloo's threads
-    need it: a deadlock.
+    Without forwarding there is a deadlock: torch holds the GIL while a collective of a Python
+    subclass runs in C++, and gloo's threads need it.
     """
 
     def __init__(self, rank: int, size: int, gloo: Any, store: dist.Store) -> None:
@@ -105,7 +104,7 @@ class FaultyGroup(dist.ProcessGroup):
             group._set_default_backend(self.BackendType.GLOO)
 
     def split_group(self, *args: Any, **kwargs: Any) -> FaultyGroup | None:
-        """Split as gloo does; the part is a group of this backend, too."""
+        """Split as gloo does; return a group of this backend."""
         _come_to("create", kwargs["group_name"])
         kwargs["device_types"] = [torch.device("cpu")]  # see worlds.split()
         part = self._group.split_group(*args, **kwargs)
@@ -132,7 +131,7 @@ def _collective(name: Any) -> Callable[..., Any]:
         _come_to(name, group.group_name)
         try:
             return getattr(group._group, name)(*args, **kwargs)
-        finally:  # an error keeps this frame, which would keep gloo's connections open
+        finally:  # an error references this frame, which would keep gloo's connections open
             del group
 
     return call

@@ -26,7 +26,7 @@ AFTER_STEPS = (1, 3, 4)
 MICROBATCHES, MICROBATCH, LENGTH, VOCABULARY = 4, 2, 8, 32
 
 PRELOAD = ("megatron.core.models.gpt", "megatron.core.optimizer")
-"""Modules that take longest to import, for ``run_ranks``."""
+"""The slowest modules to import, for ``run_ranks``."""
 
 
 class _FactoriesOnCpu(TorchFunctionMode):
@@ -93,7 +93,7 @@ def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tupl
 
 
 class GptTraining:
-    """One rank's part of a training of four ranks, tensor 2 x pipeline 2, on an initialised job."""
+    """One of four ranks in training, tensor 2 x pipeline 2; the default group exists."""
 
     def __init__(self) -> None:
         from megatron.core import parallel_state
@@ -154,7 +154,7 @@ class GptTraining:
         }
 
     def step(self, number: int) -> tuple[list[float], float]:
-        """One step with all its microbatches; the losses, on the last stage, and the norm."""
+        """Run one step; return the losses of its microbatches (last stage only) and the norm."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         outputs = self.schedule(
@@ -174,7 +174,7 @@ class GptTraining:
         return {name: weight.tolist() for name, weight in self.gpt.named_parameters()}
 
     def end(self) -> None:
-        """End the job: Megatron's groups, and all others."""
+        """Destroy Megatron's groups and all others."""
         from megatron.core import parallel_state
 
         del self.model, self.optimizer, self.gpt, self.schedule
@@ -184,7 +184,7 @@ class GptTraining:
 
 
 def train(store: dist.Store, between: Callable[[], None]) -> dict[str, Any]:
-    """One job; `between` is called after some steps."""
+    """Run one job; call `between` after some steps."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     worlds.init(store=store, rank=rank, world_size=world_size)
     training = GptTraining()
@@ -210,7 +210,7 @@ def train(store: dist.Store, between: Callable[[], None]) -> dict[str, Any]:
 
 
 def plain_and_cycled(rank: int, world_size: int) -> dict[str, Any]:
-    """The same job twice in the same processes, as importing megatron-core takes longest."""
+    """Run the job twice in the same processes, since importing megatron-core is slow."""
     torch.set_num_threads(1)
     cycles: list[dict[str, Any]] = []
 

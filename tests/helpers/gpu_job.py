@@ -1,7 +1,7 @@
-"""Functions of each rank in the GPU tests and in benchmarks/gpu.py.
+"""Functions that each rank runs in the GPU tests and in benchmarks/gpu.py.
 
-They take the backend, so that the same code is rehearsed on the simulated accelerator where there
-is no GPU (test_rehearsal.py). They need torch, wrapt and reloadpg only.
+They take the backend as an argument: without a GPU, test_rehearsal.py runs them on the simulated
+accelerator. They need only torch, wrapt and reloadpg.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIMEOUT = timedelta(minutes=7)
 
 
 def no_gpu() -> str:
-    """Why nothing can run on a GPU here; empty if it can."""
+    """The reason why tests cannot use a GPU here; empty if they can."""
     if not torch.cuda.is_available():
         return f"no CUDA device (torch {torch.__version__})"
     if not dist.is_nccl_available():
@@ -39,7 +39,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def no_suspend() -> str:
-    """Why NCCL communicators cannot be suspended here; empty if they can."""
+    """The reason why NCCL communicators cannot be suspended here; empty if they can."""
     if reason := no_gpu():
         return reason
     if not hasattr(torch._C._distributed_c10d.Backend, "suspend"):
@@ -50,7 +50,7 @@ def no_suspend() -> str:
 
 
 def ranks_at_hand() -> int:
-    """How many NCCL ranks can run here: one per GPU, or two on one where NCCL allows it."""
+    """The number of NCCL ranks that can run here: one per GPU, or two on one if NCCL allows it."""
     if no_gpu():
         return 0
     count = torch.cuda.device_count()
@@ -59,7 +59,7 @@ def ranks_at_hand() -> int:
 
 
 def start(rank: int, size: int, backend: str, strategy: Any = "recreate") -> torch.device:
-    """Start a job in which groups of one rank are reloadable, too."""
+    """Start a job in which groups of one rank are also reloadable."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if backend == "nccl":
         device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -135,7 +135,7 @@ def cycles(rank: int, size: int, backend: str, count: int, strategy: str) -> dic
 
 
 def other_contexts(device: torch.device) -> int | None:
-    """On how many other GPUs this process has a context; None where it is unknown."""
+    """The number of other GPUs on which this process has a context; None if unknown."""
     if device.type != "cuda":
         return None
     try:
@@ -187,7 +187,10 @@ def options(rank: int, size: int, backend: str) -> dict[str, Any]:
 
 
 def train(rank: int, size: int, backend: str, how: str, offloads: bool) -> list[str]:
-    """Losses of a small model in six steps, as exact text; a cycle after every second one."""
+    """Train a small model for six steps, with a cycle after every second one; return its losses.
+
+    The losses are in hexadecimal, so they can be compared exactly.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel

@@ -1,4 +1,4 @@
-"""A rank of a job that publishes its status, and calls the functions that a test asks for."""
+"""A rank that publishes its status, and calls the functions that a test requests."""
 
 import itertools
 import os
@@ -14,7 +14,7 @@ LIMIT_S = 300.0
 
 
 def next_call(directory, rank, number):
-    """The name of the next function to call."""
+    """Wait for the name of the next function to call."""
     path = Path(directory, f"call-{rank}-{number}")
     while not path.exists():
         time.sleep(0.05)
@@ -22,9 +22,9 @@ def next_call(directory, rank, number):
 
 
 def hanging_rank(rank, size, directory):
-    """Call the function of reloadpg that the file ``call-RANK-NUMBER`` names, until killed."""
+    """Call the functions of reloadpg that the files ``call-RANK-NUMBER`` name, until killed."""
     if hasattr(os, "pidfd_open"):
-        del os.pidfd_open  # as for ranks of other hosts: no dead process is detected
+        del os.pidfd_open  # dead processes are not detected, as on other hosts
     Path(directory, f"pid-{rank}").write_text(str(os.getpid()))
     reloadpg.install(backends={worlds.BACKEND}, timeout=LIMIT_S)
     worlds.init(store=dist.FileStore(f"{directory}/store", size), rank=rank, world_size=size)

@@ -1,4 +1,4 @@
-"""Results of a script of ``tests/frameworks/scripts/hook_*.py`` for the test that started it.
+"""Writes the results of a script ``tests/frameworks/scripts/hook_*.py`` for its test.
 
 ``python hook_NAME.py DIRECTORY`` trains; with ``hook`` as a second argument it uses the hook.
 """
@@ -25,7 +25,7 @@ _seen: list[dict[str, Any]] = []
 
 
 def phase(*_: Any, **__: Any) -> None:
-    """A rollout: record that the groups are offloaded and refuse a collective."""
+    """Record the state of the groups during a rollout, and the error of a collective."""
     try:
         dist.all_reduce(torch.ones(1))
     except RuntimeError as error:
@@ -37,7 +37,7 @@ def phase(*_: Any, **__: Any) -> None:
 
 
 def leave(package: str, version: str, losses: Any, parameters: Iterable[torch.Tensor]) -> None:
-    """Write this rank's losses and weights, and with the hook the state of the groups."""
+    """Write this rank's losses and weights, and the state of its groups."""
     rank = dist.get_rank()
     weights = [parameter.detach().double().flatten().tolist() for parameter in parameters]
     training = {"ranks": dist.get_world_size(), "losses": losses, "weights": weights}

@@ -1,4 +1,4 @@
-"""Where this module was imported: in which process, and whether torch was there before."""
+"""Records the process in which it was imported, and whether torch was imported before."""
 
 import os
 import sys

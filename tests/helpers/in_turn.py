@@ -1,4 +1,4 @@
-"""A block with other environment variables."""
+"""Temporary environment variables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def variables(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Set these variables of the process within a block; None removes one."""
+    """Set environment variables within a block; None removes one."""
     before = dict(os.environ)
     for name, value in changes.items():
         if value is None:

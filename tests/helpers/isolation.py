@@ -1,4 +1,4 @@
-"""Separate temporary folder, caches and processes for a test run: none is shared, none is left."""
+"""Isolates a test run: a separate temporary folder and caches, and no processes left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import os, shutil, signal, sys, time
 
 folder = sys.argv[1]
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-sys.stdin.buffer.read()  # until the run has ended, by whatever means
+sys.stdin.buffer.read()  # returns when the run has ended, also by a signal
 
 
 def left():
@@ -42,19 +42,19 @@ shutil.rmtree(folder, ignore_errors=True)
 
 
 def isolate() -> None:
-    """Give this process, and all that it starts, a separate temporary folder.
+    """Give this process and its descendants a separate temporary folder.
 
-    A keeper process waits for the end of this one, also by a signal. It then kills every process
-    that was started with the folder in its environment, and removes the folder: no rank is left,
-    and no later run reads a partly written compiled object. A process that ends normally waits.
+    A keeper process waits until this one has ended, normally or by a signal. It then kills every
+    process that has the folder in its environment, and removes the folder. No rank is left, and no
+    later run reads a partly written compiled object. A normal exit waits for the keeper.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # Inherited by a run in the background of a script; ranks that tests interrupt must not.
+        # A background job of a script inherits SIG_IGN; tests interrupt ranks with SIGINT.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Hundreds of interpreters read the same modules: these are compiled once.
+    # Hundreds of interpreters import the same modules: compile these once.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    # Short: names of sockets have 107 characters, and Ray's and multiprocessing's are long.
+    # A short name: socket paths are limited to 107 characters, and those of Ray are long.
     folder = tempfile.mkdtemp(prefix="rpg-")
     keeper = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _KEEPER, folder],
@@ -64,10 +64,10 @@ def isolate() -> None:
     )
     stdin = keeper.stdin
     assert stdin is not None
-    os.register_at_fork(after_in_child=stdin.close)  # a child that lives on is not the run
+    os.register_at_fork(after_in_child=stdin.close)  # the keeper waits only for this process
     os.environ["TMPDIR"] = os.environ["RAY_TMPDIR"] = folder
     os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
-    # Torch's own default lies in the temporary folder; run_ranks has one for each process.
+    # Torch's default is in the temporary folder; run_ranks sets one for each process.
     os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
     tempfile.tempdir = None
 
@@ -75,5 +75,5 @@ def isolate() -> None:
         stdin.close()
         keeper.wait()
 
-    # After multiprocessing has removed what it has in the folder.
+    # After multiprocessing has removed its files in the folder.
     util.Finalize(None, end, exitpriority=-1000)

@@ -23,7 +23,7 @@ TIMEOUT_S = 280
 
 
 def missing(*tools: str) -> str:
-    """A reason that names the launcher's tools that are not installed; empty if all are."""
+    """The reason to skip a test, which names missing tools; empty if all are installed."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     absent = [tool for tool in tools if shutil.which(tool, path=path) is None]
     return f"launcher not installed: {', '.join(absent)}" if absent else ""
@@ -32,7 +32,7 @@ def missing(*tools: str) -> str:
 NO_SLURM = missing("srun", "slurmctld", "slurmd", "munged", "ip", "unshare") or (
     "SLURM needs root to be started by the test" if os.getuid() else ""
 )
-"""Why no SLURM cluster can be started here; empty if one can."""
+"""The reason why no SLURM cluster can be started here; empty if one can."""
 
 
 def clean_environment() -> dict[str, str]:
@@ -54,7 +54,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def launch(*command: str) -> str:
-    """Run a launcher with a timeout; everything that it started is killed with it."""
+    """Run a launcher with a timeout; kill its process group at the end."""
     process = subprocess.Popen(
         command,
         env=clean_environment(),
@@ -74,28 +74,30 @@ def launch(*command: str) -> str:
     return output
 
 
-def activation(folder: Path, backends: str = "gloo") -> dict[str, str]:
-    """Variables that install reloadpg in every process without a change to its program.
-
-    The entry point is that of a distribution in `folder`, which hides the installed one: nothing
-    here depends on how the package was installed.
-    """
-    info = folder / "site" / "reloadpg-0.dist-info"
+def distribution(site: Path) -> Path:
+    """Write metadata with reloadpg's entry point, which hide those of the installed package."""
+    info = site / "reloadpg-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: reloadpg\nVersion: 0\n")
     (info / "entry_points.txt").write_text(
         "[torch.backends]\nreloadpg = _reloadpg_activation:activate\n"
     )
+    return site
+
+
+def activation(folder: Path, backends: str = "gloo") -> dict[str, str]:
+    """Return variables that install reloadpg in every process, however it was installed here."""
+    site = distribution(folder / "site")
     return {
         "RELOADPG_AUTOINSTALL": "1",
         "RELOADPG_BACKENDS": backends,
         "RELOADPG_TIMEOUT_S": "60",
-        "PYTHONPATH": os.pathsep.join(map(str, (info.parent, ROOT, HELPERS, HERE))),
+        "PYTHONPATH": os.pathsep.join(map(str, (site, ROOT, HELPERS, HERE))),
     }
 
 
 def torchrun(ranks: int, *program: object, **variables: str) -> str:
-    """torchrun as a user starts it, on 127.0.0.1; returns what was printed."""
+    """Run torchrun on 127.0.0.1; return its output."""
     return launch(
         *("env", *(f"{name}={value}" for name, value in variables.items())),
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"),
@@ -105,6 +107,6 @@ def torchrun(ranks: int, *program: object, **variables: str) -> str:
 
 
 def ranks_of(folder: Path, label: str) -> list[Any]:
-    """What the ranks of a job wrote as `label.RANK.json`, in rank order."""
+    """Read the files `label.RANK.json` of the ranks of a job, in rank order."""
     found = sorted(folder.glob(f"{label}.*.json"), key=lambda path: int(path.suffixes[0][1:]))
     return [json.loads(path.read_text()) for path in found]

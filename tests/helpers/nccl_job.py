@@ -1,18 +1,17 @@
-"""A job on torch's ProcessGroupNCCL over the stand-ins: its start, and its resources."""
+"""Start and resources of a job on torch's ProcessGroupNCCL over the stand-ins."""
 
 from __future__ import annotations
 
 import gc
 import os
 import threading
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from fault_job import eventually, meet
 from torch.torch_version import TorchVersion
 
 import reloadpg
@@ -21,7 +20,7 @@ from reloadpg.testing import standins
 NEW_ENGINE = hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
 CAN_SUSPEND = hasattr(torch._C._distributed_c10d.Backend, "suspend")
 CAN_SPLIT_MIXED = TorchVersion(torch.__version__) >= "2.13"
-"""Whether ``split_group`` takes a parent of several backends: 2.8.0 does not know its name."""
+"""Whether ``split_group`` supports a parent with several backends; 2.8.0 does not."""
 ENGINES = ("legacy", "default") if NEW_ENGINE else ("default",)
 """Torch's implementations of the backend; 2.15 has two."""
 
@@ -35,7 +34,7 @@ def engine_variables(engine: str) -> dict[str, str]:
 
 
 def start(rank: int, *, bound: bool = False, backend: str = "nccl", **options: Any) -> None:
-    """Install the library and make the default group."""
+    """Install the library and create the default group."""
     torch.cuda.set_device(rank)
     reloadpg.install(**{"timeout": LIMIT, **options})
     device = {"device_id": torch.device("cuda", rank)} if bound else {}
@@ -73,13 +72,11 @@ class Meetings:
     def meet(self) -> None:
         """Wait for all ranks."""
         self.number += 1
-        if self._store.add(f"{self.number}/count", 1) == self._size:
-            self._store.set(f"{self.number}/all", "")
-        self._store.wait([f"{self.number}/all"])
+        meet(f"{self.number}", self._size, LIMIT.total_seconds(), self._store)
 
 
 class Held(NamedTuple):
-    """What a process holds."""
+    """The resources of a process."""
 
     communicators: int
     mib: int
@@ -88,7 +85,7 @@ class Held(NamedTuple):
 
 
 def held() -> Held:
-    """What this process holds once the library's threads have ended. Local, with a timeout."""
+    """Resources of this process once the library's threads have ended. Local, with a timeout."""
     for thread in threading.enumerate():
         if thread.name.startswith("reloadpg"):
             thread.join(1)
@@ -98,33 +95,23 @@ def held() -> Held:
     for task in Path("/proc/self/task").iterdir():
         try:
             names.append((task / "comm").read_text().strip())
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             continue
     return Held(
         standins.communicators(),
         used() - torch.cuda.memory_reserved() // MIB,
-        sum(name != "standin-stream" for name in names),  # they end when they are idle
+        sum(name != "standin-stream" for name in names),  # these end when they are idle
         len(os.listdir("/proc/self/fd")),
     )
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether it holds before a minute has passed."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def left_over(before: Held, stuck: int = 0, stores: int = 0) -> str:
-    """What this process holds a minute later that it did not hold before; empty if nothing.
+    """Wait until resources are as before; return the difference as text, or ``""``.
 
     Args:
-        before: what it held.
-        stuck: communicators, at most, in which a thread may stay until the process ends.
-        stores: store clients, at most, that are held by what was not rebuilt.
+        before: the expected resources.
+        stuck: maximum number of communicators in which a thread stays until the process ends.
+        stores: maximum number of store clients of groups that were not rebuilt.
     """
     most = Held(
         before.communicators + stuck,

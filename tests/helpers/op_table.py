@@ -1,8 +1,8 @@
 """A table of every collective and point-to-point of torch.distributed, with the expected results.
 
 A row is run by all members of a group. Rank ``g`` (global) contributes multiples of ``2**g``, so a
-sum identifies the ranks that took part, and a result of another group, or of another stage of the
-same test, is not an expected value.
+sum identifies the ranks that took part. Results of another group, or of another stage of the same
+test, have other values.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ OPS = torch.ops._c10d_functional
 OPS_AUTOGRAD = torch.ops._c10d_functional_autograd
 
 PYTHON_WAYS = ("dist", "alias", "c10d_alias")
-"""How a function of torch.distributed is looked up: at the call, or bound before install."""
+"""The lookup of a function of torch.distributed: at the call, or bound before install."""
 
 FUNCTIONAL_WAYS = ("object", "name")
-"""How the group is passed to a functional collective."""
+"""The form in which a functional collective takes the group."""
 
 
 @dataclass
 class Case:
-    """One group on one of its ranks, and how to call a row."""
+    """A call of a row: a group on one of its ranks, and the form of the call."""
 
     group: Any
     members: tuple[int, ...]
@@ -120,9 +120,9 @@ class Row:
         covers: public names that the row calls.
         run: calls the operation and returns its result as plain values.
         expect: the expected result on this rank.
-        ways: how the operation or its group can be looked up.
+        ways: the lookups of the operation or of its group.
         modes: ``sync``, ``async``.
-        groups: on which groups it is run: ``world``, ``sub``.
+        groups: the groups on which it is run: ``world``, ``sub``.
         missing: whether the installed torch, or the backend, lacks one of the functions.
     """
 
@@ -150,9 +150,9 @@ NOT_ON_TORCHCOMMS = {
     *("fc.isend_inplace", "isend, irecv", "isend, irecv[group ranks]", "ops.batch_p2p_ops"),
     *("ops.isend", "send, recv", "send_object_list"),
 }
-"""Its gloo cannot receive from any rank. It counts a batch as one of the group's collectives, so
-members that have no part in a batch hang in the next collective; and with torch alone, values were
-wrong once the table had run before."""
+"""Its gloo cannot receive from any rank. It counts a batch as a collective of the group, so members
+that do not take part in a batch hang in the next collective. Values of a second run of the table
+were wrong with torch alone."""
 
 SPACES: dict[str, Any] = {
     "": dist,
@@ -190,7 +190,7 @@ def row(
 
 
 def plain(value: Any) -> Value:
-    """Tensors, in whatever sequences, as lists of numbers."""
+    """Convert tensors in nested sequences to lists of numbers."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple)):
@@ -198,7 +198,7 @@ def plain(value: Any) -> Value:
     return value
 
 
-# -- what is expected -----------------------------------------------------------------------------
+# -- expected results -----------------------------------------------------------------------------
 
 
 def summed(case: Case) -> Value:
@@ -226,7 +226,7 @@ def two_flat(case: Case) -> Value:
 
 
 def part(case: Case, count: int = 2) -> Value:
-    """This rank's part of the sums."""
+    """This rank's shard of the sums."""
     total = case.summed(count * case.size)
     return total[count * case.index : count * (case.index + 1)]
 
@@ -262,7 +262,7 @@ def flat_exchanged(case: Case) -> Value:
 
 
 def sizes(case: Case, index: int) -> list[int]:
-    """How many numbers a member receives from each, and sends to each: i + j + 1 from i to j."""
+    """The split sizes of a member: i + j + 1 numbers from i to j."""
     return [index + other + 1 for other in range(case.size)]
 
 
@@ -308,9 +308,9 @@ def folded(function: Callable[[Any, Any], Any]) -> Callable[[Case], Value]:
 
 
 def weighted(expect: Callable[[Case], Value], gradient: Callable[[Case], Value]) -> Any:
-    """A result, and the gradient when each rank weighs its result with its own power of two.
+    """A result, and the gradient if each rank weights its result by its own power of two.
 
-    The gradient names the ranks whose weights reached it.
+    The gradient identifies the ranks that contributed to it.
     """
     return lambda case: (expect(case), gradient(case))
 
@@ -327,7 +327,7 @@ def each_weight(case: Case) -> Value:
 
 
 def zeros(*sizes: int) -> Callable[[Case], torch.Tensor]:
-    """A tensor to fill; a negative size counts for each member."""
+    """A tensor to fill; a negative size is multiplied by the number of members."""
     return lambda case: torch.zeros(*(-size * case.size if size < 0 else size for size in sizes))
 
 
@@ -367,11 +367,11 @@ def collective(
     Args:
         name: of the row.
         make: creates what the collective fills.
-        call: called with the function, the case, what is filled, and the keywords of the group.
+        call: called with the function, the case, the object to fill, and keyword arguments.
         expect: the expected content.
         modes: as of a row.
-        root: whether only the root has a result; the result of the others is None.
-        all_make: whether the others need ``make``, too.
+        root: whether only the root has a result; that of the others is None.
+        all_make: whether the others also need ``make``.
     """
     function = name.partition("[")[0]
 
@@ -559,8 +559,8 @@ def in_ring(
 ) -> Value:
     """Start both, then wait for both; the first member sends first.
 
-    Where the group is bound to a device, all its NCCL operations run on one stream in the order of
-    the calls, and members that all receive first would wait for each other.
+    If the group is bound to a device, its NCCL operations run on one stream in the order of the
+    calls, so members that all receive first would deadlock.
     """
     tensor = torch.zeros(2)
     starts = [(receive, tensor), (send, case.own())]
@@ -611,7 +611,7 @@ def from_any(case: Case) -> Value:
         if case.is_async:
             case.done(source)
         found.append(tensor.tolist() if case.is_async else (source, tensor.tolist()))
-    dist.barrier(case.group)  # this case must not receive what is sent for the next one
+    dist.barrier(case.group)  # this case must not receive a message of the next one
     return sorted(found) if case.is_root else None
 
 
@@ -627,7 +627,7 @@ row(
 
 
 def batched(case: Case, *partial: str) -> Value:
-    """A batch of a ring, or of a member that only sends or receives."""
+    """A batch with a send and a receive, or with one of them."""
     (after, before), tensor = ring(case), torch.zeros(2)
     batch = [
         dist.P2POp(case.fn("isend"), case.own(), after, case.group, tag=7),
@@ -641,7 +641,7 @@ def batched(case: Case, *partial: str) -> Value:
 
 
 def partly_batched(case: Case) -> Value:
-    """Two of the members only, as the first operation on a rebuilt group may be."""
+    """Only two of the members take part, which may be the first operation on a rebuilt group."""
     if case.index > 1:
         return None
     received = batched(case, ("isend", "irecv")[case.index])
@@ -687,8 +687,8 @@ def coalesced(case: Case, name: str, device: str | None) -> Value:
             for count, tensor in filled.items():
                 call(case.fn(name), case, tensor, count)
     except RuntimeError:
-        # Torch leaves the group in its table of coalescing groups if the backend cannot
-        # start one, and every later all_reduce of the group is then silently postponed.
+        # If the backend cannot coalesce, torch leaves the group in its table of coalescing
+        # groups, and silently postpones every later all_reduce of the group.
         dist.distributed_c10d._world.pg_coalesce_state.pop(group_of(case), None)
         raise
     if case.is_async:
@@ -737,7 +737,7 @@ def gradient(case: Case, tensor: torch.Tensor, call: Callable[[torch.Tensor], An
     output = call(tensor.requires_grad_())
     if case.way == "name":
         OPS.wait_tensor(output.detach())
-    # Not backward(): it may copy a gradient that is still on its way (seen on torch 2.8).
+    # Not backward(): it may copy a gradient that is not complete (seen on torch 2.8).
     (found,) = torch.autograd.grad((output * float(2**case.me)).sum(), tensor)
     return output.detach().tolist(), fc.wait_tensor(found).tolist()
 
@@ -857,7 +857,7 @@ row(
     "fc.isend_inplace",
     "fc.irecv_inplace",
     ways=("object",),
-    # Torch 2.13 hands the global rank to an operator that takes the group rank.
+    # Torch 2.13 passes the global rank to an operator that takes the group rank.
     groups=("world",),
 )
 
@@ -948,7 +948,7 @@ functional(
 functional(
     "ops_autograd.reduce_scatter_tensor",
     lambda f, c: f(parts(c).requires_grad_(), "sum", c.size, c.name).detach(),
-    part,  # the backward of stock torch 2.8 gives zeros: see the fc row for it
+    part,  # the backward of torch 2.8 returns zeros: see the fc row
 )
 functional(
     "ops_autograd.all_to_all_single",
@@ -958,8 +958,7 @@ functional(
 )
 
 
-# -- torch.distributed.nn.functional: the older autograd forms, as far as stock torch -------------
-# -- has them right on a subgroup -----------------------------------------------------------------
+# -- torch.distributed.nn.functional: the older autograd forms that torch supports on subgroups ---
 
 
 def older(
@@ -997,8 +996,7 @@ older(
 )
 
 
-# ---------------------------------------------------------------------------------------------
-# running the table
+# -- running the table ----------------------------------------------------------------------------
 
 Key = tuple[str, str, str, str]
 """Row, way, group, mode."""
@@ -1016,12 +1014,12 @@ class Outcome:
 
 
 def cases(groups: dict[str, Any], me: int, salt: int) -> Iterator[tuple[Row, Key, Case]]:
-    """The cases that this rank takes part in, in the same order on all ranks.
+    """Yield the cases in which this rank takes part, in the same order on all ranks.
 
     Args:
         groups: by name, the group (None means WORLD as the default argument) and its members.
         me: global rank.
-        salt: makes the numbers of one stage differ from those of another.
+        salt: distinguishes the numbers of the stages.
     """
     for item in ROWS.values():
         if item.missing:
@@ -1035,7 +1033,7 @@ def cases(groups: dict[str, Any], me: int, salt: int) -> Iterator[tuple[Row, Key
 
 
 def run_table(groups: dict[str, Any], me: int, salt: int) -> dict[Key, Outcome]:
-    """Run every row in every way on every group. Collective over all ranks."""
+    """Run every row with each lookup on each group. Collective over all ranks."""
     return {key: run_row(item, case) for item, key, case in cases(groups, me, salt)}
 
 

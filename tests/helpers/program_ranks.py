@@ -1,4 +1,4 @@
-"""The ranks that interpret the programs of ``programs``: a pool that runs one after another."""
+"""A pool of ranks that interpret the programs of ``programs``, one after another."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import faulty_gloo
 import torch
 import torch.distributed as dist
 import worlds
+from fault_job import fail, meet
 from programs import WORLD, WORLD_TIMEOUT_S, Instruction, Program, contribution
 from torch.distributed import distributed_c10d as c10d
 
@@ -26,21 +27,13 @@ from reloadpg.testing import RanksFailedError, run_ranks
 
 RANKS = 4
 BOUND_S = 10.0
-"""The library's bound for each wait."""
+"""The library's timeout."""
 PROGRAM_LIMIT_S = 60.0
-"""A rank that takes longer for one program writes its stacks and ends."""
-
-
-class Injected(Exception):
-    """What the tests make a rank raise."""
-
-
-def fail() -> None:
-    raise Injected
+"""The time limit for one program; a rank that exceeds it writes its stacks and ends."""
 
 
 class Interpreter:
-    """One rank's run of one program: what it saw after each instruction."""
+    """One rank's execution of a program; it records observations after each instruction."""
 
     def __init__(self, rank: int, barriers: dist.Store) -> None:
         self._rank = rank
@@ -66,7 +59,7 @@ class Interpreter:
             return [self._step(*step) for step in enumerate(program.instructions)]
         finally:
             self._meet(len(program.instructions))
-            dist.destroy_process_group()  # in any state, with whatever groups there are
+            dist.destroy_process_group()
 
     def _step(self, number: int, instruction: Instruction) -> dict[str, Any]:
         try:
@@ -106,9 +99,9 @@ class Interpreter:
                 use_local_synchronization=local,
                 group_desc=desc or None,
             )
-        ranks.clear()  # the caller's list is the caller's
+        ranks.clear()  # the library must have copied the list
         if made is None or (local and made is dist.GroupMember.NON_GROUP_MEMBER):
-            return "none"  # 2.15 has the other answer for this case
+            return "none"  # 2.15 returns NON_GROUP_MEMBER
         if made is dist.GroupMember.NON_GROUP_MEMBER:
             return "no member"
         self._groups[slot] = made
@@ -125,12 +118,12 @@ class Interpreter:
         return "reloadable" if reloadable else "as torch made it"
 
     def _meet(self, number: int) -> None:
-        """Wait for the other ranks of the program. A gloo group whose peer destroys it while this
-        rank is still connecting it, or in a collective, breaks: with torch as it is, too.
+        """Wait for the other ranks of the program.
+
+        If a peer destroys a gloo group while this rank connects it or runs a collective, the group
+        breaks, also with torch alone.
         """
-        if self._barrier.add(f"{number}/count", 1) == self._size:
-            self._barrier.set(f"{number}/all", "")
-        self._barrier.wait([f"{number}/all"], timedelta(seconds=PROGRAM_LIMIT_S))
+        meet(f"{number}", self._size, PROGRAM_LIMIT_S, self._barrier)
 
     def _destroy(self, number: int, slot: int, only: int | None) -> str:
         self._meet(number)
@@ -192,7 +185,7 @@ class Interpreter:
         if fault is not None and fault[0] == self._rank:
             before: tuple[faulty_gloo.Moment, ...] = ("shutdown", "create")
             after: tuple[faulty_gloo.Moment, ...] = ("shut down", "created")
-            for moment in before if fault[2] == "before" else after:  # one of them comes
+            for moment in before if fault[2] == "before" else after:  # one of them occurs
                 faulty_gloo.inject(moment, fail, nth=fault[1] + 1)
         try:
             report = operation()
@@ -205,7 +198,7 @@ class Interpreter:
 
 
 def _is_registered(group: Any) -> bool:
-    """Whether c10d finds this very group by object and by name."""
+    """Whether c10d finds this group by object and by name."""
     name = c10d._world.pg_names.get(group)
     return name is not None and c10d._resolve_process_group(name) is group
 
@@ -215,7 +208,7 @@ def _connect() -> dist.TCPStore:
 
 
 def serve(rank: int, size: int, address: str) -> None:
-    """Interpret programs until there are no more."""
+    """Interpret programs until the pool closes."""
     barriers = _connect()
     faulty_gloo.register()
     reloadpg.install(backends={faulty_gloo.NAME}, timeout=timedelta(seconds=BOUND_S))
@@ -234,7 +227,7 @@ class PoolBrokenError(Exception):
 
 
 class Pool:
-    """Ranks that stay, started at the first program and again after one that broke them."""
+    """Persistent ranks, started for the first program and restarted after one that broke them."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -244,10 +237,10 @@ class Pool:
         self._error = ""
 
     def run(self, program: Program) -> list[list[Any]]:
-        """By rank, what it saw after each instruction.
+        """Run a program; return the observations after each instruction, by rank.
 
         Raises:
-            PoolBrokenError: with the tracebacks, or the stacks of ranks that hung.
+            PoolBrokenError: with the tracebacks, or with the stacks of ranks that hung.
         """
         if self._thread is None:
             self._start()
@@ -260,12 +253,12 @@ class Pool:
                 seen.append(self._receive(rank))
         except (EOFError, OSError) as cause:
             self.close()
-            lines = [f"rank {rank} saw {steps}" for rank, steps in enumerate(seen)]
+            lines = [f"rank {rank} observed {steps}" for rank, steps in enumerate(seen)]
             raise PoolBrokenError("\n".join([self._error, *lines])) from cause
         return seen[: program.size]
 
     def close(self) -> None:
-        """End the ranks; those that hang end at their own limit."""
+        """End the ranks; those that hang end at their time limit."""
         for connection in self._connections.values():
             try:
                 connection.send(None)

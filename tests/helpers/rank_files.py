@@ -45,7 +45,7 @@ def status(rank, size, *, installed=True, **values):
 
 
 def running(**values):
-    """The operation that a rank is in."""
+    """The operation in progress on a rank."""
     return {
         "operation": "offload",
         "sequence": 4,
@@ -77,7 +77,7 @@ def report(**values):
 
 
 def record(rank, size, **values):
-    """One rank's record. Its clock is ahead by default, so that it is 0 s old on any machine."""
+    """One rank's record. Its time is in the future by default, so that its age is always 0 s."""
     installed = values.get("installed", True)
     return {
         "version": 1,

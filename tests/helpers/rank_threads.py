@@ -1,4 +1,4 @@
-"""The ranks of a job as threads, each with its own ``Rendezvous``: nothing is process-global."""
+"""Runs the ranks of a job as threads, each with its own ``Rendezvous``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from reloadpg.rendezvous.plan import Plan
 from reloadpg.rendezvous.round import Rendezvous
 
 FAR = 600.0
-"""Timeout in seconds that no rank reaches."""
+"""A timeout that no rank reaches, in seconds."""
 SOON = 100.0
-"""Seconds in which every rank has ended that does not wait for FAR."""
+"""Seconds within which every rank ends that does not wait for FAR."""
 PLAN = Plan("offload", {"generation": "0"})
 
 
 class Job:
-    """Ranks that run a function at the same time."""
+    """Ranks that run a function concurrently."""
 
     def __init__(self, ranks: Sequence[Rendezvous]) -> None:
         self.ranks = ranks
@@ -25,7 +25,7 @@ class Job:
     def run(
         self, body: Callable[[Rendezvous], Any], ranks: Sequence[int] | None = None
     ) -> list[Any]:
-        """What each rank's call returned or raised; all of them end within SOON."""
+        """Return the result or the error of each rank; all of them must end within SOON."""
         chosen = range(len(self.ranks)) if ranks is None else ranks
         results: dict[int, Any] = {}
 

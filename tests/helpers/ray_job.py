@@ -18,7 +18,7 @@ BOUND_S = 180.0
 
 
 class Trainer:
-    """As a user writes it: no reloadpg in it, but for what the tests ask about."""
+    """A user's actor: only the methods for the tests use reloadpg."""
 
     def start(self) -> None:
         import torch.distributed as dist
@@ -28,7 +28,7 @@ class Trainer:
         self.world = dist.group.WORLD
 
     def use(self) -> dict[str, Any]:
-        """Sums of 2**rank, or the errors."""
+        """Sum 2**rank over each group; return the sums or the errors."""
         import torch
         import torch.distributed as dist
 
@@ -49,7 +49,7 @@ class Trainer:
         return {name: os.environ[name] for name in names}
 
     def refuse(self) -> None:
-        """Make the next offload fail here."""
+        """Make the next offload fail on this rank."""
         import reloadpg
 
         def callback() -> None:
@@ -59,7 +59,7 @@ class Trainer:
         remove = reloadpg.on_offload(callback)
 
     def die(self) -> None:
-        """End this process in the middle of the next offload."""
+        """End this process during the next offload."""
         import reloadpg
 
         reloadpg.on_offload(lambda: os._exit(1))
@@ -70,7 +70,7 @@ class Trainer:
         return reloadpg.status().state
 
     def busy(self, pipe: str) -> str:
-        """Answer when somebody writes to the pipe."""
+        """Block until the driver writes to the pipe."""
         return Path(pipe).read_text()
 
     def stop(self) -> None:
@@ -80,7 +80,7 @@ class Trainer:
 
 
 class Recoverable:
-    """A trainer that goes on when one of its ranks is replaced."""
+    """A trainer that continues after one of its ranks was replaced."""
 
     def train(self, dies: int) -> dict[str, Any]:
         import signal
@@ -130,7 +130,7 @@ def caught(call: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether it has not ended. An ended one whose parent ended before it may stay a zombie."""
+    """Whether a process is running. An orphan that has ended may remain a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -140,9 +140,10 @@ def runs(process: psutil.Process) -> bool:
 def drive(
     rank: int, world_size: int, variables: dict[str, str], part: Literal["loop", "replace"]
 ) -> dict[str, Any]:
-    """Be the driver: start Ray, go through one part, end Ray, and say what was seen."""
-    with tempfile.TemporaryDirectory(prefix="rpg-", dir="/tmp") as folder:  # Ray's sockets: short
-        os.environ["HOME"] = folder  # where Ray keeps its own access token
+    """Run the driver: start Ray, run one part, end Ray; return the observations."""
+    # Short: Ray's sockets are in this folder.
+    with tempfile.TemporaryDirectory(prefix="rpg-", dir="/tmp") as folder:
+        os.environ["HOME"] = folder  # Ray writes an access token there
         import ray
 
         ray.init(
@@ -170,7 +171,7 @@ def drive(
 
 
 def _loop(ray: Any, ours: Any, folder: Path) -> dict[str, Any]:
-    ours.GRACE_S = BOUND_S  # where all end by themselves
+    ours.GRACE_S = BOUND_S  # all calls end before it
     seen: dict[str, Any] = {}
     actors = [ray.remote(Trainer).options(num_cpus=1).remote() for _ in range(RANKS)]
 
@@ -213,32 +214,32 @@ def _loop(ray: Any, ours: Any, folder: Path) -> dict[str, Any]:
     wait = ray.wait
 
     def wait_for_the_others(refs: list[Any], *, timeout: float) -> Any:
-        """The bound is for the last one alone: the others answer, however slow the machine is."""
+        """The short timeout applies only to the last actor, so the others always respond."""
         return wait(refs, timeout=BOUND_S if len(refs) > 1 else timeout)
 
     with mock.patch.object(ray, "wait", wait_for_the_others):
         seen["late"] = caught(ours.offload_all, actors, timeout=1.0)
     seen["state after delay"] = ray.get(actors[0].state.remote(), timeout=BOUND_S)
-    pipe.write_text("go on")
+    pipe.write_text("continue")
     ray.get(busy, timeout=BOUND_S)
     seen["offload after delay"] = [r.changed for r in ours.offload_all(actors, timeout=BOUND_S)]
     ours.reload_all(actors, timeout=BOUND_S)
     seen["use after delay"] = everywhere("use")
 
-    # The same actors in a new job, and one of them dies in it.
+    # The same actors in a new job, in which one of them dies.
     everywhere("stop")
     ours.setup_actors(actors, timeout=BOUND_S)
     everywhere("start")
     seen["use in the second job"] = everywhere("use")
     ray.get(actors[3].die.remote(), timeout=BOUND_S)
-    ours.GRACE_S = 1.0  # the test waits for it twice: the others hang
+    ours.GRACE_S = 1.0  # the test waits for it twice, since the others hang
     seen["died"] = caught(ours.offload_all, actors, timeout=BOUND_S)
     seen["dead"] = caught(ours.offload_all, actors, timeout=BOUND_S)
     return seen
 
 
 def _replace(ray: Any, ours: Any) -> dict[str, Any]:
-    """The actor of rank 0 dies in training, and another one takes its place."""
+    """The actor of rank 0 dies during training and is replaced."""
     plain = {"env_vars": {"RELOADPG_AUTOINSTALL": "0"}}
     remote = ray.remote(Recoverable).options(num_cpus=1, runtime_env=plain)
     job = ours.setup_actors(

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from fault_job import await_death
+from fault_job import await_death, meet
 
 from reloadpg.testing import run_ranks
 
@@ -36,13 +36,9 @@ def incarnation() -> int:
 
 
 def all_here() -> None:
-    """Wait until all initial ranks have started; none is replaced before."""
-    if incarnation():
-        return
-    meeting = store()
-    if meeting.add("test/here", 1) == RANKS:
-        meeting.set("test/all here", "1")
-    meeting.wait(["test/all here"])
+    """Wait until all initial ranks have started, before one may be replaced."""
+    if not incarnation():
+        meet("here", RANKS, LIMIT.total_seconds(), store())
 
 
 def die() -> None:
@@ -70,13 +66,12 @@ def run_replaced(
     """Run ``program(rank, 4, *args)``, in which some processes call :func:`die`.
 
     Returns:
-        The results: of the four ranks that began (None of those that died), then of those that took
-        their places, in the order of the deaths.
+        The results of the four initial ranks (None for those that died), followed by those of the
+        replacements, in the order of the deaths.
     """
     outcomes = run_ranks(_start, RANKS + deaths, args=(program, args), timeout=timeout, check=False)
     killed = [one for one in outcomes if one.signal == signal.SIGKILL and not one.timed_out]
     bad = [one for one in outcomes if not one.ok and one not in killed]
-    told = "\n".join(f"rank {one.rank}: {one.exception}\n{one.output}" for one in bad)
-    assert not bad, told
+    assert not bad, "\n".join(f"rank {one.rank}: {one.exception}\n{one.output}" for one in bad)
     assert len(killed) == deaths
     return [one.result for one in outcomes]

@@ -1,4 +1,4 @@
-"""Reports made by hand, for tests that need no job."""
+"""Sample reports, for tests without a job."""
 
 from __future__ import annotations
 

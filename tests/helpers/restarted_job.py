@@ -1,4 +1,4 @@
-"""A program under torchrun whose first start fails in the middle of its loop."""
+"""A program for torchrun whose first start fails within its loop."""
 
 from __future__ import annotations
 

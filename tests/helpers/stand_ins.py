@@ -1,4 +1,4 @@
-"""Stand-ins for the programs that share a device with a trainer, as strict as the real ones.
+"""Stand-ins for the programs that share a device with a trainer, as strict as the originals.
 
 ``StandInSaver`` counts allocations by torch_memory_saver's rules. It intercepts those of simulated
 communicators, as a preloaded one intercepts ``cudaMalloc`` and ``cudaFree``. :class:`SaverCrash`
@@ -17,15 +17,15 @@ from reloadpg.testing import simulated
 from reloadpg.testing.simulated import Fault, GroupInfo
 
 BYTES = 1 << 16
-"""What each communicator holds."""
+"""Bytes of each communicator."""
 
 
 class SaverCrash(RuntimeError):
-    """Where torch_memory_saver prints this and ends the process."""
+    """An error for which torch_memory_saver prints this message and ends the process."""
 
 
 class OutOfMemory(RuntimeError):
-    """The simulated device has no room."""
+    """The simulated device has too little free memory."""
 
 
 @dataclass
@@ -42,17 +42,17 @@ class PerThread(threading.local):
 
 
 class StandInSaver:
-    """torch_memory_saver preloaded: pause, resume, disable, and its account of allocations."""
+    """A preloaded torch_memory_saver: pause, resume, disable, and its record of allocations."""
 
     def __init__(self) -> None:
         self.account: dict[Any, Allocation] = {}
         self.calls: list[str] = []
-        self.fail: list[str] = []  # calls that are to fail once, such as "resume"
+        self.fail: list[str] = []  # calls that fail once, such as "resume"
         self.log: list[str] | None = None
         self.room: Callable[[int], None] = lambda size: None
         self.thread = PerThread()
 
-    # -- its interface ------------------------------------------------------------------------
+    # -- interface ----------------------------------------------------------------------------
 
     def pause(self, tag: str | None = None) -> None:
         self._called("pause", tag)
@@ -90,7 +90,7 @@ class StandInSaver:
     def _of(self, tag: str | None) -> list[Allocation]:
         return [a for a in self.account.values() if tag is None or a.tag == tag]
 
-    # -- allocations, as the hooks see them ---------------------------------------------------
+    # -- allocations --------------------------------------------------------------------------
 
     def malloc(self, key: Any, size: int, tag: str = "default") -> None:
         if self.thread.tracking:
@@ -136,17 +136,17 @@ class Device:
 
     def need(self, size: int) -> None:
         tracked = sum(a.size for key, a in self.saver.account.items() if not isinstance(key, str))
-        others = simulated.stats().held_bytes - tracked  # not twice what the saver tracks
+        others = simulated.stats().held_bytes - tracked  # communicators without the tracked ones
         used = others + self.saver.active_bytes + self.engine_bytes
         if used + size > self.capacity:
             raise OutOfMemory(
-                f"{size} bytes wanted, {self.capacity - used} of {self.capacity} free"
+                f"{size} bytes requested, {self.capacity - used} of {self.capacity} free"
             )
 
 
 @dataclass
 class VllmEngine:
-    """``sleep(level)`` and ``wake_up(tags)``; it needs room, and generates only while awake."""
+    """``sleep(level)`` and ``wake_up(tags)``; it needs memory, and generates only while awake."""
 
     device: Device
     log: list[str]
@@ -169,7 +169,7 @@ class VllmEngine:
         self._called("sleep", str(level))
         self.awake.clear()
         self.device.engine_bytes = 0
-        self._fail("answer")  # as a call to another process that is carried out and then lost
+        self._fail("answer")  # the call has taken effect, but its response is lost
 
     def generate(self) -> str:
         if self.awake != set(self.sizes):
@@ -188,7 +188,7 @@ class VllmEngine:
 
 
 class SglangEngine:
-    """The same under SGLang's names."""
+    """The same engine with SGLang's method names."""
 
     def __init__(self, device: Device, log: list[str]) -> None:
         self._engine = VllmEngine(device, log)

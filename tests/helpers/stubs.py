@@ -1,8 +1,7 @@
 """Placeholders for the names that the examples use and do not define.
 
-Each stands for the user's own code, and checks what holds where the example calls it. The
-simulated accelerator is what the examples' ``nccl`` is here: its groups are reloadable by default,
-as NCCL's are.
+Each stands for the user's code, and records the state in which the example calls it. The simulated
+accelerator replaces ``nccl``: its groups are also reloadable by default.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ CYCLES = 3
 
 
 def fully_shard(*args: Any, **kwargs: Any) -> Any:
-    """FSDP2's, imported where it is used: every rank of every block would pay for it."""
+    """Call FSDP2's function. Imported on use, since the import is slow."""
     from torch.distributed.fsdp import fully_shard
 
     return fully_shard(*args, **kwargs)
 
 
 class Stubs:
-    """One rank's placeholders, and what was seen at them."""
+    """One rank's placeholders, and the recorded calls."""
 
     def __init__(self) -> None:
         simulated.register()
@@ -43,10 +42,10 @@ class Stubs:
         self.path = Path(tempfile.gettempdir()) / "checkpoint"
 
     def namespace(self, *, libraries: bool) -> dict[str, Any]:
-        """The names that a block finds.
+        """The namespace of a block.
 
         Args:
-            libraries: also those that a block in a docstring uses without importing them.
+            libraries: whether it has the modules that a docstring uses without importing them.
         """
         placeholders = {
             "__name__": "example",
@@ -80,7 +79,7 @@ class Stubs:
         self.seen.append(("generate", reloadpg.status().state, held))
         return batch
 
-    # -- as a rollout engine and as a memory saver ------------------------------------------
+    # -- rollout engine and memory saver ----------------------------------------------------
 
     def sleep(self, level: int = 1) -> None:
         self.seen.append(("sleep", reloadpg.status().state))
@@ -123,7 +122,7 @@ class Stubs:
 
 
 def run_block(rank: int, world_size: int, code: str, name: str) -> dict[str, Any]:
-    """Run one example as one rank; what was seen at its placeholders, and how it ended."""
+    """Run one rank of an example; return the recorded calls and the final state."""
     stubs = Stubs()
     namespace = stubs.namespace(libraries="environment" in name)
     exec(compile(code.replace('"nccl"', '"sim"'), name, "exec"), namespace)

@@ -1,8 +1,8 @@
-"""Control of the process that supervises ranks: ``preload`` this module in a run.
+"""Controls the process that supervises ranks. Pass this module as ``preload`` of a run.
 
-A rank advances the supervisor's clock, so a time limit comes with an event. After a failure the
-other ranks have a minute to end, and so have Python stacks. Import it only in functions of ranks:
-it changes the process that imports it. It has no effect with ``spawn``.
+A rank advances the supervisor's clock to reach a time limit at a chosen event. After a failure the
+other ranks have a minute to end, and a minute to write Python stacks. Import it only in functions
+of ranks: it patches the importing process. It has no effect with ``spawn``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reloadpg.testing import _rank
 
 
 def _file(name: str) -> Path:
-    """A file of the run. The supervisor has the environment of the rank that it started last."""
+    """A file of the run. The supervisor has the environment of the last rank that it started."""
     return Path(os.environ["TMPDIR"], f"supervisor-{name}")
 
 
@@ -27,12 +27,12 @@ def _monotonic() -> float:
 
 
 def _tell(self: _rank._Supervisor, message: object) -> None:
-    _told(self, message)
-    _file("told").touch()
+    _original_tell(self, message)
+    _file("pids-sent").touch()
 
 
 def _look(self: _rank._StartedRank) -> None:
-    _looked(self)
+    _original_look(self)
     if self.returned:
         _file("returned").touch()
 
@@ -45,9 +45,9 @@ def advance(seconds: float) -> None:
     os.kill(os.getppid(), signal.SIGCHLD)
 
 
-def await_told() -> None:
+def await_pids_sent() -> None:
     """Wait until the supervisor has sent the ranks' process ids to the caller. In a rank."""
-    while not _file("told").exists():
+    while not _file("pids-sent").exists():
         time.sleep(0.01)
 
 
@@ -57,7 +57,7 @@ def await_return() -> None:
         time.sleep(0.01)
 
 
-_told, _looked = _rank._Supervisor._tell, _rank._StartedRank.look
+_original_tell, _original_look = _rank._Supervisor._tell, _rank._StartedRank.look
 _rank._Supervisor._tell = _tell  # type: ignore[method-assign]
 _rank._StartedRank.look = _look  # type: ignore[method-assign]
 _rank.time = SimpleNamespace(monotonic=_monotonic)  # type: ignore[assignment]

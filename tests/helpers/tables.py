@@ -1,4 +1,4 @@
-"""c10d's tables, read without the library; and barriers for ranks whose rank 0 has the store."""
+"""Reads c10d's tables without the library; barriers for jobs in which rank 0 hosts the store."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _LEAVES = (str, bytes, int, float, bool, type(None), types.ModuleType, types.Fun
 
 
 def world_tables() -> dict[str, Any]:
-    """Every table of ``distributed_c10d._world``, by name, without computed ones."""
+    """The tables of ``distributed_c10d._world`` by name, without computed properties."""
     properties = inspect.getmembers(type(c10d._world), lambda value: isinstance(value, property))
     return {name: getattr(c10d._world, name) for name, _ in properties if name != "pg_config_info"}
 
 
 def lengths() -> dict[str, int]:
-    """How many entries each table has."""
+    """The number of entries of each table."""
     return {name: len(table) for name, table in world_tables().items() if hasattr(table, "__len__")}
 
 
 def mentions(target: object) -> list[str]:
-    """Where an object stands in c10d's tables or in any container of the module's globals."""
+    """The places that hold an object: c10d's tables, and containers in the module's globals."""
     found: list[str] = []
     seen: set[int] = set()
     names = {**vars(c10d), **world_tables()}
@@ -67,7 +67,7 @@ def resolves_to(name: str) -> Any:
 
 
 def summed(group: Any, rank: int) -> int:
-    """Sum of ``2**rank`` over a group: names the ranks that took part."""
+    """The sum of ``2**rank`` over a group, which identifies the ranks that took part."""
     import torch
 
     tensor = torch.tensor([2**rank])
@@ -80,7 +80,7 @@ def expected_sum(ranks: Any) -> int:
 
 
 def meet_at_rank_0(rank: int, key: str) -> None:
-    """Rank 0 hosts the store: it must not end while rank 1 still reads the decision."""
+    """Make rank 0, which hosts the store, wait until rank 1 has read the decision."""
     store = c10d._get_default_store()
     if rank == 0:
         store.wait([key], timedelta(seconds=120))
@@ -89,7 +89,7 @@ def meet_at_rank_0(rank: int, key: str) -> None:
 
 
 def store_closed_by_rank_0(rank: int, marker: Path) -> None:
-    """A rank that begins again too early would connect to the old store."""
+    """Wait until rank 0 has closed the store; otherwise a new job would connect to the old one."""
     if rank == 0:
         marker.touch()
     while not marker.exists():

@@ -28,11 +28,11 @@ class Terminal:
 
     @property
     def text(self):
-        """What was written, without control sequences."""
+        """The output without control sequences."""
         return _ESCAPE.sub(b"", self.raw).decode(errors="replace").replace("\r", "")
 
     def read_until(self, condition):
-        """Read until the condition holds, or the command ends; fails after the time limit."""
+        """Read until the condition holds or the command ends; fail after the time limit."""
         deadline = time.monotonic() + LIMIT
         while not condition(self):
             assert time.monotonic() < deadline, f"not seen within {LIMIT} s:\n{self.text}"
@@ -45,7 +45,7 @@ class Terminal:
             self.raw += data
 
     def interrupt(self):
-        """Ctrl-C; the exit code."""
+        """Send Ctrl-C; return the exit code."""
         self.process.send_signal(signal.SIGINT)
         self.read_until(lambda _: False)
         return self.process.wait(timeout=LIMIT)
@@ -53,7 +53,7 @@ class Terminal:
 
 @contextmanager
 def on_terminal(*arguments, columns=160, lines=40, **variables):
-    """``python -m reloadpg`` with stdout on a terminal of this size."""
+    """Run ``python -m reloadpg`` on a terminal of this size."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     env = environment(TERM="xterm-256color", **variables)

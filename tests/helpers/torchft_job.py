@@ -1,4 +1,4 @@
-"""Groups of torchft and reloadable ones: torchft's own classes (0.2.0), or their sequence."""
+"""Groups of torchft (0.2.0) together with reloadable groups: its own class, or a stand-in."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import reloadpg
 
 
 class Sequence(dist.ProcessGroup):
-    """What ``ProcessGroupGloo`` of ``torchft/process_group.py`` (0.2.0) does, in order.
+    """A stand-in with the calling sequence of ``ProcessGroupGloo`` of torchft 0.2.0.
 
-    A group in Python that is given its communicator by ``configure``, and registers itself as the
-    backend of a group of one rank.
+    ``configure`` gives the group its communicator. ``register`` makes it the backend of a group of
+    one rank.
     """
 
     def __init__(self) -> None:
@@ -68,14 +68,14 @@ class Sequence(dist.ProcessGroup):
 
 
 def alongside(rank: int, size: int, real: bool) -> dict[str, Any]:
-    """A group of torchft before, in and after an offload of the others, configured twice."""
+    """Use a group of torchft around an offload of the others, and configure it twice."""
     reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
     worlds.init("gloo")
     ports: list[Any] = [None]
     if rank == 0:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ports = [server.port]
-    # Not by objects: a bound world looks for its device in them.
+    # As a tensor: collectives of objects need the device of a bound default group.
     port = torch.tensor(ports if rank == 0 else [0])
     dist.broadcast(port, 0)
     address = f"127.0.0.1:{int(port)}"
@@ -121,7 +121,7 @@ def torchfts_own() -> Any:
 
 
 def managed(group: Any, total: Any) -> Any:
-    """A group whose collectives go to torchft's manager, which is not here."""
+    """Use a group whose collectives go to a stand-in for torchft's manager."""
     from torchft.process_group import ManagedProcessGroup
 
     def allreduce(tensor: torch.Tensor, reduce_op: Any) -> Any:

@@ -1,8 +1,8 @@
-"""One rank of a job on two hosts, which checks what it sees while the test cuts their link.
+"""One rank of a job on two hosts; the test cuts the link between them.
 
 ``torchrun ... two_hosts_job.py FOLDER point POINT``, or ``... FOLDER outages OUTAGE...``. A rank
-that comes to the moment of a cut writes ``here.RANK`` and waits for ``go.RANK``; at its end it
-writes ``done.RANK``.
+that is ready for the cut writes ``here.RANK`` and waits for ``go.RANK``; at its end it writes
+``done.RANK``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import reloadpg
 
 BOUND_S = 5.0
 ALLOWANCE_S = 30.0
-"""Seconds past the bound within which every rank must have raised."""
+"""Seconds after the timeout within which every rank must have raised."""
 LIMIT, SHORT = timedelta(seconds=90), timedelta(seconds=3)
-"""Timeouts of collectives: reached only if something hangs, and in the step of an outage."""
+"""Timeouts of collectives: the default, reached only by a hang, and that during an outage."""
 CUT = 2
 """The step of an outage."""
 
@@ -41,7 +41,10 @@ def cut_here(folder: Path) -> None:
 
 
 def cut_in_a_reload(folder: Path, point: str) -> None:
-    """All ranks raise within the timeout, and no group is live. Without a point, all works."""
+    """Cut the link at a point of a reload: all ranks raise and no group is live.
+
+    Without a point, the reload succeeds.
+    """
     job = Job("faulty", subgroups=((0, 1), (1, 0)), timeout=BOUND_S, limit=timedelta(seconds=30))
     assert os.environ["GROUP_RANK"] == os.environ["RANK"]  # torchrun counts two nodes
     if point:
@@ -59,7 +62,7 @@ def cut_in_a_reload(folder: Path, point: str) -> None:
 
 
 class Outage:
-    """A loop of five steps; the link is down for some seconds in one of them."""
+    """A loop of five steps; in one of them the link is down for some seconds."""
 
     def __init__(self, job: Job, folder: Path, where: str) -> None:
         self.job, self.folder, self.where = job, folder, where
@@ -67,7 +70,7 @@ class Outage:
         self.errors: list[str] = []
 
     def step(self, number: int, tries: int) -> None:
-        """Sum over all groups; in the step of the outage, before, after, or in a recovery."""
+        """Sum over all groups. The outage is before the sums, after them, or in a recovery."""
         self.log.append((number, tries))
         begins = number == CUT and tries == 1
         if not begins or self.where == "commit":
@@ -75,11 +78,11 @@ class Outage:
             if begins:
                 cut_here(self.folder)
         elif self.where == "recover":
-            mark(self.folder, "ready")  # the first to abort would fail others in the step before
+            mark(self.folder, "ready")  # an early abort would fail others in the previous step
             while len(list(self.folder.glob("ready.?"))) < self.job.size:
                 time.sleep(0.02)
             interfere("recover.group1", lambda: cut_here(self.folder))
-            raise dist.DistNetworkError("a fault, in the recovery of which the link goes down")
+            raise dist.DistNetworkError("injected; the link goes down in the recovery")
         else:
             self._set_timeouts(SHORT)
             cut_here(self.folder)
@@ -122,7 +125,7 @@ class Outage:
 
 
 def go_through(folder: Path, outages: list[str]) -> None:
-    """One job: all ranks repeat what failed, with right sums."""
+    """Run one job: after each outage all ranks repeat the failed step, with correct sums."""
     pairs = ((0, 1), (2, 3), (0, 2), (1, 3))
     job = Job("faulty", subgroups=pairs, timeout=LIMIT.total_seconds(), limit=LIMIT)
     for name in outages:

@@ -19,21 +19,21 @@ from reloadpg.integrations.verl import offloaded_rollouts
 
 
 class Dispatch(enum.Enum):
-    """The members of the enum in ``verl/single_controller/base/decorator.py`` that are needed."""
+    """The necessary members of the enum in ``verl/single_controller/base/decorator.py``."""
 
     ONE_TO_ALL = 1
     DIRECT_ROLLOUT_METHOD = 7
 
 
 class Execute(enum.Enum):
-    """Likewise."""
+    """The same for this enum."""
 
     ALL = 0
     RANK_ZERO = 1
 
 
 def register(dispatch_mode: Any, execute_mode: Any = Execute.ALL) -> Any:
-    """Mark a method as the decorator of that name in that file does."""
+    """Mark a method as the decorator of the same name in that file does."""
 
     def decorate(method: Any) -> Any:
         marks = {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode, "blocking": True}
@@ -44,9 +44,9 @@ def register(dispatch_mode: Any, execute_mode: Any = Execute.ALL) -> Any:
 
 
 class Sequence:
-    """What ``ActorRolloutRefWorker`` of ``verl/workers/engine_workers.py`` (0.9.1) calls, in order.
+    """A stand-in with the calls of ``ActorRolloutRefWorker`` in verl 0.9.1, in the same order.
 
-    Its methods have the names of verl's.
+    That class is in ``verl/workers/engine_workers.py``.
     """
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -172,7 +172,7 @@ class Rollout:
 
 
 class Actor:
-    """The trainer within a worker; all of its methods need the groups."""
+    """The trainer of a worker; all of its methods use the groups."""
 
     def __init__(self) -> None:
         self.engine = Engine()
@@ -187,7 +187,7 @@ class Actor:
 
 
 class CheckpointEngine:
-    """Sends weights to an engine on other machines, over the groups."""
+    """Sends weights to an engine on other hosts over the groups."""
 
     async def send_weights(self, weights: Any, global_steps: Any) -> dict[str, Any]:
         for _ in weights:
@@ -196,14 +196,14 @@ class CheckpointEngine:
 
 
 class Config(SimpleNamespace):
-    """A configuration that is read by attribute, and by ``get``."""
+    """A configuration with access by attribute and by ``get``."""
 
     def get(self, name: str, default: Any = None) -> Any:
         return getattr(self, name, default)
 
 
 def worker_of(cls: type) -> Any:
-    """A worker as its ``__init__`` and ``init_model`` leave it, without a model or a device."""
+    """A worker in the state after ``__init__`` and ``init_model``, without a model or a device."""
     worker = cls.__new__(cls)
     checkpoint_engine = Config(backend="naive")
     worker.config = Config(
@@ -221,7 +221,7 @@ def worker_of(cls: type) -> Any:
 
 
 def verls_own() -> type:
-    """``ActorRolloutRefWorker`` of the package, without the GPU that it waits for and measures."""
+    """``ActorRolloutRefWorker`` of the package, without its calls of CUDA."""
     from verl.workers import engine_workers
 
     torch.cuda.synchronize = lambda device=None: None
@@ -231,14 +231,14 @@ def verls_own() -> type:
 
 
 def of_workers(rank: int, size: int, real: bool) -> dict[str, Any]:
-    """What the engine saw in each case, by name of the case."""
+    """Return the calls that the engine recorded, by case."""
     reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
     worlds.init("gloo")
     return of_worker(verls_own()) if real else {**of_worker(Sequence), "older": of_older()}
 
 
 def of_worker(cls: type) -> dict[str, Any]:
-    """The worker of 0.9; the hook takes verl's own by default."""
+    """Test the worker of 0.9; the hook uses verl's own class by default."""
     before = dict(vars(cls))
     handle = offloaded_rollouts(cls) if cls is Sequence else offloaded_rollouts()
     worker = worker_of(cls)
@@ -286,7 +286,7 @@ def of_worker(cls: type) -> dict[str, Any]:
 
 
 def of_older() -> dict[str, Any]:
-    """The worker of 0.7 and the sharding manager of 0.5, generating well and raising."""
+    """Test the worker of 0.7 and the sharding manager of 0.5, without and with an error."""
     cases = {}
     with_modes = offloaded_rollouts(Modes)
     worker = worker_of(Modes)

@@ -1,4 +1,4 @@
-"""A store that reports its requests: a subclass of torch's, as users' own stores are."""
+"""A store that reports its requests: a subclass of torch's, as a user may write one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ Watch = Callable[[str, str], object]
 
 
 class WatchedStore(dist.Store):
-    """Another store, with a callback for each request.
+    """Forwards to another store, with a callback for each request. Clones have the same callbacks.
 
     Args:
         store: the store that responds.
         watch: called before a request with the name of the method and the key.
-        answered: likewise after the response, before the caller gets it.
-
-    Its clones have the same callbacks.
+        answered: called with the same arguments after the response, before the caller gets it.
     """
 
     def __init__(
@@ -29,7 +27,7 @@ class WatchedStore(dist.Store):
     ) -> None:
         super().__init__()
         self._store, self._watch, self._answered = store, watch, answered
-        self._clones: list[WatchedStore] = []  # a PrefixStore that is cloned does not keep them
+        self._clones: list[WatchedStore] = []  # a clone of a PrefixStore does not keep them alive
 
     def clone(self) -> WatchedStore:
         self._clones.append(WatchedStore(self._store.clone(), self._watch, self._answered))

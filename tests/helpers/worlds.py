@@ -1,4 +1,4 @@
-"""Default groups as trainers create them: bound to a device, or not; with torch's functions."""
+"""Creates default groups as trainers do, bound to a device or not."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ WORLD = os.environ.get("TEST_WORLD", "unbound")
 :func:`init`.
 
 The tests run in all of them. Most trainers bind the default group to a device, and torch then uses
-other code paths. ``nccl`` is torch's own ProcessGroupNCCL over the stand-ins for CUDA and NCCL, or
-on GPUs; tensors are then on the device by default. ``torchcomms`` is gloo by TorchComms, unbound.
+other code paths. ``nccl`` is torch's ProcessGroupNCCL, over the stand-ins for CUDA and NCCL or on
+GPUs; tensors are then on the device by default. ``torchcomms`` is TorchComms' gloo, unbound.
 """
 if WORLD not in ("unbound", "bound", "nccl", "nccl-bound", "torchcomms"):
     raise ValueError(f"TEST_WORLD={WORLD}: it is unbound, bound, nccl, nccl-bound or torchcomms")
@@ -41,7 +41,7 @@ BOUND = WORLD.endswith("bound") and WORLD != "unbound"
 NCCL = WORLD.startswith("nccl")
 
 SPLITS_EVERY_GROUP = NCCL and (BOUND or TorchVersion(torch.__version__) >= "2.15")
-"""Whether torch splits each new group from the default one, which needs all ranks."""
+"""Whether torch splits each new group from the default group, which needs all ranks."""
 
 SPLIT_CLONES_STORE = NCCL and BOUND and TorchVersion(torch.__version__) < "2.15"
 """Whether torch connects to the store again for each group that it splits."""
@@ -52,23 +52,23 @@ BACKEND = "nccl" if NCCL else "gloo"
 DEVICE_TYPE = "cuda" if NCCL else "cpu"
 
 WITH_CPU = "cpu:gloo,cuda:nccl" if NCCL else "gloo"
-"""The backends of a default group that also takes tensors of the CPU."""
+"""The backends of a default group that also supports CPU tensors."""
 
 ALL_RESPOND = {"RELOADPG_GRACE_S": "60"}
-"""The environment of jobs in which all ranks respond after a failure, on the busiest machine too.
-A wait for responses ends as soon as all ranks have responded."""
+"""The environment of jobs in which all ranks respond after a failure, also on a loaded machine. A
+wait for responses ends as soon as all ranks have responded."""
 
 BYPASSING = {"min_size": 1 << 20} if NCCL else {}
 """Options of ``install`` with which all groups bypass."""
 
 
 def device() -> torch.device:
-    """The device of the tensors of collectives."""
+    """The device of tensors for collectives."""
     return torch.device("cuda", torch.cuda.current_device()) if NCCL else torch.device("cpu")
 
 
 def device_of(group: Any) -> torch.device:
-    """The device of the tensors of a group's collectives."""
+    """The device of tensors for the collectives of a group."""
     served = {device.type for device in (group or dist.group.WORLD)._device_types}
     return device() if device().type in served else torch.device("cpu")
 
@@ -111,8 +111,8 @@ def init(
 def bind() -> None:
     """Bind the default group to a device, as ``init_process_group(device_id=...)`` does."""
     if not hasattr(dist.ProcessGroupGloo, "perform_nocolor_split"):
-        # Torch before 2.15 lets gloo split, and asks those that are not in the new group to take
-        # part as NCCL's must; gloo has no such function, and needs none.
+        # Before 2.15, torch calls this on ranks outside the new group, as NCCL needs it. Gloo does
+        # not have it.
         dist.ProcessGroupGloo.perform_nocolor_split = lambda self, device: None  # type: ignore[attr-defined]
     world: Any = dist.group.WORLD
     served = {device.type for device in world._device_types}
@@ -130,14 +130,14 @@ def barrier() -> None:
     """Wait for all ranks, without the device that the default group is bound to."""
     value = torch.zeros(1)
     dist.all_reduce(value)
-    value.item()  # a device computes on its own
+    value.item()  # waits for the device
 
 
 @contextmanager
 def accelerator_claimed() -> Iterator[None]:
-    """Make torch take the CPU for an accelerator within this block.
+    """Make torch treat the CPU as an accelerator within this block.
 
-    Before 2.15 ``split_group`` splits the backend of the accelerator, if there is one.
+    Before 2.15, ``split_group`` splits the backend of the accelerator if there is one.
     """
     own = torch.accelerator.is_available, torch.accelerator.current_accelerator
     torch.accelerator.is_available = lambda: True  # type: ignore[assignment]
@@ -154,10 +154,10 @@ def start(
     """Install, and create a default group.
 
     Args:
-        world: ``unbound``; ``bound`` to a device when it is installed; ``bound late``, afterwards.
+        world: ``unbound``; ``bound``: bound to a device before ``install``; ``bound late``: after.
         backend: of the default group.
         file: of a FileStore for the rendezvous. Torch 2.13 splits gloo groups with a clone of the
-            store, and one in fifty splits over a TCPStore's then reads garbage for an address.
+            store; with a TCPStore, one split in fifty then reads a wrong address.
         store: another store for the rendezvous.
         options: of ``install``.
     """
@@ -169,8 +169,8 @@ def start(
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(file, size) if file else store
         where = {"store": store, "rank": rank, "world_size": size}
-    # Not "cpu:gloo,cuda:gloo": where a plugin is registered, torch gives such a group no default
-    # backend, and cannot split it. The one gloo serves both devices.
+    # Not "cpu:gloo,cuda:gloo": if a plugin is registered, torch sets no default backend for such a
+    # group, and cannot split it. One gloo backend serves both devices.
     dist.init_process_group(backend, timeout=TIMEOUT, **where)
     if world != "unbound":
         dist.group.WORLD.bound_device_id = DEVICE
@@ -181,8 +181,8 @@ def start(
 def subgroup(ranks: list[int], **kwargs: Any) -> Any:
     """Create a group of some ranks; call it on every rank.
 
-    In a bound world torch needs the other ranks in a split of the default group, which gloo cannot
-    do (2.13: it has no ``perform_nocolor_split``); there only the members create it.
+    With a bound default group, torch splits it on all ranks, for which gloo has no function
+    (``perform_nocolor_split``, 2.13). There, only the members create the group.
     """
     bound = dist.group.WORLD.bound_device_id is not None
     return dist.new_group(ranks, use_local_synchronization=bound, **kwargs)
@@ -191,8 +191,8 @@ def subgroup(ranks: list[int], **kwargs: Any) -> Any:
 def split(ranks: list[list[int]], parent: Any = None, **kwargs: Any) -> Any:
     """Call torch's ``split_group``.
 
-    Before 2.15 it cannot copy gloo's options, so they are passed. It splits the one gloo backend of
-    two devices twice under one name in the store, which fails every other time, so one is selected.
+    Before 2.15 it cannot copy gloo's options, so they are passed. It also splits a gloo backend of
+    two devices twice under one key of the store, which often fails, so one device is selected.
     """
     kwargs = {"timeout": TIMEOUT, **kwargs}
     if TorchVersion(torch.__version__) >= "2.15":
@@ -208,7 +208,7 @@ def split(ranks: list[list[int]], parent: Any = None, **kwargs: Any) -> Any:
 
 
 def stop_for(seconds: float, *, after: float, pids: Sequence[int] = ()) -> None:
-    """Stop this process, or several at once, for some seconds, as a loaded machine does. Local."""
+    """Stop this process, or several, for some seconds, as on a loaded machine. Local."""
     which = " ".join(map(str, pids or [os.getpid()]))
     command = f"sleep {after}; kill -STOP {which}; sleep {seconds}; kill -CONT {which}"
     subprocess.Popen(["sh", "-c", command], stdin=subprocess.DEVNULL)
@@ -222,10 +222,7 @@ def summed(group: Any, rank: int) -> float:
 
 
 def sums_right(*groups: Any) -> bool:
-    """Whether an all-reduce of powers of two sums over each group's own members. Collective.
-
-    None is the default group.
-    """
+    """Whether an all-reduce sums over the members of each group (None: the default). Collective."""
     found = []
     for group in groups:
         tensor = torch.tensor([2.0 ** dist.get_rank()])

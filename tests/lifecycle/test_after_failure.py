@@ -31,9 +31,7 @@ def fails(call: Callable[[], object], own: type[Exception], rank: int) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("world", [True, False])
 def test_a_group_can_be_created_after_a_failed_reload(rank: int, world: bool) -> None:
-    """It does not wait for the abandoned creation, which holds the store client that torch uses for
-    all groups (failures 14, 19).
-    """
+    """It does not wait for the abandoned creation, which blocks torch's store client."""
     job = Job("faulty", subgroups=[(0, 1)] * 2, world=world)
     reloadpg.offload()
     if rank == 1:
@@ -48,7 +46,7 @@ def test_a_group_can_be_created_after_a_failed_reload(rank: int, world: bool) ->
     assert worlds.sums_right(*job.groups.values(), made)
 
 
-@pytest.mark.skipif(worlds.BOUND, reason="the device that torch looks for is not here")
+@pytest.mark.skipif(worlds.BOUND, reason="torch needs the device that the group is bound to")
 @pytest.mark.ranks(2)
 def test_a_group_can_be_created_where_only_some_ranks_have_a_new_world(rank: int) -> None:
     """All ranks use the store of the WORLD before the reload."""
@@ -84,7 +82,7 @@ def test_a_group_whose_creation_ends_after_the_timeout_is_discarded(rank: int) -
 
 @pytest.mark.ranks(2)
 def test_a_release_that_was_abandoned_before_it_began_changes_nothing() -> None:
-    """Its thread may reach the group just after the operation has failed."""
+    """Its thread may reach the group after the operation has failed."""
     job = Job(subgroups=[(0, 1)])
     pair: Any = job.groups["g0"]
     attempt = Attempt()
@@ -94,12 +92,10 @@ def test_a_release_that_was_abandoned_before_it_began_changes_nothing() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_second_interrupt_loses_no_communicator() -> None:
-    """The group had dropped its communicator, and no other object referred to it: it was never
-    aborted.
-    """
+def test_a_second_interrupt_leaks_no_communicator() -> None:
+    """A communicator that the group has already dropped is aborted as well."""
     job = Job("sim", subgroups=[(0, 1)] * 8, parallelism=1)
-    # A referenced one ends only by an abort.
+    # A communicator that is referenced elsewhere is released only by an abort.
     others = [group.communicator for group in job.groups.values()]
     simulated.inject(simulated.Fault("release", operation="shutdown"))
     again = signalling(signal.SIGINT, KeyboardInterrupt())

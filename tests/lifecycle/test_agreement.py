@@ -21,7 +21,7 @@ pytestmark = pytest.mark.matrix
 
 TWO_PAIRS = ((0, 1), (1, 2))
 
-# -- differences: what each rank does before its call, the call and its error, and the remedy ------
+# -- differences: each function prepares one, yields the call and its error, and removes it --------
 
 Difference = Iterator[tuple[Callable[[], object], str]]
 
@@ -62,7 +62,7 @@ def other_options_on_one_rank(job: Job) -> Difference:
 
 
 def other_creations_on_one_rank(job: Job) -> Difference:
-    """Two groups in the other order, so their names differ."""
+    """Create two groups in different orders, so their names differ."""
     backends = ["gloo", "cpu:gloo"]
     made: list[Any] = [
         dist.new_group([0, 1, 2], backend=backend)
@@ -79,17 +79,14 @@ DIFFERENCES = [
     a_pair_destroyed_on_one_member,
     other_options_on_one_rank,
 ]
-if not worlds.NCCL:  # there two groups that differ connect while they are created, or look equal
+if not worlds.NCCL:  # there, such groups connect at their creation, or do not differ
     DIFFERENCES.append(other_creations_on_one_rank)
 
 
 @worlds.unbound_only
 @pytest.mark.ranks(3)
 def test_ranks_that_disagree_all_raise_and_change_nothing() -> None:
-    """The same text on all ranks, with all differences (failure 12: such ranks hung).
-
-    The job continues once the cause is removed.
-    """
+    """The text is the same on all ranks. The job continues once the cause is removed."""
     os.environ |= worlds.ALL_RESPOND
     job = Job(subgroups=((0, 1), (1, 2), (0, 2), (0, 1, 2), (0, 1, 2)))
     for number, differ in enumerate(DIFFERENCES):
@@ -109,9 +106,7 @@ def test_ranks_that_disagree_all_raise_and_change_nothing() -> None:
 
 @pytest.mark.ranks(3)
 def test_a_rank_one_call_late(rank: int) -> None:
-    """Rank 1 makes its first call after the others' has timed out. It raises at once, and all ranks
-    meet in the next call.
-    """
+    """Rank 1 calls after the others have timed out: it raises at once, and all meet in the next."""
     job = Job(subgroups=TWO_PAIRS, timeout=BOUND)
     before = job.snapshot()
     if rank == 1:
@@ -126,7 +121,7 @@ def test_a_rank_one_call_late(rank: int) -> None:
     job.cycle()
 
 
-def tell_when_waiting(store: Any) -> None:
+def set_key_when_waiting(store: Any) -> None:
     while (running := reloadpg.status().running) is None or not running.waiting:
         time.sleep(0.01)
     store.set("test/rank 0 waits", "1")
@@ -134,7 +129,7 @@ def tell_when_waiting(store: Any) -> None:
 
 @pytest.mark.ranks(3)
 def test_a_rank_that_skipped_a_call_joins_the_next_one(rank: int) -> None:
-    """It takes part in the epoch of the other ranks, and does not stay one behind."""
+    """It takes part in the other ranks' operation, and does not stay one behind."""
     job = Job(subgroups=TWO_PAIRS, timeout=BOUND)
     job.cycle()
     reloadpg.offload()
@@ -143,7 +138,7 @@ def test_a_rank_that_skipped_a_call_joins_the_next_one(rank: int) -> None:
             reloadpg.reload()
     store = base_store().clone()
     if rank == 0:
-        threading.Thread(target=tell_when_waiting, args=(store,), daemon=True).start()
+        threading.Thread(target=set_key_when_waiting, args=(store,), daemon=True).start()
     if rank == 1:
         store.wait(["test/rank 0 waits"])
     reloadpg.reload()
@@ -152,7 +147,7 @@ def test_a_rank_that_skipped_a_call_joins_the_next_one(rank: int) -> None:
 
 @pytest.mark.ranks(3)
 def test_generations_of_a_group_must_agree(rank: int) -> None:
-    """Its members compare them; the error has both."""
+    """The error has the generation on each member."""
     job = Job(subgroups=TWO_PAIRS)
     job.cycle()
     groups = registry.managed()  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from reloadpg.testing import simulated
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("world", ["unbound", "bound"])
 def test_a_signal_handler_can_request_the_status(rank, world):
-    """Whatever it interrupts, a status or an operation: no lock waits for its own holder."""
+    """It may interrupt a status or an operation, and does not deadlock on their locks."""
     start(world)
     simulated.register()
     pair = dist.new_group([0, 1])
@@ -30,7 +30,7 @@ def test_a_signal_handler_can_request_the_status(rank, world):
     def look(*_):
         nonlocal count
         count += bool(str(reloadpg.status()))
-        # Armed again at its end: a status that takes longer than the interval leaves no time.
+        # Rearmed at its end: a slow status must leave time for the main program.
         signal.setitimer(signal.ITIMER_REAL, 0.005 if arming else 0)
 
     signal.signal(signal.SIGALRM, look)
@@ -50,7 +50,7 @@ def test_a_signal_handler_can_request_the_status(rank, world):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("world", ["unbound", "bound"])
 def test_the_status_describes_a_running_operation(rank, world, tmp_path):
-    """In other threads and in callbacks: its barrier, the waiting, its groups."""
+    """Other threads and callbacks see its barrier, its groups, and whether it waits."""
     start(world)
     dist.new_group([0, 1])
     assert reloadpg.status().running is None
@@ -94,7 +94,7 @@ def test_the_status_describes_a_running_operation(rank, world, tmp_path):
 
 @pytest.mark.ranks(1)
 def test_an_interrupt_at_any_call_leaves_no_operation_running(rank):
-    """However long its traceback is held: contextlib's context managers ended only with it."""
+    """The operation ends even if the traceback, and so its frames, is kept."""
     start("unbound")
     held = []
     for count in range(0, 400, 7):
@@ -115,7 +115,7 @@ def test_an_interrupt_at_any_call_leaves_no_operation_running(rank):
                 pass
         except BaseException as error:
             sys.settrace(None)
-            held.append(error)  # and with it its frames
+            held.append(error)  # keeps the frames
         finally:
             sys.settrace(None)
         reloadpg.reload()  # never "offload is running in this process"
@@ -129,7 +129,7 @@ def test_an_interrupt_at_any_call_leaves_no_operation_running(rank):
     [("offload", "offloaded", (1, 0)), ("reload", "live", (0, 1)), ("recover", "live", (0, 1))],
 )
 def test_an_interrupted_commit_is_completed(rank, name, state, went_on):
-    """All ranks have completed the operation: so has this one, whatever line was interrupted."""
+    """The other ranks have completed the operation, so this one does, after any line."""
     start("unbound", min_size=1)
     lines, left = 0, [0]
     while left[0] <= 0:  # until the commit has fewer lines
@@ -162,7 +162,7 @@ def test_an_interrupted_commit_is_completed(rank, name, state, went_on):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("world", ["unbound", "bound"])
 def test_an_offload_detects_a_group_that_one_rank_has_shut_down(rank, world):
-    """Before anything is changed: its other members would wait in their next collective."""
+    """It raises before it changes anything; the other members would hang in a collective."""
     start(world)
     pair = dist.new_group([0, 1], group_desc="the pair")
     summed(pair, rank)

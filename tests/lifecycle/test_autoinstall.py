@@ -1,7 +1,7 @@
 """RELOADPG_AUTOINSTALL: ``import torch`` installs, and never fails because of it.
 
-Each interpreter finds the entry point in a separate distribution on its path, so that nothing
-depends on how the package is installed; one test reads the installed metadata.
+Each interpreter finds the entry point in a separate distribution on its path, so tests do not
+depend on how the package is installed. One test reads the installed metadata.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from launching import distribution
 from sampling import sampled
 
 import reloadpg
@@ -41,16 +42,6 @@ import torch, torch.distributed as dist, sys
 print(torch.ones(2).sum().item(), type(dist.new_group).__name__ == "FunctionWrapper")
 """
 """Prints that torch works, and whether its functions are patched."""
-
-
-def distribution(folder: Path) -> Path:
-    """Metadata with the entry point only; it hides that of the installed reloadpg."""
-    info = folder / "reloadpg-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: reloadpg\nVersion: 0\n")
-    group, name, value = ENTRY_POINT
-    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n")
-    return folder
 
 
 def python(folder: Path, code: str, *, first: Path | None = None, **variables: str):
@@ -123,8 +114,9 @@ if __name__ == "__main__":
 
 @pytest.mark.matrix
 def test_import_torch_installs_with_the_options_of_the_variables(tmp_path):
-    """Backends, strategy, timeout and log level, also in forked and spawned children. The logger
-    prints until the program configures logging.
+    """They also apply in forked and spawned children.
+
+    The logger prints until the program configures logging.
     """
     done = python(
         tmp_path,
@@ -145,7 +137,7 @@ def test_import_torch_installs_with_the_options_of_the_variables(tmp_path):
 
 
 def test_without_the_variable_nothing_is_imported(tmp_path):
-    """``import torch`` then imports the module of the entry point only."""
+    """``import torch`` imports only the module of the entry point."""
     ours = "[m for m in sys.modules if m.split('.')[0] in ('reloadpg', 'wrapt')]"
     done = python(tmp_path, SEEN + f"print({ours})", RELOADPG_BACKENDS="gloo")
     assert done.stdout == "2.0 False\n[]\n"
@@ -168,8 +160,9 @@ FIRST = {
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", sampled(FIRST, "submodule"))
 def test_reloadpg_may_be_imported_before_torch(tmp_path, kind):
-    """A module of reloadpg that imports torch is not complete at the end of ``import torch``. The
-    installation waits for it, and then removes its hook.
+    """A module of reloadpg that imports torch is incomplete at the end of ``import torch``.
+
+    The installation waits until it is imported, and then removes its import hook.
     """
     code = f"{FIRST[kind]}\n{SEEN}import reloadpg\nprint(reloadpg.is_installed(), type(reloadpg))"
     done = python(tmp_path, code, RELOADPG_AUTOINSTALL="TRUE", RELOADPG_BACKENDS="gloo")
@@ -189,7 +182,7 @@ BROKEN = {
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", sampled(BROKEN, "our own"))
 def test_a_broken_installation_does_not_break_torch(tmp_path, kind):
-    """One line has the error; torch works and is not patched."""
+    """One line reports the error; torch works and is not patched."""
     file, text, said = BROKEN[kind]
     first = tmp_path / "first"
     first.mkdir()
@@ -215,7 +208,7 @@ def environment(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     yield monkeypatch
-    reloadpg.uninstall()  # where a test has failed
+    reloadpg.uninstall()  # after a test that has failed
 
 
 INVALID = [
@@ -240,7 +233,7 @@ SWITCH = ("RELOADPG_AUTOINSTALL", "ture", "is neither 1, true, yes, on nor 0, fa
 def test_an_invalid_variable_prints_one_line_and_installs_nothing(
     environment, capfd, name, value, said
 ):
-    """The line has the variable and what is wrong with it."""
+    """The line names the variable and the reason."""
     environment.setenv("RELOADPG_AUTOINSTALL", "1")
     environment.setenv(name, value)
     autoinstall.activate()
@@ -272,8 +265,9 @@ def test_a_misspelt_switch_prints_a_line(environment, capfd):
 
 @pytest.mark.ranks(1)
 def test_install_after_autoinstall():
-    """Without arguments, it accepts the options of the environment. Other options are refused, and
-    the error says that RELOADPG_AUTOINSTALL installed.
+    """Without arguments, it accepts the options of the environment; others are refused.
+
+    The error says that RELOADPG_AUTOINSTALL has installed.
     """
     os.environ |= {
         "RELOADPG_AUTOINSTALL": "1",
@@ -354,7 +348,7 @@ print([str(one.message) for one in caught])
 
 @pytest.mark.slow
 def test_a_backend_may_be_registered_after_the_installation(tmp_path):
-    """One that is unknown when the first group is created is warned of, once."""
+    """There is one warning if it is still unknown when the first group is created."""
     code = LATER.format(known=True, backend="sim")
     done = python(tmp_path, code, RELOADPG_AUTOINSTALL="1", RELOADPG_BACKENDS="sim")
     assert (done.stdout, done.stderr) == ("['sim']\n[]\n", "")
@@ -367,7 +361,7 @@ def test_a_backend_may_be_registered_after_the_installation(tmp_path):
 
 
 @pytest.mark.parametrize("value", [None, "", " ", "0", "false", "No", "OFF"])
-def test_words_for_no_install_nothing_silently(environment, capfd, value):
+def test_false_values_install_nothing_and_print_nothing(environment, capfd, value):
     if value is not None:
         environment.setenv("RELOADPG_AUTOINSTALL", value)
     environment.setenv("RELOADPG_TIMEOUT_S", "not read")
@@ -379,7 +373,7 @@ def test_words_for_no_install_nothing_silently(environment, capfd, value):
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("value", ["1", "true", "YES", "on"])
 def test_the_defaults_are_those_of_install(value):
-    """With each word for yes. A second activation changes nothing."""
+    """Each true value installs. A second activation changes nothing."""
     os.environ |= {"RELOADPG_AUTOINSTALL": value, "RELOADPG_STRATEGY": ""}
     autoinstall.activate()
     assert reloadpg.is_installed()

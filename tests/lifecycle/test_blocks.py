@@ -1,4 +1,4 @@
-"""``offloaded()`` and ``colocated()`` reload what they have offloaded, whatever ends them."""
+"""``offloaded()`` and ``colocated()`` reload what they have offloaded, also after an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _state():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("raising", [False, True])
 def test_the_outermost_block_reloads(raising):
-    """A library's block inside the caller's leaves the groups offloaded (failure 23)."""
+    """A library's block inside the caller's leaves the groups offloaded."""
     _start()
     called = []
     reloadpg.on_offload(lambda: called.append(1))
@@ -71,7 +71,7 @@ def test_a_block_reloads_what_it_has_offloaded(rank, case, tmp_path):
         else:
             meet_at_rank_0(rank, "offloaded")
             dist.destroy_process_group()
-            if rank == 0:  # its store, or the next job would find the keys of this one
+            if rank == 0:  # a store that still listens would have the keys of this job
                 assert not _listens(int(os.environ["MASTER_PORT"]))
             store_closed_by_rank_0(rank, tmp_path / "closed")
             worlds.init(timeout=TIMEOUT)
@@ -100,7 +100,7 @@ def test_blocks_of_both_kinds_nest(rank):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_an_interrupt_at_the_end_of_the_offload_still_reloads(rank, kind):
-    """All ranks have offloaded, and the others are in their blocks: this rank reloads with them."""
+    """All ranks have offloaded and the others are in their blocks, so this rank reloads as well."""
     _start()
     reports = []
 
@@ -142,8 +142,8 @@ def test_a_block_that_was_interrupted_in_its_reload_has_ended(rank):
 
 
 @pytest.mark.ranks(2)
-def test_the_exception_of_the_body_is_raised_whatever_the_reload_raises(rank):
-    """An accelerator that fails in the body fails in the reload again, with torch's own error."""
+def test_the_exception_of_the_body_is_raised_even_if_the_reload_fails(rank):
+    """An accelerator that fails in the body also fails in the reload, with an error of torch."""
     _start()
     keep = devices.empty_cache
     with pytest.raises(ValueError, match="of the body"), reloadpg.offloaded():

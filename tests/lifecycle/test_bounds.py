@@ -1,4 +1,4 @@
-"""The timeout of an operation ends waits without progress; releases that hang are reported."""
+"""The timeout of an operation ends waits without progress; hanging releases are reported."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from reloadpg.testing import simulated
 
 @pytest.mark.ranks(2)
 def test_each_group_is_progress():
-    """The other ranks are notified of each group that is released or rebuilt."""
+    """Each group that is released or rebuilt is reported to the other ranks."""
     Job(subgroups=[(0, 1)] * 3)
     counts = []
 
-    def profile(frame, event, _):  # of the threads that are started from now on
+    def profile(frame, event, _):  # in threads that start from now on
         counts[-1] += event == "call" and frame.f_code is Round.advance.__code__
 
     threading.setprofile(profile)
@@ -38,7 +38,7 @@ def test_each_group_is_progress():
 @pytest.mark.parametrize("machine", ["runs", "is stopped at the timeout"])
 def test_a_release_that_hangs_is_named_and_aborted(rank, machine):
     """Its memory is free after the failed offload. The status and the next report name what still
-    runs. Time in which the whole machine was stopped does not count: the store is responsive.
+    runs. If the whole machine was stopped, the store does not count as unresponsive.
     """
     job = Job("sim", subgroups=[(0, 1)] * 3, timeout=BOUND)
     os.environ |= worlds.ALL_RESPOND
@@ -69,7 +69,7 @@ def test_a_release_that_hangs_is_named_and_aborted(rank, machine):
 
 @pytest.mark.ranks(2)
 def test_memory_of_a_stalled_abort_is_reported_as_held(rank):
-    """The next offload waits for it, continues after a timeout, and has a warning."""
+    """The next offload waits for the abort, continues after a timeout, and has a warning."""
     job = Job("sim", subgroups=[(0, 1)], timeout=BOUND)
     stalled = rank == 1
     if stalled:
@@ -88,7 +88,7 @@ def test_memory_of_a_stalled_abort_is_reported_as_held(rank):
 
 @pytest.mark.ranks(2)
 def test_the_communicators_of_a_failed_operation_are_aborted_in_parallel():
-    """The operation takes as long as the longest abort, not as their sum (failure 19)."""
+    """The operation takes as long as the longest abort, not as their sum."""
     job = Job("sim", subgroups=[(0, 1)] * 8, timeout=BOUND)
     together = threading.Barrier(9)  # these groups and WORLD
     abort = {"operation": "abort", "times": None, "call": lambda _: together.wait(60)}
@@ -102,7 +102,7 @@ def test_the_communicators_of_a_failed_operation_are_aborted_in_parallel():
     reloadpg.reload()
     reloadpg.offload()
     assert registry.known_job is not None
-    assert registry.known_job.unfinished == []  # or each failure would leave some more
+    assert registry.known_job.unfinished == []  # entries do not accumulate
     reloadpg.reload()
     job.assert_live()
 

@@ -24,9 +24,9 @@ def _refused(group: Any) -> str:
 def test_bypassed_groups_are_named_with_the_reason(rank: int) -> None:
     """An offload that releases nothing warns once, at the user's call, with the remedy.
 
-    Excluded groups are torch's, and work while others are offloaded. The error inside a block does
-    not tell the user to reload, since the end of the block does. Torch's "undefined" for a missing
-    description is in no text.
+    Excluded groups are plain groups of torch, and work while others are offloaded. The error inside
+    a block does not say to call reload(), since the end of the block does. Torch's "undefined" for
+    a missing description is in no text.
     """
     assert reloadpg.status().bypassed_groups == ()
     worlds.init()

@@ -17,7 +17,7 @@ from reloadpg.testing import run_ranks
 @pytest.mark.parametrize("where", ["on_offload", "on_reload", "on_report"])
 @pytest.mark.parametrize("callback", [None, 3, "a name"])
 def test_a_callback_that_is_not_callable_is_refused(where: str, callback: Any) -> None:
-    """At the registration, not at each operation from then on."""
+    """The registration raises, not each later operation."""
     register: Callable[[Any], object] = getattr(reloadpg, where)
     with pytest.raises(reloadpg.InvalidOptionError, match=f"{where}.*nothing was registered"):
         register(callback)
@@ -40,8 +40,8 @@ def _late(rank: int, world_size: int) -> str:
     return seen.text
 
 
-def test_the_error_of_a_rank_that_was_late_in_a_callback_says_so() -> None:
-    """It responded too late; to the other rank, it did not respond."""
+def test_a_rank_that_was_late_in_a_callback_is_named() -> None:
+    """Its own error says that it responded too late; the other rank's, that it did not respond."""
     late, first = run_ranks(_late, 2, timeout=240)
     assert "No response since then from rank 0" in first
     assert "Rank 1 failed first" in late or "rank 1 failed" in late

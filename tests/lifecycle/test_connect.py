@@ -21,7 +21,7 @@ def _start(**options):
 
 
 class _Intercepted:
-    """Within this block an all-reduce of a reloadable group calls a function afterwards."""
+    """Call a function after each all-reduce of a reloadable group within this block."""
 
     def __init__(self, then):
         self.then = then
@@ -43,10 +43,7 @@ class _Intercepted:
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("how", ["canary", "none", "eager"])
 def test_collectives_of_a_reload(how):
-    """The canary is one small all-reduce per group, in the order of the rebuild (failure 17).
-
-    By default each group connects in its first collective; gloo connects at its creation.
-    """
+    """The canary is one small all-reduce per group, in the order of the rebuild."""
     _start()
     log = []
     reloadpg.offload()
@@ -85,7 +82,7 @@ def test_a_wrong_canary_fails_the_reload_on_all_ranks(rank):
 
 @pytest.mark.ranks(2)
 def test_a_wrong_canary_of_bring_up_is_an_error_on_all_ranks(rank):
-    """Also where collectives raise no error. No group is left."""
+    """A wrong sum suffices, without an error of the collective. No group is left."""
     os.environ |= worlds.ALL_RESPOND
     reloadpg.install(backends={"gloo"})
 

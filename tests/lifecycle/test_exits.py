@@ -1,4 +1,4 @@
-"""Interpreters that end in the middle of an operation: exit codes, and silent finalizers."""
+"""Interpreters that exit during an operation: exit codes, and finalizers without output."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Ended:
 
 
 def run_interpreters(body: str, bound: float = 120.0, backend: str = "gloo") -> list[Ended]:
-    """Two fresh interpreters that run the same script as ranks of a job until they exit.
+    """Run a script in two fresh interpreters, the ranks of a job, until they exit.
 
-    `bound` is the library's timeout in seconds; only those that hang reach it.
+    `bound` is the library's timeout in seconds.
     """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environ = {
@@ -86,7 +86,7 @@ def assert_quiet(ended: list[Ended], codes: list[int]) -> None:
 
 @pytest.mark.slow
 def test_cycles_cause_no_warning_of_torch() -> None:
-    """Torch warns on stderr when the hooks of a group without a default backend are read."""
+    """Torch warns on stderr if the hooks of a group without a default backend are read."""
     body = """
     mixed = dist.new_group([0, 1], backend="cpu:gloo,cuda:gloo")
     for _ in range(2):
@@ -108,9 +108,7 @@ def test_cycles_cause_no_warning_of_torch() -> None:
     ("options", "operation"), [("backends='gloo', min_size=1", "offload"), ("", "reload")]
 )
 def test_exit_with_groups_that_were_never_destroyed(options: str, operation: str) -> None:
-    """Groups that are offloaded, and a default group that is not reloadable, which exists until the
-    interpreter clears its modules.
-    """
+    """They may be offloaded, or exist until the interpreter clears its modules."""
     body = f"""
     import torch.distributed as dist, reloadpg
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -121,7 +119,7 @@ def test_exit_with_groups_that_were_never_destroyed(options: str, operation: str
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(body)],
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},  # gloo says if it cannot find the host
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},  # or gloo prints if it cannot find the host
         capture_output=True,
         text=True,
         timeout=120,
@@ -153,7 +151,7 @@ def test_exit_while_a_thread_is_stuck_in_a_rebuild() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", ["offload", "reload"])
 def test_an_uncaught_exception_in_a_callback(operation: str) -> None:
-    """It ends the interpreter with code 1 and its traceback, on all ranks."""
+    """All interpreters exit with code 1 and a traceback."""
     ended = run_interpreters(
         f"""
         def fail():
@@ -206,7 +204,7 @@ def test_interrupt_while_waiting_at_a_barrier() -> None:
 
 @pytest.mark.slow
 def test_the_interpreter_exits_after_its_pending_operation() -> None:
-    """With its own exit code."""
+    """The exit code is that of the program."""
     ended = run_interpreters(
         """
         import atexit, threading

@@ -1,7 +1,7 @@
-"""A rank fails, is interrupted, slow, or dies: all ranks get a result, and the job continues.
+"""A rank fails, is interrupted, is slow, or dies: all ranks get a result, and the job continues.
 
-Each scenario is a fault of some ranks at points of one operation; a batch of them is one job. Each
-rank derives the expected end from the points and the faults, and checks what it sees.
+A scenario injects faults in some ranks at points of one operation; a batch of scenarios is one job.
+Each rank derives the expected result from the points and the faults, and checks it.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ TWELVE = tuple((0, 1, 2) for _ in range(11))
 """With WORLD, twelve groups, of which all ranks are members."""
 
 UNTOUCHED = ("offload.enter", "offload.callbacks", "offload.quiesced", "reload.enter")
-"""Points before the barrier after which groups are changed."""
+"""Points before the first change of a group."""
 LAST_BARRIERS = ("offload.released", "reload.done")
 NEXT = {"offload": ("offload", "reload"), "reload": ("reload",), "recover": ("recover",)}
-"""What is called after a failure, unless the scenario says otherwise."""
+"""The calls after a failure, unless the scenario specifies others."""
 
 
 class Terminated(SystemExit):
-    """What the tests' handler of SIGTERM raises."""
+    """Raised by the tests' handler of SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class Scenario:
 
     Attributes:
         faults: by rank, the point and the kind: ``raise``; ``interrupt`` or ``terminate``, by a
-            signal; ``counted``, an interrupt once the arrival at that barrier counts; ``late``,
+            signal; ``counted``, an interrupt after the rank was counted at that barrier; ``late``,
             until another rank has logged that it waits; ``hang``, until the others have raised.
         then: the operations that are called afterwards, and succeed.
-        again: where a second signal interrupts the ranks at fault: while they notify the others of
-            the ``failure``, or in the first ``release`` of a simulated communicator.
+        again: the point at which a second signal interrupts the faulty ranks: while they notify the
+            others of the ``failure``, or in the first ``release`` of a simulated communicator.
     """
 
     faults: Mapping[int, tuple[str, str]]
@@ -101,7 +101,7 @@ class Scenario:
 
     @property
     def end(self) -> Literal["completed", "unchanged", "failed"]:
-        """Of all groups on all ranks. Ranks that are not at fault get an error unless completed."""
+        """The result for all groups. Unless it is ``completed``, the other ranks get an error."""
         counted = self.kind == "counted"
         if self.kind == "late" or (counted and self.point in LAST_BARRIERS):
             return "completed"
@@ -110,7 +110,7 @@ class Scenario:
 
     @property
     def rise(self) -> int:
-        """The increase of the generation: one for each reload of released groups."""
+        """The increase of the generation, one per reload of released groups."""
         released = self.operation == "reload" or self.end != "unchanged"
         count = 0
         if self.end == "completed" and self.operation == "reload":
@@ -129,7 +129,7 @@ def at(point: str, kind: str = "raise", *then: str, rank: int = FAULTY) -> Scena
 
 @dataclass(frozen=True)
 class Batch:
-    """Scenarios of one job, one after the other."""
+    """Scenarios that run one after the other in one job."""
 
     scenarios: tuple[Scenario, ...]
     size: int = 4
@@ -144,7 +144,7 @@ def call(operation: str, seconds: float) -> Seen:
 
 
 def go_through(job: Job, scenario: Scenario, number: int, bound: float) -> None:
-    """One rank's part of a scenario: all groups end as they should, and the next calls complete."""
+    """Run one rank of a scenario; check the groups, and that the next calls succeed."""
     if scenario.operation == "reload":
         reloadpg.offload()
     inner = job.inner() if scenario.operation == "offload" else []
@@ -188,7 +188,7 @@ def on_sim() -> bool:
 
 
 def memory_is_free() -> bool:
-    """Whether a simulated accelerator, if there is one, holds no communicator's memory.
+    """Whether no memory of a communicator is left on a simulated accelerator.
 
     A thread that was abandoned in a suspend may still refer to the aborted communicator.
     """
@@ -222,7 +222,7 @@ def all_but_one_ended(job: Job, number: int) -> None:
 
 
 class Log(logging.Handler):
-    """The warnings of one operation; rank 0 notifies a late rank that the wait was logged."""
+    """The warnings of an operation. Rank 0 notifies a late rank once its wait was logged."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(logging.WARNING)
@@ -242,11 +242,11 @@ class Log(logging.Handler):
                 self.store.set(f"test/logged/{self.scenario.point}", "1")
 
 
-# -- what each rank's call raises -----------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 
 def check_error(scenario: Scenario, rank: int, seen: Seen) -> None:
-    """All ranks end the operation with the cause, or complete it."""
+    """Check that each rank raises an error with the cause, or completes the operation."""
     if scenario.end == "completed" and (rank not in scenario.faults or scenario.kind == "late"):
         assert seen.kind == "", seen
     elif rank in scenario.faults:
@@ -257,7 +257,7 @@ def check_error(scenario: Scenario, rank: int, seen: Seen) -> None:
 
 
 def check_own_error(scenario: Scenario, rank: int, seen: Seen) -> None:
-    """A faulty rank raises its own error, with the cause."""
+    """Check that a faulty rank raises its own error, with the cause."""
     point, kind = scenario.faults[rank]
     own = {"interrupt": "KeyboardInterrupt", "counted": "KeyboardInterrupt"}.get(kind, "Injected")
     if scenario.kind == "several":
@@ -276,10 +276,10 @@ def check_own_error(scenario: Scenario, rank: int, seen: Seen) -> None:
 
 
 def check_others_error(scenario: Scenario, seen: Seen) -> None:
-    """The others name a faulty rank and its error, without waiting for the timeout.
+    """Check that another rank names a faulty rank and its error.
 
-    An interrupted rank drops its groups before the others have read its error: a rank that is still
-    connecting to it raises RebuildError.
+    An interrupted rank drops its groups before the others have read its error, so a rank that is
+    still connecting to it raises RebuildError.
     """
     interrupted = {"interrupt", "terminate", "several"}
     assert any(seen.names(rank) for rank in scenario.faults), seen
@@ -304,7 +304,7 @@ BARRIERS = (
     "reload.done",
 )
 LATE = {"offload": ("reload",), "reload": ("offload", "reload")}
-"""What is called after an operation that a late rank completes."""
+"""The calls after an operation that a late rank completes."""
 RECOVER_TWICE = (
     Scenario({0: ("recover.group1", "raise"), 3: ("recover.group1", "raise")}),
     Scenario({0: ("recover.agreed", "raise"), 3: ("recover.enter", "interrupt")}),
@@ -412,10 +412,7 @@ def _param(name: str, batch: Batch) -> Any:
 
 @pytest.mark.parametrize("name", [_param(*item) for item in BATCHES.items()])
 def test_all_ranks_get_a_consistent_result_and_the_job_continues(rank: int, name: str) -> None:
-    """Whatever happens to a rank, at any point of an operation (failures 26 and 27).
-
-    A simulated accelerator then holds one communicator of each group.
-    """
+    """The fault may be of any kind, at any point of an operation."""
     batch = BATCHES[name]
     kinds = {scenario.kind for scenario in batch.scenarios}
     if not kinds & {"hang", "late"}:
@@ -428,18 +425,18 @@ def test_all_ranks_get_a_consistent_result_and_the_job_continues(rank: int, name
         log.follow(scenario)
         go_through(job, scenario, number, batch.bound)
         assert scenario.kind != "late" or rank > 0 or log.names_the_cause
-        keys.append(base_store().num_keys() - 5 * number)  # four of meetings, and what is agreed
+        keys.append(base_store().num_keys() - 5 * number)  # the test itself writes five keys
         job.meet(f"continued {number}")
-    if len(keys) > 2 and name.startswith(("some", "each")):  # attempts leave no keys behind
+    if len(keys) > 2 and name.startswith(("some", "each")):  # keys do not accumulate
         half = len(keys) // 2
         assert max(keys[half:]) <= max(keys[:half]) + 4, keys
 
 
-# -- a rank that dies -----------------------------------------------------------------------------
+# -- dead ranks -----------------------------------------------------------------------------------
 
 
 def one_dies(rank: int, size: int, point: str, victim: int) -> None:
-    """The others end the operation and each recovery afterwards, and name the rank."""
+    """One rank dies; the others raise in the operation and in later recoveries, and name it."""
     operation = point.partition(".")[0]
     backend = backend_for(point)
     suspends = {"strategy": "suspend"} if backend == "sim" else {}
@@ -481,7 +478,7 @@ DEATHS = (
     ("step", VICTIM),
     *((point, VICTIM) for point in OFFLOAD_POINTS + RELOAD_POINTS + RECOVER_POINTS),
     *((point, VICTIM) for point in ("offload.suspend2", "reload.resume2")),
-    ("recover.agreed", 0),  # the rank that reads what the others report
+    ("recover.agreed", 0),  # the rank that reads the reports of the others
 )
 DEATH_POINTS = (
     "offload.quiesced",
@@ -499,12 +496,12 @@ DEFAULT_DEATHS = [(point, VICTIM) for point in DEATH_POINTS]
     "death", sampled(DEATHS, *DEFAULT_DEATHS), ids=lambda death: f"{death[0]}-{death[1]}"
 )
 def test_a_rank_that_dies_is_named_within_the_timeout(death: tuple[str, int]) -> None:
-    """At any point, and again by the recoveries that follow (failures 14, 26, 27)."""
+    """It may die at any point; later recoveries name it as well."""
     survivors(one_dies, 4, *death, dead=death[1])
 
 
 def one_dies_and_one_fails(rank: int, size: int) -> None:
-    """All ranks rebuild the last group: rank 2 dies there, and then rank 1 fails."""
+    """While all ranks rebuild the last group, rank 2 dies, and then rank 1 fails."""
     Job("faulty", parallelism=PARALLELISM)
     reloadpg.offload()
     store = base_store().clone()

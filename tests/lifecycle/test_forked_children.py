@@ -16,7 +16,7 @@ import reloadpg
 
 FAULTY = 1
 LIMIT = timedelta(seconds=20)
-"""The timeout of the collective that must fail before."""
+"""The timeout of a collective that must fail earlier."""
 
 
 @pytest.mark.ranks(4)
@@ -24,10 +24,10 @@ LIMIT = timedelta(seconds=20)
 def test_peers_of_an_abort_do_not_wait_for_a_timeout(
     rank: int, world_size: int, other: bool
 ) -> None:
-    """Connections end at an abort although a child of each rank has inherited them.
+    """An abort closes connections although a child process has inherited them.
 
-    Also where an unmanaged gloo group exists: it is not known which connections are that group's,
-    so an abort closes those of the others only.
+    If there is an unmanaged gloo group, its connections are unknown, so an abort closes only those
+    of the other groups.
     """
     job = Job("gloo")
     if other:

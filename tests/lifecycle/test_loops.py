@@ -1,9 +1,10 @@
-"""Several loops of ``retrying()`` in one program, and loops that are left before their end."""
+"""Several loops of ``retrying()`` in one program, and loops that end early."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -106,53 +107,29 @@ def test_several_loops() -> None:
         assert body.log == expected, (program.__name__, fails_at)
 
 
-# -- a loop that is left ---------------------------------------------------------------------------
+# -- loops that end early --------------------------------------------------------------------------
 
 
-def leaves_in_the_step(body: Body) -> str:
+def leaves(body: Body, way: str) -> str:
+    """One rank raises at the end of a step; the others leave the loop, in the step or after it."""
     for step in steps("ab"):
         with step:
             body("step")
-            if body.job.rank != FAULTY:
+            if body.job.rank == FAULTY:
+                raise Injected("at the end of the step")
+            if way == "break in the step":
                 break
-            raise Injected("at the end of the step")
-    return "left"
-
-
-def returns_in_the_step(body: Body) -> str:
-    for step in steps("ab"):
-        with step:
-            body("step")
-            if body.job.rank != FAULTY:
+            if way == "return in the step":
                 return "left"
-            raise Injected("at the end of the step")
-    return "done"
-
-
-def leaves_after_the_step(body: Body) -> str:
-    for step in steps("ab"):
-        with step:
-            body("step")
-            if body.job.rank == FAULTY:
-                raise Injected("at the end of the step")
         if body.job.rank != FAULTY:
-            break
-    return "left"
-
-
-def raises_after_the_step(body: Body) -> str:
-    for step in steps("ab"):
-        with step:
-            body("step")
-            if body.job.rank == FAULTY:
-                raise Injected("at the end of the step")
-        if body.job.rank != FAULTY:
+            if way == "break after the step":
+                break
             raise ValueError("of the program")
     return "done"
 
 
 def returns_in_a_function(body: Body) -> str:
-    """It leaves the step and not the loop, which is valid."""
+    """Return from a function within the step, but not from the loop, which is valid."""
 
     def one(step: Any) -> str:
         with step:
@@ -166,7 +143,7 @@ def returns_in_a_function(body: Body) -> str:
 
 
 def all_leave(body: Body) -> str:
-    """All ranks leave at a step that is complete."""
+    """All ranks leave in a step that is complete."""
     for step in steps(itertools.count()):
         with step as number:
             body("step")
@@ -175,12 +152,13 @@ def all_leave(body: Body) -> str:
     return "done"
 
 
-LEAVING = {
+LEAVING: dict[Callable[[Body], str], tuple[str, str]] = {
     # what the ranks that leave raise, and the one that goes on and detects that they have left
-    leaves_in_the_step: ("ReloadpgError", "PeerFailedError"),
-    returns_in_the_step: ("ReloadpgError", "PeerFailedError"),
-    leaves_after_the_step: ("ReloadpgError", "PeerFailedError"),
-    raises_after_the_step: ("ValueError", "PeerFailedError"),
+    **{
+        partial(leaves, way=f"{way} the step"): ("ReloadpgError", "PeerFailedError")
+        for way in ("break in", "return in", "break after")
+    },
+    partial(leaves, way="raise after the step"): ("ValueError", "PeerFailedError"),
     returns_in_a_function: ("", ""),
     all_leave: ("", ""),
 }
@@ -193,14 +171,14 @@ def test_leaving_an_incomplete_step_raises_on_all_ranks(rank: int) -> None:
     for program, (leaver, faulty) in LEAVING.items():
         body = Body(job)
         seen = attempt(lambda: program(body))  # noqa: B023 - called at once
-        assert seen.kind == (faulty if rank == FAULTY else leaver), (program.__name__, seen)
+        assert seen.kind == (faulty if rank == FAULTY else leaver), (program, seen)
         assert job.sums()
         if seen.kind == "ReloadpgError":
             assert "left" in seen.text
             assert "step 0" in seen.text
 
 
-# -- a process that is replaced --------------------------------------------------------------------
+# -- replaced processes ----------------------------------------------------------------------------
 
 
 def earlier_loops(rank: int, size: int) -> Log:
@@ -236,7 +214,7 @@ def earlier_loops(rank: int, size: int) -> Log:
 
 
 def test_a_new_process_skips_completed_loops() -> None:
-    """Without drawing an item, also from endless and nested loops. It then counts as the others."""
+    """No item is drawn from them, even if they are endless or nested; attempts agree afterwards."""
     found = run_replaced(earlier_loops)
     assert found[RANKS] == ["third2.1", "third2.3", "third3.1"]
     for rank in {*range(RANKS)} - {VICTIM}:
@@ -265,7 +243,7 @@ def in_two_loops(rank: int, size: int) -> Any:
 
 
 def test_a_process_cannot_be_replaced_in_a_nested_loop() -> None:
-    """It would have to repeat the body of the outer step. All ranks raise."""
+    """It would have to repeat the body of the outer step, so all ranks raise."""
     found = run_replaced(in_two_loops)
     for rank in (0, 1, 3, RANKS):
         assert found[rank].kind in ("ReloadpgError", "PeerFailedError"), (rank, found[rank])
@@ -289,19 +267,19 @@ def fewer_items(rank: int, size: int) -> Any:
 
 
 def test_a_new_process_with_too_few_items_raises_on_all_ranks() -> None:
-    """Not a bare StopIteration."""
+    """The error is not a bare StopIteration."""
     found = run_replaced(fewer_items)
     for rank in (0, 1, 3, RANKS):
         assert found[rank].kind == ("ReloadpgError" if rank == RANKS else "PeerFailedError")
         assert "its items end at 1, and the other ranks are at step 2" in found[rank].text
 
 
-# -- which errors repeat a step -------------------------------------------------------------------
+# -- errors that repeat a step --------------------------------------------------------------------
 
 
 @pytest.mark.ranks(4)
 def test_an_error_that_follows_a_recovery_repeats_the_step(rank: int) -> None:
-    """Whatever ``on`` names: the abort of the rank that recovers has caused it."""
+    """``on`` does not need to name it: the abort of the recovering rank has caused it."""
     job = Job("gloo")
     log = []
     for step in reloadpg.retrying("ab", on=[Injected]):

@@ -1,4 +1,4 @@
-"""A store whose process ends or hangs: a clear error on all ranks within the timeout."""
+"""The process of the store ends or hangs: all ranks raise a clear error within the timeout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ sys.stdin.read()
 def signalled(server: int, number: int) -> None:
     """Signal the store's server; a stopped one does not respond once this returns."""
     os.kill(server, number)
-    # One thread gets the signal and stops the others: until it runs, they continue.
+    # One thread gets the signal; the others continue until it has run.
     tasks = Path(f"/proc/{server}/task")
     while number == signal.SIGSTOP and not all(
         (task / "stat").read_text().rpartition(") ")[2].startswith("T") for task in tasks.iterdir()
@@ -61,7 +61,7 @@ def on_a_separate_store(
         assert "store" in seen.text
         assert "Restart the job" in seen.text, seen
         assert seen.seconds < BOUND + ALLOWANCE, seen
-    # Whether this rank was counted is unknown: if it was, others may release their groups.
+    # This rank may have been counted without knowing it; the others then release their groups.
     unchanged = point == "offload.enter" and job.snapshot() == before
     assert job.states() == ({"live"} if unchanged else {"failed"})
 
@@ -75,7 +75,7 @@ def on_a_separate_store(
 )
 @pytest.mark.parametrize("point", sampled(["offload.enter", "reload.group1"], "reload.group1"))
 def test_all_ranks_get_a_clear_error(point: str, number: int) -> None:
-    """The error names the store and says where it runs; groups are untouched, or all failed."""
+    """The error names the store. The groups are unchanged, or all are failed."""
     with subprocess.Popen(
         [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:

@@ -1,4 +1,4 @@
-"""Sources of the memory in use, and their use in reports."""
+"""Sources of the amount of memory in use, and reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIB = 1 << 30
 
 
 class FakeRuntime(types.ModuleType):
-    """A device of 80 GiB with 50 free, of which torch's allocator has 12 and uses 10."""
+    """A device of 80 GiB, 50 of them free; torch's allocator has reserved 12 and uses 10."""
 
     def __init__(self):
         super().__init__("torch.cuda")
@@ -65,7 +65,7 @@ def test_sources_are_ordered(runtime, added):
 
 
 def test_an_added_source_without_a_value_is_omitted(added):
-    """It may not have started yet."""
+    """The source may not have started yet."""
     added("other", memory.Source(lambda: None))
     assert "other" not in memory.in_use()
     assert memory.free_bytes() is None
@@ -75,7 +75,7 @@ def test_an_added_source_without_a_value_is_omitted(added):
 
 
 def test_unused_memory_in_the_allocators_cache_is_a_warning(runtime, added):
-    """2 GiB while the groups are offloaded; not 1 MiB."""
+    """It warns of 2 GiB while the groups are offloaded, but not of 1 MiB."""
     (text,) = memory.warnings(released=True)
     assert "2048 MiB" in text
     assert "empty_cache" in text
@@ -85,7 +85,7 @@ def test_unused_memory_in_the_allocators_cache_is_a_warning(runtime, added):
 
 
 def test_checks_add_warnings_until_they_are_removed(added):
-    """Such as a memory saver that is paused."""
+    """A check may report, for example, that a memory saver is paused."""
     answers = ["the saver is paused"]
     remove = memory.add_check(lambda: answers[0])
     assert memory.warnings(released=True) == ["the saver is paused"]
@@ -136,15 +136,6 @@ def test_to_dict_and_to_json_of_a_report():
     assert details["released_bytes"] == 120
     assert details["memory_source"] == "device"
     assert details["warnings"] == ["w"]
-
-
-def test_str_of_a_report():
-    """The released memory with its source, or the error."""
-    assert "0.0 MiB released (device)" in str(REPORT)
-    failed = Report("reload", False, 3, total_ms=1.0, error="RebuildError: x")
-    assert str(failed) == "reload: failed after 1.0 ms: RebuildError: x"
-    assert failed.to_dict()["reload/failed"] is True
-    assert failed.restored_bytes is None
 
 
 def test_to_dict_and_to_json_of_a_status():

@@ -1,4 +1,4 @@
-"""NCCL's settings, store keys and errors, without NCCL."""
+"""Settings, store keys and errors of NCCL, without NCCL."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ def _like_nccl(store, rank, size, timeout):
     return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
-@pytest.mark.skipif(worlds.BOUND, reason="its backend serves the CPU; no group can be bound to it")
+@pytest.mark.skipif(worlds.BOUND, reason="a group of this backend cannot be bound to a device")
 @pytest.mark.ranks(2, env={HOOK: "1", PIPE: "/tmp/pipe"})
 @pytest.mark.parametrize("backend", ["ncclx", "gloo"])
 def test_a_report_names_settings_that_make_a_release_unsafe(backend: str) -> None:
-    """Memory registered with released communicators, and dumps of the flight recorder; not for
-    other backends.
-    """
+    """These are registered memory and dumps of the flight recorder, with backends of NCCL only."""
     dist.Backend.register_backend("ncclx", _like_nccl, devices=["cpu"])
     reloadpg.install(backends={backend}, timeout=timedelta(seconds=30))
     worlds.init(backend)
@@ -75,10 +73,10 @@ def test_keys_of_nccl(rank: int, size: int, more: list[str]) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_keys_of_gloo(rank: int) -> None:
-    """No key is listed that no rank writes: each one costs a request to the store.
+    """Only keys that a rank writes are listed, since each one costs a request to the store.
 
-    Torch creates one backend for all device types where all have the same, and gloo writes one key,
-    in a group that torch has split without the device's prefix.
+    If all device types have the same backend, torch creates it once, and gloo writes one key. In a
+    split group the key lacks the prefix of the device.
     """
     made = Construction(
         Call(print, (), {}),
@@ -107,6 +105,6 @@ def test_keys_of_gloo(rank: int) -> None:
     ],
 )
 def test_errors_of_nccl2_are_communication_errors(text: str, expected: bool) -> None:
-    """They are RuntimeErrors of no subclass on torch 2.15, as seen over the stand-ins."""
+    """On torch 2.15 they are plain RuntimeErrors (seen over the stand-ins)."""
     assert c10d.is_communication_error(RuntimeError(text)) is expected
     assert not c10d.is_communication_error(NotImplementedError(text))  # another RuntimeError

@@ -39,9 +39,9 @@ TOPOLOGIES = {"grid": GRID, "rings": RINGS, "random 1": _random(1), "random 2": 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("topology", sampled(TOPOLOGIES, "grid"))
 def test_no_topology_deadlocks(rank: int, topology: str) -> None:
-    """With random delays and parallelism 1 to 8, all groups are released and rebuilt."""
+    """All groups are released and rebuilt with random delays and parallelism 1 to 8."""
     job = Job("sim", subgroups=TOPOLOGIES[topology], used=False)
-    # As with NCCL: a connection waits for all members, and so would a release out of order.
+    # As with NCCL, a connection waits for all members, and so would a release out of order.
     simulated.configure(bytes_per_communicator=1 << 16)
     draw = Random(rank)
     for at in ("create", "connect", "release"):
@@ -50,7 +50,7 @@ def test_no_topology_deadlocks(rank: int, topology: str) -> None:
     for parallelism in range(1, 9):
         reloadpg.uninstall()
         reloadpg.install(timeout=FAR, parallelism=parallelism)
-        # Every second time a creation waits for all members, as gloo's does and a bound NCCL's.
+        # With even values a creation waits for all members, as with gloo and with bound NCCL.
         simulated.configure(eager=parallelism % 2 == 0)
         reloadpg.offload()
         assert simulated.stats().held_bytes == 0
@@ -63,7 +63,7 @@ def test_no_topology_deadlocks(rank: int, topology: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("parallelism", [1, 4])
 def test_parallelism_is_the_number_of_groups_at_a_time(parallelism: int) -> None:
-    """Released, created, and connected."""
+    """This number of groups is released, created, or connected concurrently."""
     Job("sim", subgroups=[(0, 1)] * 2 * parallelism, parallelism=parallelism)
     steps = {"release": "g*", "create": "[1-9]*@*", "connect": "g*"}
     lock, now, most = threading.Lock(), dict.fromkeys(steps, 0), dict.fromkeys(steps, 0)
@@ -77,13 +77,13 @@ def test_parallelism_is_the_number_of_groups_at_a_time(parallelism: int) -> None
                 if most[at] >= parallelism:
                     full[at].set()
             if parallelism > 1:
-                full[at].wait(60)  # until so many run, which then continue
+                full[at].wait(60)  # until this number of groups is in progress
             with lock:
                 now[at] -= 1
 
         return begin
 
-    for at, group in steps.items():  # not the default group, which goes alone
+    for at, group in steps.items():  # without the default group, which is processed alone
         fault = simulated.Fault(at, "call", group=group, times=None, call=step(at))  # type: ignore[arg-type]
         simulated.inject(fault)
     reloadpg.offload()
@@ -130,9 +130,7 @@ def test_groups_that_share_an_options_object_are_created_one_after_the_other() -
 
 @pytest.mark.ranks(2)
 def test_creations_that_wait_for_a_hanging_one_end_when_they_are_abandoned() -> None:
-    """Four groups share options, and the creation of the first hangs. The others end once the
-    reload has failed.
-    """
+    """Four groups share options, and the creation of the first one hangs."""
     job = Job("sim", subgroups=(), timeout=BOUND)
     options = simulated.SimOptions()
     groups = [dist.new_group([0, 1], pg_options=options) for _ in range(4)]
@@ -149,7 +147,7 @@ def test_creations_that_wait_for_a_hanging_one_end_when_they_are_abandoned() -> 
 
 @pytest.mark.ranks(2)
 def test_each_abandoned_creation_is_named_once(rank: int) -> None:
-    """By its group. The creation that failed last may still be ending."""
+    """The creation that failed last may not have ended yet."""
     job = Job("sim", subgroups=[(0, 1)] * 4)
     reloadpg.offload()
     held = [simulated.inject(simulated.Fault("create", "stall", group=f"{k}@*")) for k in (1, 2, 3)]
@@ -158,7 +156,7 @@ def test_each_abandoned_creation_is_named_once(rank: int) -> None:
     def fail(_: Any) -> None:
         assert all(one.wait_fired(60) for one in held)
         store.set(f"test/{rank}", "the others have begun")
-        store.wait(["test/0", "test/1"])  # a rank that reads of a failure begins no more
+        store.wait(["test/0", "test/1"])  # a rank that knows of a failure starts no creation
         raise RuntimeError("after the others have begun")
 
     simulated.inject(simulated.Fault("create", "call", group="4@*", call=fail))
@@ -177,8 +175,9 @@ def test_each_abandoned_creation_is_named_once(rank: int) -> None:
 
 @pytest.mark.ranks(2)
 def test_a_failure_is_reported_before_other_groups_are_dropped(rank: int) -> None:
-    """Rank 1 fails at one group, and drops another one that rank 0 is creating. Otherwise rank 0
-    would report that consequence instead of the cause.
+    """Rank 1 fails at one group and drops another one, which rank 0 is creating.
+
+    Rank 0 reports the cause, not the consequence.
     """
     os.environ |= worlds.ALL_RESPOND
     job = Job("sim", subgroups=[(0, 1)] * 2, parallelism=2)
@@ -195,7 +194,7 @@ def test_a_failure_is_reported_before_other_groups_are_dropped(rank: int) -> Non
 
     simulated.inject(simulated.Fault("create", "call", group="1@*", call=work))
     if rank == 1:
-        own = base_store().clone()  # the other one may be locked, by the wait for this key
+        own = base_store().clone()  # the other client may be blocked by the wait for this key
         dropped = simulated.Fault(
             "release", "call", group="1@*", call=lambda _: own.set("dropped", "1")
         )

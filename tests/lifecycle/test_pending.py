@@ -1,4 +1,4 @@
-"""``offload(wait=False)`` and ``reload(wait=False)``: the handle, and what is refused."""
+"""``offload(wait=False)`` and ``reload(wait=False)``: the handle, and calls that raise."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _stalled(at: str, group: Any) -> Any:
 def test_a_running_operation_refuses_collectives_and_other_operations(rank) -> None:
     """Each operation is held at its last group while its caller continues.
 
-    All groups refuse collectives until it has ended, also those that are not released yet or are
-    rebuilt already; queries return. Callbacks run in its thread and can use the groups.
+    Collectives raise on all groups until it has ended, also on groups that are still or already
+    live; queries return. Callbacks run in its thread and can use the groups.
     """
     job = _start(parallelism=1)
     groups = [*job.groups.values()]
@@ -53,7 +53,7 @@ def test_a_running_operation_refuses_collectives_and_other_operations(rank) -> N
     reloadpg.on_offload(lambda: used.append(summed(first, rank)))
     reloadpg.on_reload(lambda: used.append(summed(last, rank)))
     reloadpg.on_report(lambda report: threads.append(threading.current_thread()))
-    # Groups are released in reverse order: the first but WORLD, which goes alone, is the last one.
+    # Groups are released in reverse order; the first group after WORLD is the last one.
     for operation, at, held in (("offload", "release", first), ("reload", "create", last)):
         fault = _stalled(at, held)
         pending = getattr(reloadpg, operation)(wait=False)
@@ -84,7 +84,7 @@ def test_a_running_operation_refuses_collectives_and_other_operations(rank) -> N
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("operation", ["offload", "reload"])
 def test_result_raises_the_error_of_the_operation(rank, operation: str) -> None:
-    """On all ranks, at each call; the groups are failed until a reload."""
+    """Each call raises on all ranks; the groups are failed until a reload."""
     job = _start()
     if operation == "reload":
         reloadpg.offload()
@@ -98,7 +98,7 @@ def test_result_raises_the_error_of_the_operation(rank, operation: str) -> None:
     assert job.states() == {"failed"}
     with pytest.raises(reloadpg.GroupOffloadedError, match="did not finish"):
         summed(job.ring, rank)
-    reloadpg.reload(wait=rank == 0)  # ranks need not wait in the same way
+    reloadpg.reload(wait=rank == 0)  # ranks may differ in `wait`
     _join()
     job.assert_live()
 
@@ -112,7 +112,7 @@ def _join() -> None:
 
 @pytest.mark.ranks(2)
 def test_an_operation_that_changed_nothing_makes_the_groups_usable_again(rank) -> None:
-    """After an error in a callback, and after a disagreement."""
+    """The operation ends by an error in a callback, or by a disagreement."""
     job = _start()
     remove = reloadpg.on_offload(lambda: 1 / 0) if rank == 1 else lambda: None
     with pytest.raises(reloadpg.ReloadpgError if rank else reloadpg.PeerFailedError):
@@ -128,7 +128,7 @@ def test_an_operation_that_changed_nothing_makes_the_groups_usable_again(rank) -
 @pytest.mark.matrix
 @pytest.mark.ranks(2)
 def test_groups_can_be_created_and_destroyed_while_a_reload_runs(rank) -> None:
-    """The operation does not include a new group; the end of the job waits for the operation."""
+    """A new group is not part of the operation; destroying the job waits for the operation."""
     job = _start(parallelism=1)
     reloadpg.offload()
     fault = _stalled("create", job.ring)
@@ -158,7 +158,7 @@ def test_groups_can_be_created_and_destroyed_while_a_reload_runs(rank) -> None:
 @pytest.mark.matrix
 @pytest.mark.ranks(2)
 def test_the_cpu_backend_of_a_mixed_group_works_while_an_operation_runs(rank) -> None:
-    """The other backend raises, also where it is live."""
+    """The other backend raises, also while it is live."""
 
     def create(store: Any, place: int, size: int, timeout: timedelta) -> Any:
         return dist.ProcessGroupGloo(store, place, size, timeout)
@@ -187,8 +187,8 @@ def test_the_cpu_backend_of_a_mixed_group_works_while_an_operation_runs(rank) ->
 
 
 @pytest.mark.ranks(1)
-def test_a_handle_that_is_dropped_without_a_result_is_warned_of(rank) -> None:
-    """The warning has the state of the operation. None after ``result()``."""
+def test_a_handle_that_is_deleted_without_a_result_warns(rank) -> None:
+    """The warning has the state of the operation. There is none after ``result()``."""
     job = _start(min_size=1)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -217,7 +217,7 @@ def test_a_handle_that_is_dropped_without_a_result_is_warned_of(rank) -> None:
 
 
 class _Interrupt(BaseException):
-    """What a signal handler raises, as Ctrl-C does."""
+    """Raised by a signal handler, as KeyboardInterrupt is."""
 
 
 @pytest.mark.ranks(2)
@@ -240,9 +240,9 @@ def test_a_signal_ends_result_and_not_the_operation(rank) -> None:
 
 @pytest.mark.ranks(1)
 def test_an_interrupt_at_any_call_leaves_no_operation_running(rank) -> None:
-    """The operation did not start, or it continues to its end without a handle."""
+    """The operation has not started, or completes without a handle."""
     job = _start(min_size=1)
-    warnings.simplefilter("ignore")  # of handles that are dropped
+    warnings.simplefilter("ignore")  # deleted handles warn
     interrupted = 0
     for count in range(1, 200, 3):
         left = [count]
@@ -269,7 +269,7 @@ def test_an_interrupt_at_any_call_leaves_no_operation_running(rank) -> None:
 
 @pytest.mark.ranks(2)
 def test_groups_being_rebuilt_do_not_change_the_names_of_new_groups() -> None:
-    """Torch hashes the number of groups; ranks that saw different numbers chose different names."""
+    """Torch hashes the number of groups, so it must be the same on all ranks."""
     job = Job("gloo", subgroups=[(0, 1)] * 8, parallelism=4)
     world: Any = dist.distributed_c10d._world  # type: ignore[attr-defined]
     before = len(world.pg_map)
@@ -293,9 +293,7 @@ def test_groups_being_rebuilt_do_not_change_the_names_of_new_groups() -> None:
 
 @pytest.mark.ranks(2)
 def test_uninstall_and_a_forked_child_raise_while_an_operation_runs(rank) -> None:
-    """No operation runs in a forked child: ``result()`` would not return there, and the handle that
-    is deleted there is not warned of.
-    """
+    """The operation does not run in the child, so ``result()`` raises; a deletion does not warn."""
     job = _start(parallelism=1)
     reloadpg.offload()
     fault = _stalled("create", job.ring)
@@ -324,7 +322,7 @@ def test_uninstall_and_a_forked_child_raise_while_an_operation_runs(rank) -> Non
 
 
 def test_an_operations_own_thread_does_not_wait_for_its_end() -> None:
-    """Such as a callback that destroys a group."""
+    """The thread may wait, for example, in a callback that destroys a group."""
     operation = UnderWay("offload")
 
     def callback() -> None:

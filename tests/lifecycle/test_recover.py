@@ -41,18 +41,18 @@ from reloadpg.testing.simulated import Fault
 
 FAULTY = 1
 
-# -- what each rank does, and sees, before it calls recover() --------------------------------------
+# -- faults before recover() -----------------------------------------------------------------------
 
 
 def connections_cut(job: Job) -> None:
-    """The connections of one group end, without a notification."""
+    """The connections of one group are closed without a notification."""
     before = connections()
     group = job.new_group()
     all_reduce(group)
     mine = connections() - before
     assert job.rank != FAULTY or cut(mine) == 3
     error = attempt(lambda: all_reduce(group)).text
-    assert "onnection" in error  # closed, or reset while something was on its way
+    assert "onnection" in error  # closed, or reset while data was in flight
     assert "Timed out" not in error
 
 
@@ -76,12 +76,12 @@ def work_pending(job: Job) -> None:
 
 
 def offloaded(job: Job) -> None:
-    """The job is offloaded as a whole."""
+    """All groups are offloaded."""
     reloadpg.offload()
 
 
 def offload_half_way(job: Job) -> None:
-    """One rank recovers instead of an offload: those that wait there are notified."""
+    """One rank calls recover() instead of offload(): the ranks that wait there are notified."""
     if job.rank != FAULTY:
         with pytest.raises(reloadpg.PeerFailedError, match=f"rank {FAULTY} has called recover"):
             reloadpg.offload()
@@ -89,7 +89,7 @@ def offload_half_way(job: Job) -> None:
 
 
 def epochs_differ(job: Job) -> None:
-    """One rank has ended epochs that the others have not started."""
+    """One rank has begun operations that the others have not."""
     if job.rank == FAULTY:
         job_of_rank = registry.job("test")
         assert job_of_rank is not None
@@ -109,7 +109,7 @@ def stopped(job: Job) -> None:
     store.set(f"test/pid/{job.rank}", str(os.getpid()))
     job.meet("stopped")
     if job.rank == FAULTY:
-        signal.pthread_sigmask(signal.SIG_BLOCK, ())  # where the signal finds it
+        signal.pthread_sigmask(signal.SIG_BLOCK, ())
         assert eventually(reloadpg.recovery_requested)
         return
     pid = int(store.get(f"test/pid/{FAULTY}"))
@@ -123,7 +123,7 @@ def stopped(job: Job) -> None:
 
 
 def collective_raises(job: Job) -> None:
-    """A collective raises on one rank; the others are left waiting for it."""
+    """A collective raises on one rank, while the others wait in it."""
     with simulated.inject(Fault("collective", rank=FAULTY, operation="allreduce")):
         error = attempt(lambda: all_reduce(job.ring)).text
     assert job.rank != FAULTY or "injected fault" in error
@@ -160,10 +160,10 @@ FAULTS: dict[str, tuple[Callable[[Job], None], ...]] = {
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("faults", sampled(FAULTS, "core"))
 def test_the_job_continues_after_each_of_several_faults(rank: int, faults: str) -> None:
-    """Whatever the fault and the state of the ranks: all groups are live again.
+    """All groups are live after each recovery.
 
-    The report names the rank and its reason, alike on all ranks. The store does not grow. A
-    simulated accelerator holds what it held before.
+    The report names the rank and its reason and is the same on all ranks. Neither keys of the store
+    nor memory of a simulated accelerator accumulate.
     """
     job = Job("sim" if faults == "sim" else "gloo")
     keys = []
@@ -182,7 +182,7 @@ def test_the_job_continues_after_each_of_several_faults(rank: int, faults: str) 
         job.assert_live(number + 1)
         keys.append(base_store().num_keys())
         job.meet(reason)
-    assert keys[-1] - keys[0] <= 6 * len(keys), keys  # some until the next recovery, and the test's
+    assert keys[-1] - keys[0] <= 6 * len(keys), keys  # also those of the test
     reloadpg.offload()
     assert faults != "sim" or simulated.stats().held_bytes == 0
     reloadpg.reload()
@@ -195,7 +195,7 @@ def test_the_job_continues_after_each_of_several_faults(rank: int, faults: str) 
 def test_an_abort_that_stalls_is_named_and_releases_its_memory_at_its_end(
     rank: int, parallelism: int
 ) -> None:
-    """The job continues with one more communicator's memory; the report has a warning."""
+    """The job continues, and the memory stays in use until then; the report has a warning."""
     job = Job("sim", parallelism=parallelism)
     first = job.ring.group_name
     stall = simulated.inject(Fault("release", "stall", rank=FAULTY, operation="abort", group=first))
@@ -237,12 +237,12 @@ def test_rank_0_warns_of_a_recovery_and_only_reload_callbacks_are_called(rank: i
         assert re.search(r"^recover: 4 groups in [\d.]+ ms, generation 1; rank 1: a link", text)
 
 
-# -- one recovery after the other -----------------------------------------------------------------
+# -- consecutive recoveries -----------------------------------------------------------------------
 
 
 @pytest.mark.ranks(4)
 def test_consecutive_recoveries(rank: int) -> None:
-    """In a row, while offloaded, and with a rank that called before the others."""
+    """They follow at once, while offloaded, or after a rank has called alone."""
     job = Job("gloo")
     assert [reloadpg.recover(f"number {n}").generation for n in range(3)] == [1, 2, 3]
 
@@ -259,14 +259,14 @@ def test_consecutive_recoveries(rank: int) -> None:
     reloadpg.recover("and again")
     check("offloaded", 6)
     reloadpg.recover("together")
-    if rank == FAULTY:  # it needs another one before the others have started anything
+    if rank == FAULTY:  # it requests another one before the others have called anything
         seen = attempt(lambda: reloadpg.recover("alone", timeout=0.5))
         assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (0, 2, 3)), seen
     job.meet("one has called")
     assert reloadpg.recovery_requested()
     reloadpg.recover()
     check("once more", 8)
-    if rank != FAULTY:  # the work is dropped at once, as gloo needs it
+    if rank != FAULTY:  # the work must not be referenced, for gloo
         dist.all_reduce(torch.ones(1), group=job.ring, async_op=True)
     reloadpg.recover("the next collective hangs")
     reloadpg.recover("so does the one after")
@@ -297,13 +297,13 @@ def loop_where_one_dies(rank: int, size: int) -> None:
 
 @pytest.mark.slow
 def test_a_loop_ends_when_a_rank_has_died() -> None:
-    """It recovers once, with the timeout of a recovery, and names the rank."""
+    """It recovers once, with the timeout of a recovery, and the error names the rank."""
     survivors(loop_where_one_dies, 4, dead=2)
 
 
 @pytest.mark.ranks(2)
 def test_a_fault_names_the_line_of_the_program_and_its_collective(rank: int) -> None:
-    """Not the frames within torch; and no collective where the program itself raises."""
+    """Frames within torch are omitted, and so is the collective if the program itself raises."""
     Job("gloo", subgroups=())
 
     def step() -> None:
@@ -320,7 +320,7 @@ def test_a_fault_names_the_line_of_the_program_and_its_collective(rank: int) -> 
     assert [one.where for one in report.faults] == [f"all_reduce at {of_torch}", own]
 
 
-# -- ranks that do not call, and jobs without groups ----------------------------------------------
+# -- missing ranks, and jobs without groups -------------------------------------------------------
 
 
 @pytest.mark.ranks(4)
@@ -372,7 +372,7 @@ def _second(store: Any, rank: int, size: int, timeout: Any) -> Any:
 
 @pytest.mark.ranks(2)
 def test_all_backends_of_a_mixed_group_are_recreated() -> None:
-    """The fault may concern each of them. An offload keeps the one that is not selected."""
+    """Any of them may be faulty. An offload keeps the backend that is not selected."""
     dist.Backend.register_backend("second", _second, devices=["meta"])
     reloadpg.install(backends={"gloo"})
     dist.init_process_group("cpu:gloo,meta:second")

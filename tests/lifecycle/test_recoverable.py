@@ -1,4 +1,4 @@
-"""install(recoverable=True): the watchdog must not end the process before recover() is called."""
+"""install(recoverable=True): NCCL's watchdog must not end the process before recover()."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_unset_variables_are_set_until_uninstall() -> None:
 
 
 def test_an_install_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It raises while it makes the default group reloadable, and can be repeated."""
+    """It fails while it makes the default group reloadable, and can be repeated."""
 
     def unreadable(group: dist.ProcessGroup) -> str:
         raise RuntimeError("cannot be read")
@@ -72,7 +72,7 @@ def test_an_install_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_suitable_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under an old name too; and a heartbeat timeout longer than the library's."""
+    """A variable may have its old name, and the heartbeat timeout may be the longer one."""
     given = {
         "NCCL_BLOCKING_WAIT": "0",
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000",

@@ -1,4 +1,4 @@
-"""``rejoin()``: a new process takes the place of one that has died."""
+"""``rejoin()``: a new process replaces one that has died."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 3
 
 
 class Member(Job):
-    """One rank's program: overlapping groups, a mesh, and a model that is three numbers."""
+    """One rank's program: overlapping groups, a mesh, and a model of three numbers."""
 
     def __init__(self, backend: str = "gloo", timeout: float = 60.0) -> None:
         # A new process cannot use its groups yet.
@@ -45,11 +45,11 @@ class Member(Job):
     def train(
         self, steps: int, fault: Callable[[int, int], object], **options: Any
     ) -> list[tuple[int, int, tuple[int, ...]]]:
-        """Run steps of collectives and of cycles; each attempt at a step.
+        """Run steps of collectives and of cycles; return the attempts.
 
         Args:
-            steps: how many.
-            fault: called in each step at several places, with the step and the place.
+            steps: the number of steps.
+            fault: called at several places of each step, with the step and the place.
             options: of ``retrying``.
         """
         log, snapshot = [], []
@@ -86,10 +86,10 @@ def begun(step: Any, state: list[torch.Tensor], snapshot: list[torch.Tensor]) ->
 
 
 def no_fault(step: int, place: int) -> None:
-    """None."""
+    """Do nothing."""
 
 
-# -- one process is killed in a step --------------------------------------------------------------
+# -- killed in a step -----------------------------------------------------------------------------
 
 
 def one_replaced(rank: int, size: int, dies: bool) -> list[float]:
@@ -98,22 +98,22 @@ def one_replaced(rank: int, size: int, dies: bool) -> list[float]:
     if new:  # torch's creating functions would then end in a barrier of all ranks
         os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     job = Member()
-    # Created as on the other ranks, without them: names, ranks and backends, and no communicator.
+    # A new process creates its groups without the others: same names, but no communicators.
     assert len(job.groups) == 6
     for group in [*job.groups.values()][1:4]:
         job.agree(f"{dist.get_process_group_ranks(group)}", group.group_name)
     assert {dist.get_backend(group) for group in job.groups.values()} == {"gloo"}
     assert job.states() == {"failed" if new else "live"}
     if new:
-        told = r"replaces one that has ended. Call reloadpg.rejoin\(\)"
-        with pytest.raises(reloadpg.GroupOffloadedError, match=told):
+        message = r"replaces one that has ended. Call reloadpg.rejoin\(\)"
+        with pytest.raises(reloadpg.GroupOffloadedError, match=message):
             job.sum_in(job.ring)
         for call in (reloadpg.offload, lambda: reloadpg.barrier(60, "test")):
             with pytest.raises(reloadpg.ReloadpgError, match=r"Call reloadpg.rejoin\(\) first"):
                 call()
         assert reloadpg.recovery_requested()
     else:
-        reloadpg.barrier(PATIENCE, "a barrier that the new process was not at")
+        reloadpg.barrier(PATIENCE, "before the replacement")
     report = reloadpg.rejoin()
     assert (report.changed, report.replaced) == (new, (VICTIM,) if new else ())
 
@@ -123,8 +123,8 @@ def one_replaced(rank: int, size: int, dies: bool) -> list[float]:
             die()
 
     log = [*job.train(1, no_fault), *job.train(STEPS, fault)]
-    reloadpg.barrier(PATIENCE, "one that it is at")
-    # `step.replaced` has the rank, in the step that is repeated only.
+    reloadpg.barrier(PATIENCE, "after the replacement")
+    # `step.replaced` has the rank only in the step that is repeated.
     before = [] if new else [(0, 1, ()), (0, 1, ()), (1, 1, ())]
     repeated = [(1, 1 if new else 2, (VICTIM,))] if dies else []
     assert log == [*before, *repeated, (2, 1, ())]
@@ -135,8 +135,9 @@ def one_replaced(rank: int, size: int, dies: bool) -> list[float]:
 
 @pytest.mark.matrix
 def test_a_process_killed_in_a_step_is_replaced() -> None:
-    """In a collective. The loop continues at the step of the other ranks, and training ends as
-    without a death, bit by bit.
+    """The loop continues at the step of the other ranks.
+
+    The result of the training is bit-identical to that without a death.
     """
     expected = run_replaced(one_replaced, False, deaths=0)
     found = run_replaced(one_replaced, True)
@@ -144,7 +145,7 @@ def test_a_process_killed_in_a_step_is_replaced() -> None:
     assert found == expected
 
 
-# -- killed at any phase --------------------------------------------------------------------------
+# -- killed in other phases -----------------------------------------------------------------------
 
 PHASES = {
     "offload": ("offload.enter", "offload.quiesced", "offload.group3", "offload.released"),
@@ -155,8 +156,8 @@ PHASES = {
 
 
 def killed_at(rank: int, size: int, points: tuple[str, ...], backend: str) -> list[float]:
-    """In each step a process of another rank is killed at the step's point."""
-    # A survivor of a death in a recovery waits so long for the new process.
+    """In each step, a process of another rank is killed at the step's point."""
+    # After a death in a recovery, the survivors wait for the new process up to this timeout.
     job = Member(backend, 20.0 if points[0].startswith("recover") else 4.0)
     reloadpg.rejoin()
     deaths = store()
@@ -186,10 +187,7 @@ def killed_at(rank: int, size: int, points: tuple[str, ...], backend: str) -> li
     [*((kind, "gloo" if kind == "step" else "faulty") for kind in PHASES), ("reload", "sim")],
 )
 def test_a_process_killed_at_any_phase_is_replaced(kind: str, backend: str) -> None:
-    """Each rank in its turn; training ends as without a fault.
-
-    On the simulated accelerator each rank then holds one communicator per group.
-    """
+    """The ranks die in turn. The result of the training equals that without a fault."""
     points = PHASES[kind]
     found = run_replaced(killed_at, points, backend, deaths=len(points))
     (expected, *_) = run_replaced(undisturbed, len(points) + 1, deaths=0)
@@ -202,11 +200,11 @@ def undisturbed(rank: int, size: int, steps: int) -> list[float]:
     return job.weights.tolist()
 
 
-# -- when the new process comes -------------------------------------------------------------------
+# -- when the new process starts ------------------------------------------------------------------
 
 
 def continued() -> reloadpg.Report:
-    """The recovery of this process."""
+    """Recover, or rejoin in a new process."""
     return reloadpg.rejoin() if incarnation() else reloadpg.recover()
 
 
@@ -220,7 +218,7 @@ def comes_first(job: Member, meeting: Any) -> reloadpg.Report:
 
 
 def comes_late(job: Member, meeting: Any) -> reloadpg.Report:
-    """The other ranks have timed out; the new process waits for their next call."""
+    """The other ranks have timed out; the new process waits for their next recovery."""
     if incarnation():
         return reloadpg.rejoin()
     if job.rank == VICTIM:
@@ -235,14 +233,14 @@ def comes_late(job: Member, meeting: Any) -> reloadpg.Report:
 
 
 def dies_before_it_rejoins(job: Member, meeting: Any) -> reloadpg.Report:
-    """The first new process ends after its groups are created."""
+    """The first new process dies after it has created its groups."""
     if incarnation() == 1 or (job.rank == VICTIM and not incarnation()):
         die()
     return continued()
 
 
 def dies_as_it_rejoins(job: Member, meeting: Any) -> reloadpg.Report:
-    """The first new process ends while the groups are rebuilt: all ranks call again."""
+    """The first new process dies while the groups are rebuilt: all ranks call again."""
     if job.rank == VICTIM and not incarnation():
         die()
     if incarnation() == 1:
@@ -253,7 +251,7 @@ def dies_as_it_rejoins(job: Member, meeting: Any) -> reloadpg.Report:
 
 
 def counted_at_the_barrier(job: Member, meeting: Any) -> reloadpg.Report:
-    """It dies at the first barrier of a recovery, after its arrival was counted."""
+    """The old process dies at the first barrier of a recovery, after it was counted."""
     if job.rank == VICTIM and not incarnation():
         assert attempt(lambda: reloadpg.recover(timeout=5)).missing == (0, 1, 3)
         die()
@@ -263,14 +261,14 @@ def counted_at_the_barrier(job: Member, meeting: Any) -> reloadpg.Report:
 
 
 def two_at_once(job: Member, meeting: Any) -> reloadpg.Report:
-    """Half of the job is new."""
+    """Two of four processes are replaced."""
     if not incarnation() and job.rank in (1, VICTIM):
         die()
     return continued()
 
 
 def all_of_them(job: Member, meeting: Any) -> reloadpg.Report:
-    """All processes are new; only the store has continued."""
+    """All processes are replaced; only the store continues."""
     if not incarnation():
         die()
     return reloadpg.rejoin()
@@ -303,11 +301,11 @@ def test_a_process_can_be_replaced_at_any_moment(moment: Callable[..., Any]) -> 
     assert found.count(True) == RANKS
 
 
-# -- started by init_distributed ---------------------------------------------------------------
+# -- jobs started by init_distributed ----------------------------------------------------------
 
 
 def brought_up(rank: int, size: int) -> Any:
-    """Start and end the job by ``init_distributed``, with a mesh."""
+    """Run a job with a mesh, started by ``init_distributed``."""
     reloadpg.install(backends={worlds.BACKEND}, recoverable=True, timeout=PATIENCE)
     with reloadpg.init_distributed(
         "gloo", mesh_dims={"dp_shard": 2, "tp": 2}, timeout=PATIENCE, device="cpu"
@@ -326,7 +324,7 @@ def brought_up(rank: int, size: int) -> Any:
 
 @pytest.mark.slow
 def test_a_job_started_by_init_distributed() -> None:
-    """``init_distributed`` of the new process waits for no other rank."""
+    """``init_distributed`` does not wait for other ranks in the new process."""
     found = [one for one in run_replaced(brought_up) if one is not None]
     assert found == [((VICTIM,), 4.0)] * RANKS
 
@@ -335,7 +333,7 @@ def test_a_job_started_by_init_distributed() -> None:
 
 
 def split(rank: int, size: int, file: str) -> Any:
-    """Parts of the default group, and parts of those, on a FileStore that no rank hosts."""
+    """Split the default group, and one of its parts, on a FileStore, which no rank hosts."""
     worlds.start("bound late", file=file, recoverable=True, min_size=1)
     halves = worlds.split([[0, 1], [2, 3]])
     odd = worlds.split([[1, 3]], group_desc="odd")
@@ -354,7 +352,7 @@ def split(rank: int, size: int, file: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.skipif(not worlds.CAN_SPLIT, reason="this torch cannot split gloo groups")
 def test_splits_are_created_without_the_other_ranks(tmp_path: Path) -> None:
-    """Under torch's names, whichever part the rank is in."""
+    """They have the names that torch chooses, in whichever part the rank is."""
     names: dict[tuple[int, ...], str] = {}
     *_, last = found = run_replaced(split, str(tmp_path / "store"))
     for made in filter(None, found):
@@ -364,7 +362,7 @@ def test_splits_are_created_without_the_other_ranks(tmp_path: Path) -> None:
     assert len(last) == 2
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- cases that raise -----------------------------------------------------------------------------
 
 
 def refuse(rank: int, size: int) -> None:
@@ -373,8 +371,8 @@ def refuse(rank: int, size: int) -> None:
     worlds.init(timeout=PATIENCE)
     if incarnation():
         alone = dist.new_group([rank])
-        told = r"it is not reloadable: matches exclude 'left\*'"
-        with pytest.raises(reloadpg.ReloadpgError, match=told):
+        message = r"it is not reloadable: matches exclude 'left\*'"
+        with pytest.raises(reloadpg.ReloadpgError, match=message):
             dist.new_group([0, 1, 2, 3], group_desc="left out")
         reloadpg.rejoin()
         assert worlds.sums_right(alone)
@@ -387,7 +385,7 @@ def refuse(rank: int, size: int) -> None:
 
 @pytest.mark.slow
 def test_a_new_process_cannot_create_a_group_that_is_not_reloadable() -> None:
-    """With other ranks; a group of one rank works."""
+    """A group of this rank alone can be created."""
     run_replaced(refuse)
 
 
@@ -404,13 +402,13 @@ def host_dies(rank: int, size: int) -> None:
 
 @pytest.mark.slow
 def test_the_process_that_hosts_the_store_cannot_be_replaced() -> None:
-    """The error says so, whether the store has ended or does not respond."""
+    """The error says so."""
     survivors(host_dies, 3, dead=0, store="rank0")
 
 
 @pytest.mark.parametrize("operation", ["recover", "step", "reload"])
 def test_errors_of_a_lost_store_say_which_process_cannot_be_replaced(operation: str) -> None:
-    """In operations in which a process could be replaced."""
+    """They do so in operations in which a process could be replaced."""
     lost = store_lost(operation, "enter", RuntimeError("gone"))
     silent = store_silent(operation, "enter", seconds=1.0, rank=1, size=2)
     for error in (lost, silent):
@@ -438,7 +436,7 @@ def test_a_second_job_of_the_same_processes_replaces_no_process(tmp_path: Path) 
 
 
 def test_rejoin_without_a_job() -> None:
-    """Without an installation, the error says what to call."""
+    """Without an installation, it raises and names the call."""
     with pytest.raises(reloadpg.NotInstalledError, match="recoverable=True"):
         reloadpg.rejoin()
     with reloadpg.install(backends={worlds.BACKEND}):

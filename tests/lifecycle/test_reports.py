@@ -1,4 +1,4 @@
-"""The report of each operation, also of one that failed."""
+"""Reports of operations that complete, and of those that fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reloadpg.lifecycle.report import GroupReport, Report, Span
 
 
 class Logged(logging.Handler):
-    """What the library logs in this process: the levels and the messages."""
+    """Records the levels and messages that the library logs in this process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_reports_of_operations_that_complete_and_of_one_that_fails(rank: int) ->
 
 @pytest.mark.ranks(2)
 def test_a_warning_is_logged_once_whatever_its_figures(rank: int) -> None:
-    """Later ones of the kind are logged at level DEBUG."""
+    """Later warnings of the same kind are logged at level DEBUG."""
     logged = Logged()
     logging.getLogger("reloadpg").setLevel(logging.DEBUG)
     Job("sim", subgroups=())
@@ -103,15 +103,19 @@ def _report(rank: int, size: int, released: int, error: str = "") -> Report:
     return Report("offload", not error, 3, groups, spans, 12.0, "", memory, (), error, rank=rank)
 
 
-def test_str_of_a_report_with_small_numbers() -> None:
-    """One group, not "1 groups"; zero memory, not "-0.0 MiB"."""
+def test_str_of_a_report() -> None:
+    """One group, not "1 groups"; zero memory, not "-0.0 MiB"; or the error."""
     text = str(_report(0, 1, -5))
     assert text == "offload: 1 group in 12.0 ms, 0.0 MiB released (device), generation 3"
     assert str(_report(0, 2, 3 << 20)).startswith("offload: 2 groups in 12.0 ms, 3.0 MiB released")
+    failed = Report("reload", False, 3, total_ms=1.0, error="RebuildError: x")
+    assert str(failed) == "reload: failed after 1.0 ms: RebuildError: x"
+    assert failed.to_dict()["reload/failed"] is True
+    assert failed.restored_bytes is None
 
 
 def test_computed_figures_of_a_report() -> None:
-    """Waits, the library's own overhead, and the bytes that were released or restored."""
+    """These are waits, the library's overhead, and the released or restored bytes."""
     offload = _report(0, 1, 3 << 20)
     assert (offload.wait_ms, offload.overhead_ms) == (2.0, 8.0)
     assert offload.moved_bytes == offload.released_bytes == 3 << 20

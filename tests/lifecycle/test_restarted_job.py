@@ -1,4 +1,4 @@
-"""A job that torchrun restarts as a whole is a new job: no process replaces another one."""
+"""A job that torchrun restarts as a whole is a new job: no process counts as a replacement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from launching import HELPERS, launch
 
 @pytest.mark.slow
 def test_a_restart_of_all_ranks_is_a_new_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although it uses the same store."""
+    """It uses the same store."""
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # torchrun's own would be refused
     output = launch(
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"),

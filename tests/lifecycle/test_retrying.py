@@ -23,7 +23,7 @@ def none(number: int, attempt: int) -> None:
 
 
 def raising(at: int, times: int = 1, error: type[BaseException] = Injected) -> Callable[..., None]:
-    """A fault at a step, before its collective; after it if the number is negative."""
+    """Raise in a step, before its collective, or after it if the number is negative."""
 
     def fault(number: int, attempt: int) -> None:
         if number == at and attempt <= times:
@@ -56,12 +56,12 @@ TWICE = [(0, 1), (1, 1), (2, 1), (2, 2), (3, 1)]
 
 @dataclass(frozen=True)
 class Case:
-    """A loop whose steps have a collective each.
+    """A loop with a collective in each step.
 
     Attributes:
-        fault: of one rank, called with the step and the attempt; negated after the collective.
+        fault: called on one rank with the step, negated after the collective, and the attempt.
         log: the expected attempts.
-        own: what the faulty rank raises, and the others' error names.
+        own: the error of the faulty rank, which the errors of the others name.
         options: of ``retrying``.
         items: of the loop.
     """
@@ -99,15 +99,15 @@ CASES = {
 @pytest.mark.matrix
 @pytest.mark.ranks(4)
 def test_all_ranks_make_the_same_attempts(rank: int) -> None:
-    """Whatever happens on one rank, also on ranks that had finished the step.
+    """Ranks that had finished the step repeat it as well.
 
-    That rank raises its own error, and the errors of the others name it; the groups are live.
+    The faulty rank raises its own error, and the errors of the others name it; the groups are live.
     """
     job = Job("gloo")
     for name, case in CASES.items():
         log: Log = []
         seen = attempt(lambda: run(job, case, log))  # noqa: B023 - called at once
-        # A loader that fails ends its own loop.
+        # A loader that fails ends the loop of its rank.
         own_items = rank == FAULTY and case.items is loader_that_fails
         assert log == (case.log[:-1] if own_items else case.log), (name, seen)
         if rank == FAULTY or not case.own:
@@ -137,7 +137,7 @@ def run(job: Job, case: Case, log: Log) -> None:
 
 
 def fail_with_work(job: Job) -> None:
-    """Raise while a variable refers to a receive that no peer serves, as in a pipeline."""
+    """Raise while a variable refers to a receive without a matching send, as in a pipeline."""
     work = dist.irecv(torch.ones(1), src=2, group=job.ring)
     assert work is not None
     raise Injected("in the middle of a schedule")
@@ -145,9 +145,7 @@ def fail_with_work(job: Job) -> None:
 
 @pytest.mark.ranks(4)
 def test_a_reference_to_pending_work_delays_no_rank(rank: int) -> None:
-    """An exception refers to the function's variables, and so to a receive that the function began.
-    The peers do not wait for their timeouts.
-    """
+    """An exception refers to a frame, and so to a receive. The peers do not wait for timeouts."""
     job = Job("gloo")
     raised = []
     for step in reloadpg.retrying(range(2), on=(Injected, RuntimeError)):
@@ -168,8 +166,8 @@ def test_a_reference_to_pending_work_delays_no_rank(rank: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_takes_no_part_in_a_recovery_is_waited_for_once(rank: int) -> None:
-    """Its process may have ended: the loop raises, and names it."""
+def test_a_loop_waits_once_for_a_rank_that_is_missing_in_a_recovery(rank: int) -> None:
+    """Its process may have ended, so the loop raises and names it."""
     job = Job("gloo", subgroups=())
     operations: list[str] = []
     reloadpg.on_report(lambda report: operations.append(report.operation))
@@ -187,7 +185,7 @@ def test_a_rank_that_takes_no_part_in_a_recovery_is_waited_for_once(rank: int) -
 
 
 def test_a_step_that_is_not_entered_raises() -> None:
-    """Its end would be unknown."""
+    """Otherwise the end of the step would be unknown."""
     with pytest.raises(reloadpg.ReloadpgError, match="context manager"):
         for step in reloadpg.retrying(range(2)):
             assert repr(step) == "<Step 0, attempt 1, open>"

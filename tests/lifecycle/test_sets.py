@@ -39,7 +39,7 @@ def states():
 
 @pytest.mark.ranks(2)
 def test_each_set_is_offloaded_and_reloaded_separately(rank):
-    """The other set stays usable. Without a name, the operations are for all sets."""
+    """The other set stays usable. Without a name, an operation is for all sets."""
     groups = groups_of_two_sets()
     for operation, names, used, found in (
         (lambda: reloadpg.offload("trainer"), {"trainer"}, [False, False, True], "offloaded live"),
@@ -64,7 +64,7 @@ def test_each_set_is_offloaded_and_reloaded_separately(rank):
 
 @pytest.mark.ranks(2)
 def test_blocks_of_sets_nest(rank):
-    """The outermost block of a set reloads it; a swap leaves its first set live."""
+    """The outermost block of a set reloads it. After a swap its first set is live."""
     world, _, engine = groups_of_two_sets()
 
     def usable():
@@ -199,7 +199,7 @@ def test_an_unknown_set_with_a_similar_name_is_warned_of(rank):
 
 
 class _Named(SimpleNamespace):
-    """An object of an engine; its class names it."""
+    """An object of an engine, identified by the name of its class."""
 
 
 class PyNcclCommunicator(_Named):
@@ -211,7 +211,7 @@ class CustomAllreduce(_Named):
 
 
 class Coordinator(_Named):
-    """As vLLM's and SGLang's ``GroupCoordinator``, which their modules refer to weakly."""
+    """Like ``GroupCoordinator`` of vLLM and SGLang, whose modules hold weak references to it."""
 
     __hash__ = object.__hash__
 
@@ -221,7 +221,7 @@ class Coordinator(_Named):
     [("vllm", "enable_nccl_comm_suspend"), ("sglang.srt", "disable_custom_all_reduce")],
 )
 def test_an_engines_own_communicators_are_named(monkeypatch, package, freed):
-    """With what frees them; not those that are disabled, suspended or deleted."""
+    """The text says how to free them. Disabled, suspended and deleted ones are omitted."""
     nccl = PyNcclCommunicator(disabled=False, _suspended=False)
     reduce = CustomAllreduce(disabled=False)
     off = {"qr_comm": CustomAllreduce(disabled=True), "symm_mem_comm": None}

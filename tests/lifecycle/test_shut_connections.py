@@ -27,12 +27,12 @@ from reloadpg.rendezvous.worker_thread import Task
 from reloadpg.testing import run_ranks
 
 LIMIT = timedelta(seconds=20)
-"""The timeout of collectives: reached only by a rank that is not notified."""
+"""The timeout of collectives; only a rank that is not notified reaches it."""
 
 
 @pytest.mark.ranks(3)
 def test_a_connection_that_closes_during_the_search_does_not_keep_the_others_open() -> None:
-    """Gloo's thread closes one of two. If the other stayed open, peers would wait for timeouts."""
+    """Gloo's thread closes one of two; if the other stayed open, peers would wait for timeouts."""
     dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(1))
     found, fstat = [*filter(has_peer, connections())], os.fstat
@@ -42,14 +42,14 @@ def test_a_connection_that_closes_during_the_search_does_not_keep_the_others_ope
             raise OSError("closed")
         return fstat(descriptor)
 
-    # Only counted: gloo's threads would close what is shut before it can be counted.
+    # Mocked, since gloo's threads would close the connections before they can be counted.
     with mock.patch.object(socket.socket, "shutdown") as shut, mock.patch.object(os, "fstat", look):
         c10d.shut_connections([], 1)
     assert len(found) - shut.call_count == 1
 
 
 def test_a_wait_for_peers_ends_when_they_have_closed() -> None:
-    """It does not keep the connections for the rest of its timeout."""
+    """The connections are closed then, not at the timeout."""
     pairs = [socket.socketpair() for _ in range(2)]
     wait = Task(lambda: c10d.await_peers([mine for mine, _ in pairs], 1e4), "peers")
     for _, peer in pairs:
@@ -81,7 +81,7 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 def ended(works: list[Any]) -> set[str]:
-    """How works ended."""
+    """The results of works."""
     found = set()
     for work in works:
         try:
@@ -120,7 +120,7 @@ def aborts(rank: int, size: int, what: str) -> set[str]:
 
 @pytest.mark.parametrize("what", ["own collective", "peer's sends"])
 def test_no_pending_work_waits_for_its_timeout(what: str) -> None:
-    """Neither this rank's, whose peers do not respond, nor sends that a peer has begun.
+    """This holds for works of this rank and for sends that a peer has begun.
 
     Gloo drops a send that it cannot write because the connection is closed.
     """
@@ -168,7 +168,7 @@ def test_a_recovery_that_does_not_wait_for_peers_keeps_their_connections() -> No
     ids=["eager", "lazy"],
 )
 def test_an_abort_does_not_keep_lazy_connections(kept: int) -> None:
-    """Gloo's thread would end the process if one were open when its device is destroyed."""
+    """With a lazy connection, gloo's thread ends the process when the device is destroyed."""
     dist.init_process_group("gloo", timeout=LIMIT)
     dist.all_reduce(torch.ones(1))
     assert len(c10d.shut_connections([dist.group.WORLD])) == kept

@@ -1,4 +1,4 @@
-"""``retrying(state=...)``: what is restored, passed to a new process, and refused."""
+"""``retrying(state=...)``: restored state, state for a new process, and objects that raise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from reloadpg.testing import run_ranks
 
 WIDTH = 8
 CHUNKS = "fwd_cache" if TorchVersion(torch.__version__) < "2.15" else "_forward_chunk_states"
-"""Where a stage of a pipeline keeps the microbatches of a step."""
+"""The attribute of a pipeline stage that holds the microbatches of a step."""
 FAULTY = 1
 TIMEOUT = 120
 
@@ -31,7 +31,7 @@ def wrong(message: str) -> Any:
     return pytest.raises(reloadpg.InvalidOptionError, match=message)
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- objects that raise ---------------------------------------------------------------------------
 
 
 def test_an_object_without_state_is_refused_at_the_call() -> None:
@@ -55,7 +55,7 @@ def test_on_is_validated_at_the_call(on: Any) -> None:
             lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
             "FSDP1.*ful",
         ),
-        # Its first step cannot be repeated: the ranks would issue different collectives.
+        # If its first step were repeated, the ranks would issue different collectives.
         (lambda model: DistributedDataParallel(model, static_graph=True), "static_graph=True"),
     ],
     ids=["fsdp1", "ddp"],
@@ -76,13 +76,13 @@ def test_a_value_that_cannot_be_restored_in_place_is_refused() -> None:
 
 
 def test_a_loop_in_a_step_cannot_have_state() -> None:
-    """A fault repeats the outer step, so the outer loop needs the whole state."""
+    """A fault repeats the outer step, so the outer loop needs the state."""
     for step in reloadpg.retrying("a"):
         with step, wrong("Pass `state` to the outer loop"):
             next(reloadpg.retrying("b", state=torch.ones(1)))
 
 
-# -- what is restored -----------------------------------------------------------------------------
+# -- restored state -------------------------------------------------------------------------------
 
 
 class Counter(torch.nn.Module):
@@ -107,8 +107,8 @@ class Counter(torch.nn.Module):
 
 
 @pytest.mark.ranks(4)
-def test_a_repeated_step_begins_as_the_first_attempt_did(rank: int) -> None:
-    """Weights, buffers, gradients, optimizer, random generators, and values of the program."""
+def test_a_repeated_step_begins_in_the_state_of_the_first_attempt(rank: int) -> None:
+    """This includes weights, buffers, gradients, optimizer, generators, and other values."""
     job = Job("gloo")
     model = Counter()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -173,12 +173,12 @@ def pipelined(rank: int, size: int, fails: str) -> Any:
 
     def fault(*_: object) -> None:
         calls.append(1)
-        if len(calls) == 7:  # four calls a step, and on some versions of torch one before
+        if len(calls) == 7:  # four calls per step, and an earlier one on some versions of torch
             raise Injected
 
     if (fails, rank) == ("forward", FAULTY):
         layer.register_forward_hook(fault)
-    if (fails, rank) == ("backward", size - 1):  # which has the losses then
+    if (fails, rank) == ("backward", size - 1):  # this rank has the losses
         layer.register_full_backward_hook(fault)
     left, losses = [], []
     for step in reloadpg.retrying(
@@ -204,8 +204,8 @@ def pipelined(rank: int, size: int, fails: str) -> Any:
 
 
 @pytest.mark.ranks(1)
-def test_an_optimizer_and_a_scaler_begin_a_repeated_step_as_the_first_attempt() -> None:
-    """Options that were added are removed, and the gradients can be unscaled again."""
+def test_an_optimizer_and_a_scaler_are_restored() -> None:
+    """Options that the step has added are removed, and gradients can be unscaled again."""
     reloadpg.install()
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -223,7 +223,7 @@ def test_an_optimizer_and_a_scaler_begin_a_repeated_step_as_the_first_attempt() 
 
 @pytest.mark.matrix
 def test_a_pipeline_schedule_drops_the_microbatches_of_an_unfinished_step() -> None:
-    """Also their losses. Training ends as without a fault."""
+    """Their losses are dropped as well. The result equals that without a fault."""
     expected, *found = (
         run_ranks(pipelined, 4, args=(fails,), timeout=280) for fails in ("", "forward", "backward")
     )
@@ -241,8 +241,9 @@ def test_a_pipeline_schedule_drops_the_microbatches_of_an_unfinished_step() -> N
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("repair", ["", "reset"])
 def test_a_half_gathered_model_is_refused_without_state(rank: int, repair: str) -> None:
-    """A fault in the backward pass leaves a model of FSDP2 gathered, and loading weights does not
-    repair it. After torch's own reset it can be used.
+    """A fault in the backward pass leaves a model of FSDP2 gathered.
+
+    Loading weights does not repair it; torch's own reset does.
     """
     if repair and not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"):
         pytest.skip("this torch has no reset_iter_state()")
@@ -279,20 +280,20 @@ def test_a_half_gathered_model_is_refused_without_state(rank: int, repair: str) 
         assert "retrying(state=(model, optimizer))" in seen.text
 
 
-# -- a process that is replaced --------------------------------------------------------------------
+# -- replaced processes ----------------------------------------------------------------------------
 
 
 def replaced(rank: int, size: int, kind: str, dies: bool) -> Any:
     """Train; rank 2 is killed in a backward pass, and the new process starts with other weights.
 
-    Kinds: ``ddp``, ``hsdp`` (replicas of shards), ``fsdp`` (each shard is held by one rank).
+    Kinds: ``ddp``, ``hsdp`` (shards with replicas), ``fsdp`` (shards without replicas).
     """
     reloadpg.install(backends={"gloo"}, recoverable=True, timeout=TIMEOUT)
     dist.init_process_group("gloo")
     torch.manual_seed(incarnation())
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     model: Any = torch.nn.Sequential(layers[0], torch.nn.BatchNorm1d(WIDTH), layers[1])
-    if kind == "ddp":  # buckets that are not rebuilt, and so the order of sums
+    if kind == "ddp":  # with this option buckets, and so the order of sums, are not rebuilt
         model = DistributedDataParallel(model, init_sync=False, find_unused_parameters=True)
     else:
         dims = (2, 2) if kind == "hsdp" else (1, 4)
@@ -330,7 +331,7 @@ def replaced(rank: int, size: int, kind: str, dies: bool) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "hsdp"])
 def test_a_new_process_gets_the_state(kind: str) -> None:
-    """From a rank that holds the same; training ends as without a death, bit by bit."""
+    """Another rank with the same state sends it; the result is bit-identical."""
     found = run_replaced(replaced, kind, True)
     expected = run_replaced(replaced, kind, False, deaths=0)
     found[VICTIM] = found.pop()
@@ -338,7 +339,7 @@ def test_a_new_process_gets_the_state(kind: str) -> None:
 
 
 def test_a_shard_that_no_other_rank_holds_is_lost() -> None:
-    """All ranks raise before the step begins again; the error has the remedy."""
+    """All ranks raise before the step is repeated; the error names the remedy."""
     found = run_replaced(replaced, "fsdp", True)
     for rank in (0, 1, 3, RANKS):
         seen, begun = found[rank]

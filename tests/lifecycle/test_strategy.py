@@ -1,4 +1,4 @@
-"""Strategy of a group: proposals of its members, and their common decision."""
+"""Strategy of a group: the proposals of its members, and their common decision."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_proposal_of_a_member(wanted, obstacle, used, strategy, reason):
 
 
 def test_members_agree_on_the_strongest_proposal():
-    """For all combinations of three members' proposals."""
+    """This holds for all combinations of three proposals."""
     kinds = [Choice("suspend"), Choice("skip", "unused"), Choice("recreate", "old")]
     for proposals in itertools.product(kinds, repeat=3):
         proposed = [p.to_proposal("g") for p in proposals if p.strategy != "suspend"]
-        proposed.sort(key=lambda one: one.yields)  # one that yields is read only without others
+        proposed.sort(key=lambda one: one.yields)  # a proposal that yields is the last choice
         theirs = Choice.from_text(proposed[0].text) if proposed else None
         results = {conclude(mine, theirs).strategy for mine in proposals}
         strongest = max((p.strategy for p in proposals), key=["suspend", "skip", "recreate"].index)
@@ -41,7 +41,7 @@ def test_members_agree_on_the_strongest_proposal():
 
 
 def test_proposals_that_other_members_do_not_change():
-    """Any without another proposal, and ``recreate``, which takes no other reason either."""
+    """A proposal that is the only one stays, and ``recreate`` keeps its reason."""
     assert conclude(Choice("suspend"), None) == Choice("suspend")
     for theirs in (Choice("skip", "x"), Choice("recreate", "y")):
         assert conclude(Choice("recreate"), theirs) == Choice("recreate")
@@ -71,7 +71,7 @@ def test_the_first_pattern_that_matches_name_or_description_counts(name, desc, w
     ],
 )
 def test_may_suspend(name, groups, may):
-    """It decides which barriers a job has."""
+    """The barriers of a job depend on it."""
     assert StrategyPolicy(name, groups=groups).may_suspend is may
 
 

@@ -29,11 +29,10 @@ def resident() -> int:
 @pytest.mark.ranks(3, timeout=120)
 @pytest.mark.parametrize("strategy", ["suspend", "recreate"])
 def test_three_cycles(strategy: str) -> None:
-    """On WORLD and three overlapping subgroups: the report has what the accelerator released.
+    """The report has the bytes that the accelerator has released, which resident memory confirms.
 
-    Recreate releases all that communicators hold; suspend keeps a part of it, and the backends.
-    Resident memory confirms it. Offloaded groups refuse collectives, and the same objects sum right
-    after the reload.
+    Recreate releases all memory of communicators; suspend keeps a part of it, and the backends.
+    Collectives raise on offloaded groups, and the same objects sum correctly after the reload.
     """
     job = Job("sim", **SUSPENDS | {"strategy": strategy})
     count, suspends = len(job.groups), strategy == "suspend"
@@ -83,8 +82,8 @@ def test_three_cycles(strategy: str) -> None:
 def test_a_communicator_that_was_never_used_is_skipped_on_all_ranks(
     rank: int, used: tuple[str, ...]
 ) -> None:
-    """NCCL refuses to suspend it. All members skip it, and it works afterwards. Others are
-    suspended, also where a rank has used none of its groups.
+    """NCCL cannot suspend it. All members skip it, and it works afterwards. Other groups are
+    suspended, even if a rank has used none of its groups.
     """
     job = Job("sim", **SUSPENDS, used=False)
     job.sums(*used)
@@ -105,7 +104,7 @@ def test_a_communicator_that_was_never_used_is_skipped_on_all_ranks(
 
 @pytest.mark.ranks(3)
 def test_destroying_suspended_groups_releases_their_remaining_memory() -> None:
-    """One group, which stays destroyed after the reload; then all groups of the job."""
+    """First one group, which stays destroyed after the reload, and then all groups."""
     job = Job("sim", **SUSPENDS)
     reloadpg.offload()
     group = job.groups.pop("g2")
@@ -122,7 +121,7 @@ def test_destroying_suspended_groups_releases_their_remaining_memory() -> None:
 
 
 @pytest.mark.ranks(3)
-def test_patterns_choose_the_strategy_of_single_groups(rank: int) -> None:
+def test_patterns_select_the_strategy_of_single_groups(rank: int) -> None:
     policy = StrategyPolicy("suspend", groups={"g0": "recreate"})
     job = Job("sim", **SUSPENDS | {"strategy": policy})
     report = reloadpg.offload()
@@ -138,7 +137,7 @@ def test_patterns_choose_the_strategy_of_single_groups(rank: int) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_a_description_set_while_suspended_holds() -> None:
+def test_a_description_that_is_set_while_suspended_is_kept() -> None:
     job = Job("sim", **SUSPENDS)
     group = job.groups["WORLD"]
     reloadpg.offload()
@@ -164,7 +163,7 @@ def test_groups_of_a_backend_that_cannot_suspend_are_recreated() -> None:
 
 @pytest.mark.ranks(3)
 def test_no_rank_resumes_before_all_have_enough_memory(rank: int) -> None:
-    """One rank has too little: all raise, and nothing was resumed. With just enough, all do."""
+    """If one rank has too little, all raise and none resumes. With just enough, all resume."""
     job = Job("sim", **SUSPENDS)
     needed = simulated.stats().held_bytes
     reloadpg.offload()

@@ -1,4 +1,4 @@
-"""Suspend and resume: failures, misuse, and the fallback to recreate.
+"""Failures and misuse of suspend and resume, and the fallback to recreate.
 
 Ranks that fail, hang or die in a suspend are scenarios of ``test_faults.py``.
 """
@@ -26,13 +26,13 @@ SUSPENDS: dict[str, Any] = {"strategy": "suspend", "subgroups": TRIANGLE}
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("at", ["suspend", "resume", "no memory"])
 def test_the_job_recreates_after_a_failure(rank: int, at: str) -> None:
-    """All groups are failed, without memory; the next offload gives the reason in one warning."""
+    """All groups are failed and hold no memory; the next offload warns once, with the reason."""
     os.environ |= worlds.ALL_RESPOND
     job = Job("sim", **SUSPENDS)
     if at != "suspend":
         reloadpg.offload()
     if rank == FAULTY and at == "no memory":
-        # There was enough when all agreed, and another process has taken it since.
+        # Another process has allocated memory after the ranks agreed that there was enough.
         memory.free_bytes = lambda: None  # type: ignore[method-assign]
         simulated.configure(capacity_bytes=simulated.stats().held_bytes + (HELD - STAYS))
     elif rank == FAULTY:
@@ -77,8 +77,9 @@ def test_a_backend_that_the_program_has_suspended_or_resumed(operation: str) -> 
 
 @pytest.mark.ranks(3)
 def test_groups_of_a_rank_without_cumem_are_recreated(rank: int) -> None:
-    """A suspend there would succeed and release nothing. Their other members learn the reason; g1,
-    of other ranks, is suspended.
+    """A suspend would succeed there without releasing memory. All members report the reason.
+
+    Groups of other ranks (g1) are suspended.
     """
     if rank == 0:
         os.environ["NCCL_CUMEM_ENABLE"] = "0"
@@ -98,8 +99,8 @@ def test_groups_of_a_rank_without_cumem_are_recreated(rank: int) -> None:
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("case", ["suspended", "failed", "created while offloaded"])
 def test_other_ranks_replay_only_what_members_rebuild(rank: int, case: str) -> None:
-    """With TORCH_DIST_INIT_BARRIER=1 torch needs all ranks in a creation: a rank that is not a
-    member takes part for a group that is recreated, and not for one that is resumed or was live.
+    """With TORCH_DIST_INIT_BARRIER=1 torch needs all ranks in a creation. Ranks that are no members
+    take part for a group that is recreated, but not for one that is resumed or was live.
     """
     os.environ |= {**worlds.ALL_RESPOND, "TORCH_DIST_INIT_BARRIER": "1"}
     strategy = "recreate" if case.startswith("created") else "suspend"
@@ -137,7 +138,7 @@ def test_a_callback_can_destroy_a_group(strategy: str, when: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("what", ["source", "check", "no source"])
 def test_a_memory_source_or_check_that_fails_ends_no_operation(rank: int, what: str) -> None:
-    """The report lacks its value."""
+    """Its value is missing in the report."""
 
     def broken() -> Any:
         raise RuntimeError("CUDA error: device-side assert triggered")

@@ -1,4 +1,4 @@
-"""Topologies on which naive orders of rebuilding deadlock."""
+"""Topologies in which naive orders of rebuilding deadlock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIPELINE = (
     (0, 1, 2, 3),  # pipeline
     (0, 3),  # embedding: first and last stage
     (0,),  # position embedding: first stage only
-    (0, 1, 2, 3),  # pipeline again, as Megatron makes it for another layout
+    (0, 1, 2, 3),  # a second pipeline group, as Megatron creates for another layout
 )
 RINGS = ((0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (1, 3))
 
@@ -31,11 +31,11 @@ RINGS = ((0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (1, 3))
     ids=["pp4", "rings", "local"],
 )
 def test_three_cycles(rank: int, backend: str, topology: Any, local: bool) -> None:
-    """Every group is rebuilt by its members only, and sums over them (failures 12, 14, 16)."""
+    """Each group is rebuilt by its members only, and sums over them."""
     job = Job(backend, subgroups=() if local else topology, parallelism=PARALLELISM)
     if local:
-        # The names are hashes of the members: their order is not that of the creations.
-        # Torch puts the number of known groups into the hash: members must count alike.
+        # Names are hashes of the members and of the number of known groups, which must be equal on
+        # all members. Their order is not that of the creations.
         for batch in (topology[0:1] + topology[2:3], topology[1:2] + topology[3:4], topology[4:6]):
             for ranks in batch:
                 if rank in ranks:
@@ -46,10 +46,7 @@ def test_three_cycles(rank: int, backend: str, topology: Any, local: bool) -> No
 
 @pytest.mark.ranks(4)
 def test_a_partial_batch_as_the_first_operation_on_world(rank: int) -> None:
-    """A pipeline's first exchange after a reload needs no other rank (failure 15).
-
-    Ranks 0 to 2 send to and receive from their neighbours; rank 3 takes no part.
-    """
+    """Ranks 0 to 2 exchange tensors with their neighbours, without rank 3, as in a pipeline."""
     Job(subgroups=())
     reloadpg.offload()
     reloadpg.reload()

@@ -1,4 +1,4 @@
-"""Training with faults ends bit by bit as training without."""
+"""The result of training with faults is bit-identical to that of training without."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from reloadpg.testing import run_ranks, standins
 
 WIDTH = 16
 KINDS = ("forward", "backward", "end", "cut", "recovery", "collective", "skipped", "stalled")
-"""What one rank does in a step: raise in the forward or backward pass or at the end; lose its
-connections, and then also fail in the recovery; call a collective that raises on this rank only;
-skip a collective; stall for longer than the timeout of the others' collectives. Training with a
-scaler can also raise between two of its calls (``unscaled``)."""
+"""The fault of one rank in a step: it raises in the forward or backward pass or at the end; loses
+its connections (and also fails in the recovery); calls a collective that raises on this rank only;
+skips a collective; or stalls for longer than the timeout of the others' collectives. With a scaler
+of gradients, it can also raise between two calls of the scaler (``unscaled``)."""
 
 
 class Fault:
@@ -59,7 +59,7 @@ class Fault:
         return found
 
     def at(self, place: str) -> Callable[..., None]:
-        """A hook at a place of the model."""
+        """Return a hook for a place in the model."""
 
         def hook(*_: object) -> None:
             if self.takes(place):
@@ -138,7 +138,7 @@ class Training:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """What an unfinished step may have changed."""
+        """The state that an unfinished step may have changed."""
         return self.model, self.optimizer, self.scaler, self.schedule, self.seen
 
     def step(self, number: int) -> None:
@@ -182,7 +182,7 @@ class MegatronTraining:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """With the generators that megatron keeps for tensor parallelism."""
+        """The state, including megatron's generators for tensor parallelism."""
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
         return self.gpt.gpt, self.gpt.optimizer, get_cuda_rng_tracker()
@@ -264,7 +264,7 @@ def trained(
     ids=str,
 )
 def test_training_ends_as_without_a_fault(case: tuple[str, int]) -> None:
-    """Bit by bit, with random faults at random steps.
+    """The results are bit-identical; the faults and their steps are random.
 
     No rank waits for a collective's timeout, unless gloo has lost a send.
     """
@@ -285,7 +285,7 @@ def test_training_on_nccl_ends_as_without_a_fault(kind: str) -> None:
 
 
 def _drawn(kind: str, count: int) -> dict[int, tuple[int, str]]:
-    """Random faults: the rank and the kind, by step."""
+    """Draw random faults: the rank and the kind, by step."""
     drawn = random.Random(count)
     kinds = [*KINDS, *drawn.choices(KINDS, k=50)]
     if count == 4:
@@ -296,7 +296,7 @@ def _drawn(kind: str, count: int) -> dict[int, tuple[int, str]]:
 
 
 def _compare(kind: str, faults: dict[int, tuple[int, str]], device: str) -> None:
-    """Train with these faults and without."""
+    """Compare training with these faults and without."""
     steps = 2 * len(faults) + 2
     preload = PRELOAD if kind == "megatron" else ()
     nccl = {"standins": True} if device == "cuda" else {}

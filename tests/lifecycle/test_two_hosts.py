@@ -1,7 +1,6 @@
-"""Two hosts in network namespaces, with torchrun's rendezvous between them.
+"""Two hosts, simulated by network namespaces, with torchrun's rendezvous between them.
 
-Each host has one end of a link and its own address inside its namespace; nothing outside the two
-namespaces is changed. Needs root and iproute2.
+Nothing outside the two namespaces is changed. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from two_hosts_job import ALLOWANCE_S, BOUND_S
 import reloadpg
 
 LIMIT_S = 180.0
-"""Seconds for everything that runs on the two hosts."""
+"""Time limit for the jobs on the two hosts, in seconds."""
 ADDRESSES = ("10.199.0.1", "10.199.0.2")
 LINK = "veth0"
 STORE_ADDRESSES = ("10.199.1.1", "10.199.1.2")
 STORE_LINK = "veth1"
-"""Of hosts whose store is on a separate network, as with InfiniBand and Ethernet."""
+"""Addresses and link of a separate network for the store, as with InfiniBand and Ethernet."""
 DOWN_S = 5.0
-"""Seconds for which a link is down that comes back."""
+"""Duration of an outage, in seconds."""
 
 
 def ip(*words: str) -> None:
@@ -39,7 +38,7 @@ def ip(*words: str) -> None:
 
 def _why_not() -> str:
     if os.geteuid() != 0:
-        return "needs root, to make network namespaces"
+        return "needs root, to create network namespaces"
     if shutil.which("ip") is None:
         return "needs iproute2 (the command ip)"
     name = f"rpg{os.getpid()}probe"
@@ -47,7 +46,7 @@ def _why_not() -> str:
         ip("netns", "add", name)
         ip("netns", "delete", name)
     except subprocess.CalledProcessError as error:
-        return f"cannot make network namespaces here: {error.stderr.strip()}"
+        return f"cannot create network namespaces here: {error.stderr.strip()}"
     return ""
 
 
@@ -74,7 +73,7 @@ class Hosts:
         for name in self.names:
             ip("-n", name, "link", "set", "lo", "up")
         for link, addresses in ((LINK, ADDRESSES), (STORE_LINK, STORE_ADDRESSES)):
-            # Both ends are created inside: the machine's own namespace never has the link.
+            # Both ends are created inside the namespaces, never in that of the machine.
             ip("-n", first, "link", "add", link, "type", "veth", "peer", link, "netns", second)
             for name, address in zip(self.names, addresses, strict=True):
                 ip("-n", name, "address", "add", f"{address}/24", "dev", link)
@@ -98,7 +97,7 @@ class Hosts:
 
         Args:
             arguments: of the program, after the folder.
-            ranks_of_a_host: how many ranks each host has.
+            ranks_of_a_host: the number of ranks per host.
             addresses: the hosts' addresses for the store.
         """
         paths = [str(Path(reloadpg.__file__).parents[1]), str(HELPERS)]
@@ -115,7 +114,7 @@ class Hosts:
             command += ["--max-restarts", "0"]
             command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{addresses[0]}:29511"]
             command += ["--rdzv-id", "two-hosts", "--local-addr", address]
-            # Without it each host looks its own name up, which both have alike, and neither serves.
+            # Without it each host looks up its name, which is the same on both, and none serves.
             command += ["--rdzv-conf", f"is_host={address == addresses[0]}"]
             command += [str(HELPERS / "two_hosts_job.py"), str(self.folder), *arguments]
             with (self.folder / f"{name}.log").open("wb") as log:
@@ -133,23 +132,23 @@ class Hosts:
         return "\n".join((self.folder / f"{n}.log").read_text()[-6000:] for n in self.names)
 
     def make_fifos(self, ranks: int, folder: str = "") -> None:
-        """Those by which :meth:`cut_at` lets the ranks continue."""
+        """Create the pipes with which :meth:`cut_at` lets the ranks continue."""
         for rank in range(ranks):
             os.mkfifo(self.folder / folder / f"go.{rank}")
 
     def cut_at(self, ranks: int, folder: str = "") -> None:
-        """Cut the link when all ranks have come there, and let them continue."""
+        """Cut the link when all ranks are ready for it, and let them continue."""
         self.await_all("here", ranks, folder)
         self.cut()
         for rank in range(ranks):
             (self.folder / folder / f"go.{rank}").write_text("")
 
     def await_all(self, name: str, ranks: int, folder: str = "", seconds: float = LIMIT_S) -> None:
-        """Wait for a file of each rank; fail with the output if a rank fails, or in the end."""
+        """Wait for a file of each rank; fail with the output if a rank fails, or at the limit."""
         end = time.monotonic() + seconds
         while len(list((self.folder / folder).glob(f"{name}.?"))) < ranks:
             if time.monotonic() > end or any(one.poll() for one in self.launchers):
-                pytest.fail(f"{folder} {name}: not of all ranks\n{self.logs()}")
+                pytest.fail(f"{folder} {name}: missing on some ranks\n{self.logs()}")
             time.sleep(0.02)
 
     def end(self) -> None:
@@ -164,7 +163,7 @@ class Hosts:
             subprocess.run(["ip", "netns", "delete", name], timeout=20, capture_output=True)
 
     def _inside(self, launcher: subprocess.Popen[bytes]) -> list[int]:
-        """The launcher, and what runs in the two namespaces (ranks have separate sessions)."""
+        """The launcher and the processes in the two namespaces; ranks have separate sessions."""
         found = [launcher.pid]
         for name in self.names:
             text = subprocess.run(
@@ -195,7 +194,7 @@ def test_a_cycle_over_two_hosts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("point", ["reload.enter", "reload.group1", "reload.callbacks"])
 def test_a_link_that_is_cut_during_a_reload(tmp_path: Path, point: str) -> None:
-    """At the start, in a group's rebuild, or before the last barrier (failures 14 and 16).
+    """It is cut at the start, in a group's rebuild, or before the last barrier.
 
     The ranks of both hosts raise within the timeout and name ranks, or the unresponsive store. No
     group is live.
@@ -209,7 +208,7 @@ def test_a_link_that_is_cut_during_a_reload(tmp_path: Path, point: str) -> None:
 
 @pytest.mark.parametrize("addresses", [ADDRESSES, STORE_ADDRESSES], ids=["same", "other"])
 def test_a_link_that_is_down_for_five_seconds(tmp_path: Path, addresses: tuple[str, str]) -> None:
-    """In a step, at its end, or in a recovery: all ranks repeat what failed, with right sums.
+    """It is down in a step, at its end, or in a recovery: all ranks repeat the failed step.
 
     The store is on the link that goes down, or on another one.
     """

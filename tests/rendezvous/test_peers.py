@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from datetime import timedelta
@@ -11,18 +9,16 @@ from datetime import timedelta
 import faulty_gloo
 import pytest
 import torch.distributed as dist
+from fault_job import die, survivors
 
 import reloadpg
 from reloadpg.rendezvous.peers import Peers
-from reloadpg.testing import run_ranks
 
 TIMEOUT_S = 300.0
-"""Longer than the test may last."""
+"""Longer than the time limit of the test."""
 
 
-def killed(
-    rank: int, size: int, port: int, victim: int, when: str
-) -> tuple[str, str, tuple[int, ...]]:
+def killed(rank: int, size: int, port: int, victim: int, when: str) -> tuple[str, tuple[int, ...]]:
     faulty_gloo.register()
     reloadpg.install(backends={faulty_gloo.NAME}, timeout=timedelta(seconds=TIMEOUT_S))
     store = dist.TCPStore("127.0.0.1", port, None, False)
@@ -33,17 +29,17 @@ def killed(
     store.set(f"test/connected/{rank}", "1")
     if rank == victim and when == "at first":
         store.wait([f"test/connected/{one}" for one in range(size)])
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     if rank == victim and when == "at a barrier":
-        reloadpg.on_offload(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        reloadpg.on_offload(die)
     elif rank == victim:
-        faulty_gloo.inject("create", lambda: os.kill(os.getpid(), signal.SIGKILL))
+        faulty_gloo.inject("create", die)
     try:
         reloadpg.offload()
         reloadpg.reload()
     except reloadpg.PeerFailedError as error:
-        return type(error).__name__, str(error), error.missing
-    return "", "", ()
+        return str(error), error.missing
+    return "", ()
 
 
 @pytest.mark.parametrize(
@@ -51,19 +47,10 @@ def killed(
     [(0, "at first"), (2, "at first"), (0, "at a barrier"), (2, "in a rebuild")],
 )
 def test_a_rank_that_is_killed_is_named_as_dead(victim: int, when: str) -> None:
-    """Before its first operation, or while the others wait at a barrier or rebuild a group. Rank 0
-    leads its host.
-    """
+    """It dies before its first operation, at a barrier, or during a rebuild; rank 0 is a leader."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    args = (server.port, victim, when)
-    outcomes = run_ranks(killed, 3, args=args, timeout=120, check=False)
-    assert outcomes[victim].signal == signal.SIGKILL
-    for outcome in outcomes:
-        if outcome.rank == victim:
-            continue
-        assert outcome.ok, outcome.exception
-        kind, text, missing = outcome.result
-        assert kind == "PeerFailedError"
+    found = survivors(killed, 3, server.port, victim, when, dead=victim)
+    for text, missing in found.values():
         assert f"rank {victim} died" in text
         assert "on the host of rank" in text
         assert missing == (victim,)
@@ -72,7 +59,7 @@ def test_a_rank_that_is_killed_is_named_as_dead(victim: int, when: str) -> None:
 def killed_in_bring_up(rank: int, size: int, victim: int) -> tuple[str, tuple[int, ...]]:
     faulty_gloo.register()
     if rank == victim:
-        faulty_gloo.inject("create", lambda: os.kill(os.getpid(), signal.SIGKILL))
+        faulty_gloo.inject("create", die)
     try:
         reloadpg.init_distributed("faulty", init_timeout=TIMEOUT_S)
     except reloadpg.PeerFailedError as error:
@@ -81,15 +68,11 @@ def killed_in_bring_up(rank: int, size: int, victim: int) -> tuple[str, tuple[in
 
 
 def test_a_rank_that_is_killed_in_bring_up_is_named_as_dead() -> None:
-    """The others are in torch's creating function, which would wait for it for minutes."""
+    """The other ranks are in torch's creating function, which would wait for minutes."""
     victim = 1
-    outcomes = run_ranks(killed_in_bring_up, 3, args=(victim,), timeout=120, check=False)
-    assert outcomes[victim].signal == signal.SIGKILL
-    for outcome in outcomes:
-        if outcome.rank != victim:
-            text, missing = outcome.result
-            assert f"init_distributed: rank {victim} died" in text
-            assert missing == (victim,)
+    for text, missing in survivors(killed_in_bring_up, 3, victim, dead=victim).values():
+        assert f"init_distributed: rank {victim} died" in text
+        assert missing == (victim,)
 
 
 OTHER = """
@@ -110,7 +93,7 @@ def test_a_process_is_identified_by_its_id_and_start_time() -> None:
             peers, deceived = Peers(0), Peers(2)
             entries = peers.entry() + other.stdout.readline()
             assert peers.meet(entries) == (0, 1)
-            deceived.meet(f"{entries}1 {other.pid} 12345 1-1 x\n")  # its id was another process's
+            deceived.meet(f"{entries}1 {other.pid} 12345 1-1 x\n")  # an earlier process had the id
             alive = peers.dead()
         finally:
             other.kill()

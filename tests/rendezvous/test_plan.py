@@ -51,7 +51,7 @@ def test_plans_that_agree_sum_to_zero(plans: dict[int, Plan]) -> None:
 
 
 def changes(plan: Plan) -> list[Plan]:
-    """The plan with one thing changed, in each way that there is."""
+    """All plans that differ from this one in one field."""
     changed = [
         replace(plan, operation="reload"),
         replace(plan, settings={**plan.settings, "state": "offloaded"}),
@@ -73,7 +73,7 @@ def changes(plan: Plan) -> list[Plan]:
 
 
 def named(text: str) -> set[int]:
-    """The ranks that the text names, ranges included."""
+    """The ranks that a text names, singly or in ranges."""
     found = set()
     for shown in re.findall(r"\branks? ([-0-9, ]*[0-9])", text):
         for run in shown.split(", "):
@@ -87,7 +87,7 @@ def named(text: str) -> set[int]:
 def test_a_change_on_one_rank_is_detected_and_named(
     plans: dict[int, Plan], data: st.DataObject
 ) -> None:
-    """The sum is not zero, and the message names that rank (failure 12)."""
+    """The sum is not zero, and the message names that rank."""
     rank = data.draw(st.sampled_from(sorted(plans)))
     different = {**plans, rank: data.draw(st.sampled_from(changes(plans[rank])))}
     assert total(different) != 0
@@ -101,7 +101,7 @@ def test_a_change_on_one_rank_is_detected_and_named(
 def test_the_order_of_groups_in_a_plan_does_not_matter(
     plans: dict[int, Plan], data: st.DataObject
 ) -> None:
-    """The order of creation is in the groups' digests."""
+    """The digests of groups contain the order of creation."""
     shuffled = {
         rank: replace(plan, groups=tuple(data.draw(st.permutations(plan.groups))))
         for rank, plan in plans.items()
@@ -111,7 +111,7 @@ def test_the_order_of_groups_in_a_plan_does_not_matter(
 
 @given(jobs())
 @settings(max_examples=50, deadline=None)
-def test_plans_survive_the_store(plans: dict[int, Plan]) -> None:
+def test_plans_can_be_stored_as_json(plans: dict[int, Plan]) -> None:
     for rank, plan in plans.items():
         again = Plan.from_json(plan.to_json())
         assert again == plan
@@ -119,7 +119,7 @@ def test_plans_survive_the_store(plans: dict[int, Plan]) -> None:
 
 
 def test_the_sum_fits_the_stores_integers() -> None:
-    """16,384 ranks with 128 groups each of all ranks stay inside 64 bits."""
+    """The sum of 16,384 ranks with 128 groups of all ranks fits in 64 bits."""
     everyone = tuple(range(2**14))
     groups = tuple(GroupPlan(str(i), everyone, 0, "recreate", 2**40 - 1) for i in range(128))
     plan = Plan("offload", {}, groups)
@@ -153,7 +153,7 @@ AGREED = Plan("offload", {"state": "live"}, (GROUP, OTHER), {"min_size": "2", "t
     ],
 )
 def test_message_for_different_calls(other: dict[str, Any], text: str) -> None:
-    """It names everything that differs, with the value on each rank."""
+    """The message names all differences, with the value on each rank."""
     assert differences({0: AGREED, 1: replace(AGREED, **other), 2: AGREED}) == text
 
 
@@ -177,7 +177,7 @@ def test_message_for_different_calls(other: dict[str, Any], text: str) -> None:
     ],
 )
 def test_message_for_different_groups(other: list[GroupPlan], text: str) -> None:
-    """It names the group, what differs, and the value on each rank."""
+    """The message names the group, the difference, and the value on each rank."""
     plan = replace(AGREED, groups=(*other, OTHER))
     found = differences({0: AGREED, 1: plan, 2: AGREED})
     assert found.startswith("group '7'")
@@ -185,7 +185,7 @@ def test_message_for_different_groups(other: list[GroupPlan], text: str) -> None
 
 
 def test_message_for_many_groups_is_short() -> None:
-    """It names three groups and counts the others."""
+    """The message names three groups and counts the others."""
     groups = tuple(replace(GROUP, name=str(i)) for i in range(9))
     text = differences({0: replace(AGREED, groups=groups), 1: replace(AGREED, groups=())})
     assert text.count("group '") == 3

@@ -1,4 +1,4 @@
-"""A process that replaces another one finds the other's mark in the store."""
+"""A process that replaces another one finds the mark of its predecessor in the store."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ FAR = 200.0
 
 
 def begin(store: object, rank: int = 0, size: int = 1, **more: object) -> Rendezvous:
-    """A rank that begins the job on this store."""
+    """Begin the job on this store as one rank."""
     rendezvous = Rendezvous(lambda: store, rank, size, marks=True, **more)  # type: ignore[arg-type]
     rendezvous.ask(lambda _: None, Wait("begin", FAR))
     return rendezvous
 
 
 def leave_mark(store: object, rank: int = 0, instance: int = 1) -> None:
-    """As if another process had begun the job."""
+    """Leave the mark of another process that has begun the job."""
     job_keys(store, instance).set(f"process/{rank}", "another")  # type: ignore[arg-type]
 
 
-def test_a_job_that_begins_has_no_predecessor() -> None:
-    """Nor has the same process, or a rank of a job without marks."""
+def test_a_new_job_has_no_predecessor() -> None:
+    """The mark of the same process does not count, and a job may have no marks."""
     store = HashStore()
     assert Predecessor.find(store, 0, 1) is None
     begin(store)
@@ -42,7 +42,7 @@ def test_a_job_that_begins_has_no_predecessor() -> None:
 
 
 def test_the_mark_of_another_process_is_found_once() -> None:
-    """In the last job on the store. The first process that looks takes it."""
+    """The first process that searches the last job on the store takes the mark."""
     store = HashStore()
     for _ in range(2):
         begin(store)
@@ -52,7 +52,7 @@ def test_the_mark_of_another_process_is_found_once() -> None:
 
 
 def test_no_rank_of_an_ended_job_can_be_replaced() -> None:
-    """While one rank has not ended the job, another can be replaced."""
+    """A rank can be replaced until all ranks have ended the job."""
     store = HashStore()
     ranks = [begin(store, rank, 2) for rank in range(2)]
     for rank in range(2):
@@ -68,7 +68,7 @@ def test_no_rank_of_an_ended_job_can_be_replaced() -> None:
 
 
 def test_a_replacement_starts_no_operation_before_it_has_rejoined() -> None:
-    """It does not know the other ranks' count of operations."""
+    """It does not know the other ranks' number of operations."""
     rank = begin(HashStore(), predecessor=Predecessor(1, 0))
     with pytest.raises(ReloadpgError, match=r"Call reloadpg\.rejoin\(\) first"):
         rank.open("offload", ["enter"], FAR)

@@ -1,4 +1,4 @@
-"""The agreement protocol in every order of events, and changes of it that must be detected."""
+"""Model checking of the agreement protocol, and mutations of it that must be detected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCENARIOS = {
     "a rank that polls": Scenario(2, (OPERATION, OPERATION), polls=True),
     "agreement": Scenario(2, (OPERATION,), shares=(3, -3), meets=True, waits=False),
     "disagreement": Scenario(2, (OPERATION,), shares=(3, -4), waits=False),
-    "two disagreements, and then none": Scenario(
+    "two disagreements before an agreement": Scenario(
         2,
         (OPERATION,) * 3,
         shares=(3, -4),
@@ -37,7 +37,7 @@ SCENARIOS = {
         proposals=((Proposal("g", "skip"),), ()),
         waits=False,
     ),
-    "a disagreement, and a crash": Scenario(2, (("enter",),), ("crash",), shares=(3, -4)),
+    "a disagreement and a crash": Scenario(2, (("enter",),), ("crash",), shares=(3, -4)),
     "proposals of which some yield": Scenario(
         2,
         (OPERATION, OPERATION),
@@ -49,19 +49,19 @@ SCENARIOS = {
     "an optional barrier": Scenario(
         2, (("enter", "room", "quiesced"),), optional=("quiesced",), extends=(1,)
     ),
-    "an optional barrier that no rank wants": Scenario(
+    "an optional barrier that no rank requests": Scenario(
         2, (("enter", "room", "quiesced"),), optional=("quiesced",)
     ),
     "work that hangs": Scenario(2, (OPERATION, OPERATION), stuck=True, waits=False),
     "a crash after progress": Scenario(2, (OPERATION,), ("crash",), polls=True),
     "a crash": Scenario(2, (OPERATION, OPERATION), ("crash",)),
-    "a crash that is seen": Scenario(3, (OPERATION,), ("crash",), (1,), waits=False, watches=True),
-    "a stall": Scenario(2, (OPERATION, OPERATION), ("stall",)),
-    "a stall, and the operation is called again": Scenario(
-        2, (("enter",), ("enter",)), ("stall",), (1,), again=True
+    "a crash that is detected": Scenario(
+        3, (OPERATION,), ("crash",), (1,), waits=False, watches=True
     ),
+    "a stall": Scenario(2, (OPERATION, OPERATION), ("stall",)),
+    "a stall before a retry": Scenario(2, (("enter",), ("enter",)), ("stall",), (1,), again=True),
     "a stall of one of three": Scenario(3, (("enter",),), ("stall",), (1,)),
-    "an interrupt, and the operation is called again": Scenario(
+    "an interrupt before a retry": Scenario(
         2, (OPERATION,) * 2, ("interrupt",), again=True, waits=False
     ),
     "a failure of one of three": Scenario(3, (("enter",),), ("failure",), (1,)),
@@ -71,7 +71,7 @@ SCENARIOS = {
     "an interrupt while others recover": Scenario(
         2, STEP, ("interrupt",), (1,), cancels=True, waits=False, others=("recover",)
     ),
-    "an interrupt in a step, and all recover": Scenario(
+    "an interrupt in a step before all recover": Scenario(
         2, STEP, ("interrupt",), cancels=True, waits=False, again=True, meets=True
     ),
     "a recovery without a fault": Scenario(
@@ -91,28 +91,28 @@ SCENARIOS = {
     "an interrupt in a recovery that another rank joins late": Scenario(
         2, ("recover",), ("interrupt",), (1,), cancels=True, waits=False
     ),
-    "a stall, and a failure": Scenario(3, (("enter",),), ("stall", "failure"), (1, 2)),
+    "a stall and a failure": Scenario(3, (("enter",),), ("stall", "failure"), (1, 2)),
     "a lost connection": Scenario(2, (("enter",), "recover"), ("silent",), meets=True),
-    "a late answer": Scenario(2, (("enter",), "recover"), ("silent",), late=True),
+    "a late reply": Scenario(2, (("enter",), "recover"), ("silent",), late=True),
     "a process that is replaced": Scenario(2, (("enter",), "recover"), ("crash", "replace")),
-    "a store that is lost": Scenario(2, (OPERATION, OPERATION), ("store lost",)),
+    "a lost store": Scenario(2, (OPERATION, OPERATION), ("store lost",)),
     "a job that begins": Scenario(2, (("enter",),), joins=True, waits=False, meets=True),
-    "a stall in a job that one rank has begun twice": Scenario(
+    "a stall in a job that one rank registered twice": Scenario(
         2, (("enter",),), ("stall",), (0,), joins=True, uneven=(0,)
     ),
-    "a job that one rank has begun twice": Scenario(
+    "a job that one rank registered twice": Scenario(
         2, (("enter",),), joins=True, uneven=(0,), waits=False, meets=True
     ),
-    "a poll in a job that one rank has begun twice": Scenario(
+    "a poll in a job that one rank registered twice": Scenario(
         2, (("connected",),), joins=True, uneven=(0,), polls=True, waits=False
     ),
     "two jobs on one store": Scenario(
         2, (OPERATION, "join", ("enter",)), joins=True, uneven=(0,), waits=False, meets=True
     ),
-    "ranks of a host in a job that one has begun twice": Scenario(
+    "ranks of a host in a job that one registered twice": Scenario(
         2, (("enter",),), joins=True, uneven=(0,), hosts=((0, 1),), waits=False
     ),
-    "proposals in a job that one rank has begun twice": Scenario(
+    "proposals in a job that one rank registered twice": Scenario(
         2,
         (("enter",),),
         joins=True,
@@ -138,7 +138,7 @@ SCENARIOS = {
     "a crash on one of two hosts": Scenario(
         4, (("enter",),), ("crash",), (0, 1), hosts=HOSTS, met=True
     ),
-    "a crash of a leader that is seen": Scenario(
+    "a crash of a leader that is detected": Scenario(
         3, (OPERATION,), ("crash",), (0,), hosts=((0, 1, 2),), met=True, waits=False, watches=True
     ),
     "a stall on one of two hosts": Scenario(
@@ -156,7 +156,7 @@ SCENARIOS = {
     "a failure on a host": Scenario(
         3, (("enter",),), ("failure",), (0, 1), hosts=((0, 1, 2),), met=True, waits=False
     ),
-    "a rank that is later than its leader waits": Scenario(
+    "a rank that arrives after its leader stopped waiting": Scenario(
         2, (OPERATION,), ("brief",), hosts=((0, 1),), met=True, waits=False
     ),
     "a failure while others recover": Scenario(
@@ -175,17 +175,17 @@ SCENARIOS = {
     ),
 }
 MOST = 5000
-"""Worlds of each scenario, breadth first: all, or those of the first steps."""
+"""Limit of worlds per scenario, breadth-first."""
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_invariants_hold_in_every_order_of_events(name: str) -> None:
-    """One decision per barrier, and the explorer's other invariants."""
+def test_invariants_hold_in_all_interleavings(name: str) -> None:
+    """Without a fault, the state space is searched completely."""
     assert Explorer(SCENARIOS[name]).explore(MOST) or len(SCENARIOS[name].faults) > 0
 
 
-def test_a_reply_changes_nothing_if_the_rank_waits_for_none() -> None:
-    """The request was abandoned, and nothing was requested since, or something else."""
+def test_a_late_reply_changes_nothing() -> None:
+    """The request was abandoned. The rank has no request in flight, or another one."""
     asked, _ = protocol.step(State(0, (0, 1)).open(("enter",)), protocol.Arrive())
     for idle in (asked.open(("enter",)), protocol.step(asked, protocol.Lost())[0]):
         assert protocol.step(idle, protocol.Reply(asked.asked, 2)) == (idle, None)
@@ -194,7 +194,7 @@ def test_a_reply_changes_nothing_if_the_rank_waits_for_none() -> None:
 
 
 @pytest.mark.parametrize(("counted", "waits"), [(1, True), (2, False)])
-def test_a_rank_waits_once_it_is_counted_unless_it_is_the_last(counted: int, waits: bool) -> None:
+def test_each_counted_rank_waits_except_the_last(counted: int, waits: bool) -> None:
     asked, _ = protocol.step(State(0, (0, 1)).open(("enter",)), protocol.Arrive())
     assert not asked.is_waiting
     state, _ = protocol.step(asked, protocol.Reply(asked.asked, counted))
@@ -202,7 +202,7 @@ def test_a_rank_waits_once_it_is_counted_unless_it_is_the_last(counted: int, wai
 
 
 def commands_of(state: State, event: Any, *replies: Any) -> list[Any]:
-    """What a rank asks after an event, and after each of the replies."""
+    """Return the requests of a rank after an event and after each reply."""
     state, command = protocol.step(state, event)
     commands = [command]
     for value in replies:
@@ -212,7 +212,7 @@ def commands_of(state: State, event: Any, *replies: Any) -> list[Any]:
 
 
 def test_ranks_that_read_the_same_request_write_different_decisions() -> None:
-    """The rank whose decision is stored deletes the keys, so it must know that it is its own."""
+    """The rank whose decision is stored deletes the keys, so it must recognise its decision."""
     request = Decision("recover", 1, "fault")
     written = set()
     for rank in (0, 2):
@@ -229,13 +229,13 @@ def test_ranks_that_read_the_same_request_write_different_decisions() -> None:
 def test_a_recovery_that_failed_is_joined_late_except_by_a_new_process(
     kind: str, replaces: bool
 ) -> None:
-    """A rank that was in the job fails as well; a process that replaces another one starts anew."""
+    """A rank that was in the job fails as well. A replacement requests a new recovery."""
     recover = protocol.Recover("fault", "{}", ("enter", "done"), replaces)
     ended = Decision(kind, 0).to_json()
     *_, command = commands_of(State(1, (0, 1), instance=1), recover, "1", ended)
     joins = kind != "timeout" and not replaces
-    anew = protocol.Swap("reloadpg/1/recovery", "1", "2")
-    assert command == (protocol.Set("reloadpg/1/recovery/1/1", "{}") if joins else anew)
+    requests = protocol.Swap("reloadpg/1/recovery", "1", "2")
+    assert command == (protocol.Set("reloadpg/1/recovery/1/1", "{}") if joins else requests)
 
 
 @pytest.mark.parametrize(
@@ -254,8 +254,8 @@ def test_a_request_ends_the_barriers_at_which_others_wait_for_this_rank(
     assert {one.value for one in stored} == {Decision("recover", 1, "fault").to_json()}
 
 
-def test_an_interrupted_rank_that_recovers_after_all_takes_that_back() -> None:
-    """No recovery is cancelled for it any more; another rank's interrupt still cancels."""
+def test_an_interrupted_rank_that_recovers_withdraws_its_interrupt() -> None:
+    """Its interrupt no longer cancels a recovery; that of another rank still does."""
     recover = protocol.Recover("fault", "{}", ("enter", "done"), False)
     noted = Decision("cancelled", 1, "interrupted").to_json()
 
@@ -273,8 +273,8 @@ def test_an_interrupted_rank_that_recovers_after_all_takes_that_back() -> None:
     assert replace(Decision.from_json(cancels.value), by=-1) == Decision.from_json(noted)
 
 
-def test_a_rank_that_has_lost_the_store_supposes_that_the_others_pass() -> None:
-    """It ends its operation at the barrier after the one at which it was counted."""
+def test_a_rank_without_a_store_assumes_that_the_others_pass() -> None:
+    """The assumed end is the barrier after the one at which the rank was counted."""
     state = State(0, (0, 1)).open(("enter", "quiesced", "released"), ("quiesced",))
     counted = state._replace(arrived=True)
     assert state.supposed_end == "enter"
@@ -287,7 +287,7 @@ def test_a_rank_that_has_lost_the_store_supposes_that_the_others_pass() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_invariants_hold_in_longer_runs(name: str) -> None:
-    """All worlds, or as many as ``TEST_WORLDS`` says: a nightly run can afford a million."""
+    """``TEST_WORLDS`` is the limit of worlds; a nightly run can use a million."""
     Explorer(SCENARIOS[name]).explore(int(os.environ.get("TEST_WORLDS", "20000")))
 
 
@@ -302,13 +302,15 @@ def test_invariants_hold_on_random_paths_of_larger_jobs(faults: tuple[str, ...])
 
 
 class Counting(Explorer):
-    """Counts what each rank asks of the store and of the ranks of its host, on one path."""
+    """Counts the requests to the store and within hosts on one path."""
 
     def path(self, seed: int) -> Counter[str]:
         self.asked: Counter[str] = Counter()
         chance, world = random.Random(seed), self.start()
-        while acts := [n for n, rank in enumerate(world.ranks) if self._can_act(world, n, rank)]:
-            world = self._act(world, chance.choice(acts), True)
+        while enabled := [
+            n for n, one in enumerate(world.ranks) if self._is_enabled(world, n, one)
+        ]:
+            world = self._act(world, chance.choice(enabled))
             for n in range(len(world.ranks)):
                 world = self._settle(world, n)
         self.check_end(world)
@@ -323,16 +325,16 @@ TEN = (OPERATION,) * 5
 """Ten barriers."""
 
 
-ASKED = {
-    # Each rank adds one, waits and reads; the last one writes, and deletes count and decision.
+REQUESTS = {
+    # Each rank adds one, waits and reads. The last one writes, and deletes count and decision.
     "no host": (Scenario(3, TEN), {"Add": 30, "Await": 20, "Read": 20, "Swap": 10, "Delete": 18}),
-    # At the first barrier, each rank is on its own, publishes itself and meets the others.
+    # At the first barrier, each rank arrives alone, publishes itself and reads the list.
     "one host": (
         Scenario(2, TEN, hosts=((0, 1),)),
         {"Add": 11, "Await": 1, "Read": 1, "Swap": 10, "Delete": 19, "Publish": 2, "Meet": 2}
         | {"Gather": 11, "Hand": 9, "Hear": 9, "Spread": 11},
     ),
-    # Without the list, each rank is on its own for good.
+    # Without the list, each rank arrives alone at all barriers.
     "no list": (
         Scenario(2, TEN, hosts=((0, 1),), lists=False),
         {"Add": 20, "Await": 10, "Read": 10, "Swap": 10, "Delete": 18, "Publish": 2, "Meet": 2}
@@ -341,69 +343,69 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_what_ten_barriers_ask(name: str) -> None:
-    """No more than that, in any order: nothing polls, and nothing is asked twice."""
-    case, expected = ASKED[name]
+@pytest.mark.parametrize("name", REQUESTS)
+def test_requests_of_ten_barriers(name: str) -> None:
+    """The number of requests does not depend on the interleaving: no rank polls or repeats one."""
+    case, expected = REQUESTS[name]
     for seed in range(20):
         assert Counting(case).path(seed) == expected
 
 
-# -- changes of the protocol that must be found ---------------------------------------------------
+# -- mutations that must be detected --------------------------------------------------------------
 
 Step = tuple[State, Any]
 
 
 def late_replies_count(state: State, event: Any) -> Step:
-    """Finding 1: the late response to an abandoned request changes the rank's state."""
+    """The late reply to an abandoned request changes the rank's state."""
     if isinstance(event, protocol.Reply) and state.at is not None:
         return state.at(state, event.value)
     return original_step(state, event)
 
 
 def keys_go_early(state: State, decision: Decision, then: protocol.Then) -> Step:
-    """Finding 1: a decision is deleted before the other rank reads it."""
+    """A decision is deleted before the other rank reads it."""
     state, command = original_pass(state, decision, then)
     return state._replace(spent=()), Delete(state.spent[0]) if state.spent else command
 
 
 def no_time_to_answer(state: State, text: str | None) -> Step:
-    """Finding 3: a rank does not wait for the others' responses."""
+    """A rank does not wait for the others' responses."""
     return original_roll(state, text) if text else protocol._collect(state)
 
 
 def interrupts_are_written_only_at_the_barrier(state: State, event: protocol.Fail) -> Step:
-    """Finding 5: the other ranks begin a recovery, and never read it."""
+    """The other ranks begin a recovery and never read the interrupt."""
     return original_fail(state, event._replace(decision=replace(event.decision, kind="failed")))
 
 
 def jobs_are_counted_by_each_rank(state: State, text: str | None) -> Step:
-    """Finding 7: after one rank's initialisation fails, the retry never meets."""
+    """After the initialisation of one rank fails, the ranks do not meet in the retry."""
     return protocol._idle(state)
 
 
 def a_rank_trusts_itself(state: State, text: str) -> Step:
-    """It acts on the decision that it proposed, not on the one that was written."""
+    """A rank acts on the decision that it proposed, not on the stored one."""
     return protocol._known(state, state.text)
 
 
-def answers_are_counted_twice(state: State) -> Step:
-    """After a second interrupt."""
+def responses_are_counted_twice(state: State) -> Step:
+    """A second interrupt makes a rank respond again."""
     return original_answer(state._replace(answered=False))
 
 
 def a_leader_counts_itself_again(state: State, found: tuple[int, bool]) -> Step:
-    """Each time that it collects arrivals."""
+    """A leader counts itself each time it collects arrivals."""
     return original_gathered(state._replace(counted=False), found)
 
 
 def a_rank_is_handed_and_counted(state: State, _: bool) -> Step:
-    """It is counted by itself as well as by its leader."""
+    """A rank is counted by itself and by its leader."""
     return protocol._add(state, 1)
 
 
 def the_list_of_a_host_stays(state: State, local: tuple[int, ...]) -> Step:
-    """No rank deletes it."""
+    """No rank deletes the list of a host."""
     return protocol._idle(state._replace(local=local))
 
 
@@ -417,7 +419,7 @@ original_answer = protocol._count_answer
 
 @contextmanager
 def changed(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """The protocol with another function in the place of one of its own."""
+    """Replace one function of the protocol."""
     original = getattr(protocol, name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(protocol, name, function)
@@ -428,11 +430,11 @@ def changed(name: str, function: Callable[..., Any]) -> Iterator[None]:
 
 
 def is_caught(names: tuple[str, ...], most: int = MOST) -> bool:
-    """Whether one of these scenarios detects the change."""
+    """Whether one of these scenarios detects the mutation."""
     for name in names:
         try:
             Explorer(SCENARIOS[name]).explore(most)
-        except Exception:  # a violation, or what the changed code raises
+        except Exception:  # a violation, or an error of the mutated code
             return True
     return False
 
@@ -440,50 +442,50 @@ def is_caught(names: tuple[str, ...], most: int = MOST) -> bool:
 @pytest.mark.parametrize(
     ("name", "function", "scenario"),
     [
-        ("step", late_replies_count, "a late answer"),
+        ("step", late_replies_count, "a late reply"),
         ("_pass", keys_go_early, "two operations"),
         ("_roll_read", no_time_to_answer, "a failure of one of three"),
         ("_fail", interrupts_are_written_only_at_the_barrier, "an interrupt while others recover"),
-        ("_instance_read", jobs_are_counted_by_each_rank, "a job that one rank has begun twice"),
+        ("_instance_read", jobs_are_counted_by_each_rank, "a job that one rank registered twice"),
         ("_decided", a_rank_trusts_itself, "a stall"),
-        ("_count_answer", answers_are_counted_twice, "two interrupts"),
+        ("_count_answer", responses_are_counted_twice, "two interrupts"),
         ("_gathered", a_leader_counts_itself_again, "a crash on one of two hosts"),
         ("_handed", a_rank_is_handed_and_counted, "two hosts"),
         ("_met", the_list_of_a_host_stays, "ranks of a host that meet"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_fault_in_the_protocol_is_found(
+def test_a_mutation_of_the_protocol_is_detected(
     name: str, function: Callable[..., Any], scenario: str
 ) -> None:
-    """Faults that the protocol once had, and others."""
+    """Defects that the protocol once had, and others."""
     with changed(name, function):
         assert is_caught((scenario,), 40_000)
 
 
-SHOWN_IN = {
+DETECTS = {
     "two operations": "sent counted decided woken decision_read",
     "a crash": "progress_read number_read newer_read paused roll_read roll_paused stuck_read",
     "agreement": "notes_read",
     "disagreement": "answered absent_read plans_read called readers_found",
     "work that hangs": "doing_read",
     "a failure of one of three": "leave_paused",
-    "a stall, and the operation is called again": "next_read next_paused",
+    "a stall before a retry": "next_read next_paused",
     "an interrupt while others recover": "pending_read",
     "a lost connection": "request_read recovery_read entered_read cancelled_read",
     "two hosts": "handed gathered heard",
     "ranks of a host that meet": "published met",
     "a job that begins": "job_counted",
-    "a job that one rank has begun twice": "instance_read",
+    "a job that one rank registered twice": "instance_read",
 }
-"""The scenario that shows that a transition is missing: all of them are shown."""
+"""For each scenario, the transitions whose absence it detects. All transitions are listed."""
 
 
 @pytest.mark.parametrize(
     ("name", "scenario"),
-    [(name, scenario) for scenario, names in SHOWN_IN.items() for name in names.split()],
+    [(name, scenario) for scenario, names in DETECTS.items() for name in names.split()],
 )
-def test_a_transition_that_does_nothing_is_found(name: str, scenario: str) -> None:
-    """The rank gets its reply, and stops there."""
+def test_a_missing_transition_is_detected(name: str, scenario: str) -> None:
+    """The rank receives its reply and stops."""
     with changed(f"_{name}", lambda state, _: protocol._idle(state)):
         assert is_caught((scenario,))

@@ -1,6 +1,6 @@
 """Barriers, decisions and keys on real stores, with a thread and a store client for each rank.
 
-``test_protocol.py`` explores the orders of events; here are the stores, threads and clocks.
+``test_protocol.py`` checks all interleavings; these tests add stores, threads and clocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.matrix
 
 
 def job_on(stores: Sequence[Store]) -> Job:
-    """A job whose ranks have connected: slow host name look-ups must not count as waits."""
+    """A job whose ranks are connected, so slow host name lookups do not count as waits."""
     size = len(stores)
     job = Job([Rendezvous(lambda own=own: own, rank, size) for rank, own in enumerate(stores)])  # type: ignore[misc]
     job.run(lambda rdv: rdv.ask(lambda _: None, Wait("connecting", 30)))
@@ -43,7 +43,7 @@ def clients(size: int) -> list[TCPStore]:
 
 
 def tcp_job(size: int, answered: Mapping[int, Watch] = {}) -> Job:
-    """A job on a TCPStore; `answered` has callbacks for the responses that some ranks get."""
+    """A job on a TCPStore; `answered` has callbacks for responses, by rank."""
     return job_on(
         [
             WatchedStore(store, answered=answered[rank]) if rank in answered else store
@@ -53,7 +53,7 @@ def tcp_job(size: int, answered: Mapping[int, Watch] = {}) -> Job:
 
 
 def signals_arrival(arrived: threading.Event, *ranks: int, at: str = "") -> dict[int, Watch]:
-    """Set the event when these ranks have been counted at a barrier, before they wait there."""
+    """Set the event when these ranks are counted at a barrier, before they wait there."""
     left = {*ranks}
 
     def counted(rank: int, method: str, key: str) -> None:
@@ -68,7 +68,7 @@ def signals_arrival(arrived: threading.Event, *ranks: int, at: str = "") -> dict
 
 
 def meet_after(mark: str, *ranks: int) -> dict[int, Watch]:
-    """Let ranks that set such a key on the store wait until all of them have set theirs."""
+    """Let these ranks wait after they have set a key ``/mark/`` until all of them have."""
     all_have = threading.Barrier(len(ranks))
 
     def answered(method: str, key: str) -> None:
@@ -79,7 +79,7 @@ def meet_after(mark: str, *ranks: int) -> dict[int, Watch]:
 
 
 class SilentStore(WatchedStore):
-    """Once `silent` is set, existing clients get no response; new clients do."""
+    """Existing clients get no response once `silent` is set; new clients do."""
 
     def __init__(self, store: Any, silent: threading.Event, ended: threading.Event) -> None:
         early = not silent.is_set()
@@ -148,8 +148,8 @@ def test_keys_are_deleted() -> None:
     for _ in range(6):
         assert job.run(operation) == [None] * 3
         counts.append(store.num_keys())
-    # A barrier has two shared keys and one per rank, an agreement one more; each rank has one key
-    # for its count of jobs, and a TCPStore counts one of its own.
+    # A barrier has two shared keys and one per rank, and an agreement one more. Each rank has one
+    # key for its count of jobs, and a TCPStore adds an internal key.
     assert max(counts) <= 2 * (2 + 3) + 1 + 3 + 1
     assert counts[2:] == [counts[2]] * 4
 
@@ -166,27 +166,12 @@ def test_a_rank_reads_the_proposals_that_it_asks_for() -> None:
     assert results == [{"b": "2"}, {}, {"c": "3", "a": "1"}]
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_proposal_that_yields_is_overridden_in_any_order(first: int) -> None:
-    written = threading.Event()
-    job = tcp_job(2, signals_arrival(written, first))
-    proposals = [[Proposal("a", "weak", yields=True)], [Proposal("a", "strong")]]
-
-    def agree(rdv: Rendezvous) -> dict[str, str]:
-        round_ = rdv.open("reload", ("enter",), FAR)
-        if rdv.rank != first:
-            assert written.wait(SOON)
-        return round_.agree("enter", PLAN, proposals[rdv.rank], ["a"])
-
-    assert job.run(agree) == [{"a": "strong"}] * 2
-
-
 # -- timeouts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("absent", [[0], [1, 2, 6]])
 def test_a_timeout_names_the_missing_ranks(absent: list[int]) -> None:
-    """All ranks that arrived raise the same phase and ranks when the first of them times out."""
+    """All ranks that arrived raise the same error when the first of them times out."""
     present = [rank for rank in range(8) if rank not in absent]
     last, others = present[-1], threading.Event()
     job = tcp_job(8, signals_arrival(others, *present[:-1]))
@@ -232,7 +217,7 @@ def test_a_timeout_distinguishes_unfinished_work_from_missing_ranks() -> None:
 def test_work_that_ends_after_its_operation_is_not_committed(
     end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operation may time out, or be interrupted while the thread of the work starts."""
+    """The operation times out, or is interrupted while it starts the thread of the work."""
     release, ended, committed = threading.Event(), threading.Event(), []
 
     def work(attempt: Any, _: int) -> None:
@@ -260,7 +245,7 @@ def test_work_that_ends_after_its_operation_is_not_committed(
 
 
 def test_progress_of_any_rank_extends_the_wait() -> None:
-    """On ranks that work, on ranks that have arrived, and on a rank without peers."""
+    """It restarts the timeout of ranks that work or have arrived, and in a job of one rank."""
     worked, arrived, over = threading.Event(), threading.Event(), threading.Event()
     job = tcp_job(3, signals_arrival(arrived, 2, at="done"))
     steps, step = 22, 0.25  # 5.5 s of work with a timeout of 5 s
@@ -313,7 +298,7 @@ def test_progress_of_any_rank_extends_the_wait() -> None:
 def test_a_long_wait_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At intervals that double, with operation, phase and missing ranks."""
+    """The message has operation, phase and missing ranks; the intervals double."""
     monkeypatch.setenv(LOG_WAIT, "0.1")
     job = tcp_job(3)
     job.run(lambda rdv: rdv.open("reload", ("enter",), 2.0).agree("enter", PLAN), ranks=[0])
@@ -337,7 +322,7 @@ class Counting:
 
 @pytest.mark.parametrize("missing", [[], [0], [3, 4, 999]])
 def test_missing_ranks_are_found_with_few_store_requests(missing: list[int]) -> None:
-    """At most twenty for each missing rank of a thousand."""
+    """With a thousand ranks, at most twenty per missing rank."""
     store: Any = Counting({f"1/enter/here/{rank}" for rank in range(1000) if rank not in missing})
     assert absent(store, "1/enter/here", range(1000)) == missing
     assert store.checks <= 1 + 20 * len(missing)
@@ -362,7 +347,7 @@ def test_few_ranks_of_a_large_job_look_for_missing_ones(rank: int, named: str) -
 
 @pytest.fixture
 def all_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No grace period expires: each ends when all ranks have responded."""
+    """Make each grace period end only when all ranks have responded."""
     monkeypatch.setenv(GRACE, str(SOON))
 
 
@@ -370,7 +355,7 @@ def all_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failure_is_raised_on_all_ranks_before_the_timeout(
     any_job: Callable[[int], Job],
 ) -> None:
-    """On a rank that waits at the barrier, and on one that works."""
+    """One of the other ranks waits at the barrier, and one works."""
     job = any_job(3)
     release = threading.Event()
 
@@ -410,7 +395,7 @@ def test_a_rank_that_does_not_respond_to_a_failure_is_named() -> None:
 
 
 def test_a_second_failure_names_the_first() -> None:
-    """A rank that aborts breaks the collectives of others before they read of its failure."""
+    """The abort of a rank breaks the collectives of others before they read its failure."""
     job = tcp_job(2)
     failed = threading.Event()
     own = ReloadpgError("connection closed by peer")
@@ -450,12 +435,12 @@ def test_an_error_names_the_next_call(kind: str, operation: str, step: str) -> N
 
 
 def test_the_rank_that_hosts_the_store_raises_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process often ends then, with the store from which the others still have to read."""
-    monkeypatch.setenv(GRACE, str(SOON))  # rank 0 waits so long for rank 1 at the end
+    """After an error its process often ends, and the store with it."""
+    monkeypatch.setenv(GRACE, str(SOON))  # rank 0 waits for rank 1 up to this time
     ended: list[int] = []
     first = threading.Event()
 
-    def late(method: str, key: str) -> None:  # rank 1 is slow to read who has responded
+    def late(method: str, key: str) -> None:  # rank 1 is slow to read the result
         if method == "compare_set" and key.endswith("/roll") and 1 not in ended:
             first.wait(0.6)  # not set: rank 0 is waiting
             ended.append(1)
@@ -490,7 +475,7 @@ def test_a_lost_store_is_an_error_on_every_rank_and_in_each_operation() -> None:
 
 
 def test_a_store_that_does_not_respond_is_an_error_at_the_timeout() -> None:
-    """It names the ranks whose state is unknown, on ranks that wait and on ranks that work."""
+    """Ranks that wait and ranks that work name the ranks whose state is unknown."""
     job, stores = silent_job(3)
     hold = threading.Event()
 
@@ -545,7 +530,7 @@ class HeldStore(WatchedStore):
         super().__init__(clients(1)[0], watch)
 
 
-def test_a_request_without_a_response_blocks_no_later_request() -> None:
+def test_a_request_without_a_response_does_not_block_later_requests() -> None:
     ended = threading.Event()
     held = HeldStore(ended)
     rdv = Rendezvous(lambda: held, 0, 1)
@@ -558,7 +543,7 @@ def test_a_request_without_a_response_blocks_no_later_request() -> None:
 
 
 def test_init_process_group_does_not_wait_for_a_store_that_does_not_respond() -> None:
-    """It counts the job, with a timeout."""
+    """Counting the job has a timeout."""
     ended = threading.Event()
     held = HeldStore(ended)
     counting = threading.Thread(target=Rendezvous(lambda: held, 0, 1).count_job, args=(held, 0.1))
@@ -569,8 +554,11 @@ def test_init_process_group_does_not_wait_for_a_store_that_does_not_respond() ->
     assert not hangs
 
 
-def test_a_job_that_one_rank_has_counted_twice_is_not_mistaken_for_the_next() -> None:
-    """A rank whose count got no response counts again, and the others follow it to that job."""
+def test_the_ranks_meet_in_a_job_that_one_rank_has_counted_twice() -> None:
+    """A rank whose count got no response counts again, and the others follow it to that job.
+
+    The next job has another number.
+    """
     counted, ended = threading.Event(), threading.Event()
 
     def hold(method: str, key: str) -> None:
@@ -604,7 +592,7 @@ def test_a_job_that_one_rank_has_counted_twice_is_not_mistaken_for_the_next() ->
 def test_jobs_are_counted_before_the_first_request(
     monkeypatch: pytest.MonkeyPatch, early: bool
 ) -> None:
-    """A rank that sent no request in an earlier job meets the others in the next one."""
+    """So a rank that sent no request in an earlier job meets the others in the next one."""
 
     class World:
         def rank(self) -> int:
@@ -627,7 +615,7 @@ def test_jobs_are_counted_before_the_first_request(
 
 
 def test_the_grace_period_grows_with_the_job() -> None:
-    """16,384 ranks poll the store every eight seconds, and need as long to respond."""
+    """16,384 ranks poll the store every eight seconds, so responses take as long."""
     rank = Rendezvous(None, 1, 16384)
     assert rank.pause_s > 8
     assert rank.grace_s > 2 * rank.pause_s

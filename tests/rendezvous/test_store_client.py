@@ -16,7 +16,7 @@ from reloadpg.testing import run_ranks
 
 def _stopped_after_the_deadline(rank, world_size):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    # Lets this process run on 4 s after it has closed the pipe and stopped itself.
+    # Continues this process 4 s after it has closed the pipe and stopped itself.
     command = f"read _; while sleep 4 && kill -CONT {os.getpid()}; do :; done"
     waker = subprocess.Popen(["sh", "-c", command], stdin=subprocess.PIPE)
     pause, pauses = Wait.pause, []
@@ -31,7 +31,7 @@ def _stopped_after_the_deadline(rank, world_size):
             time.sleep(0.01)
 
     def answer(own):
-        until_the_next_pause()  # the deadline is over, and the grace period has begun
+        until_the_next_pause()  # the deadline has passed, and the grace period has begun
         waker.stdin.close()
         os.kill(os.getpid(), signal.SIGSTOP)
         until_the_next_pause()  # the waiting thread has read its clock since
@@ -44,5 +44,5 @@ def _stopped_after_the_deadline(rank, world_size):
 
 
 def test_a_stopped_process_does_not_use_up_the_grace_period() -> None:
-    """A loaded or suspended machine is not a store that does not respond."""
+    """A loaded or suspended machine is not an unresponsive store."""
     assert run_ranks(_stopped_after_the_deadline, 1, timeout=60) == [1]

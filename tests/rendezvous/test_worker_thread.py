@@ -17,7 +17,7 @@ class _Held:
 
 
 def test_an_ended_task_keeps_no_reference_to_its_work() -> None:
-    """A task may be kept; the groups that it has aborted must not be kept with it."""
+    """A task may be kept, but must not keep the groups alive that it has aborted."""
 
     def begin() -> tuple[Task[None], weakref.ref[_Held]]:
         held = _Held()
@@ -51,5 +51,5 @@ def _given_to_another_thread(rank: int, world_size: int) -> list[bool]:
 
 
 def test_a_signal_delivered_to_another_thread_is_handled_while_waiting() -> None:
-    """The kernel wakes the main thread for no such signal: the wait checks for it."""
+    """The kernel does not wake the main thread for it, so the wait checks periodically."""
     assert run_ranks(_given_to_another_thread, 1, timeout=120) == [[True]]

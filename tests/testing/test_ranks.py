@@ -520,7 +520,7 @@ def test_daemons_of_ranks_end_with_the_run(tmp_path: Path, hangs: bool) -> None:
 def kill_supervisor(rank: int, world_size: int, folder: str) -> None:
     import supervising
 
-    supervising.await_told()
+    supervising.await_pids_sent()
     child = os.fork()
     if child != 0:
         report(folder, os.getpid(), child)
