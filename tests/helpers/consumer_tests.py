@@ -55,8 +55,8 @@ class ConsumerTests:
     def test_each_cycle_releases_and_rebuilds_every_group(self) -> None:
         """All groups take part in each cycle, which :meth:`Run.cycle` checks.
 
-        No inner group survives an offload, and every collective raises on any path, without a
-        fallback to WORLD.
+        No inner group survives an offload (failure 32), and every collective raises on any path,
+        without a fallback to WORLD (failure 4).
         """
         for outcome in self.consumer.with_cycles():
             assert len(outcome.cycles) == self.consumer.cycles

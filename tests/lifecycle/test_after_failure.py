@@ -31,7 +31,7 @@ def fails(call: Callable[[], object], own: type[Exception], rank: int) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("world", [True, False])
 def test_a_group_can_be_created_after_a_failed_reload(rank: int, world: bool) -> None:
-    """It does not wait for the abandoned creation, which blocks torch's store client."""
+    """It does not wait for the abandoned creation, which blocks its client (failures 14, 19)."""
     job = Job("faulty", subgroups=[(0, 1)] * 2, world=world)
     reloadpg.offload()
     if rank == 1:

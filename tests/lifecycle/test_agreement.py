@@ -86,7 +86,7 @@ if not worlds.NCCL:  # there, such groups connect at their creation, or do not d
 @worlds.unbound_only
 @pytest.mark.ranks(3)
 def test_ranks_that_disagree_all_raise_and_change_nothing() -> None:
-    """The text is the same on all ranks. The job continues once the cause is removed."""
+    """The text is the same on all ranks (failure 12). Without the cause, the job continues."""
     os.environ |= worlds.ALL_RESPOND
     job = Job(subgroups=((0, 1), (1, 2), (0, 2), (0, 1, 2), (0, 1, 2)))
     for number, differ in enumerate(DIFFERENCES):

@@ -88,7 +88,7 @@ def test_memory_of_a_stalled_abort_is_reported_as_held(rank):
 
 @pytest.mark.ranks(2)
 def test_the_communicators_of_a_failed_operation_are_aborted_in_parallel():
-    """The operation takes as long as the longest abort, not as their sum."""
+    """The operation takes as long as the longest abort, not as their sum (failure 19)."""
     job = Job("sim", subgroups=[(0, 1)] * 8, timeout=BOUND)
     together = threading.Barrier(9)  # these groups and WORLD
     abort = {"operation": "abort", "times": None, "call": lambda _: together.wait(60)}

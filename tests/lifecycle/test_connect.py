@@ -43,7 +43,7 @@ class _Intercepted:
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("how", ["canary", "none", "eager"])
 def test_collectives_of_a_reload(how):
-    """The canary is one small all-reduce per group, in the order of the rebuild."""
+    """The canary is one small all-reduce per group, in the order of the rebuild (failure 17)."""
     _start()
     log = []
     reloadpg.offload()

@@ -412,7 +412,7 @@ def _param(name: str, batch: Batch) -> Any:
 
 @pytest.mark.parametrize("name", [_param(*item) for item in BATCHES.items()])
 def test_all_ranks_get_a_consistent_result_and_the_job_continues(rank: int, name: str) -> None:
-    """The fault may be of any kind, at any point of an operation."""
+    """The fault may be of any kind, at any point of an operation (failures 26 and 27)."""
     batch = BATCHES[name]
     kinds = {scenario.kind for scenario in batch.scenarios}
     if not kinds & {"hang", "late"}:
@@ -496,7 +496,7 @@ DEFAULT_DEATHS = [(point, VICTIM) for point in DEATH_POINTS]
     "death", sampled(DEATHS, *DEFAULT_DEATHS), ids=lambda death: f"{death[0]}-{death[1]}"
 )
 def test_a_rank_that_dies_is_named_within_the_timeout(death: tuple[str, int]) -> None:
-    """It may die at any point; later recoveries name it as well."""
+    """It may die at any point; later recoveries name it as well (failures 14, 26, 27)."""
     survivors(one_dies, 4, *death, dead=death[1])
 
 

@@ -17,11 +17,11 @@ from reloadpg.c10d import devices
 
 @pytest.mark.ranks(2)
 def test_the_steps_of_a_cycle_are_in_order():
-    """Callbacks release other libraries' buffers before the communicators.
+    """Callbacks release other libraries' buffers before the communicators (failure 18).
 
     The device has finished all work, also that of callbacks, before the first release. The caching
-    allocator frees memory before the rebuild. WORLD is released last and rebuilt first. A
-    collective makes one Python call of the library, which forwards it.
+    allocator frees memory before the rebuild (failure 29). WORLD is released last and rebuilt
+    first. A collective makes one Python call of the library, which forwards it (failure 30).
     """
     faulty_gloo.register()
     reloadpg.install(backends={"faulty"}, timeout=timedelta(seconds=20))

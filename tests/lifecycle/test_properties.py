@@ -61,5 +61,5 @@ def test_a_few_programs(pool: Pool, program: Program) -> None:
 @SETTINGS
 @given(program=programs())
 def test_programs(pool: Pool, program: Program) -> None:
-    """Groups, generations, sums and errors equal those of the model."""
+    """Groups, generations, sums and errors equal the model's (failures 4 to 6, 9, 12, 22 to 27)."""
     check(pool, program)

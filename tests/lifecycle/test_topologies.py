@@ -31,7 +31,7 @@ RINGS = ((0, 1), (1, 2), (2, 3), (3, 0), (0, 2), (1, 3))
     ids=["pp4", "rings", "local"],
 )
 def test_three_cycles(rank: int, backend: str, topology: Any, local: bool) -> None:
-    """Each group is rebuilt by its members only, and sums over them."""
+    """Each group is rebuilt by its members only, and sums over them (failures 12, 14, 16)."""
     job = Job(backend, subgroups=() if local else topology, parallelism=PARALLELISM)
     if local:
         # Names are hashes of the members and of the number of known groups, which must be equal on
@@ -46,7 +46,7 @@ def test_three_cycles(rank: int, backend: str, topology: Any, local: bool) -> No
 
 @pytest.mark.ranks(4)
 def test_a_partial_batch_as_the_first_operation_on_world(rank: int) -> None:
-    """Ranks 0 to 2 exchange tensors with their neighbours, without rank 3, as in a pipeline."""
+    """Ranks 0 to 2 exchange tensors, without rank 3, as in a pipeline (failure 15)."""
     Job(subgroups=())
     reloadpg.offload()
     reloadpg.reload()

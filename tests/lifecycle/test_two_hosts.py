@@ -194,7 +194,8 @@ def test_a_cycle_over_two_hosts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("point", ["reload.enter", "reload.group1", "reload.callbacks"])
 def test_a_link_that_is_cut_during_a_reload(tmp_path: Path, point: str) -> None:
-    """It is cut at the start, in a group's rebuild, or before the last barrier.
+    """It is cut at the start, in a group's rebuild, or before the last barrier (failures
+    14 and 16).
 
     The ranks of both hosts raise within the timeout and name ranks, or the unresponsive store. No
     group is live.

@@ -87,7 +87,7 @@ def named(text: str) -> set[int]:
 def test_a_change_on_one_rank_is_detected_and_named(
     plans: dict[int, Plan], data: st.DataObject
 ) -> None:
-    """The sum is not zero, and the message names that rank."""
+    """The sum is not zero, and the message names that rank (failure 12)."""
     rank = data.draw(st.sampled_from(sorted(plans)))
     different = {**plans, rank: data.draw(st.sampled_from(changes(plans[rank])))}
     assert total(different) != 0
