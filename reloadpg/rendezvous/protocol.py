@@ -29,13 +29,14 @@ Close      ends the operation after such a decision: responds (sent, answered), 
            stuck_read, doing_read, plans_read) and writes the result (called), and leaves (sent,
            readers_found, leave_paused)
 Fail       writes ``failed`` at the first undecided barrier: decided; an interrupt of a step is also
-           written where recoveries read it: sent, decided, pending_read; one that joins a recovery
-           is only written there: sent, pending_read
+           written where recoveries read it: sent, decided, pending_read; one that joins a recovery,
+           or has passed the last barrier, is only written there: sent, pending_read
 Next       moves to the operation that the other ranks have begun: next_read, next_paused
 Recover    requests a recovery, or joins the requested one: recovery_read, entered_read; writes a
            report (sent), reads whether a rank was interrupted (cancelled_read), takes that back if
-           it was this one (sent), and begins a new epoch. If a recovery has ended without this rank, the rank joins it only if another rank
-           failed in it, and fails as well. Otherwise it requests the next recovery
+           it was this one (sent), and begins a new epoch. If a recovery has ended without this
+           rank, the rank joins it only if another rank failed in it, and fails as well. Otherwise
+           it requests the next recovery
 Lost       the store did not respond: the result of the last command is unknown
 =========  =====================================================================================
 
@@ -854,7 +855,7 @@ def _fail(state: State, event: Fail) -> Step:
     if event.decision.kind == "cancelled":
         # The other ranks may have left for a recovery and never reach this barrier.
         notes = (Swap(state.cancelled_key, "", state.text),)
-    return _send(state, notes, _see_pending if event.joins else _swap)
+    return _send(state, notes, _swap if state.phases and not event.joins else _see_pending)
 
 
 def _see_pending(state: State) -> Step:

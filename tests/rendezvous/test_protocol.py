@@ -68,6 +68,12 @@ SCENARIOS = {
     "an interrupt": Scenario(2, MEET, ("interrupt",), meets=True),
     "two interrupts": Scenario(2, (("enter",), "recover"), ("interrupt",) * 2, meets=True),
     "an interrupt in a step": Scenario(2, STEP, ("interrupt",), cancels=True, waits=False),
+    "three interrupts in a step, and all recover": Scenario(
+        2, STEP, ("interrupt",) * 3, cancels=True, again=True, meets=True
+    ),
+    "a stall, and a failure of a rank that is behind": Scenario(
+        2, (("enter",),) * 2, ("stall", "failure"), hosts=((0, 1),), met=True, again=True
+    ),
     "an interrupt while others recover": Scenario(
         2, STEP, ("interrupt",), (1,), cancels=True, waits=False, others=("recover",)
     ),
@@ -92,6 +98,7 @@ SCENARIOS = {
         2, ("recover",), ("interrupt",), (1,), cancels=True, waits=False
     ),
     "a stall, and a failure": Scenario(3, (("enter",),), ("stall", "failure"), (1, 2)),
+    "a lost connection of ranks that poll": Scenario(2, MEET, ("silent",), polls=True, meets=True),
     "a lost connection": Scenario(2, (("enter",), "recover"), ("silent",), meets=True),
     "a late answer": Scenario(2, (("enter",), "recover"), ("silent",), late=True),
     "a process that is replaced": Scenario(2, (("enter",), "recover"), ("crash", "replace")),
@@ -105,6 +112,9 @@ SCENARIOS = {
     ),
     "a poll in a job that one rank has begun twice": Scenario(
         2, (("connected",),), joins=True, uneven=(0,), polls=True, waits=False
+    ),
+    "a stall in a job that two of three ranks have left": Scenario(
+        3, (("enter",),), ("stall",), joins=True, uneven=(0,), hosts=((0, 1, 2),)
     ),
     "two jobs on one store": Scenario(
         2, (OPERATION, "join", ("enter",)), joins=True, uneven=(0,), waits=False, meets=True
