@@ -46,6 +46,10 @@ _FLAGS = (
 )
 """What FSDP2's groups of parameters keep from one backward pass to the next."""
 
+_DDP_FLAGS = ("require_backward_grad_sync", "require_forward_param_sync")
+"""What DDP keeps from one forward pass to the next: ``no_sync()``, and whether the next forward
+pass broadcasts the buffers. All ranks must have the same."""
+
 
 def leaves_of(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that hold the data of a tensor: of a DTensor, the local shard."""
@@ -204,8 +208,11 @@ def held_gradients(module: torch.nn.Module) -> list[tuple[Any, str]]:
 
 
 def step_flags(module: torch.nn.Module) -> list[tuple[Any, str]]:
-    """The settings of a module that programs change within a step: objects and attributes."""
+    """The settings of a module that change within a step: objects and attributes."""
     found: list[tuple[Any, str]] = [(one, "training") for one in module.modules()]
+    for one in module.modules():
+        if isinstance(one, DistributedDataParallel):
+            found += [(one, name) for name in _DDP_FLAGS]
     for state in _states(module):
         context = state._state_ctx
         found += [(context, name) for name in _CONTEXT_FLAGS if hasattr(context, name)]

@@ -8,13 +8,14 @@ from contextlib import suppress
 
 from ..groups.proxy import GroupState
 from ..groups.registry import Job, Unfinished
+from ..rendezvous.round import Round
 from ..rendezvous.worker_thread import Wait
 from .operation import TOUCHING, Operation
 from .record import publish
 from .recreate import abort
 from .report import Report
 
-__all__ = ["await_unfinished", "perform"]
+__all__ = ["await_unfinished", "notify", "perform"]
 
 logger = logging.getLogger("reloadpg")
 
@@ -58,12 +59,7 @@ def _end_early(op: Operation, error: BaseException) -> None:
     if job is None or not op.opened:
         return
     op.activity = f"ending it after {type(error).__name__}"
-    # Try again after a second interrupt: a rank that does not know how the round ended could leave
-    # its groups in a different state than the others.
-    for _ in range(_TRIES):
-        with suppress(BaseException):
-            op.round.fail(error)
-            break
+    notify(op.round, error)
     phase = op.round.supposed_end
     for _ in range(_TRIES):
         with suppress(BaseException):
@@ -74,6 +70,18 @@ def _end_early(op: Operation, error: BaseException) -> None:
             break
     job.last_error = f"{type(error).__name__}: {error}"
     op.report = op.record.report(job, error=job.last_error)
+
+
+def notify(round_: Round, error: BaseException, *, cancels: bool = False) -> None:
+    """Notify the other ranks that this one has failed; see :meth:`Round.fail`.
+
+    It tries again after a second interrupt: otherwise the other ranks would wait for this one until
+    their timeouts, and this rank could leave its groups in a different state than they do.
+    """
+    for _ in range(_TRIES):
+        with suppress(BaseException):
+            round_.fail(error, cancels=cancels)
+            break
 
 
 def _leave_failed(op: Operation, job: Job, phase: str, error: BaseException) -> None:

@@ -32,6 +32,7 @@ from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Job, Position, registry
 from ..rendezvous.worker_thread import Task
 from .connect import await_device
+from .failure import notify
 from .recover import longest_wait, meet, recovery_requested, seconds_of
 from .report import Fault, Report
 from .snapshot import Snapshot
@@ -408,7 +409,8 @@ class _Progress:
         self._owed = ""
         job = registry.job("retrying")
         if job is not None:
-            job.rendezvous.open("step", ["enter"], _seconds()).fail(error, cancels=True)
+            round_ = job.rendezvous.open("step", ["enter"], _seconds())
+            notify(round_, error, cancels=True)
 
     def leave(self, frame: FrameType | None) -> None:
         """Handle the exit from the loop: an error on all ranks if the step must be repeated.

@@ -357,7 +357,7 @@ class _Module(_Part):
             "parameters": [_Plain(saved.buffers) for _, saved in self._parameters],
             "gradients": [saved and _Plain(saved.buffers) for _, _, saved in self._gradients],
             "buffers": [saved and _Plain(saved.buffers) for _, _, _, saved in self._named],
-            "training": [value for _, name, value in self._flags if name == "training"],
+            "flags": [value for one, _, value in self._flags if isinstance(one, torch.nn.Module)],
             "extra": [extra for _, extra in self._extra],
         }
 
@@ -376,8 +376,9 @@ class _Module(_Part):
                     c10d.copy_tensors([*c10d.leaves_of(buffer)], given.data)
                 else:
                     owner._buffers[name] = given and _revived(given)
-        for module, training in zip(self._module.modules(), exported["training"], strict=True):
-            module.training = training
+        flags = [(one, n) for one, n, _ in self._flags if isinstance(one, torch.nn.Module)]
+        for (one, name), value in zip(flags, exported["flags"], strict=True):
+            setattr(one, name, value)
         for (module, _), extra in zip(self._extra, exported["extra"], strict=True):
             module.set_extra_state(extra)
 

@@ -18,7 +18,8 @@ Join       counts the jobs on the store; the highest count of any rank is the jo
 Arrive     arrives at the next barrier and waits for its decision: (sent, published,) counted; the
            last rank decides: (notes_read,) decided; the others wait: woken, decision_read; a long
            wait polls: (sent,) decision_read, progress_read, number_read, (request_read or
-           newer_read,) paused; at the timeout: decided. After the first barrier of an epoch: met.
+           newer_read,) paused; at the timeout: decided. After the first barrier of an epoch: met,
+           or at the next one: met_late.
            From then on, ranks of one host arrive together, see below: handed, heard, or gathered,
            counted, woken, decision_read, sent
 Poll       reads the decision before it has arrived, as in a long wait
@@ -29,8 +30,8 @@ Close      ends the operation after such a decision: responds (sent, answered), 
            stuck_read, doing_read, plans_read) and writes the result (called), and leaves (sent,
            readers_found, leave_paused)
 Fail       writes ``failed`` at the first undecided barrier: decided; an interrupt of a step is also
-           written where recoveries read it: sent, decided, pending_read; one that joins a recovery
-           is only written there: sent, pending_read
+           written where recoveries read it: sent, decided, pending_read; one that joins a recovery,
+           or has passed the last barrier, is only written there: sent, pending_read
 Next       moves to the operation that the other ranks have begun: next_read, next_paused
 Recover    requests a recovery, or joins the requested one: recovery_read, entered_read; writes a
            report (sent), reads whether a rank was interrupted (cancelled_read), takes that back if
@@ -307,7 +308,7 @@ class State(NamedTuple):
     waits_long: bool = False  # whether it has marked its wait there as long
     answered: bool = False  # whether its response there may have been counted
     decision: Decision = UNDECIDED  # that of the next barrier, if it was read and is not ``ok``
-    passed: Decision = UNDECIDED  # the decision of the last barrier that was passed
+    passed: Decision = UNDECIDED  # that of the last barrier that was passed in this epoch
     ended: bool = False  # whether the operation has ended early and is closed
     noted: Decision = UNDECIDED  # the last decision that ended an operation
     arriving: Arrive = Arrive()  # the event with which it arrived
@@ -518,6 +519,9 @@ def _arrive(state: State, event: Arrive) -> Step:
 def _count(state: State) -> Step:
     if state.host and not state.published:
         return _ask(state, _published, Publish(state.host_key))
+    if state.host and state.passed.ok and not state.local:
+        # It was interrupted after the first barrier, and would not wait for ranks that it leads.
+        return _ask(state, _met_late, Meet(state.host_key))
     state = state._replace(arrived=True)
     if state.leads:
         return _ask(state, _gathered, Gather(state.key(), waits=True))
@@ -621,9 +625,17 @@ def _meet(state: State) -> Step:
 
 
 def _met(state: State, local: tuple[int, ...]) -> Step:
+    return _idle(_with_local(state, local))
+
+
+def _met_late(state: State, local: tuple[int, ...]) -> Step:
+    return _count(_with_local(state, local))
+
+
+def _with_local(state: State, local: tuple[int, ...]) -> State:
     if state.rank in local[:1]:
         state = state.owning(state.host_key)
-    return _idle(state._replace(local=local if state.rank in local else (state.rank,)))
+    return state._replace(local=local if state.rank in local else (state.rank,))
 
 
 def _passed(state: State, decision: Decision) -> State:
@@ -855,7 +867,7 @@ def _fail(state: State, event: Fail) -> Step:
     if event.decision.kind == "cancelled":
         # The other ranks may have left for a recovery and never reach this barrier.
         notes = (Swap(state.cancelled_key, "", state.text),)
-    return _send(state, notes, _see_pending if event.joins else _swap)
+    return _send(state, notes, _swap if state.phases and not event.joins else _see_pending)
 
 
 def _see_pending(state: State) -> Step:
@@ -950,7 +962,8 @@ def _cancelled_read(state: State, text: str | None) -> Step:
 
 def _begin_epoch(state: State) -> Step:
     state = state._fresh(state.event.phases)
-    return _idle(state._replace(epoch=state.joining, sequence=0, published=False, local=()))
+    state = state._replace(epoch=state.joining, sequence=0, published=False, local=())
+    return _idle(state._replace(passed=UNDECIDED))
 
 
 def _lost(state: State, _: Lost) -> Step:

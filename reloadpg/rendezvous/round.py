@@ -607,7 +607,8 @@ class Round:
         """
         _come_to("failing", self.operation, self.phase, self._rendezvous.rank)
         try:
-            if not (self._ended or self._state.lost) and self._is_current and self.phase:
+            open_ = self._is_current and (self.phase or cancels)
+            if open_ and not (self._ended or self._state.lost):
                 self._notify(error, "cancelled" if cancels else "failed")
             self._ended = True  # an interrupt before this line lets the caller try again
             return self.supposed_end

@@ -354,7 +354,8 @@ class Explorer:
             arrived = world.arrived
             if isinstance(command, Hand) and reply:
                 arrived |= {(command.key.removesuffix("/"), n)}
-            if isinstance(command, Meet | Publish) and live and command.key in world.deleted:
+            asks = isinstance(command, Meet | Publish) and live
+            if asks and self._is_deleted(world, command.key):
                 raise Violation(f"rank {n} uses a deleted key: {command}")
             return world._replace(store=store_after or world.store, arrived=arrived), reply
         store, deleted = dict(world.store), world.deleted
@@ -362,7 +363,7 @@ class Explorer:
         # A replacement ends barriers of its predecessor. Several ranks delete the same proposal.
         allowed = world.ranks[n].replaces and isinstance(command, Swap)
         allowed |= isinstance(command, Delete) and "/proposal/" in command.key
-        if live and not allowed and any(key in deleted for key in keys):
+        if live and not allowed and any(self._is_deleted(world, key) for key in keys):
             raise Violation(f"rank {n} uses a deleted key: {command}")
         reply, _ = _performed(store, command)
         arrived = world.arrived
@@ -380,9 +381,15 @@ class Explorer:
             if command.amount:
                 arrived |= {once}
         most = self.scenario.size * len(self.scenario.program)
-        if isinstance(command, Add) and command.key.endswith("/progress") and reply > most:
+        counts = isinstance(command, Add) and command.key.endswith("/progress")
+        if counts and reply > most and not self.scenario.faults:  # a fault repeats recoveries
             raise Violation(f"progress is counted more than once: {reply}")
         return world._replace(store=_frozen(store), deleted=deleted, arrived=arrived), reply
+
+    def _is_deleted(self, world: World, key: str) -> bool:
+        """Whether a key of the newest job was deleted. Late ranks may use those of earlier jobs."""
+        newest = protocol.base(int(dict(world.store).get("reloadpg/instance", "1")))
+        return key in world.deleted and key.startswith(f"{newest}/")
 
     def _is_led(self, world: World, n: int) -> bool:
         """Whether the rank can reach its leader, and the leader is alive and in the same epoch."""
@@ -526,7 +533,7 @@ class Explorer:
             elif kind == "silent":
                 for abandoned in self._abandon(world, n):
                     yield self._cut_off(abandoned, n)
-            elif rank.running and kind in ("interrupt", "failure"):
+            elif rank.running not in ("", "join") and kind in ("interrupt", "failure"):
                 for abandoned in self._abandon(world, n):
                     yield self._interrupt(abandoned, n)
 
@@ -571,6 +578,8 @@ class Explorer:
     def _call(self, world: World, n: int) -> World:
         """Take the next step of the program; the rank has no request in flight."""
         rank, state = world.ranks[n], world.ranks[n].state
+        if not self.scenario.faults and state.host and state.passed.ok and not state.local:
+            raise Violation(f"rank {n} passed a barrier and does not know the ranks of its host")
         if not rank.running:
             return self._begin(world, n)
         if rank.running == "recover" and not _has_joined(rank):
@@ -585,7 +594,7 @@ class Explorer:
             return self._step(world, n, Close(f"work {n}", not rank.failing, hosts=n == 0))
         if state.ended:
             decision = state.decision
-            behind = decision.kind == "timeout" and n in decision.missing
+            behind = decision.kind == "timeout" and n in decision.missing and not rank.failing
             first = rank.running != "recover" and state.phases[0] == rank.running[0]
             if behind and first and rank.log[-1:] != ("behind",):
                 asked = rank._replace(log=(*rank.log, "behind"))
@@ -770,11 +779,11 @@ class Explorer:
             raise Violation(f"rank {n} checks for a newer job after all ranks have met")
         if isinstance(command, Swap) and "/0.0/" in command.key and not rank.replaces:
             raise Violation(f"rank {n} writes a decision outside a barrier: {command}")
-        noted = rank.running == "recover" and rank.log[-1:] == ("cancelled",) and not rank.failing
-        if noted and isinstance(command, Swap) and '"cancelled"' in command.value:
-            raise Violation(f"rank {n} cancels a recovery for an interrupt that all have noted")
         decides = isinstance(command, Swap) and command.key.endswith("/decision")
         written = Decision.from_json(command.value) if decides else protocol.UNDECIDED
+        noted = rank.running == "recover" and rank.log[-1:] == ("cancelled",) and not rank.failing
+        if noted and written.kind == "cancelled" and written.rank == before.noted.rank:
+            raise Violation(f"rank {n} cancels a recovery for an interrupt that all have noted")
         if written.kind == "cancelled" and written.rank == n and not rank.failing:
             raise Violation(f"rank {n} cancels a recovery in which it takes part: {command}")
         if isinstance(command, Add) and "/instance/" in command.key and not command.amount:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fault_job import Injected, Job, all_reduce, attempt, fail, interfere, stop_interfering
 
 import reloadpg
+from reloadpg.testing.simulated import Fault, inject
 
 FAULTY = 1
 
@@ -163,6 +164,27 @@ def test_a_reference_to_pending_work_delays_no_rank(rank: int) -> None:
     (text,) = raised
     assert "Timed out" not in text
     assert ("of the trainer" if rank == FAULTY else "onnection") in text  # closed, or reset
+
+
+@pytest.mark.ranks(2)
+def test_a_second_interrupt_does_not_hide_the_first_one(rank: int) -> None:
+    """The second one arrives before the other ranks are notified of the first."""
+    Job("gloo", subgroups=())
+
+    def interrupt_again(_: object) -> None:
+        raise KeyboardInterrupt("again")
+
+    def loop() -> None:
+        for step in reloadpg.retrying(range(1)):
+            with step:
+                if rank == FAULTY:
+                    raise KeyboardInterrupt("first")
+
+    with inject(Fault("failure", "call", rank=FAULTY, call=interrupt_again)) as fault:
+        seen = attempt(loop)
+    assert fault.fired == (rank == FAULTY)
+    assert seen.kind == ("KeyboardInterrupt" if rank == FAULTY else "PeerFailedError"), seen
+    assert "first" in seen.text
 
 
 @pytest.mark.ranks(2)

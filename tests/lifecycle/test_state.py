@@ -222,6 +222,27 @@ def test_an_optimizer_and_a_scaler_are_restored() -> None:
 
 
 @pytest.mark.matrix
+@pytest.mark.ranks(4)
+def test_ddp_synchronizes_its_buffers_as_in_the_first_attempt(rank: int) -> None:
+    """After a fault between two microbatches, only some ranks would broadcast the buffers in the
+    next forward pass, and the repeated step would hang until its timeout.
+    """
+    Job("gloo")
+    model = DistributedDataParallel(torch.nn.BatchNorm1d(WIDTH))
+    attempts = []
+    for step in reloadpg.retrying(range(3), state=model, on=(Injected, RuntimeError)):
+        with step as number:
+            attempts.append((number, step.attempt))
+            inputs = torch.randn(4, WIDTH)
+            with model.no_sync():
+                model(inputs).sum().backward()
+            if (rank, number, step.attempt) == (FAULTY, 1, 1):
+                raise Injected
+            model(inputs).sum().backward()
+    assert attempts == [(0, 1), (1, 1), (1, 2), (2, 1)]
+
+
+@pytest.mark.matrix
 def test_a_pipeline_schedule_drops_the_microbatches_of_an_unfinished_step() -> None:
     """Their losses are dropped as well. The result equals that without a fault."""
     expected, *found = (
@@ -318,6 +339,8 @@ def replaced(rank: int, size: int, kind: str, dies: bool) -> Any:
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
+                with torch.no_grad():  # DDP then broadcasts no buffers in the next step
+                    model(inputs)
 
     seen = attempt(run)
     if seen.kind:

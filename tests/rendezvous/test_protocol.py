@@ -68,6 +68,12 @@ SCENARIOS = {
     "an interrupt": Scenario(2, MEET, ("interrupt",), meets=True),
     "two interrupts": Scenario(2, (("enter",), "recover"), ("interrupt",) * 2, meets=True),
     "an interrupt in a step": Scenario(2, STEP, ("interrupt",), cancels=True, waits=False),
+    "three interrupts in a step, and all recover": Scenario(
+        2, STEP, ("interrupt",) * 3, cancels=True, again=True, meets=True
+    ),
+    "a stall, and a failure of a rank that is behind": Scenario(
+        2, (("enter",),) * 2, ("stall", "failure"), hosts=((0, 1),), met=True, again=True
+    ),
     "an interrupt while others recover": Scenario(
         2, STEP, ("interrupt",), (1,), cancels=True, waits=False, others=("recover",)
     ),
@@ -92,6 +98,7 @@ SCENARIOS = {
         2, ("recover",), ("interrupt",), (1,), cancels=True, waits=False
     ),
     "a stall and a failure": Scenario(3, (("enter",),), ("stall", "failure"), (1, 2)),
+    "a lost connection of ranks that poll": Scenario(2, MEET, ("silent",), polls=True, meets=True),
     "a lost connection": Scenario(2, (("enter",), "recover"), ("silent",), meets=True),
     "a late reply": Scenario(2, (("enter",), "recover"), ("silent",), late=True),
     "a process that is replaced": Scenario(2, (("enter",), "recover"), ("crash", "replace")),
@@ -105,6 +112,9 @@ SCENARIOS = {
     ),
     "a poll in a job that one rank registered twice": Scenario(
         2, (("connected",),), joins=True, uneven=(0,), polls=True, waits=False
+    ),
+    "a stall in a job that two of three ranks have left": Scenario(
+        3, (("enter",),), ("stall",), joins=True, uneven=(0,), hosts=((0, 1, 2),)
     ),
     "two jobs on one store": Scenario(
         2, (OPERATION, "join", ("enter",)), joins=True, uneven=(0,), waits=False, meets=True
@@ -128,6 +138,9 @@ SCENARIOS = {
         3, (OPERATION,), ("crash",), (1,), joins=True, hosts=((0, 1, 2),), watches=True
     ),
     "ranks of a host that meet": Scenario(2, (OPERATION, OPERATION), hosts=((0, 1),), waits=False),
+    "an interrupt before the ranks of a host meet": Scenario(
+        2, (("enter",),) * 2, ("interrupt",), hosts=((0, 1),), again=True
+    ),
     "three ranks of a host that meet": Scenario(
         3, (("enter",),) * 3, hosts=((0, 1, 2),), waits=False
     ),
@@ -475,6 +488,7 @@ DETECTS = {
     "a lost connection": "request_read recovery_read entered_read cancelled_read",
     "two hosts": "handed gathered heard",
     "ranks of a host that meet": "published met",
+    "an interrupt before the ranks of a host meet": "met_late",
     "a job that begins": "job_counted",
     "a job that one rank registered twice": "instance_read",
 }
