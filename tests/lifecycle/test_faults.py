@@ -513,8 +513,10 @@ def one_dies_and_one_fails(rank: int, size: int) -> None:
     }
     interfere("reload.group3", actions.get(rank, lambda: store.set(f"test/{rank}", "here")))
     seen = attempt(reloadpg.reload)
-    assert seen.kind == ("RebuildError" if rank == FAULTY else "PeerFailedError")
-    assert rank != FAULTY or "injected" in seen.cause
+    # With several groups at a time, others may still connect to rank 2 when it dies.
+    others = {"PeerFailedError"} | ({"RebuildError"} if PARALLELISM > 1 else set())
+    assert seen.kind in ({"RebuildError"} if rank == FAULTY else others), seen
+    assert rank != FAULTY or PARALLELISM > 1 or "injected" in seen.cause
     assert seen.seconds < FAR
     assert seen.names(VICTIM), seen
 
