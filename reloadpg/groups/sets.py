@@ -98,8 +98,10 @@ class Chosen:
     others: bool = True
 
     @classmethod
-    def of(cls, names: Iterable[str], where: str) -> Chosen:
+    def of(cls, names: Iterable[str] | str, where: str) -> Chosen:
         """Return the sets that a user named; all sets if none. Raises InvalidOptionError."""
+        if isinstance(names, str) or not isinstance(names, Iterable):
+            names = (names,)
         given = tuple(names)
         for name in given:
             check_name(name, where)

@@ -79,13 +79,12 @@ class swapped(ContextDecorator):  # noqa: N801 - used like a function
     def __init__(
         self, *, out: Iterable[str] | str, into: Iterable[str] | str, connect: Connect = "none"
     ) -> None:
-        named = [[sets] if isinstance(sets, str) else list(sets) for sets in (out, into)]
-        if not all(named) or set(named[0]) & set(named[1]):
+        self._out, self._into = (Chosen.of(sets, "swapped") for sets in (out, into))
+        if self._out.overlaps(self._into):  # no name at all chooses all sets
             raise InvalidOptionError(
                 f"swapped(out={out!r}, into={into!r}): the sets must differ; nothing was "
                 'changed. Pass for example out="trainer", into="engine".'
             )
-        self._out, self._into = (Chosen.of(sets, "swapped") for sets in named)
         self._connect = validate(connect)
         self._blocks: list[Block] = []
 

@@ -84,7 +84,7 @@ def _entry(
     callback: Callable[[], object], name: str, where: str, sets: Iterable[str] | str | None
 ) -> Callback:
     _check(callback, where)
-    chosen = Chosen.of([sets] if isinstance(sets, str) else sets or (), where)
+    chosen = Chosen.of(() if sets is None else sets, where)
     return Callback(name or getattr(callback, "__qualname__", repr(callback)), callback, chosen)
 
 

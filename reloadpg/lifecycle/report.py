@@ -162,8 +162,11 @@ class Report:
 
     @property
     def memory_source(self) -> str:
-        """Source of ``released_bytes`` and ``restored_bytes``; empty if they are unknown."""
-        return next(iter(self.memory.get("before", ())), "")
+        """Source of ``released_bytes`` and ``restored_bytes``; empty if they are unknown.
+
+        Resident memory (``rss``) is no source: it changes for many other reasons.
+        """
+        return next((source for source in self.memory.get("before", ()) if source != "rss"), "")
 
     @property
     def released_bytes(self) -> int | None:

@@ -8,7 +8,7 @@ import numbers
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ class Snapshot:
         self._buffers = _Buffers()
         self._parts = [_part(one, self._buffers) for _, one in self._entries]
         self._random = _Random()
-        self._given = None if replicas is None else {*replicas}
+        self._given = None if replicas is None else _read_replicas(replicas)
 
     def take(self) -> None:
         """Copy the current state. Local; does not block on an accelerator."""
@@ -108,6 +108,17 @@ class Snapshot:
             if same is not None:
                 found = same if found is None else found & same
         return {rank} if found is None else found
+
+
+def _read_replicas(given: object) -> set[int]:
+    known = range(dist.get_world_size() if dist.is_initialized() else sys.maxsize)
+    ranks: list[Any] = list(given) if isinstance(given, Iterable) else [None]
+    if not all(isinstance(one, int) and one in known for one in ranks):
+        raise InvalidOptionError(
+            f"retrying(replicas={given!r}): not ranks of this job; nothing was started. Pass the "
+            "global ranks that hold the same state as this one."
+        )
+    return {*ranks}
 
 
 def _lost(rank: int, same: set[int]) -> str:

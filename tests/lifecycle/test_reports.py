@@ -119,6 +119,8 @@ def test_computed_figures_of_a_report() -> None:
     offload = _report(0, 1, 3 << 20)
     assert (offload.wait_ms, offload.overhead_ms) == (2.0, 8.0)
     assert offload.moved_bytes == offload.released_bytes == 3 << 20
+    on_cpu = replace(offload, memory={"before": {"rss": 5 << 20}, "after": {"rss": 2 << 20}})
+    assert (on_cpu.released_bytes, on_cpu.memory_source) == (None, "")
     reload = replace(offload, operation="reload")
     assert reload.moved_bytes == reload.restored_bytes == -(3 << 20)
 

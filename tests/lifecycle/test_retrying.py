@@ -217,3 +217,9 @@ def test_a_step_that_is_not_entered_raises() -> None:
 def test_attempts_must_be_a_positive_integer(attempts: Any) -> None:
     with pytest.raises(reloadpg.InvalidOptionError, match="attempts"):
         reloadpg.retrying(range(2), attempts=attempts)
+
+
+@pytest.mark.parametrize("replicas", [5, "x", [-1], [0, "1"]])
+def test_replicas_must_be_ranks(replicas: Any) -> None:
+    with pytest.raises(reloadpg.InvalidOptionError, match="replicas"):
+        reloadpg.retrying(range(2), state=torch.nn.Linear(1, 1), replicas=replicas)

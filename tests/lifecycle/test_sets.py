@@ -181,7 +181,9 @@ def test_ranks_must_agree_on_the_sets(rank):
         lambda: reloadpg.offloaded(3),
         lambda: reloadpg.swapped(out="trainer", into="trainer"),
         lambda: reloadpg.swapped(out="trainer", into=[]),
+        lambda: reloadpg.swapped(out=3, into="engine"),
         lambda: reloadpg.on_offload(print, sets=[""]),
+        lambda: reloadpg.on_offload(print, sets=3),
     ],
 )
 def test_an_invalid_name_of_a_set_is_refused(call):
