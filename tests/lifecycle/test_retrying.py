@@ -188,8 +188,11 @@ def test_a_second_interrupt_does_not_hide_the_first_one(rank: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_loop_waits_once_for_a_rank_that_is_missing_in_a_recovery(rank: int) -> None:
-    """Its process may have ended, so the loop raises and names it."""
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_loop_waits_once_for_a_rank_that_takes_no_part_in_a_recovery(
+    rank: int, interrupted: bool
+) -> None:
+    """Its process may have ended, or was interrupted in the step: the loop raises and names it."""
     job = Job("gloo", subgroups=())
     operations: list[str] = []
     reloadpg.on_report(lambda report: operations.append(report.operation))
@@ -197,11 +200,15 @@ def test_a_loop_waits_once_for_a_rank_that_is_missing_in_a_recovery(rank: int) -
     def loop() -> None:
         for step in reloadpg.retrying(range(1), on=Injected, timeout=1.0):
             with step:
+                if rank == FAULTY:
+                    raise KeyboardInterrupt
                 fail()
 
-    if rank != FAULTY:
+    if rank != FAULTY or interrupted:
         seen = attempt(loop)
-        assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (FAULTY,)), seen
+    if rank != FAULTY:
+        expected = "PeerFailedError" if interrupted else "RendezvousTimeoutError"
+        assert (seen.kind, seen.names(FAULTY)) == (expected, True), seen
         assert operations == ["recover"]
     job.meet("the loop has ended")
 
