@@ -87,8 +87,8 @@ def torch_alone(groups: int, cycles: int) -> dict[str, float]:
     everyone = list(range(dist.get_world_size()))
     held = [dist.new_group(everyone) for _ in range(groups)]
     for _ in range(cycles + 1):
-        # The ranks meet in between, as the library's do: a rank that creates groups while the
-        # other still destroys made gloo fail to connect ("Connection closed by peer").
+        # The ranks meet in between, as the library's do: if one still creates or destroys groups
+        # while the other continues, gloo fails to connect ("Connection closed by peer").
         dist.barrier()
         begun = perf_counter()
         while held:
@@ -98,8 +98,10 @@ def torch_alone(groups: int, cycles: int) -> dict[str, float]:
         begun = perf_counter()
         held = [dist.new_group(everyone) for _ in range(groups)]
         create.append((perf_counter() - begun) * 1e3)
+    dist.barrier()
     while held:
         dist.destroy_process_group(held.pop())
+    dist.barrier()
     return {"torch_destroy_ms": median(destroy[1:]), "torch_create_ms": median(create[1:])}
 
 
