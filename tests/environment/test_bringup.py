@@ -380,8 +380,8 @@ def test_time_in_which_the_machine_stands_still_does_not_count_for_the_timeout(
         between.set("rank 0", str(os.getpid()))
     else:
         wait_for_claim()
+        clock = [time.monotonic()] * 2  # before the stop, which may begin at once
         worlds.stop_for(stopped, after=0.0, pids=[int(between.get("rank 0")), os.getpid()])
-        clock = [time.monotonic()] * 2
         while clock[1] - clock[0] < stopped - 2:  # until both processes run again
             time.sleep(0.05)
             clock = [clock[1], time.monotonic()]
