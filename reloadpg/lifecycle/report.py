@@ -107,7 +107,7 @@ class Report:
         total_ms: wall time of the whole call, in milliseconds.
         note: why nothing was done, if nothing was done.
         memory: bytes in use by moment (``before``, each phase, ``after``) and source; see
-            ``reloadpg.lifecycle.memory``. ``released_bytes`` is taken from the first source.
+            ``reloadpg.lifecycle.memory``. ``released_bytes`` is from the first one, except ``rss``.
         warnings: reasons why memory is not free, as text.
         error: the error that the call raised; empty if it raised none.
         started_at: Unix time at the call, in seconds.

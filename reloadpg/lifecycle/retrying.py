@@ -129,7 +129,8 @@ def retrying(
         ReloadpgError: this rank has left the loop at a step that must be repeated; or the state
             of a replaced process is lost.
         InvalidOptionError: ``attempts`` or ``timeout`` is not positive, ``on`` holds no
-            exception types, or an object of ``state`` cannot be reset. Nothing was started.
+            exception types, ``replicas`` are not ranks of the job, or an object of ``state`` cannot
+            be reset. Nothing was started.
     """
     if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
         raise InvalidOptionError(
