@@ -277,8 +277,11 @@ class Rendezvous:
         return Round(self, "recover", seconds)
 
     def cancel_recovery(self, error: BaseException) -> None:
-        """Notify the ranks in a recovery that this one will not take part. Waits a limited time."""
-        event = Fail(Decision("cancelled", self.rank, _text(error)), joins=True)
+        """Notify the ranks in a recovery that this one will not take part. Waits a limited time.
+
+        Call it if this rank was interrupted before :meth:`recover` returned.
+        """
+        event = Fail(Decision("cancelled", self.rank, _text(error)))
         with suppress(ReloadpgError):
             self.drive(event, Wait("recover", _NOTIFY_S, "flag"))
 
