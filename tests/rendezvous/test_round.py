@@ -556,7 +556,7 @@ def test_a_request_without_a_response_does_not_block_later_requests() -> None:
 
 def test_a_count_that_is_answered_late_changes_nothing() -> None:
     """Another thread has counted the job since then, and listens for the ranks of this host."""
-    ended = threading.Event()
+    others, ended = {*threading.enumerate()}, threading.Event()
     held = HeldStore(ended)
     rdv = Rendezvous(lambda: held, 0, 2, watches=True)
     with pytest.raises(RendezvousTimeoutError):
@@ -566,9 +566,8 @@ def test_a_count_that_is_answered_late_changes_nothing() -> None:
         channel, state = rdv.peers.channel, rdv.state
     finally:
         ended.set()
-    for thread in threading.enumerate():
-        if thread.name == "reloadpg-connect":
-            thread.join(SOON)
+    for thread in {*threading.enumerate()} - others:
+        thread.join(SOON)
     assert (rdv.peers.channel, rdv.state) == (channel, state)
     rdv.end()
 
