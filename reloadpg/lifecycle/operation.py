@@ -118,10 +118,12 @@ class Operation:
         self.open(job.rendezvous.open(self.name, phases, seconds, optional))
 
     def open(self, round_: Round) -> None:
-        """Open the barriers of this operation. Local."""
+        """Open the barriers of this operation, or those that take their place. Local."""
         if self.job is not None:
             self.job.round, self.job.last_error = round_, ""
         self.round = round_
+        if self.opened:
+            return
         self.opened = True
         self.record.measure("before")
         for callback in list(registry.callbacks.begin):
