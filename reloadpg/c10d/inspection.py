@@ -6,6 +6,7 @@ import ctypes
 import logging
 import pickle
 import sys
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -24,6 +25,9 @@ __all__ = [
     "table_sizes",
     "unfinished_collectives",
 ]
+
+_LASTING_NS = 5_000_000_000
+"""Age from which an operation in the flight recorder is listed, in nanoseconds."""
 
 
 def table_sizes() -> dict[str, int]:
@@ -49,7 +53,10 @@ def registered(names: Iterable[str]) -> frozenset[str]:
 
 
 def unfinished_collectives(most: int) -> list[str]:
-    """The last collectives that have not completed, by NCCL's flight recorder.
+    """The last collectives that began more than 5 s ago and have not completed.
+
+    They are read from NCCL's flight recorder. Sends and receives are among them; torch does not
+    count these with the collectives.
 
     Seen on 2.8, where ``TORCH_NCCL_TRACE_BUFFER_SIZE`` must be set, and on 2.13 and 2.15, where the
     recorder is on by default. ``ProcessGroupNCCL2`` (2.15) has a separate one.
@@ -62,13 +69,14 @@ def unfinished_collectives(most: int) -> list[str]:
     if hasattr(torch._C._distributed_c10d, "FlightRecorderHook"):
         other = cast(Any, torch._C._distributed_c10d)._dump_fr_trace(**arguments, backend="nccl2")
         entries += pickle.loads(other).get("entries", [])
-    found = []
-    for one in entries[-most:]:
+    found, latest = [], time.time_ns() - _LASTING_NS
+    for one in [one for one in entries if one["time_created_ns"] <= latest][-most:]:
         group = one["process_group"][0].partition("@")[0]
         counts = "p2p_seq_id" if one["is_p2p"] else "collective_seq_id"
         name = one["profiling_name"].partition(":")[2]
         shapes = ", ".join(map(str, one["input_sizes"][:2]))
-        found.append(f"{name} {shapes}, number {one[counts]} of group {group!r}, {one['state']}")
+        what = f"{name} {shapes}".rstrip()
+        found.append(f"{what}, number {one[counts]} of group {group!r}, {one['state']}")
     return found
 
 

@@ -300,6 +300,7 @@ class JobView:
         for rank, record in present.items():
             for key, begun in record.collectives.begun.items():
                 members.setdefault(key, {})[rank] = begun
+        known: set[int] = set()
         for key, counts in members.items():
             most = max(counts.values())
             late = sorted(rank for rank, begun in counts.items() if begun < most)
@@ -308,12 +309,22 @@ class JobView:
             if not late or seconds < _HANG_S:
                 continue
             waiting = sorted({*counts} - {*late})
+            known.update(waiting)
             name = key.split("/")[0]
             behind = ", ".join(f"rank {rank} {counts[rank]}" for rank in late[:_NAMED])
             what = f"{_ranks(waiting)} in number {most} of group {name!r}, where others have begun "
             what += f"fewer: {behind}, for {seconds:.0f} s"
             stacks = (_stack(present[rank]) for rank in (*late[:_NAMED], *waiting[:1]))
             yield Finding("collective", "problem", what, "; ".join(filter(None, stacks)))
+        pending = {n: one for n, one in present.items() if one.collectives.unfinished}
+        waits = [one for rank, one in pending.items() if rank not in known]
+        if waits:
+            seconds = min(self.reading.time - one.collectives.since for one in waits)
+            what = f"{_ranks(map(_rank, waits))} in a collective, send or receive that has not "
+            what += f"completed; none has begun another collective for {seconds:.0f} s"
+            others = [one for rank, one in present.items() if rank not in pending]
+            stacks = (_stack(one) for one in (*waits[:_NAMED], *others[:1]))
+            yield Finding("collective", "warning", what, "; ".join(filter(None, stacks)))
 
     def _of_absent(self) -> Iterator[Finding]:
         """Findings about ranks that have ended, or that do not update their record."""

@@ -54,6 +54,43 @@ def test_a_hang_shows_what_the_flight_recorder_has(tmp_path: Path, nccl2: str) -
     assert "; unfinished there: all_reduce [3], number 2 of group '0', scheduled" in waiting
 
 
+def receives(rank: int, world_size: int, directory: str) -> list[str]:
+    """Rank 1 receives what rank 0 sends once the status of the job names the receive."""
+    torch.cuda.set_device(rank)
+    reloadpg.install()
+    end = publish_status(directory)
+    dist.init_process_group("nccl")
+    tensor = torch.ones(3, device="cuda")
+    dist.all_reduce(tensor)
+    for one in range(2):  # the first one connects
+        if rank == 1:
+            dist.irecv(tensor, 0)
+        elif one == 0:
+            dist.send(tensor, 1)
+    found = []
+    while rank == 0 and not found:
+        findings = JobView(read_directory(Path(directory))).lasting_findings()
+        found = [f"{one.message} {one.remedy}" for one in findings if one.check == "collective"]
+        time.sleep(0.2)  # between two looks
+    if rank == 0:
+        dist.send(tensor, 1)
+    torch.cuda.synchronize()
+    end()
+    return found
+
+
+@pytest.mark.parametrize("nccl2", ["0", "1"])
+def test_a_receive_that_waits_for_its_send_is_shown(tmp_path: Path, nccl2: str) -> None:
+    """All ranks have begun as many collectives. The position of the other rank is shown, too."""
+    env = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "200", "TORCH_DIST_USE_NCCL2": nccl2}
+    (found,), _ = run_ranks(receives, 2, args=(str(tmp_path),), timeout=240, standins=True, env=env)
+    assert found.startswith("rank 1 in a collective, send or receive that has not completed; ")
+    waiting, _, other = found.partition("; rank 0 is at ")
+    assert "; unfinished there: recv 1<-0" in waiting
+    assert ", number 2 of group '0', scheduled" in waiting
+    assert "in receives" in other
+
+
 class Injected(Exception):
     """The injected error."""
 
