@@ -387,6 +387,18 @@ class Asynchronous:
     async def wake_up(self, tags: list[str] | None = None) -> bool: ...
 
 
+class Remote:
+    """An engine as the handle of a Ray actor is: its methods are called by ``.remote()``."""
+
+    class Method:
+        def __call__(self) -> None:
+            raise TypeError("Actor methods cannot be called directly.")
+
+        def remote(self) -> None: ...
+
+    sleep = wake_up = Method()
+
+
 class WithoutTags:
     """An engine as SGLang's HttpServerEngineAdapter is."""
 
@@ -408,7 +420,9 @@ class WithoutTags:
         ({"wake_tags": 3}, "wake_tags=3.: not a sequence of tags"),
         ({"wake_tags": [b"weights"]}, "not a sequence of tags"),
         ({"engine": Asynchronous()}, "sleep.. is asynchronous.*Pass an object whose methods wait"),
-        ({"engine_groups": ""}, "not the name of a set"),
+        ({"engine": Remote()}, "Remote.: sleep.. is asynchronous.*ray.get"),
+        ({"engine_groups": ""}, "colocated.engine_groups=''.: not the name of a set"),
+        ({"engine_groups": "trainer"}, "the set of the trainer's own groups; nothing was changed"),
         ({"copy_back": {}}, "copy_back=.*: not callable; nothing was changed"),
     ],
 )

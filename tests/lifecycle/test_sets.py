@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from types import ModuleType, SimpleNamespace
@@ -55,10 +56,15 @@ def test_each_set_is_offloaded_and_reloaded_separately(rank):
         assert [works(group, rank) for group in groups] == used
         assert states() == dict(zip(("trainer", "engine"), found.split(), strict=True))
     assert not reloadpg.reload("trainer").changed
+    reloadpg.offload()
+    for group, call in zip(groups[1:], ("reload()", 'reload("engine")'), strict=True):
+        with pytest.raises(GroupOffloadedError, match=re.escape(f"Call reloadpg.{call} on all ")):
+            summed(group, rank)
+    reloadpg.reload()
     status = reloadpg.status()
     cycles = {name: (one.groups, one.cycles) for name, one in status.sets.items()}
-    assert cycles == {"trainer": (2, 1), "engine": (1, 2)}
-    assert status.generation == 2
+    assert cycles == {"trainer": (2, 2), "engine": (1, 3)}
+    assert status.generation == 3
     assert "set engine: live" in str(status)
 
 
@@ -86,8 +92,10 @@ def test_blocks_of_sets_nest(rank):
             assert usable() == (False, False)
         assert usable() == (False, True)
     swap = reloadpg.swapped(out="trainer", into="engine")
-    with swap:
+    with swap as (out, into):
         assert usable() == (False, True)
+    assert (out.operation, out.sets, len(out.groups)) == ("offload", "trainer", 2)
+    assert (into.operation, into.sets, into.changed) == ("reload", "engine", False)
     assert usable() == (True, False)
     with pytest.raises(ZeroDivisionError), swap:
         assert usable() == (False, True)
