@@ -20,19 +20,15 @@ engine in the trainer's processes needs neither: see ``install(sets=...)``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from datetime import timedelta
-from http.client import HTTPException
 from typing import Any
-from urllib import request
-from urllib.error import HTTPError
-from urllib.parse import urlencode
 
-from ..errors import InvalidOptionError, ReloadpgError, as_timedelta
+from ..errors import InvalidOptionError
 from ..lifecycle.install import is_installed
 from ..lifecycle.offload import offload
 from ..lifecycle.reload import reload
+from .servers import EngineServer
 
 __all__ = ["Server", "WorkerGroups"]
 
@@ -100,46 +96,21 @@ class Server:
     """
 
     def __init__(self, url: str, *, timeout: timedelta | float = 600.0) -> None:
-        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-            raise InvalidOptionError(
-                f"Server({url!r}): not an address; nothing was changed. Pass one such as "
-                '"http://127.0.0.1:8000".'
-            )
-        self._url = url.rstrip("/")
-        self._timeout = as_timedelta(timeout, "timeout", "nothing was changed").total_seconds()
-        self._open = request.build_opener(request.ProxyHandler({})).open
-        try:
-            self._is_sleeping()
-        except ReloadpgError as error:
-            if not isinstance(error.__cause__, HTTPError) or error.__cause__.code != 404:
-                raise
-            raise InvalidOptionError(
-                f"Server({url!r}): it has no /is_sleeping; nothing was changed. Start vLLM's "
-                "server with VLLM_SERVER_DEV_MODE=1."
-            ) from error
+        self._server = EngineServer(
+            url,
+            timeout,
+            route="is_sleeping",
+            remedy="Start vLLM's server with VLLM_SERVER_DEV_MODE=1.",
+        )
 
     def sleep(self, level: int = 1) -> None:
         """Put the engine to sleep; this aborts its running requests (vLLM's default)."""
-        self._request("POST", "sleep", level=level)
+        self._server.post("sleep", level=level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Wake the engine, or its parts; return whether all of it is awake."""
-        self._request("POST", "wake_up", tags=list(tags or ()))
-        return not self._is_sleeping()
-
-    def _is_sleeping(self) -> bool:
-        return bool(json.loads(self._request("GET", "is_sleeping"))["is_sleeping"])
-
-    def _request(self, method: str, route: str, **query: Any) -> bytes:
-        encoded = urlencode(query, doseq=True)
-        url = f"{self._url}/{route}" + (f"?{encoded}" if encoded else "")
-        try:
-            with self._open(request.Request(url, method=method), timeout=self._timeout) as response:
-                body: bytes = response.read()
-                return body
-        except (OSError, HTTPException) as error:  # also HTTPError: a response other than 2xx
-            said = error.read().decode(errors="replace") if isinstance(error, HTTPError) else ""
-            raise ReloadpgError(f"{method} {url} failed: {error} {said}".rstrip()) from error
+        self._server.post("wake_up", tags=list(tags or ()))
+        return not self._server.get("is_sleeping")["is_sleeping"]
 
 
 def _is_installed(worker: Any) -> bool:

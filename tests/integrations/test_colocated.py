@@ -248,7 +248,7 @@ def test_an_exception_of_the_body_is_raised_after_the_way_back() -> None:
 
 @pytest.mark.ranks(2)
 def test_the_groups_of_an_engine_in_the_trainers_processes_are_live_in_the_block_alone() -> None:
-    """They do not keep the trainer's saver from pausing."""
+    """They do not keep the trainer's saver from pausing, and are not warned of its pause."""
     with a_side() as side:
         with reloadpg.region("engine"):
             group = dist.new_group([0, 1])
@@ -260,18 +260,24 @@ def test_the_groups_of_an_engine_in_the_trainers_processes_are_live_in_the_block
         rollout = colocated(
             engine, saver=side.bare, engine_groups="engine", wake_tags=["weights"], connect="eager"
         )
+        warnings = []
+        reloadpg.on_report(lambda report: warnings.extend(report.warnings))
         for _ in range(CYCLES):
             with rollout:
                 assert rollout.wake_up(["kv_cache"])
                 assert engine.generate() == "sample"
                 assert sums_right(group)
+                sets = reloadpg.status().sets
+                assert (sets["engine"].memory_bytes, sets["trainer"].memory_bytes) == (BYTES, 0)
                 with pytest.raises(reloadpg.GroupOffloadedError):
                     sums_right(side.group)
             assert sums_right(side.group)
+            assert reloadpg.status().sets["trainer"].memory_bytes == 2 * BYTES
             with pytest.raises(reloadpg.GroupOffloadedError):
                 sums_right(group)
         steps = [*STEPS[:4], "reload engine's groups", *STEPS[4:6], "offload engine's groups"]
         assert steps_of(rollout) == [*steps, *STEPS[6:]]
+        assert warnings == []
 
 
 @pytest.mark.ranks(2)
