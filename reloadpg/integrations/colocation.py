@@ -73,7 +73,7 @@ class colocated:  # noqa: N801 - used like a function
         engine: the rollout engine, asleep; None on ranks without one. Either vLLM's methods
             (``sleep(level)``, ``wake_up(tags)``) or SGLang's (``release_memory_occupation()``,
             ``resume_memory_occupation(tags)``). They must block: an asynchronous engine (vLLM's
-            ``AsyncLLM``) is an error.
+            ``AsyncLLM``, the handle of a Ray actor) is an error.
         saver: a memory saver, or a :class:`MemorySaver` around one; None without.
         saver_tags: the trainer's tags, if ``saver`` is not a :class:`MemorySaver`.
         wake_tags: the parts of the engine to wake at entry: None for all, ``()`` for none, or tags
