@@ -7,6 +7,7 @@ import sys
 import weakref
 from types import ModuleType, SimpleNamespace
 
+import faulty_gloo
 import pytest
 import torch.distributed as dist
 from worlds import BACKEND, TIMEOUT, init, summed
@@ -165,6 +166,42 @@ def test_a_failure_in_one_set_leaves_the_other_unchanged(rank):
     assert states() == {"trainer": "live", "engine": "live"}
     assert works(world, rank)
     assert works(engine, rank)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("failed", ["trainer", "engine"])
+@pytest.mark.parametrize(("name", "moment"), [("offload", "shutdown"), ("reload", "create")])
+def test_a_group_that_fails_leaves_the_other_set_live(rank, failed, name, moment):
+    """It fails on one rank, after the first change. All ranks then reload only this set."""
+    faulty_gloo.register()
+    reloadpg.install(backends={faulty_gloo.NAME}, timeout=TIMEOUT)
+    init(faulty_gloo.NAME)
+    with reloadpg.region("engine"):
+        engine = dist.new_group()
+    groups = {"trainer": dist.new_group(), "engine": engine}
+    [other] = groups.keys() - {failed}
+    generation = groups[other].generation
+
+    def fail():
+        raise RuntimeError("as asked")
+
+    if name == "reload":
+        reloadpg.offload(failed)
+    if rank == 1:
+        faulty_gloo.inject(moment, fail, group=f"{groups[failed].group_name}*")
+    error = reloadpg.ReleaseError if name == "offload" else reloadpg.RebuildError
+    with pytest.raises(error if rank == 1 else PeerFailedError):
+        getattr(reloadpg, name)(failed)
+    assert states() == {failed: "failed", other: "live"}
+    assert (works(groups[failed], rank), works(groups[other], rank)) == (False, True)
+    assert groups[other].generation == generation
+    reloadpg.offload(other)  # and is offloaded and reloaded separately
+    reloadpg.reload(other)
+    assert states() == {failed: "failed", other: "live"}
+    reloadpg.reload(failed)
+    assert states() == {failed: "live", other: "live"}
+    assert works(groups[failed], rank)
+    assert works(groups[other], rank)
 
 
 @pytest.mark.ranks(2)
