@@ -20,6 +20,7 @@ engine in the trainer's processes needs neither: see ``install(sets=...)``.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -42,8 +43,8 @@ class WorkerGroups:
         llm: the engine, with workers in separate processes, awake or asleep.
 
     Raises:
-        InvalidOptionError: the object has no ``collective_rpc``, or the workers were started
-            without an installation; nothing was changed.
+        InvalidOptionError: the object has no ``collective_rpc`` that blocks, or the workers were
+            started without an installation; nothing was changed.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -51,6 +52,11 @@ class WorkerGroups:
             raise InvalidOptionError(
                 f"WorkerGroups({llm!r}): it has no collective_rpc(); nothing was changed. Pass a "
                 "vllm.LLM."
+            )
+        if inspect.iscoroutinefunction(llm.collective_rpc):  # AsyncLLM
+            raise InvalidOptionError(
+                f"WorkerGroups({type(llm).__qualname__}): collective_rpc() is asynchronous; nothing "
+                "was changed. Pass a vllm.LLM, or an object whose methods wait."
             )
         self._llm = llm
         if not all(llm.collective_rpc(_is_installed)):

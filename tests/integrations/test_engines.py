@@ -161,6 +161,13 @@ def test_workers_without_an_installation_are_refused() -> None:
     with pytest.raises(reloadpg.InvalidOptionError, match="no collective_rpc"):
         WorkerGroups(object())
 
+    class Asynchronous(Workers):
+        async def collective_rpc(self, method: Any) -> list[Any]:
+            return []
+
+    with pytest.raises(reloadpg.InvalidOptionError, match="Asynchronous.: .*is asynchronous; noth"):
+        WorkerGroups(Asynchronous())
+
 
 class Routes(BaseHTTPRequestHandler):
     """The routes of vLLM's server that ``colocated`` needs; the server keeps the requests."""
