@@ -55,8 +55,8 @@ class WorkerGroups:
             )
         if inspect.iscoroutinefunction(llm.collective_rpc):  # AsyncLLM
             raise InvalidOptionError(
-                f"WorkerGroups({type(llm).__qualname__}): collective_rpc() is asynchronous; nothing "
-                "was changed. Pass a vllm.LLM, or an object whose methods wait."
+                f"WorkerGroups({type(llm).__qualname__}): collective_rpc() is asynchronous; "
+                "nothing was changed. Pass a vllm.LLM, or an object whose methods wait."
             )
         self._llm = llm
         if not all(llm.collective_rpc(_is_installed)):

@@ -175,7 +175,7 @@ def test_vllms_asynchronous_engine_is_refused() -> None:
 
 
 def test_the_example_runs(model: str) -> None:
-    """In each rollout the trainer's groups are offloaded, and the loss falls."""
+    """In each rollout the trainer's groups are offloaded, and the engine's are live."""
     example = HERE.parent.parent / "examples" / "hybrid_engine.py"
     lines = [line for line in run(example, model, ranks=2).splitlines() if line.startswith("step")]
     assert len(lines) == 3

@@ -165,7 +165,7 @@ def test_workers_without_an_installation_are_refused() -> None:
         async def collective_rpc(self, method: Any) -> list[Any]:
             return []
 
-    with pytest.raises(reloadpg.InvalidOptionError, match="Asynchronous.: .*is asynchronous; noth"):
+    with pytest.raises(reloadpg.InvalidOptionError, match=r"Asynchronous.: .*asynchronous; noth"):
         WorkerGroups(Asynchronous())
 
 
