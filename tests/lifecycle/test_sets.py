@@ -107,6 +107,13 @@ def test_blocks_of_sets_nest(rank):
         pytest.fail("the body runs, though the engine could not be reloaded")
     assert usable() == (True, False)
     remove()
+    remove = reloadpg.on_offload(lambda: 1 / 0, sets="engine")
+    for error in (None, KeyError("body")):  # the engine stays live, as nothing was changed
+        with pytest.raises(KeyError if error else reloadpg.ReloadpgError), swap:
+            if error:
+                raise error
+        assert usable() == (True, True)
+    remove()
     with reloadpg.offloaded("trainer"):
         with reloadpg.offloaded("engine"):
             pass
