@@ -45,7 +45,8 @@ NEXT_CALL = {
 
 IN_BLOCK = (
     "An offloaded() block is open and will reload it. Until then, call reloadpg.barrier() to wait "
-    "for other ranks, and use a gloo group for collectives on the CPU."
+    "for other ranks, and use a gloo group for collectives on the CPU. If a rollout engine uses "
+    "this group, put the engine's groups into a separate set: install(sets=...)."
 )
 
 
