@@ -193,6 +193,16 @@ class JobView:
     def in_progress(self) -> InProgress | None:
         return InProgress.of(self.ranks, sorted({*self.reading.missing, *map(_rank, self.ranks)}))
 
+    @property
+    def sets(self) -> dict[str, dict[str, list[int]]]:
+        """The ranks in each state of each set in which they have groups; empty for one set."""
+        found: dict[str, dict[str, list[int]]] = {}
+        for record in self.ranks:
+            for name, one in record.status.sets.items():
+                if one.groups and not record.absent:
+                    found.setdefault(name, {}).setdefault(one.state, []).append(record.rank)
+        return found if len(found) > 1 else {}
+
     def absent(self, why: str) -> list[RankRecord]:
         """Ranks that no longer take part: ``exited``, ``gone``, ``stopped`` or ``silent``."""
         return [one for one in self.ranks if one.absent == why]
@@ -257,7 +267,7 @@ class JobView:
         if not self.ranks:
             absence = Finding("directory", "problem", self.reading.absence, self.reading.remedy)
             return [absence, *unreadable]
-        ranks = (*self._of_generations(), *self._of_ranks(), *self._of_absent())
+        ranks = (*self._of_generations(), *self._of_sets(), *self._of_ranks(), *self._of_absent())
         ended = (*self._of_collectives(), *self._of_errors(), *self._of_last_operation())
         return [*ranks, *ended, *unreadable]
 
@@ -271,6 +281,14 @@ class JobView:
             yield Finding("generation", "ok", each[0])
         else:
             yield Finding("generation", "note", "unknown")
+
+    def _of_sets(self) -> Iterator[Finding]:
+        each = []
+        for name, states in self.sets.items():
+            parts = [f"{state} on {_ranks(ranks)}" for state, ranks in states.items()]
+            each.append(f"{name} {', '.join(parts if len(states) > 1 else states)}")
+        if each:
+            yield Finding("sets", "", "; ".join(each))
 
     def _of_ranks(self) -> Iterator[Finding]:
         if missing := self.reading.missing:
@@ -372,6 +390,7 @@ class JobView:
             "world_size": self.reading.world_size,
             "generations": {str(g): ranks for g, ranks in self.generations.items()},
             "generation_is_equal": len(self.generations) == 1,
+            "sets": self.sets,
             "missing_ranks": self.reading.missing,
             "left_over": list(self.reading.left_over),
             "not_installed": self.not_installed,

@@ -80,7 +80,7 @@ class Operation:
         self.options: Options = registry.options
         self.may_suspend = self.options.strategy.may_suspend
         self.chosen = chosen
-        self.record = Record(name, str(chosen))
+        self.record = Record(name, chosen)
         self.report = Report(name, False, 0, note="torch.distributed is not initialized")
         self.activity = ""
         self.opened = False
