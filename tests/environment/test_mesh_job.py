@@ -104,4 +104,4 @@ def flat(rank: int, world_size: int) -> tuple[bool, Any]:
 
 def test_a_dimension_as_large_as_the_world_uses_world() -> None:
     """There is no second communicator over the same ranks."""
-    assert run_ranks(flat, 2) == [(True, [0, 1])] * 2
+    assert run_ranks(flat, 2, timeout=240) == [(True, [0, 1])] * 2

@@ -255,7 +255,7 @@ def test_the_cost_of_a_creation_depends_on_no_size():
     the call, and looks at no other group: the proxy takes its group's place from the end of torch's
     list. A group that another library makes by hand has its own ranks.
     """
-    (costs,) = run_ranks(_cost_of_creations, 1)
+    (costs,) = run_ranks(_cost_of_creations, 1, timeout=240)
     pairs = zip(costs["ours"], costs["torch"], strict=True)
     few, many, member, members = [len(ours) - len(torchs) for ours, torchs in pairs]
     assert few == many

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 import pytest
@@ -57,7 +56,6 @@ def test_collectives_of_a_reload(how):
 @pytest.mark.ranks(3)
 def test_a_wrong_canary_fails_the_reload_on_all_ranks(rank):
     """A second reload completes."""
-    os.environ |= worlds.ALL_RESPOND
     _start()
     reloadpg.offload()
 
@@ -83,7 +81,6 @@ def test_a_wrong_canary_fails_the_reload_on_all_ranks(rank):
 @pytest.mark.ranks(2)
 def test_a_wrong_canary_of_bring_up_is_an_error_on_all_ranks(rank):
     """A wrong sum suffices, without an error of the collective. No group is left."""
-    os.environ |= worlds.ALL_RESPOND
     reloadpg.install(backends={"gloo"})
 
     def change_the_sum(group, tensors, work):

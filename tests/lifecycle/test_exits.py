@@ -122,7 +122,7 @@ def test_exit_with_groups_that_were_never_destroyed(options: str, operation: str
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},  # or gloo prints if it cannot find the host
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

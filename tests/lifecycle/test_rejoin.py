@@ -29,6 +29,7 @@ class Member(Job):
     """One rank's program: overlapping groups, a mesh, and a model of three numbers."""
 
     def __init__(self, backend: str = "gloo", timeout: float = 60.0) -> None:
+        os.environ |= worlds.SILENCE  # of the processes that die
         # A new process cannot use its groups yet.
         super().__init__(backend, timeout=timeout, used=False, recoverable=True, parallelism=1)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))

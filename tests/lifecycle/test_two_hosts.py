@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from launching import HELPERS
 from two_hosts_job import ALLOWANCE_S, BOUND_S
+from worlds import SILENCE
 
 import reloadpg
 
@@ -107,6 +108,7 @@ class Hosts:
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(paths),
                 "GLOO_SOCKET_IFNAME": LINK,
+                **SILENCE,
                 "OMP_NUM_THREADS": "1",
             }
             command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
