@@ -12,7 +12,7 @@ import faulty_gloo
 import pytest
 import torch.distributed as dist
 import worlds
-from fault_job import FAR, Job, eventually, fail, signalling
+from fault_job import BOUND, FAR, Job, eventually, fail, signalling
 
 import reloadpg
 from reloadpg.groups.registry import registry
@@ -67,7 +67,7 @@ def test_a_group_can_be_created_where_only_some_ranks_have_a_new_world(rank: int
 @pytest.mark.ranks(2)
 def test_a_group_whose_creation_ends_after_the_timeout_is_discarded(rank: int) -> None:
     """It is removed from c10d's tables, and the next reload creates another one."""
-    job = Job("sim", subgroups=[(0, 1)], timeout=5)
+    job = Job("sim", subgroups=[(0, 1)], timeout=BOUND)
     names = {*dist.distributed_c10d._world.pg_names.values()}
     reloadpg.offload()
     if rank == 1:

@@ -332,7 +332,7 @@ def test_a_rank_that_does_not_call_is_named_and_may_call_later(rank: int) -> Non
     os.environ |= worlds.SILENCE
     job = Job("gloo")
     if rank != FAULTY:
-        seen = attempt(lambda: reloadpg.recover(timeout=5))
+        seen = attempt(lambda: reloadpg.recover(timeout=BOUND))
         assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (FAULTY,))
         assert "recover(timeout=...)" in seen.text
     job.meet("timed out")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
-from fault_job import PATIENCE, Injected, Job, attempt, fail, interfere, survivors
+from fault_job import BOUND, PATIENCE, Injected, Job, attempt, fail, interfere, survivors
 from fault_job import die as end_process
 from replacing import RANKS, VICTIM, all_here, die, incarnation, run_replaced, store
 from tables import meet_at_rank_0, store_closed_by_rank_0
@@ -225,7 +225,7 @@ def comes_late(job: Member, meeting: Any) -> reloadpg.Report:
     if job.rank == VICTIM:
         meeting.wait(["test/gave up"])
         die()
-    seen = attempt(lambda: reloadpg.recover(timeout=5))
+    seen = attempt(lambda: reloadpg.recover(timeout=BOUND))
     assert seen.missing == (VICTIM,)
     assert "reloadpg.rejoin()" in seen.text
     if meeting.add("test/count", 1) == RANKS - 1:
