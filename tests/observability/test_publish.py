@@ -73,9 +73,7 @@ def _heartbeat(rank, world_size, directory):
 
 def test_the_heartbeat_publishes_changes_between_operations(tmp_path: Path) -> None:
     """The installation, groups that are created and destroyed, and the time."""
-    assert run_ranks(_heartbeat, 1, args=(str(tmp_path / "new"),), timeout=240) == [
-        (False, "default_pg", True)
-    ]
+    assert run_ranks(_heartbeat, 1, args=(str(tmp_path / "new"),)) == [(False, "default_pg", True)]
 
 
 def writing() -> bool:
@@ -105,7 +103,7 @@ def _stuck_disk(rank, world_size, directory):
 
 
 def test_a_write_that_hangs_does_not_delay_the_job(tmp_path: Path) -> None:
-    assert run_ranks(_stuck_disk, 1, args=(str(tmp_path),), timeout=240) == [(True, True, 1)]
+    assert run_ranks(_stuck_disk, 1, args=(str(tmp_path),)) == [(True, True, 1)]
 
 
 def _no_directory(rank, world_size, file):
@@ -129,7 +127,7 @@ def _no_directory(rank, world_size, file):
 def test_a_directory_that_cannot_be_created_is_warned_of_once(tmp_path: Path) -> None:
     """The job continues. The file is written once the directory can be created."""
     (tmp_path / "file").touch()
-    (((warning,), rank),) = run_ranks(_no_directory, 1, args=(str(tmp_path / "file"),), timeout=240)
+    (((warning,), rank),) = run_ranks(_no_directory, 1, args=(str(tmp_path / "file"),))
     assert "cannot be written" in warning
     assert rank == 0
 
@@ -180,7 +178,7 @@ def _fork(rank, world_size, directory):
 
 def test_a_forked_child_does_not_write_its_parents_file(tmp_path: Path) -> None:
     """It has no publishing thread until it is a rank itself. The parent continues."""
-    assert run_ranks(_fork, 1, args=(str(tmp_path),), timeout=240) == [([0, 0], True, True, 0)]
+    assert run_ranks(_fork, 1, args=(str(tmp_path),)) == [([0, 0], True, True, 0)]
 
 
 @pytest.mark.parametrize("ends", ["right after an operation", "in order"])
@@ -259,7 +257,7 @@ def _while_busy(rank, world_size, directory):
 
 def test_no_other_thread_reads_the_status_during_an_operation(tmp_path: Path) -> None:
     """The memory of communicators must not be read while they may be released."""
-    assert run_ranks(_while_busy, 1, args=(str(tmp_path),), timeout=240) == [([], True)]
+    assert run_ranks(_while_busy, 1, args=(str(tmp_path),)) == [([], True)]
 
 
 def _first_offload(rank, world_size, directory):
@@ -282,9 +280,7 @@ def _first_offload(rank, world_size, directory):
 
 def test_an_operation_is_published_when_it_begins(tmp_path: Path) -> None:
     """Even if no heartbeat has seen the groups before."""
-    assert run_ranks(_first_offload, 1, args=(str(tmp_path),), timeout=240) == [
-        ("live", 1, "offload")
-    ]
+    assert run_ranks(_first_offload, 1, args=(str(tmp_path),)) == [("live", 1, "offload")]
 
 
 def test_an_exporter_that_fails_is_disabled_with_one_warning(
@@ -317,7 +313,7 @@ def _without_packages(rank, world_size):
 
 def test_spans_and_metrics_without_their_packages() -> None:
     """Spans do nothing; metrics name the extra to install."""
-    (message,) = run_ranks(_without_packages, 1, timeout=240)
+    (message,) = run_ranks(_without_packages, 1)
     assert "pip install 'reloadpg[prometheus]'" in message
 
 
