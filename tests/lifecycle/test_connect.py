@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
+from jobs import start
 
 import reloadpg
 
 
-def _start(**options):
-    reloadpg.install(backends={worlds.BACKEND}, timeout=timedelta(seconds=15), **options)
-    worlds.init()
+def _start():
+    start()
     dist.new_group([0, 1])
     dist.new_group([2, 1])
 

@@ -171,38 +171,6 @@ def test_an_uncaught_exception_in_a_callback(operation: str) -> None:
 
 
 @pytest.mark.slow
-def test_interrupt_while_waiting_at_a_barrier() -> None:
-    """Ctrl-C reaches a rank that waits for others inside the store."""
-    ended = run_interpreters(
-        """
-        import threading
-        reloadpg.offload()
-        if rank == 0:
-            def interrupt_when_waiting():
-                while (running := reloadpg.status().running) is None or not running.waiting:
-                    time.sleep(0.01)
-                os.kill(os.getpid(), signal.SIGALRM)
-            signal.signal(signal.SIGALRM, signal.default_int_handler)
-            begun = time.monotonic()
-            try:
-                threading.Thread(target=interrupt_when_waiting, daemon=True).start()
-                reloadpg.reload()
-            except KeyboardInterrupt:
-                print(time.monotonic() - begun < 60)
-        else:
-            store.wait(["interrupted"], timedelta(seconds=100))
-            try:
-                reloadpg.reload()
-            except reloadpg.PeerFailedError as error:
-                print("KeyboardInterrupt" in str(error))
-        store.set("interrupted", "1")
-        """
-    )
-    assert_quiet(ended, [0, 0])
-    assert [end.printed for end in ended] == ["True", "True"]
-
-
-@pytest.mark.slow
 def test_the_interpreter_exits_after_its_pending_operation() -> None:
     """The exit code is that of the program."""
     ended = run_interpreters(

@@ -211,8 +211,3 @@ def test_invalid_parallelism_is_refused(given: Any) -> None:
     with pytest.raises(reloadpg.InvalidOptionError, match=r"install\(parallelism="):
         reloadpg.install(parallelism=given)
     assert not reloadpg.is_installed()
-
-
-def test_a_timeout_in_seconds() -> None:
-    with reloadpg.install(timeout=60):
-        assert reloadpg.status().options["timeout_s"] == 60.0
