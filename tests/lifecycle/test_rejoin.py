@@ -432,7 +432,7 @@ def two_jobs(rank: int, size: int, folder: Path) -> Any:
 
 @pytest.mark.slow
 def test_a_second_job_of_the_same_processes_replaces_no_process(tmp_path: Path) -> None:
-    for found in run_ranks(two_jobs, 2, args=(tmp_path,), timeout=120, store="rank0"):
+    for found in run_ranks(two_jobs, 2, args=(tmp_path,), timeout=280, store="rank0"):
         assert found == [("live", False), ("live", False)]
 
 
