@@ -91,7 +91,7 @@ def job(rank: int, world_size: int, reloads: bool) -> list[float]:
 
 def test_a_mesh_with_fsdp2_and_tensor_parallel_modules_works_through_three_reloads() -> None:
     """Sizes, seeds, sums, timeouts and objects hold in each generation; losses are bit-equal."""
-    unreloaded, reloaded = (run_ranks(job, 8, args=(one,), timeout=150) for one in (False, True))
+    unreloaded, reloaded = (run_ranks(job, 8, args=(one,), timeout=280) for one in (False, True))
     assert reloaded == unreloaded
     assert len(set(reloaded[0])) == CYCLES + 1
 
@@ -104,4 +104,4 @@ def flat(rank: int, world_size: int) -> tuple[bool, Any]:
 
 def test_a_dimension_as_large_as_the_world_uses_world() -> None:
     """There is no second communicator over the same ranks."""
-    assert run_ranks(flat, 2) == [(True, [0, 1])] * 2
+    assert run_ranks(flat, 2, timeout=240) == [(True, [0, 1])] * 2

@@ -32,7 +32,7 @@ def test_a_copy_prints_the_same_numbers_with_and_without_reloadpg(tmp_path: Path
     """Without megatron-core it uses the groups of a DeviceMesh."""
     copy = str(shutil.copy(EXAMPLE, tmp_path / "mine.py"))
     with_it, without = (
-        run_ranks(as_a_script, 1, args=(copy, *options), timeout=120)
+        run_ranks(as_a_script, 1, args=(copy, *options), timeout=280)
         for options in ((), ("--no-offload",))
     )
     assert [installed for _, installed in (*with_it, *without)] == [True, False]

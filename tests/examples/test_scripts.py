@@ -29,7 +29,7 @@ def as_a_script(rank: int, world_size: int, path: str) -> str:
 
 def printed(name: str, ranks: int) -> list[str]:
     """What rank 0 of an example prints; the other ranks print nothing."""
-    first, *others = run_ranks(as_a_script, ranks, args=(str(EXAMPLES / name),), timeout=150)
+    first, *others = run_ranks(as_a_script, ranks, args=(str(EXAMPLES / name),), timeout=280)
     assert others == [""] * (ranks - 1)
     return first.splitlines()
 
@@ -62,7 +62,7 @@ def test_losses_equal_those_of_a_run_without_offloads(
     assert text.count("reloadpg.offloaded()") == 1
     plain = tmp_path / "plain.py"
     plain.write_text(text.replace("reloadpg.offloaded()", "__import__('contextlib').nullcontext()"))
-    without = run_ranks(as_a_script, ranks, args=(str(plain),), timeout=150)[0]
+    without = run_ranks(as_a_script, ranks, args=(str(plain),), timeout=280)[0]
     assert re.findall(r"generation (\d)", without) == ["0", "0", "0"]
     losses = re.findall(r"loss (\S+),", without)
     assert losses == [one[1] for one in numbers if one]

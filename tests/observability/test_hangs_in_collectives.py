@@ -20,7 +20,7 @@ LATE = 2
 
 
 def skipped(rank: int, size: int, directory: str) -> list[Any]:
-    """Rank 2 skips a collective, and polls the findings until they name it."""
+    """Rank 2 skips a collective, and polls the findings until they show the others in it."""
     reloadpg.install(backends={"gloo"})
     worlds.init("gloo")
     end = publish_status(directory)
@@ -28,7 +28,9 @@ def skipped(rank: int, size: int, directory: str) -> list[Any]:
     dist.all_reduce(torch.ones(1), group=group)
     dist.all_reduce(torch.ones(1))
     found: list[Any] = []
-    while rank == LATE and not (found and "in all_reduce" in found[0].remedy):
+    while rank == LATE and not (
+        found and "0-1, 3 in number" in found[0].message and "in all_reduce" in found[0].remedy
+    ):
         job = JobView(read_directory(Path(directory)))
         found = [one for one in job.lasting_findings() if one.check == "collective"]
         time.sleep(0.2)

@@ -61,6 +61,6 @@ def _on_both(rank: int, size: int) -> dict[str, Any]:
 
 def test_training_steps_equal_those_of_the_cpu() -> None:
     """Forward, backward, clipping and three optimizers."""
-    (seen,) = run_ranks(_on_both, 1, standins=True)
+    (seen,) = run_ranks(_on_both, 1, standins=True, timeout=240)
     for on_cpu, on_device in seen.values():
         assert on_device == on_cpu
