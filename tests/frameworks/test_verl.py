@@ -340,7 +340,11 @@ def test_older_workers_have_live_groups_after_each_generation() -> None:
     with pytest.raises(ConnectionError, match="generate on purpose"), manager:
         engine.generate_sequences(None)
     check_seen(engine, "live", *managed)
-    assert (with_modes.cycles, with_managers.cycles) == (3, 2)
+    engine.fails = "release"
+    with pytest.raises(ConnectionError, match="release on purpose"), manager:
+        pass
+    check_seen(engine, "live", *entered, "release: offloaded")
+    assert (with_modes.cycles, with_managers.cycles) == (3, 3)
 
 
 def test_a_class_that_is_not_of_verl_or_was_passed_before_is_refused() -> None:
