@@ -251,19 +251,27 @@ def test_no_other_thread_reads_the_status_during_an_operation(
 
 @pytest.mark.ranks(1)
 def test_an_operation_is_published_when_it_begins(tmp_path: Path) -> None:
-    """Even if no heartbeat has seen the groups before."""
+    """The first one even if no heartbeat has seen the groups before, and each later one."""
     path = tmp_path / "rank-0.json"
-    inside: list[dict[str, Any]] = []
+    seen: dict[int, dict[str, Any]] = {}
+
+    def published() -> bool:
+        record = read(path)
+        running = record["running"] or {"operation": ""}
+        if running["operation"] != "offload" or running["sequence"] in seen:
+            return False
+        seen[running["sequence"]] = record["status"]
+        return True
+
     with publishing(tmp_path, heartbeat=1000.0):
         until(lambda: read(path))
         _single_rank()
-        reloadpg.on_offload(
-            lambda: inside.append(until(lambda: read(path)["running"] and read(path)))
-        )
-        reloadpg.offload()
-    (record,) = inside
-    assert (record["status"]["state"], len(record["status"]["groups"])) == ("live", 1)
-    assert record["running"]["operation"] == "offload"
+        reloadpg.on_offload(lambda: until(published))
+        for _ in range(2):
+            with reloadpg.offloaded():
+                pass
+    first, _ = seen.values()
+    assert (first["state"], len(first["groups"])) == ("live", 1)
 
 
 def test_an_exporter_that_fails_is_disabled_with_one_warning(
