@@ -446,31 +446,28 @@ def test_a_fault_can_end_its_process() -> None:
 
 @pytest.mark.ranks(2)
 def test_a_fault_can_be_at_a_barrier_and_in_a_failure(rank: int) -> None:
-    """On any backend, on the named rank, at the named barrier."""
+    """On any backend, on the named rank, at the named barrier; before it, after it or waiting."""
     reloadpg.install(backends={worlds.BACKEND})
     worlds.init()
-    seen: list[str] = []
+    seen: dict[str, list[str]] = {moment: [] for moment in (*get_args(FaultMoment), "failure")}
     for moment in get_args(FaultMoment):
-        note = lambda info, moment=moment: seen.append(f"{moment} {info.name}")  # noqa: E731
+        note = lambda info, moment=moment: seen[moment].append(info.name)  # noqa: E731
         simulated.inject(Fault("barrier", "call", moment=moment, times=None, call=note))
-    simulated.inject(Fault("failure", "call", call=lambda info: seen.append(f"told {info.name}")))
+    note_failure = Fault("failure", "call", call=lambda info: seen["failure"].append(info.name))
+    simulated.inject(note_failure)
     with reloadpg.offloaded():
         pass
     barriers = ["offload.enter", "offload.released", "reload.enter", "reload.done"]
-    assert [one for one in seen if not one.startswith("waiting")] == [
-        f"{moment} {name}" for name in barriers for moment in ("before", "after")
-    ]
-    waits = [one.removeprefix("waiting ") for one in seen if one.startswith("waiting")]
-    assert waits == [name for name in barriers if name in waits]  # where it was not the last
-    simulated.clear_faults()
-    seen.clear()
+    assert seen["before"] == seen["after"] == barriers
+    waited = seen["waiting"]  # where this rank was not the last one
+    assert waited == [name for name in barriers if name in waited]
+    assert seen["failure"] == []
     fault = simulated.inject(Fault("barrier", rank=1, operation="offload.released"))
-    simulated.inject(Fault("failure", "call", call=lambda info: seen.append(info.name)))
     with pytest.raises((InjectedFaultError, reloadpg.PeerFailedError)) as caught:
         reloadpg.offload()
     assert (fault.fired, isinstance(caught.value, InjectedFaultError)) == (rank, rank == 1)
     assert "before barrier offload.released" in str(caught.value)
-    assert seen == ["offload.released"]
+    assert seen["failure"] == ["offload.released"]
     reloadpg.reload()
 
 
