@@ -100,14 +100,11 @@ def check_managed(group: Any) -> None:
 @pytest.mark.parametrize(
     "real",
     [
-        pytest.param(False, id="sequence", marks=pytest.mark.ranks(2)),
-        pytest.param(
-            True,
-            id="torchft",
-            marks=[pytest.mark.ranks(2), pytest.mark.frameworks, pytest.mark.timeout(600)],
-        ),
+        pytest.param(False, id="sequence"),
+        pytest.param(True, id="torchft", marks=[pytest.mark.frameworks, pytest.mark.timeout(600)]),
     ],
 )
+@pytest.mark.ranks(2, timeout=400)
 def test_a_group_of_torchft_works_while_the_others_are_offloaded(real: bool, rank: int) -> None:
     """Also after a new quorum has configured it again. ``status`` gives the reason.
 

@@ -247,17 +247,15 @@ def check_seen(engine: Rollout, state: str, *calls: str) -> None:
 @pytest.mark.parametrize(
     "real",
     [
-        pytest.param(False, id="sequence", marks=pytest.mark.ranks(2)),
+        pytest.param(False, id="sequence"),
         pytest.param(
             True,
             id="verl",
-            marks=[
-                *(pytest.mark.ranks(2, timeout=400), pytest.mark.frameworks),
-                *(pytest.mark.timeout(600), worlds.unbound_only),
-            ],
+            marks=[pytest.mark.frameworks, pytest.mark.timeout(600), worlds.unbound_only],
         ),
     ],
 )
+@pytest.mark.ranks(2, timeout=400)
 def test_groups_are_offloaded_from_a_transfer_to_the_next_call_that_trains(real: bool) -> None:
     """The KV cache gets their memory."""
     reloadpg.install(backends={"gloo"}, timeout=worlds.TIMEOUT)
