@@ -17,7 +17,6 @@ import reloadpg
 HELPERS = Path(__file__).parent
 HERE = HELPERS.parent / "frameworks"
 ROOT = Path(reloadpg.__file__).parents[1]
-ENVIRONMENT_TESTS = HERE.parent / "environment"
 
 TIMEOUT_S = 280
 
