@@ -348,16 +348,6 @@ def test_the_launcher_is_named_with_its_missing_variables():
     assert "WORLD_SIZE" in finding.message
 
 
-def test_ranks_without_a_status_file_are_reported(tmp_path):
-    """By the world size in the other files; without any file the remedy is the variable."""
-    (problem,) = [one for one in diagnose(status_dir=tmp_path).at("problem") if one.check == "job"]
-    assert "RELOADPG_STATUS_DIR" in problem.remedy
-    write_rank(tmp_path, 0, 3)
-    write_rank(tmp_path, 2, 3)
-    found = of(diagnose(status_dir=tmp_path), "job", "problem")
-    assert found == ["missing: rank 1 of a job of 3: no record"]
-
-
 @pytest.mark.parametrize(
     ("level", "options", "code"),
     [("problem", [], 1), ("warning", [], 0), ("warning", ["--strict"], 1), ("note", [], 0)],
