@@ -426,9 +426,9 @@ def _ids(records: Sequence[RankRecord]) -> str:
     return f"{ranks} (pid {records[0].pid})" if len(records) == 1 and records[0].pid else ranks
 
 
-def _bar(done: int, total: int, width: int = 30) -> str:
-    filled = width * min(done, total) // total
-    return f"[{'#' * filled}{'-' * (width - filled)}] {done} of {counted(total, 'group')} done"
+def _bar(done: int, total: int) -> str:
+    filled = 30 * min(done, total) // total
+    return f"[{'#' * filled}{'-' * (30 - filled)}] {done} of {counted(total, 'group')} done"
 
 
 def _last_seen(records: Iterable[RankRecord]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any, Literal
 
 from ..errors import InvalidOptionError
-from .model import Export
+from .model import Export, ip_of
 
 __all__ = [
     "Network",
@@ -175,10 +174,7 @@ def _interfaces() -> list[dict[str, Any]]:
 
 
 def _is_usable(entry: dict[str, Any]) -> bool:
-    try:
-        address = ipaddress.ip_address(str(entry.get("local", "")))
-    except ValueError:
-        return False
-    if entry.get("tentative") or entry.get("dadfailed"):
+    address = ip_of(str(entry.get("local", "")))
+    if address is None or entry.get("tentative") or entry.get("dadfailed"):
         return False
     return not (address.is_link_local or address.is_loopback or address.is_unspecified)
