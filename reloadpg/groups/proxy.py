@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..errors import GroupPickleError
-from .creation import Construction, Facts
+from .creation import Construction
 from .dispatch import Dispatch
 from .offloaded import GroupState, Offloaded, UnderWay
 from .sets import TRAINER
@@ -94,18 +94,18 @@ class ReloadableProcessGroup(Dispatch):
     _timeouts: Mapping[str, timedelta] = MappingProxyType({})
     _symm_mem: Any = None
 
-    def __init__(self, inner: ProcessGroup, record: Construction | Facts) -> None:
-        rank, size = record.rank, len(record.ranks)
+    def __init__(self, inner: ProcessGroup, construction: Construction) -> None:
+        rank, size = construction.rank, len(construction.members)
         # The (store, rank, size) form, the only one in torch's stubs, fails for subclasses.
         ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg, arg-type]
         self._current: Any = inner
         self._inner = inner
-        self._record = record
-        self._name = record.name
+        self.construction = construction
+        self._name = construction.name
         self._rank = rank
         self._size = size
-        self._desc = record.desc
-        self.names_in_store = [record.name]
+        self._desc = construction.desc
+        self.names_in_store = [construction.name]
         self._backend_name = inner.name()
         self._devices = inner._device_types
         device = inner.bound_device_id
@@ -113,13 +113,6 @@ class ReloadableProcessGroup(Dispatch):
             # The C++ getter is not virtual, so the proxy's C++ object must hold the device.
             _BOUND_DEVICE.__set__(self, device)
         c10d.take_place(inner, self)
-
-    @property
-    def construction(self) -> Construction:
-        record = self._record
-        if not isinstance(record, Construction):
-            record = self._record = Construction.of(record)
-        return record
 
     @property
     def history(self) -> History:

@@ -77,9 +77,9 @@ def register_group(
         c10d.backend_of(group),
         devices,
         tuple(devices),
-        (*HANDED_OVER, name),
         group.rank(),
-        desc=str(group.group_desc),
+        str(group.group_desc),
+        place=(*HANDED_OVER, name),
         rebuild=rebuild,
         destroy=destroy,
     )
