@@ -267,24 +267,23 @@ class Construction:
         if part:
             backend = ",".join(f"{device}:{self.devices[device]}" for device in self.selected)
         c10d.forget_parent(self.options)
+        creation = c10d.CreationByMembers(name, store, device)
         if self.is_world:
             return c10d.create_world(
-                rank=self.rank,
-                size=len(self.ranks),
-                backend=backend,
-                store=store,
-                name=name,
-                options=self.options,
-                timeout=self.timeout,
-                device=device,
-                desc=self.desc,
+                creation,
+                self.rank,
+                len(self.ranks),
+                backend,
+                backend_options=self.options,
+                timeout=self.timeout or c10d.default_timeout(backend),
+                group_desc=self.desc,
             )
         call = self.call
         if call.function.__name__ == "split_group":  # without its parent
             call = by_members(self.ranks, self.timeout, backend, self.desc, self.options)
         elif part:
             call = call.replacing("backend", backend)
-        with verbatim(), c10d.CreationByMembers(name, store, device):
+        with verbatim(), creation:
             made = call()
         if c10d.is_non_member(made):
             raise RuntimeError("torch returned the value for non-members to a member of the group")

@@ -307,20 +307,16 @@ class ReloadableProcessGroup(Dispatch):
         self._make_live(inner)
         self.generation = generation
 
-    def await_members(self, reason: str, remedy: str, timeout: timedelta) -> None:
-        """Set a group that was created without backends to failed, until a recovery. Local.
-
-        Args:
-            reason: why, for messages.
-            remedy: the call to make, for messages.
-            timeout: the group's timeout.
-        """
-        devices = self.construction.devices
-        self.detach(GroupState.FAILED, reason)
-        self._current.kept, self._current.remedy = None, remedy
-        self._devices = [torch.device(device) for device in devices]
-        self._backend_name = next(iter(devices.values()))
-        self._timeouts = dict.fromkeys(devices, timeout)
+    def await_members(self) -> None:
+        """Set a group that was created without backends to failed, until ``rejoin``. Local."""
+        made = self.construction
+        self.detach(GroupState.FAILED, "This process replaces one that has ended.")
+        self._current.kept = None
+        self._current.remedy = "Call reloadpg.rejoin() once all groups are created."
+        self._devices = [torch.device(device) for device in made.devices]
+        self._backend_name = next(iter(made.devices.values()))
+        timeout = made.timeout or c10d.default_timeout(made.backend)
+        self._timeouts = dict.fromkeys(made.devices, timeout)
 
     @property
     def kept(self) -> ProcessGroup | None:

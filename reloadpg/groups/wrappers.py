@@ -18,7 +18,7 @@ from ..rendezvous.predecessor import Predecessor
 from .creation import WORLD_ORDER, Call, Construction, parameters_of, thread, verbatim
 from .proxy import GroupState, ReloadableProcessGroup
 from .registry import bypass_of, registry
-from .replacement import Places, await_members, is_without_backends, replaces, split_alone
+from .replacement import Places, is_without_backends, replaces, split_alone
 from .sets import TRAINER
 
 __all__ = ["Wrapper", "manage_world", "wrappers"]
@@ -202,7 +202,7 @@ def _manage(
     if set_name != TRAINER:
         proxy.set_name = set_name
     if bare:
-        await_members(proxy)
+        proxy.await_members()
     return proxy
 
 
@@ -259,7 +259,7 @@ def manage_world(
     c10d.complete_ranks(world, tuple(devices))
     proxy = ReloadableProcessGroup(world, construction)
     if predecessor is not None:
-        await_members(proxy)
+        proxy.await_members()
     registry.job("install", predecessor)  # connects to the store in the background
     return proxy
 
