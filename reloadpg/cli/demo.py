@@ -23,8 +23,6 @@ from typing import Any
 from ..errors import counted, mebibytes, table
 from .console import CommandError, follow_lines, new_file, positive, say
 
-__all__ = ["add", "judge"]
-
 EXAMPLES = tuple(parent / "examples" / "colocated_rl.py" for parent in Path(__file__).parents[1:3])
 """Paths of the example: in an installed package, and in the source tree."""
 

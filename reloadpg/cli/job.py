@@ -14,8 +14,6 @@ from ..errors import counted, format_ranks
 from .console import Finding
 from .records import RankRecord, Reading, typed
 
-__all__ = ["WAITING_S", "WORKING_S", "InProgress", "JobView", "age", "clock"]
-
 WAITING_S = 3.0
 """Seconds after which a wait for ranks that have not arrived is a problem. Each rank reports its
 position once per second, so the missing ranks would have reported the operation by then."""

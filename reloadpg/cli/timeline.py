@@ -16,8 +16,6 @@ from typing import Any
 from ..errors import counted
 from ..lifecycle.report import Span
 
-__all__ = ["Run", "clusters", "draw"]
-
 
 @dataclass(frozen=True)
 class Run:

@@ -16,8 +16,6 @@ from .records import UNREADABLE, RankRecord, decoded, read_directory, typed
 from .status import job_directory
 from .timeline import Run, clusters, draw
 
-__all__ = ["add", "read_runs"]
-
 _OPERATION = "reloadpg,operation"
 """Category of the events that :mod:`reloadpg.observability.trace` writes for operations."""
 

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DistributedContext", "bring_up", "init_distributed"]
-
 INIT_TIMEOUT = timedelta(minutes=5)
 
 

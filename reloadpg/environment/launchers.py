@@ -26,15 +26,6 @@ from .model import (
 )
 from .slurm import from_slurm, is_daemon_step
 
-__all__ = [
-    "detect_environment",
-    "get_rank",
-    "identify",
-    "is_initialized",
-    "is_rank_zero",
-    "rank_zero_only",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

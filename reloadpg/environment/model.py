@@ -19,24 +19,6 @@ from typing import Any
 
 from ..errors import ReloadpgError
 
-__all__ = [
-    "AGENT_STORE",
-    "LOOPBACK",
-    "DistributedEnvironment",
-    "DistributedEnvironmentError",
-    "Export",
-    "GroupNotInitializedError",
-    "Identity",
-    "MeshDimensionError",
-    "Variables",
-    "check_layout",
-    "host_store",
-    "ip_of",
-    "on_nodes_of",
-    "port_from_ids",
-    "port_from_text",
-]
-
 LOOPBACK = "127.0.0.1"
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 FIRST_PORT = 15000

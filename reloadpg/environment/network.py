@@ -15,16 +15,6 @@ from typing import Any, Literal
 from ..errors import InvalidOptionError
 from .model import Export, ip_of
 
-__all__ = [
-    "Network",
-    "apply_network",
-    "configure_network_environment",
-    "detect_ib_interface",
-    "interface_in_use",
-    "restore_network",
-    "validate_network",
-]
-
 Network = Literal["auto", "off"] | dict[str, str]
 SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 

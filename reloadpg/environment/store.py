@@ -27,8 +27,6 @@ from ..rendezvous.store_client import StoreClient, StoreLost, StoreSilent
 from ..rendezvous.worker_thread import Task, Wait
 from .model import DistributedEnvironment
 
-__all__ = ["Claim", "agree", "find_differences", "open_store"]
-
 AGREED = ("world_size", "backend", "mesh_dims", "connect")
 """The fields that must be equal in all claims."""
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-__all__ = ["barrier", "job_round", "leave_together", "rank_zero_first", "rendezvous_of"]
-
 
 class _Rendezvouses:
     """The rendezvous of each group and purpose, created on first use.

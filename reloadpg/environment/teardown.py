@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "OwnGroups",
-    "destroy_distributed",
-    "process_group_scope",
-]
-
 EXIT_TIMEOUT = timedelta(minutes=5)
 _TELL_S = 5.0
 _ABORT_S = 30.0

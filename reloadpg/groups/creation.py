@@ -25,19 +25,6 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 
-__all__ = [
-    "HANDED_OVER",
-    "WORLD_ORDER",
-    "Call",
-    "Construction",
-    "Order",
-    "by_members",
-    "group_order",
-    "parameters_of",
-    "thread",
-    "verbatim",
-]
-
 
 class _Thread(threading.local):
     verbatim = False

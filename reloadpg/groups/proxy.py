@@ -27,13 +27,12 @@ from .. import c10d
 from ..errors import GroupPickleError
 from .creation import Construction
 from .dispatch import Dispatch
-from .offloaded import GroupState, Offloaded, UnderWay
+from .offloaded import GroupState as GroupState
+from .offloaded import Offloaded, UnderWay
 from .sets import TRAINER
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend as CppBackend
-
-__all__ = ["GroupState", "History", "ReloadableProcessGroup", "find_group"]
 
 
 @dataclass

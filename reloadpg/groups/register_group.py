@@ -13,8 +13,6 @@ from .proxy import ReloadableProcessGroup
 from .registry import registry
 from .sets import TRAINER
 
-__all__ = ["register_group"]
-
 
 def register_group(
     group: ProcessGroup,

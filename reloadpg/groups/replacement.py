@@ -18,8 +18,6 @@ from .creation import Call, by_members, verbatim
 from .registry import registry
 from .sets import TRAINER
 
-__all__ = ["Places", "is_without_backends", "replaces", "split_alone"]
-
 
 class Places:
     """Find the process of a running job that a new default group replaces: ``taken``, or None."""

@@ -16,17 +16,6 @@ from types import FrameType
 
 from ..errors import InvalidOptionError
 
-__all__ = [
-    "ALL",
-    "TRAINER",
-    "Chosen",
-    "SetState",
-    "SetStates",
-    "creators",
-    "open_regions",
-    "region",
-]
-
 TRAINER = "trainer"
 """The default set."""
 

@@ -21,8 +21,6 @@ from .registry import bypass_of, registry
 from .replacement import Places, is_without_backends, replaces, split_alone
 from .sets import TRAINER
 
-__all__ = ["Wrapper", "manage_world", "wrappers"]
-
 Function = Callable[..., Any]
 Wrapper = Callable[[Function], Function]
 """Takes one of torch's functions and returns the function that replaces it."""

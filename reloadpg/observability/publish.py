@@ -40,15 +40,6 @@ from .exporters import subscribe
 from .logs import current_rank, name_rank_in_records
 from .trace import replace_file, write_trace
 
-__all__ = [
-    "Publisher",
-    "StatusRecord",
-    "process_record",
-    "publish_status",
-    "serve_status",
-    "start_with_installations",
-]
-
 VERSION = 1
 """Version of the record's format."""
 

@@ -21,8 +21,6 @@ from reloadpg.lifecycle.report import Report
 
 from .exporters import subscribe
 
-__all__ = ["TraceWriter", "replace_file", "write_trace"]
-
 KEPT = 1000
 """Number of operations that a writer keeps; a new one replaces the oldest."""
 

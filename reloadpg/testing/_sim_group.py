@@ -25,8 +25,6 @@ from reloadpg.groups import dispatch
 
 from ._sim_state import FaultTable, GroupInfo, Ledger, Record, Settings, SimState
 
-__all__ = ["DEVICES", "NAME", "Communicator", "SimulatedProcessGroup"]
-
 NAME = "sim"
 DEVICES = ("cpu", "privateuseone")
 """It serves a device other than the CPU, like an accelerator's backend, and also the CPU, so that
