@@ -8,11 +8,10 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -20,10 +19,9 @@ from torch.distributed import ProcessGroup, device_mesh
 from torch.distributed import distributed_c10d as _c10d
 
 from .backends import live_backends
-from .tables import create_without_backends, ranks_of, store_of
+from .tables import Asked, create_without_backends, ranks_of, store_of
 
 __all__ = [
-    "Asked",
     "CreationByMembers",
     "batch_coalesced",
     "batching_refuses_subclasses",
@@ -90,21 +88,6 @@ def batch_coalesced(operations: Sequence[Any]) -> list[Any]:
             peer = "group_dst" if one.op in (_c10d.isend, _c10d.send) else "group_src"
             one.op(one.tensor, group=one.group, tag=one.tag, **{peer: one.group_peer})
     return cast("list[Any]", manager.works)
-
-
-class Asked(NamedTuple):
-    """A group that torch is about to create, with this rank as a member.
-
-    The store lacks the prefix of the name; ``devices`` are the backends by device type.
-    """
-
-    store: Store
-    name: str
-    desc: str
-    rank: int
-    size: int
-    devices: dict[str, str]
-    is_world: bool
 
 
 @dataclass
@@ -259,9 +242,7 @@ def _without_backends(
             return existing, store_of(existing)
     if name in _c10d._world.pg_names.values():
         raise ValueError(f"The group name {name!r} has already been created")
-    return create_without_backends(
-        store, asked.name, rank, size, str(backend), str(config), desc, device_id, pg_tag
-    )
+    return create_without_backends(asked, str(backend), str(config), device_id, pg_tag)
 
 
 def part_of_split(
@@ -305,34 +286,18 @@ def forget_parent(options: object) -> None:
 
 
 def create_world(
-    *,
-    rank: int,
-    size: int,
-    backend: str,
-    store: Store,
-    name: str,
-    options: object,
-    timeout: timedelta | None,
-    device: torch.device | None,
-    desc: str,
+    creation: CreationByMembers, rank: int, size: int, backend: str, **given: Any
 ) -> ProcessGroup:
     """Create a default group on a store, as ``init_process_group`` does, in the tables too.
+
+    ``given`` are ``backend_options``, ``timeout`` and ``group_desc``.
 
     ``init_process_group`` itself refuses a second default group, opens a new rendezvous, and wraps
     ``sys.excepthook`` again on each call.
     """
-    with CreationByMembers(name, store, device):
-        group, _ = _c10d._new_process_group_helper(
-            size,
-            rank,
-            [],
-            _c10d.Backend(backend),
-            store,
-            cast(Any, name),
-            backend_options=options,
-            timeout=timeout or _c10d._get_default_timeout(cast(Any, backend)),
-            group_desc=desc,
-        )
+    place: Any = (_c10d.Backend(backend), creation.store, creation.name)
+    with creation:
+        group, _ = _c10d._new_process_group_helper(size, rank, [], *place, **given)
     return cast(ProcessGroup, group)
 
 

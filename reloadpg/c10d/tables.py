@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._C._distributed_c10d import (
@@ -24,8 +24,9 @@ from ..errors import described
 from .torchcomms import HAS_TORCHCOMMS, own_communicators
 
 __all__ = [
-    "backend_class",
+    "Asked",
     "Unseen",
+    "backend_class",
     "backend_of",
     "close_coalescing",
     "create_without_backends",
@@ -181,26 +182,33 @@ def has_backends(group: ProcessGroup) -> bool:
     return type(group) is not ProcessGroup or bool(group._device_types)
 
 
+class Asked(NamedTuple):
+    """A group that torch is about to create, with this rank as a member.
+
+    The store lacks the prefix of the name; ``devices`` are the backends by device type.
+    """
+
+    store: Store
+    name: str
+    desc: str
+    rank: int
+    size: int
+    devices: dict[str, str]
+    is_world: bool
+
+
 def create_without_backends(
-    store: Store,
-    name: str,
-    rank: int,
-    size: int,
-    backend: str,
-    config: str,
-    desc: str,
-    device: Any,
-    tag: str | None,
+    asked: Asked, backend: str, config: str, device: Any, tag: str | None
 ) -> tuple[ProcessGroup, Store]:
     """Create a group that has no backend, and enter it into the tables as torch does.
 
     The caller enters the ranks. Torch 2.8 to 2.15 enter a group into the same tables. Returns the
     group and its store.
     """
-    own = PrefixStore(f"{name}/", store)
-    group = ProcessGroup(own, rank, size)
+    name, own = asked.name, PrefixStore(f"{asked.name}/", asked.store)
+    group = ProcessGroup(own, asked.rank, asked.size)
     group._set_group_name(cast(Any, name))
-    group._set_group_desc(desc)
+    group._set_group_desc(asked.desc)
     if device is not None:
         group.bound_device_id = device
     tables = cast(Any, _c10d._world)

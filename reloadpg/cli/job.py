@@ -14,8 +14,6 @@ from ..errors import counted, format_ranks
 from .console import Finding
 from .records import RankRecord, Reading, typed
 
-__all__ = ["WAITING_S", "WORKING_S", "InProgress", "JobView", "age", "clock"]
-
 WAITING_S = 3.0
 """Seconds after which a wait for ranks that have not arrived is a problem. Each rank reports its
 position once per second, so the missing ranks would have reported the operation by then."""
@@ -456,9 +454,9 @@ def _ids(records: Sequence[RankRecord]) -> str:
     return f"{ranks} (pid {records[0].pid})" if len(records) == 1 and records[0].pid else ranks
 
 
-def _bar(done: int, total: int, width: int = 30) -> str:
-    filled = width * min(done, total) // total
-    return f"[{'#' * filled}{'-' * (width - filled)}] {done} of {counted(total, 'group')} done"
+def _bar(done: int, total: int) -> str:
+    filled = 30 * min(done, total) // total
+    return f"[{'#' * filled}{'-' * (30 - filled)}] {done} of {counted(total, 'group')} done"
 
 
 def _last_seen(records: Iterable[RankRecord]) -> str:

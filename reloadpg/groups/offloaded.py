@@ -19,8 +19,6 @@ from ..errors import GroupDestroyedError, GroupOffloadedError
 from .dispatch import DISPATCHED
 from .sets import TRAINER
 
-__all__ = ["GroupState", "Offloaded", "OffloadedBackend", "UnderWay"]
-
 
 class GroupState(str, Enum):
     """The state of a reloadable group."""

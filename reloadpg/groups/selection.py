@@ -12,8 +12,6 @@ from .. import c10d
 from ..errors import InvalidOptionError, did_you_mean
 from .sets import TRAINER, check_name, creators, open_regions
 
-__all__ = ["BYPASS", "STRATEGY_NAMES", "Bypass", "Selection", "StrategyPolicy"]
-
 BYPASS = frozenset({"gloo", "mpi", "fake", "undefined"})
 """Backends that hold no device memory: reloadable only if named."""
 

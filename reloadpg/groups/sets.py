@@ -16,17 +16,6 @@ from types import FrameType
 
 from ..errors import InvalidOptionError
 
-__all__ = [
-    "ALL",
-    "TRAINER",
-    "Chosen",
-    "SetState",
-    "SetStates",
-    "creators",
-    "open_regions",
-    "region",
-]
-
 TRAINER = "trainer"
 """The default set."""
 
@@ -69,12 +58,12 @@ class region(ContextDecorator):  # noqa: N801 - used like a function
         open_regions.set(open_regions.get()[:-1])
 
 
-def creators(frame: FrameType | None = None) -> Iterator[str]:
+def creators() -> Iterator[str]:
     """Yield the modules of the functions on the call stack, innermost first, that create groups.
 
     Functions of torch and of this library are skipped: they create groups for their callers.
     """
-    frame = frame or sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
         if name.partition(".")[0] not in _INSIDE:

@@ -28,8 +28,6 @@ from pathlib import Path
 
 from ...errors import ReloadpgError
 
-__all__ = ["StandinsError", "build"]
-
 SOURCES = Path(__file__).parent
 REAL = {  # library: source file, and the error that its stubs return
     "libcudart": ("cuda_runtime.cpp", 801),  # cudaErrorNotSupported

@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["activate"]
-
 _NATIVE = frozenset(
     {
         *("_local_scalar_dense", "_pin_memory", "is_pinned", "record_stream"),
