@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -30,6 +31,7 @@ from ..errors import (
 )
 from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Job, Position, registry
+from ..rendezvous.round import Round
 from ..rendezvous.worker_thread import Task
 from .connect import await_device
 from .failure import notify
@@ -249,7 +251,8 @@ def _steps(items: Iterator[T], rules: _Rules) -> Iterator[Step[T]]:
         while not loops.is_passed(loop):
             progress = _Progress(loops, loop, number, rules)
             try:
-                item = next(items)
+                with progress.telling():
+                    item = next(items)
             except StopIteration:
                 if loops.resumes is None:
                     return
@@ -349,7 +352,8 @@ class Step(Generic[T]):
                 return False
             if error is None:
                 try:
-                    progress.commit()
+                    with progress.telling():
+                        progress.commit()
                 except Exception as failed:
                     progress.fail(failed)
                 return False
@@ -370,6 +374,7 @@ class _Progress:
         self._loop = loop
         self._number = number
         self._rules = rules
+        self._round: Round | None = None  # whose barrier this rank has not passed
         self._ended = False
         self._owed = ""  # why this rank must repeat the step
         self._thread = threading.get_ident()
@@ -379,25 +384,29 @@ class _Progress:
 
         Returns False if this attempt has failed on all ranks.
         """
-        snapshot, replaced = self._rules.state, _replaced()
-        if snapshot is None:
-            return True
         try:
-            new = bool(replaced) and dist.get_rank() in replaced
-            if self.failed and not new:
-                snapshot.restore()
-            elif not new:
-                snapshot.take()
-            if replaced:
-                snapshot.hand_over(replaced)
-            if new:
-                snapshot.take()
-            if replaced:  # a state that is lost ends the loop before any rank repeats the step
-                self._barrier()
+            with self.telling():
+                self._prepare()
         except Exception as error:
             self.fail(error)
             return False
         return True
+
+    def _prepare(self) -> None:
+        snapshot, replaced = self._rules.state, _replaced()
+        if snapshot is None:
+            return
+        new = bool(replaced) and dist.get_rank() in replaced
+        if self.failed and not new:
+            snapshot.restore()
+        elif not new:
+            snapshot.take()
+        if replaced:
+            snapshot.hand_over(replaced)
+        if new:
+            snapshot.take()
+        if replaced:  # a state that is lost ends the loop before any rank repeats the step
+            self._barrier()
 
     def commit(self) -> None:
         """Wait until all ranks have finished the step. Collective, blocking, with a timeout."""
@@ -414,18 +423,30 @@ class _Progress:
         job = registry.job("retrying")
         if job is None:
             return
-        round_ = job.rendezvous.open("step", ["enter"], _seconds())
+        round_ = self._round = job.rendezvous.open("step", ["enter"], _seconds())
         try:
             round_.barrier("enter")
         finally:  # a rank that was interrupted takes no part in a recovery
             self._ended = round_.decision is not None and round_.decision.kind == "cancelled"
+        self._round = None
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """A block whose interrupt is notified to the other ranks; see :meth:`tell`."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            self.tell(error)
+            raise
 
     def tell(self, error: BaseException) -> None:
         """Notify the waiting ranks of this rank's interrupt. Local; waits a limited time."""
         self._owed = ""
         job = registry.job("retrying")
         if job is not None:
-            round_ = job.rendezvous.open("step", ["enter"], _seconds())
+            round_ = self._round or job.rendezvous.open("step", ["enter"], _seconds())
             notify(round_, error, cancels=True)
 
     def leave(self, frame: FrameType | None) -> None:
@@ -451,6 +472,7 @@ class _Progress:
     def fail(self, error: Exception, *, repeats: bool | None = None) -> None:
         """Recover. Return if the step must be repeated, or is complete elsewhere; else raise."""
         self._owed = ""
+        self._round = None
         if self._ended:
             raise error
         if registry.options is None:

@@ -189,6 +189,55 @@ def test_a_second_interrupt_does_not_hide_the_first_one(rank: int) -> None:
     assert "first" in seen.text
 
 
+class Interrupting:
+    """A part of the state that interrupts the snapshot of the second step."""
+
+    def __init__(self) -> None:
+        self.snapshots = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.snapshots += 1
+        if self.snapshots == 2:
+            raise KeyboardInterrupt
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing to restore."""
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("place", ["items", "state", "barrier"])
+def test_an_interrupt_outside_of_the_block_is_notified(rank: int, place: str) -> None:
+    """While the next item is drawn, the state is copied, or the rank ends the step."""
+    job = Job("gloo", subgroups=())
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def items() -> Iterator[int]:
+        yield 0
+        if rank == FAULTY and place == "items":
+            interrupt()
+        yield 1
+
+    def loop() -> None:
+        state = (Interrupting(),) if rank == FAULTY and place == "state" else ()
+        for step in reloadpg.retrying(items(), state=state):
+            with step as number:
+                if rank == FAULTY and place == "barrier" and number == 1:
+                    interfere("step.enter", interrupt)
+
+    seen = attempt(loop)
+    if rank == FAULTY:
+        assert seen.kind == "KeyboardInterrupt"
+    else:
+        assert (seen.kind, seen.rank) == ("PeerFailedError", FAULTY), seen
+        assert "KeyboardInterrupt" in seen.text
+    job.meet("the loop has ended")
+    reloadpg.recover("after an interrupt")
+    job.assert_live()
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_loop_waits_once_for_a_rank_that_takes_no_part_in_a_recovery(
