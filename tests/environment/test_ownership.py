@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 
 import reloadpg
 from reloadpg.testing import run_ranks, simulated
@@ -84,6 +85,7 @@ def test_rank_0_with_the_store_leaves_after_the_others_know_that_all_came(rank: 
 
 
 def leave_late(rank: int, world_size: int, kind: str, bound: float) -> str:
+    os.environ |= worlds.SILENCE
     try:
         with enter(kind, timeout=bound):
             bring_up(kind)
@@ -105,7 +107,7 @@ def leave_late(rank: int, world_size: int, kind: str, bound: float) -> str:
 def test_a_peer_that_never_reaches_the_end_is_named_in_the_timeout_error(kind: str) -> None:
     """The groups are aborted; the barrier before their end does not hang."""
     bound = 1.5 if kind == "scope" else 20.0  # that of a context is the one of bring-up too
-    outcomes = run_ranks(leave_late, 2, args=(kind, bound), check=False)
+    outcomes = run_ranks(leave_late, 2, args=(kind, bound), check=False, timeout=240)
     assert outcomes[0].ok
     assert "missing: rank 1" in outcomes[0].result
     assert f" {bound:g} s" in outcomes[0].result
@@ -143,6 +145,7 @@ def leave() -> None:
 def fail_on_rank_0(
     rank: int, world_size: int, kind: str, function: Callable[[], None], where: str
 ) -> None:
+    os.environ |= worlds.SILENCE  # of a store that ends with rank 0
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
     seen: list[BaseException] = []
     try:
@@ -227,7 +230,7 @@ def fail_in_cleanup(rank: int, world_size: int) -> str:
 
 def test_an_error_of_the_cleanup_is_logged_and_does_not_replace_the_original() -> None:
     """The caller sees the first error."""
-    outcome = run_ranks(fail_in_cleanup, 1, check=False)[0]
+    outcome = run_ranks(fail_in_cleanup, 1, check=False, timeout=240)[0]
     assert outcome.result == "same", outcome.exception
     assert "could not be aborted: OSError: the abort failed too" in outcome.output
 

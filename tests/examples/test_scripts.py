@@ -32,7 +32,7 @@ def as_a_script(rank: int, world_size: int, path: str, *options: str) -> str:
 
 def printed(name: str, ranks: int) -> list[str]:
     """What rank 0 of an example prints; the other ranks print nothing."""
-    first, *others = run_ranks(as_a_script, ranks, args=(str(EXAMPLES / name),), timeout=150)
+    first, *others = run_ranks(as_a_script, ranks, args=(str(EXAMPLES / name),), timeout=280)
     assert others == [""] * (ranks - 1)
     return first.splitlines()
 
@@ -65,7 +65,7 @@ def test_losses_equal_those_of_a_run_without_offloads(
     assert text.count("reloadpg.offloaded()") == 1
     plain = tmp_path / "plain.py"
     plain.write_text(text.replace("reloadpg.offloaded()", "__import__('contextlib').nullcontext()"))
-    without = run_ranks(as_a_script, ranks, args=(str(plain),), timeout=150)[0]
+    without = run_ranks(as_a_script, ranks, args=(str(plain),), timeout=280)[0]
     assert re.findall(r"generation (\d)", without) == ["0", "0", "0"]
     losses = re.findall(r"loss (\S+),", without)
     assert losses == [one[1] for one in numbers if one]
@@ -139,8 +139,8 @@ def test_a_copy_of_colocated_rl_prints_the_same_numbers_with_and_without_reloadp
 ) -> None:
     """Without megatron-core it uses the groups of a DeviceMesh."""
     copy = str(shutil.copy(EXAMPLES / "colocated_rl.py", tmp_path / "mine.py"))
-    [(with_it, installed)] = run_ranks(colocated_rl, 1, args=(copy,), timeout=120)
-    [(without, never)] = run_ranks(colocated_rl, 1, args=(copy, "--no-offload"), timeout=120)
+    [(with_it, installed)] = run_ranks(colocated_rl, 1, args=(copy,), timeout=280)
+    [(without, never)] = run_ranks(colocated_rl, 1, args=(copy, "--no-offload"), timeout=280)
     assert (installed, never) == (True, False)
     line, freed = with_it.splitlines()
     assert [line] == without.splitlines()

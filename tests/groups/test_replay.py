@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def _frozen(value):
 # ---------------------------------------------------------------------------------------------
 # what the creating functions receive
 
-OPTIONS = simulated.SimOptions(is_high_priority_stream=True, hints=("a", "b"))
+OPTIONS = SimpleNamespace(is_high_priority_stream=True, hints=("a", "b"))
 WITH_OPTIONS = ("both", "options by position")
 
 CALLS = {
@@ -131,7 +132,7 @@ def _received(rank, world_size):
 
 @pytest.fixture(scope="module")
 def received():
-    return run_ranks(_received, 2)
+    return run_ranks(_received, 2, timeout=240)
 
 
 @worlds.unbound_only
@@ -274,7 +275,7 @@ def test_overlapping_local_groups_reload_in_one_order():
 
     (failures 12, 14)
     """
-    results = run_ranks(_ring, 4)
+    results = run_ranks(_ring, 4, timeout=240)
     for facts in results:
         assert facts["generations"] == {3}
         assert facts["orders"] == [sorted(facts["made"])] * 3

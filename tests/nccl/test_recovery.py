@@ -50,6 +50,38 @@ def test_a_hang_shows_what_the_flight_recorder_has(engine: str, rank: int, tmp_p
     assert rank == 0 or unfinished in waiting
 
 
+@on_engines(2, TORCH_NCCL_TRACE_BUFFER_SIZE="200")
+def test_a_receive_that_waits_for_its_send_is_shown(engine: str, rank: int, tmp_path: Path) -> None:
+    """All ranks have begun as many collectives. The position of the other rank is shown, too."""
+    torch.cuda.set_device(rank)
+    reloadpg.install()
+    end = publish_status(tmp_path)
+    dist.init_process_group("nccl")
+    tensor = torch.ones(3, device="cuda")
+    dist.all_reduce(tensor)
+    for one in range(2):  # the first one connects
+        if rank == 1:
+            dist.irecv(tensor, 0)
+        elif one == 0:
+            dist.send(tensor, 1)
+    found: list[str] = []
+    while rank == 0 and not found:
+        findings = JobView(read_directory(tmp_path)).lasting_findings()
+        found = [f"{one.message} {one.remedy}" for one in findings if one.check == "collective"]
+        time.sleep(0.2)  # between two looks
+    if rank == 0:
+        dist.send(tensor, 1)
+    torch.cuda.synchronize()
+    end()
+    if rank == 0:
+        head = "rank 1 in a collective, send or receive that has not completed; "
+        assert found[0].startswith(head)
+        waiting, _, other = found[0].partition("; rank 0 is at ")
+        assert "; unfinished there: recv 1<-0" in waiting
+        assert ", number 2 of group '0', scheduled" in waiting
+        assert "in test_a_receive_that_waits" in other
+
+
 class Injected(Exception):
     """The injected error."""
 
