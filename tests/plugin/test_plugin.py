@@ -26,7 +26,6 @@ def run_pytest(directory: Path, *arguments: str, **env: str) -> subprocess.Compl
         **env,
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'helpers'}",
-        "RECORDS": str(directory),
         "RELOADPG_GRACE_S": "3",
         "OMP_NUM_THREADS": "1",
         "CI": "true",  # pytest cuts no line of its summary then, and gives whole messages
@@ -53,7 +52,6 @@ class Suite:
 
     tests: dict[str, tuple[str, str]]
     output: str
-    records: Path
 
 
 def run_suite(directory: Path, name: str, **env: str) -> Suite:
@@ -66,7 +64,7 @@ def run_suite(directory: Path, name: str, **env: str) -> Suite:
         how = ends[0].tag.replace("failure", "failed") if ends else "passed"
         text = "\n".join(f"{one.get('message')}\n{one.text}" for one in ends)
         tests[str(case.get("name"))] = how, text
-    return Suite(tests, ran.stdout + ran.stderr, directory)
+    return Suite(tests, ran.stdout + ran.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -148,25 +146,6 @@ def test_a_failure_is_reported_once_and_begins_with_the_rank(suite: Suite) -> No
     assert "left behind" not in only_its_own
     assert "still exist" not in only_its_own
     assert "test_fails_on_one_rank - Failed: rank 1: AssertionErr" in suite.output
-
-
-CYCLES = [("synchronous", 2, 4), ("asynchronous", 2, 2), ("smaller", 2, 1)]
-CYCLES += [("every", 4, 1), ("points", 2, 3), ("itself", 2, 1)]
-
-
-@pytest.mark.parametrize(("name", "ranks", "cycles"), CYCLES)
-def test_there_is_one_reload_per_phase_on_every_rank(
-    suite: Suite, name: str, ranks: int, cycles: int
-) -> None:
-    """And none in the unchanged run."""
-    found = {f.name: f.read_text() for f in suite.records.glob(f"{name}-*")}
-    expected = {
-        f"{name}-reloaded-{r}": f"{cycles} cycles, generation {cycles}" for r in range(ranks)
-    }
-    if name == "itself":  # it is installed in both runs, and the second one's files stay
-        assert found == expected
-    else:
-        assert found == expected | {f"{name}-{r}": "not installed" for r in range(ranks)}
 
 
 @pytest.mark.slow
