@@ -130,6 +130,8 @@ LONGEST = (
     "cli/test_status",
 )
 
+os.environ["RELOADPG_GRACE_S"] = "60"  # a rank that is slow to respond to a failure is not silent
+
 # A TCPStore server looks up the host name of each client; one that cannot be found costs it 5 s by
 # default, in which it serves no client. Read by the C library at its first look-up in a process.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

@@ -187,7 +187,7 @@ def _rules(
     rules: list[tuple[str | None, tuple[str, ...] | None]] = []
     for name, given in sets.items():
         if name is not None:
-            check_name(name, "install(sets=...)")
+            check_name(name, f"install(sets={{{name!r}: ...}})")
         patterns: tuple[Any, ...] | None = None
         if given is not None:
             several = isinstance(given, Iterable) and not isinstance(given, str)

@@ -48,7 +48,7 @@ class region(ContextDecorator):  # noqa: N801 - used like a function
 
     def __init__(self, name: str | None) -> None:
         if name is not None:
-            check_name(name, "region")
+            check_name(name, f"region({name!r})")
         self._name = name
 
     def __enter__(self) -> None:
@@ -71,10 +71,10 @@ def creators() -> Iterator[str]:
         frame = frame.f_back
 
 
-def check_name(name: object, where: str) -> None:
+def check_name(name: object, call: str) -> None:
     if not isinstance(name, str) or not name:
         raise InvalidOptionError(
-            f"{where}({name!r}): not the name of a set; nothing was changed. Pass a name such as "
+            f"{call}: not the name of a set; nothing was changed. Pass a name such as "
             f'"engine"; the set of all other groups is "{TRAINER}".'
         )
 
@@ -93,7 +93,7 @@ class Chosen:
             names = (names,)
         given = tuple(names)
         for name in given:
-            check_name(name, where)
+            check_name(name, f"{where}({name!r})")
         return cls(frozenset(given), others=not given)
 
     def __contains__(self, name: str) -> bool:

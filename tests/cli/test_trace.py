@@ -19,7 +19,7 @@ from reloadpg.lifecycle.report import Span
 from reloadpg.observability import TraceWriter, publish_status
 from reloadpg.testing import run_ranks, simulated
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -69,7 +69,7 @@ def _job(rank, world_size, directory):
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     directory = tmp_path_factory.mktemp("job")
-    return directory, run_ranks(_job, 2, args=(str(directory),), timeout=120)
+    return directory, run_ranks(_job, 2, args=(str(directory),), timeout=240)
 
 
 @pytest.mark.parametrize("where", ["status", "traces", "traces/trace-rank1.json"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import worlds
-from consumer_run import RELOADED_LATE, Run
+from consumer_run import Run
 from consumer_tests import Consumer, ConsumerTests
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -89,14 +89,6 @@ def fsdp2_program(run: Run) -> dict[str, Any]:
 
 class TestFSDP2(ConsumerTests):
     consumer = Consumer(fsdp2_program, 4, groups=3)
-
-
-@pytest.mark.slow
-@pytest.mark.matrix
-class TestFSDP2InstalledLate(ConsumerTests):
-    """``install`` after ``init_process_group`` takes WORLD over."""
-
-    consumer = Consumer(fsdp2_program, 2, reloaded=RELOADED_LATE)
 
 
 def fsdp1_program(run: Run) -> dict[str, Any]:

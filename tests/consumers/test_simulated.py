@@ -11,33 +11,13 @@ import worlds
 from consumer_run import SIM_PLAIN, SIM_RELOADED
 from consumer_tests import Consumer, ConsumerTests
 from test_checkpoint import checkpoint_program
-from test_ddp import ddp_program
 from test_fsdp import fsdp2_program
-from test_megatron import LAYOUTS, megatron_program
-from test_mesh import mesh_program
 
 
 @pytest.mark.slow
 @pytest.mark.matrix
-class TestDDP(ConsumerTests):
-    consumer = Consumer(ddp_program, 3, reloaded=SIM_RELOADED, groups=2)
-
-
-@pytest.mark.slow
 class TestFSDP2(ConsumerTests):
     consumer = Consumer(fsdp2_program, 4, reloaded=SIM_RELOADED, groups=3)
-
-
-@pytest.mark.slow
-class TestDeviceMesh(ConsumerTests):
-    consumer = Consumer(mesh_program, 4, reloaded=SIM_RELOADED, groups=5)
-
-
-@pytest.mark.slow
-class TestMegatron(ConsumerTests):
-    consumer = Consumer(
-        megatron_program, 4, reloaded=SIM_RELOADED, cycles=3 * len(LAYOUTS), groups=6
-    )
 
 
 @worlds.unbound_only

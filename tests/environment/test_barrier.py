@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import worlds
 from in_turn import variables
 from watched_store import WatchedStore
 
@@ -61,6 +62,7 @@ def test_a_missing_rank_is_named_on_all_ranks_with_reason_and_timeout(
 
     Afterwards the ranks can meet again.
     """
+    os.environ |= worlds.SILENCE
     if backend == "sim":
         simulated.register()
     timeout = [1.0, 1.0 if group_ranks else 60.0, 60.0][rank]
@@ -144,8 +146,8 @@ def test_a_barrier_handles_signals_while_it_waits(rank: int) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
     with pytest.raises(KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
         reloadpg.barrier(300, "long")
     store.set("interrupted", "1")
 

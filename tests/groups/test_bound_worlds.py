@@ -132,17 +132,14 @@ def test_a_split_does_not_keep_the_default_group_alive(rank, parent, tmp_path):
     assert world() is None
 
 
-WAITING = ("/outcome", "/progress", "/proposals", "/sum", "recovery")
-"""Ends of keys whose requests depend on how long a rank waits, and whether it is the last."""
-
-
 def _requests(rank, world_size, world, count):
-    """How many keys a cycle requests from the store, whatever groups the job has."""
-    asked = set()  # a key that is requested again counts once, and one of waiting not at all
+    """The keys of groups that a cycle requests from the store."""
+    asked = set()
     server = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = WatchedStore(
         dist.TCPStore(*server, is_master=False),
-        lambda method, key: key.endswith(WAITING) or asked.add((method, key)),
+        # Requests of barriers depend on how long a rank waits, and on whether it is the last.
+        lambda method, key: key.startswith("reloadpg/") or asked.add((method, key)),
     )
     start(world, store=store)
     for _ in range(2):
@@ -151,16 +148,16 @@ def _requests(rank, world_size, world, count):
         subgroup([2, 3])
     asked.clear()
     one_cycle()
-    return len(asked)
+    return asked
 
 
 @pytest.mark.parametrize("world", ["unbound", "bound"])
 def test_a_rank_requests_nothing_about_groups_of_other_ranks(world):
     """A bound job requested one key for each group of the job: a second for a thousand groups."""
-    few = run_ranks(_requests, 4, args=(world, 1))
-    many = run_ranks(_requests, 4, args=(world, 40))
+    few = run_ranks(_requests, 4, args=(world, 1), timeout=240)
+    many = run_ranks(_requests, 4, args=(world, 40), timeout=240)
     for rank in (0, 1):
-        assert 5 < many[rank] <= few[rank] + 8
+        assert many[rank] == few[rank] != set()
 
 
 @pytest.mark.ranks(2)

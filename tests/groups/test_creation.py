@@ -14,8 +14,6 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
@@ -86,16 +84,8 @@ def test_verbatim_blocks_nest():
     assert not thread.verbatim
 
 
-@given(st.lists(st.integers(0, 10**6), unique=True), st.randoms())
-@settings(deadline=None)
-def test_group_names_sort_as_numbers(numbers, rng):
-    names = [str(number) for number in numbers]
-    rng.shuffle(names)
-    assert sorted(names, key=group_order) == [str(n) for n in sorted(numbers)]
-
-
 def test_world_comes_first_and_counters_before_hashes():
-    """One total order over both kinds of names."""
+    """One total order over both kinds of names; counters are ordered as numbers."""
     orders = [WORLD_ORDER, group_order("3"), group_order("12"), group_order("0fa9")]
     shuffled = orders[:]
     random.Random(3).shuffle(shuffled)
@@ -253,7 +243,7 @@ def test_the_cost_of_a_creation_depends_on_no_size():
     the call, and looks at no other group: the proxy takes its group's place from the end of torch's
     list. A group that another library makes by hand has its own ranks.
     """
-    (costs,) = run_ranks(_cost_of_creations, 1)
+    (costs,) = run_ranks(_cost_of_creations, 1, timeout=240)
     pairs = zip(costs["ours"], costs["torch"], strict=True)
     few, many, member, members = [len(ours) - len(torchs) for ours, torchs in pairs]
     assert few == many

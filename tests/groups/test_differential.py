@@ -93,7 +93,9 @@ def _program(rank, world_size, installed):
 
 def test_the_same_program_sees_the_same_things_with_and_without_install():
     """Groups, names, tables, results, gradients, error texts, store keys, threads."""
-    plain, patched = (run_ranks(_program, 3, args=(installed,)) for installed in (False, True))
+    plain, patched = (
+        run_ranks(_program, 3, args=(installed,), timeout=240) for installed in (False, True)
+    )
     for rank in range(3):
         assert patched[rank] == plain[rank]
     assert plain[0]["world sum"] == [3.0, 6.0, 9.0]

@@ -161,12 +161,12 @@ def _everywhere(rank, world_size, installed):
 
 @pytest.fixture(scope="module")
 def stock():
-    return run_ranks(_everywhere, 4, args=(False,))
+    return run_ranks(_everywhere, 4, args=(False,), timeout=240)
 
 
 @pytest.fixture(scope="module")
 def job():
-    return run_ranks(_everywhere, 4, args=(True,))
+    return run_ranks(_everywhere, 4, args=(True,), timeout=240)
 
 
 @pytest.mark.matrix

@@ -281,7 +281,7 @@ def test_no_lock_is_held_while_a_callback_of_the_installation_runs():
     def elsewhere():
         thread = threading.Thread(target=registry.job, args=("test",))
         thread.start()
-        thread.join(5.0)
+        thread.join(60.0)
         ended.append(not thread.is_alive())
 
     registry.callbacks.install.append(elsewhere)

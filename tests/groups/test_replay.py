@@ -132,7 +132,7 @@ def _received(rank, world_size):
 
 @pytest.fixture(scope="module")
 def received():
-    return run_ranks(_received, 2)
+    return run_ranks(_received, 2, timeout=240)
 
 
 @worlds.unbound_only
@@ -275,7 +275,7 @@ def test_overlapping_local_groups_reload_in_one_order():
 
     (failures 12, 14)
     """
-    results = run_ranks(_ring, 4)
+    results = run_ranks(_ring, 4, timeout=240)
     for facts in results:
         assert facts["generations"] == {3}
         assert facts["orders"] == [sorted(facts["made"])] * 3

@@ -332,7 +332,7 @@ def _python_group(rank, world_size, kind):
 )
 def test_a_python_group_that_manages_its_members_is_unmanaged(kind, reason):
     """``new_group`` does not raise, an offload does not release it, and the status names it."""
-    for same, ended, unmanaged, text in run_ranks(_python_group, 2, args=(kind,)):
+    for same, ended, unmanaged, text in run_ranks(_python_group, 2, args=(kind,), timeout=240):
         assert (same, ended, text) == (True, 0, "")
         (found,) = unmanaged.values()
         assert reason in found
@@ -340,7 +340,7 @@ def test_a_python_group_that_manages_its_members_is_unmanaged(kind, reason):
 
 def test_a_replay_that_returns_the_released_object_is_refused():
     """The error says which backend to leave out."""
-    for same, ended, _, text in run_ranks(_python_group, 2, args=("one object",)):
+    for same, ended, _, text in run_ranks(_python_group, 2, args=("one object",), timeout=240):
         assert not same
         assert ended >= 1
         assert "returned the object that was released" in text

@@ -51,7 +51,7 @@ def _table(rank, world_size):
 
 @pytest.fixture(scope="module")
 def table():
-    return run_ranks(_table, RANKS, timeout=120)
+    return run_ranks(_table, RANKS, timeout=240)
 
 
 IDLE = {

@@ -54,20 +54,17 @@ class Setting:
         backend: the backend of the default group.
         reloadable: whether reloadpg is installed.
         backends: the option of ``install``.
-        late: whether ``install`` is called after ``init_process_group``.
         kept_sockets: maximum number of sockets of earlier gloo communicators that stay open.
     """
 
     backend: str = worlds.BACKEND
     reloadable: bool = False
     backends: frozenset[str] | None = None
-    late: bool = False
     kept_sockets: int = 0
 
 
 PLAIN = Setting()
 RELOADED = Setting(reloadable=True, backends=frozenset({worlds.BACKEND}))
-RELOADED_LATE = Setting(reloadable=True, backends=frozenset({worlds.BACKEND}), late=True)
 SIM_PLAIN = Setting(backend="sim")
 SIM_RELOADED = Setting(backend="sim", reloadable=True)
 
@@ -235,11 +232,9 @@ def run_program(
     if setting.backend == "sim":
         simulated.register()
         simulated.configure(bytes_per_communicator=1 << 16)
-    if setting.reloadable and not setting.late:
+    if setting.reloadable:
         reloadpg.install(backends=setting.backends)
     worlds.init(setting.backend)
-    if setting.reloadable and setting.late:
-        reloadpg.install(backends=setting.backends)
     run = Run(rank, world_size, setting)
     results = program(run)
     run.facts["reloadpg installed"] = reloadpg.is_installed()

@@ -17,7 +17,6 @@ import reloadpg
 HELPERS = Path(__file__).parent
 HERE = HELPERS.parent / "frameworks"
 ROOT = Path(reloadpg.__file__).parents[1]
-ENVIRONMENT_TESTS = HERE.parent / "environment"
 
 TIMEOUT_S = 280
 
@@ -36,7 +35,7 @@ NO_SLURM = missing("srun", "slurmctld", "slurmd", "munged", "ip", "unshare") or 
 
 
 def clean_environment() -> dict[str, str]:
-    prefixes = ("SLURM", "OMPI_", "PMI", "PMIX_", "JSM_", "LSB_", "TORCHELASTIC")
+    prefixes = ("SLURM", "OMPI_", "PMI", "PMIX_", "JSM_", "LSB_", "TORCHELASTIC", "RELOADPG_")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {
         name: value

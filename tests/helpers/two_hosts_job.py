@@ -96,24 +96,6 @@ class Outage:
         for group in self.job.groups.values():
             _set_pg_timeout(limit, group)
 
-    def by_hand(self) -> None:
-        for number in range(5):
-            for tries in range(1, 20):
-                try:
-                    self.step(number, tries)
-                except RuntimeError as error:
-                    self.errors.append(repr(error))
-                    while len(self.errors) < 20:
-                        try:
-                            reloadpg.recover()
-                            break
-                        except reloadpg.ReloadpgError as failed:
-                            self.errors.append(repr(failed))
-                else:
-                    if not reloadpg.recovery_requested():
-                        break
-                    reloadpg.recover()
-
     def retrying(self) -> None:
         for step in reloadpg.retrying(range(5)):
             with step as number:
@@ -128,18 +110,17 @@ def go_through(folder: Path, outages: list[str]) -> None:
     """Run one job: after each outage all ranks repeat the failed step, with correct sums."""
     pairs = ((0, 1), (2, 3), (0, 2), (1, 3))
     job = Job("faulty", subgroups=pairs, timeout=LIMIT.total_seconds(), limit=LIMIT)
-    for name in outages:
-        where, way = name.split(", ")
-        outage = Outage(job, folder / name, where)
+    for where in outages:
+        outage = Outage(job, folder / where, where)
         before = reloadpg.status().generation
-        outage.by_hand() if way == "by hand" else outage.retrying()
+        outage.retrying()
         job.assert_live(generation := reloadpg.status().generation)
         numbers = [number for number, _ in outage.log]
         assert sorted({*numbers}) == [*range(5)]
         assert where == "commit" or (outage.errors and numbers.count(CUT) > 1)
         assert where == "commit" or generation > before
-        job.agree(name, (outage.log, generation))
-        mark(folder / name, "done")
+        job.agree(where, (outage.log, generation))
+        mark(folder / where, "done")
 
 
 def main() -> None:

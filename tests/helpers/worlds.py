@@ -54,9 +54,9 @@ DEVICE_TYPE = "cuda" if NCCL else "cpu"
 WITH_CPU = "cpu:gloo,cuda:nccl" if NCCL else "gloo"
 """The backends of a default group that also supports CPU tensors."""
 
-ALL_RESPOND = {"RELOADPG_GRACE_S": "60"}
-"""The environment of jobs in which all ranks respond after a failure, also on a loaded machine. A
-wait for responses ends as soon as all ranks have responded."""
+SILENCE = {"RELOADPG_GRACE_S": "3"}
+"""The environment of jobs in which a rank does not respond to a failure: the others wait this long
+for it. By default it is a minute here, and the wait ends as soon as all ranks have responded."""
 
 BYPASSING = {"min_size": 1 << 20} if NCCL else {}
 """Options of ``install`` with which all groups bypass."""

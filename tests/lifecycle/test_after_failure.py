@@ -12,10 +12,11 @@ import faulty_gloo
 import pytest
 import torch.distributed as dist
 import worlds
-from fault_job import FAR, Job, eventually, fail, signalling
+from fault_job import BOUND, FAR, Job, eventually, fail, signalling
 
 import reloadpg
 from reloadpg.groups.registry import registry
+from reloadpg.lifecycle import failure
 from reloadpg.lifecycle.recreate import Releases
 from reloadpg.rendezvous.worker_thread import Attempt
 from reloadpg.testing import simulated
@@ -66,7 +67,7 @@ def test_a_group_can_be_created_where_only_some_ranks_have_a_new_world(rank: int
 @pytest.mark.ranks(2)
 def test_a_group_whose_creation_ends_after_the_timeout_is_discarded(rank: int) -> None:
     """It is removed from c10d's tables, and the next reload creates another one."""
-    job = Job("sim", subgroups=[(0, 1)], timeout=5)
+    job = Job("sim", subgroups=[(0, 1)], timeout=BOUND)
     names = {*dist.distributed_c10d._world.pg_names.values()}
     reloadpg.offload()
     if rank == 1:
@@ -75,6 +76,7 @@ def test_a_group_whose_creation_ends_after_the_timeout_is_discarded(rank: int) -
         reloadpg.reload()
     simulated.clear_faults()
     assert eventually(lambda: not reloadpg.status().unfinished)
+    job.meet("discarded")
     assert {*dist.distributed_c10d._world.pg_names.values()} <= names
     reloadpg.reload()
     job.assert_live()
@@ -94,6 +96,7 @@ def test_a_release_that_was_abandoned_before_it_began_changes_nothing() -> None:
 @pytest.mark.ranks(2)
 def test_a_second_interrupt_leaks_no_communicator() -> None:
     """A communicator that the group has already dropped is aborted as well."""
+    failure._ABORT_S = 60.0  # the interrupt comes while the failed operation waits for the aborts
     job = Job("sim", subgroups=[(0, 1)] * 8, parallelism=1)
     # A communicator that is referenced elsewhere is released only by an abort.
     others = [group.communicator for group in job.groups.values()]

@@ -87,7 +87,6 @@ if not worlds.NCCL:  # there, such groups connect at their creation, or do not d
 @pytest.mark.ranks(3)
 def test_ranks_that_disagree_all_raise_and_change_nothing() -> None:
     """The text is the same on all ranks (failure 12). Without the cause, the job continues."""
-    os.environ |= worlds.ALL_RESPOND
     job = Job(subgroups=((0, 1), (1, 2), (0, 2), (0, 1, 2), (0, 1, 2)))
     for number, differ in enumerate(DIFFERENCES):
         difference = differ(job)
@@ -107,6 +106,7 @@ def test_ranks_that_disagree_all_raise_and_change_nothing() -> None:
 @pytest.mark.ranks(3)
 def test_a_rank_one_call_late(rank: int) -> None:
     """Rank 1 calls after the others have timed out: it raises at once, and all meet in the next."""
+    os.environ |= worlds.SILENCE
     job = Job(subgroups=TWO_PAIRS, timeout=BOUND)
     before = job.snapshot()
     if rank == 1:
@@ -130,6 +130,7 @@ def set_key_when_waiting(store: Any) -> None:
 @pytest.mark.ranks(3)
 def test_a_rank_that_skipped_a_call_joins_the_next_one(rank: int) -> None:
     """It takes part in the other ranks' operation, and does not stay one behind."""
+    os.environ |= worlds.SILENCE
     job = Job(subgroups=TWO_PAIRS, timeout=BOUND)
     job.cycle()
     reloadpg.offload()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 import worlds
+from jobs import TIMEOUT, start
 from tables import meet_at_rank_0, store_closed_by_rank_0, summed
 
 import reloadpg
@@ -17,13 +17,7 @@ from reloadpg.integrations import colocated
 
 pytestmark = pytest.mark.matrix
 
-TIMEOUT = timedelta(seconds=30)
 BLOCKS = {"offloaded": reloadpg.offloaded, "colocated": lambda: colocated()}
-
-
-def _start():
-    reloadpg.install(backends={worlds.BACKEND}, timeout=TIMEOUT)
-    worlds.init(timeout=TIMEOUT)
 
 
 def _state():
@@ -34,7 +28,7 @@ def _state():
 @pytest.mark.parametrize("raising", [False, True])
 def test_the_outermost_block_reloads(raising):
     """A library's block inside the caller's leaves the groups offloaded (failure 23)."""
-    _start()
+    start()
     called = []
     reloadpg.on_offload(lambda: called.append(1))
     try:
@@ -64,7 +58,7 @@ def _listens(port):
 @pytest.mark.parametrize("case", ["reloaded inside", "another job"])
 def test_a_block_reloads_what_it_has_offloaded(rank, case, tmp_path):
     """After a reload or the end of the job inside a block, the next block is an outermost one."""
-    _start()
+    start()
     with reloadpg.offloaded():
         if case == "reloaded inside":
             reloadpg.reload()
@@ -86,7 +80,7 @@ def test_a_block_reloads_what_it_has_offloaded(rank, case, tmp_path):
 @pytest.mark.ranks(2)
 def test_blocks_of_both_kinds_nest(rank):
     """The groups stay offloaded until the outer block ends."""
-    _start()
+    start()
     for outer in BLOCKS.values():
         for inner in BLOCKS.values():
             with outer():
@@ -101,7 +95,7 @@ def test_blocks_of_both_kinds_nest(rank):
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_an_interrupt_at_the_end_of_the_offload_still_reloads(rank, kind):
     """All ranks have offloaded and the others are in their blocks, so this rank reloads as well."""
-    _start()
+    start()
     reports = []
 
     def interrupt(report):
@@ -131,7 +125,7 @@ def _raising(error):
 @pytest.mark.ranks(2)
 def test_a_block_that_was_interrupted_in_its_reload_has_ended(rank):
     """The next block is an outermost one, and reloads what the interrupted one left offloaded."""
-    _start()
+    start()
     keep = devices.empty_cache
     with pytest.raises(KeyboardInterrupt), colocated():
         devices.empty_cache = _raising(KeyboardInterrupt())
@@ -144,7 +138,7 @@ def test_a_block_that_was_interrupted_in_its_reload_has_ended(rank):
 @pytest.mark.ranks(2)
 def test_the_exception_of_the_body_is_raised_even_if_the_reload_fails(rank):
     """An accelerator that fails in the body also fails in the reload, with an error of torch."""
-    _start()
+    start()
     keep = devices.empty_cache
     with pytest.raises(ValueError, match="of the body"), reloadpg.offloaded():
         if rank == 0:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+import worlds
 from fault_job import attempt, base_store
 
 import reloadpg
@@ -25,6 +27,7 @@ def test_a_callback_that_is_not_callable_is_refused(where: str, callback: Any) -
 
 def _late(rank: int, world_size: int) -> str:
     """Rank 1 raises in its callback; that of rank 0 returns after rank 1 has timed out."""
+    os.environ |= worlds.SILENCE
     reloadpg.install(backends={"gloo"}, timeout=60)
     dist.init_process_group("gloo")
     store = base_store().clone()

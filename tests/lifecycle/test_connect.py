@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
-import worlds
+from jobs import start
 
 import reloadpg
 
 
-def _start(**options):
-    reloadpg.install(backends={worlds.BACKEND}, timeout=timedelta(seconds=15), **options)
-    worlds.init()
+def _start():
+    start()
     dist.new_group([0, 1])
     dist.new_group([2, 1])
 
@@ -57,7 +53,6 @@ def test_collectives_of_a_reload(how):
 @pytest.mark.ranks(3)
 def test_a_wrong_canary_fails_the_reload_on_all_ranks(rank):
     """A second reload completes."""
-    os.environ |= worlds.ALL_RESPOND
     _start()
     reloadpg.offload()
 
@@ -83,7 +78,6 @@ def test_a_wrong_canary_fails_the_reload_on_all_ranks(rank):
 @pytest.mark.ranks(2)
 def test_a_wrong_canary_of_bring_up_is_an_error_on_all_ranks(rank):
     """A wrong sum suffices, without an error of the collective. No group is left."""
-    os.environ |= worlds.ALL_RESPOND
     reloadpg.install(backends={"gloo"})
 
     def change_the_sum(group, tensors, work):

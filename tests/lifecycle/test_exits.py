@@ -122,7 +122,7 @@ def test_exit_with_groups_that_were_never_destroyed(options: str, operation: str
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},  # or gloo prints if it cannot find the host
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -168,38 +168,6 @@ def test_an_uncaught_exception_in_a_callback(operation: str) -> None:
     assert "ValueError: a step failed" in ended[1].stderr
     # A chained traceback has two heads; the other rank has one.
     assert [len(end.noise) for end in ended] == [1, 2], ended
-
-
-@pytest.mark.slow
-def test_interrupt_while_waiting_at_a_barrier() -> None:
-    """Ctrl-C reaches a rank that waits for others inside the store."""
-    ended = run_interpreters(
-        """
-        import threading
-        reloadpg.offload()
-        if rank == 0:
-            def interrupt_when_waiting():
-                while (running := reloadpg.status().running) is None or not running.waiting:
-                    time.sleep(0.01)
-                os.kill(os.getpid(), signal.SIGALRM)
-            signal.signal(signal.SIGALRM, signal.default_int_handler)
-            begun = time.monotonic()
-            try:
-                threading.Thread(target=interrupt_when_waiting, daemon=True).start()
-                reloadpg.reload()
-            except KeyboardInterrupt:
-                print(time.monotonic() - begun < 60)
-        else:
-            store.wait(["interrupted"], timedelta(seconds=100))
-            try:
-                reloadpg.reload()
-            except reloadpg.PeerFailedError as error:
-                print("KeyboardInterrupt" in str(error))
-        store.set("interrupted", "1")
-        """
-    )
-    assert_quiet(ended, [0, 0])
-    assert [end.printed for end in ended] == ["True", "True"]
 
 
 @pytest.mark.slow

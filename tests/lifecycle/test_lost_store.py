@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import worlds
 from fault_job import ALLOWANCE, BOUND, PARALLELISM, Job, attempt, backend_for, interfere
 from sampling import sampled
 
@@ -41,6 +42,7 @@ def signalled(server: int, number: int) -> None:
 def on_a_separate_store(
     rank: int, size: int, port: int, server: int, point: str, number: int
 ) -> None:
+    os.environ |= worlds.SILENCE
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     job = Job(
         backend_for(point),

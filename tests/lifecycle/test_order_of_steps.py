@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
+from jobs import start
 
 import reloadpg
 from reloadpg.c10d import devices
@@ -63,8 +64,7 @@ def test_the_steps_of_a_cycle_are_in_order():
 @pytest.mark.ranks(2)
 def test_with_parallelism_1_groups_are_released_in_reverse_order_of_the_rebuild():
     """All ranks use this order."""
-    reloadpg.install(backends={worlds.BACKEND}, timeout=timedelta(seconds=20), parallelism=1)
-    worlds.init()
+    start(parallelism=1)
     for index in range(6):
         dist.new_group([0, 1], group_desc=f"{index}")
     released, rebuilt = _groups_of_a_cycle()

@@ -229,8 +229,8 @@ def test_a_signal_ends_result_and_not_the_operation(rank) -> None:
     fault = _stalled("create", job.groups["g0"])
     pending = reloadpg.reload(wait=False)
     assert fault.wait_fired(HANG_S)
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     with pytest.raises(_Interrupt):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         pending.result()
     assert not pending.done()
     fault.clear()

@@ -50,6 +50,7 @@ def connections_cut(job: Job) -> None:
     group = job.new_group()
     all_reduce(group)
     mine = connections() - before
+    job.meet("all have used it")
     assert job.rank != FAULTY or cut(mine) == 3
     error = attempt(lambda: all_reduce(group)).text
     assert "onnection" in error  # closed, or reset while data was in flight
@@ -243,6 +244,7 @@ def test_rank_0_warns_of_a_recovery_and_only_reload_callbacks_are_called(rank: i
 @pytest.mark.ranks(4)
 def test_consecutive_recoveries(rank: int) -> None:
     """They follow at once, while offloaded, or after a rank has called alone."""
+    os.environ |= worlds.SILENCE
     job = Job("gloo")
     assert [reloadpg.recover(f"number {n}").generation for n in range(3)] == [1, 2, 3]
 
@@ -275,6 +277,7 @@ def test_consecutive_recoveries(rank: int) -> None:
 
 def loop_where_one_dies(rank: int, size: int) -> None:
     """A loop in whose second step one rank dies."""
+    os.environ |= worlds.SILENCE
     reloadpg.install(backends={worlds.BACKEND}, timeout=BOUND)
     worlds.init(timeout=timedelta(seconds=5))
     recoveries: list[str] = []
@@ -326,9 +329,10 @@ def test_a_fault_names_the_line_of_the_program_and_its_collective(rank: int) -> 
 @pytest.mark.ranks(4)
 def test_a_rank_that_does_not_call_is_named_and_may_call_later(rank: int) -> None:
     """The others wait for ``timeout``; all ranks meet in the next call."""
+    os.environ |= worlds.SILENCE
     job = Job("gloo")
     if rank != FAULTY:
-        seen = attempt(lambda: reloadpg.recover(timeout=5))
+        seen = attempt(lambda: reloadpg.recover(timeout=BOUND))
         assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (FAULTY,))
         assert "recover(timeout=...)" in seen.text
     job.meet("timed out")
@@ -340,7 +344,6 @@ def test_a_rank_that_does_not_call_is_named_and_may_call_later(rank: int) -> Non
 @pytest.mark.ranks(4)
 def test_ranks_with_different_groups_cannot_recover(rank: int) -> None:
     """All ranks name the group, and no group is live."""
-    os.environ |= worlds.ALL_RESPOND
     job = Job("gloo")
     ring = job.groups.pop("g4")
     if rank == FAULTY:

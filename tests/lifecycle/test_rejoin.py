@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import worlds
-from fault_job import PATIENCE, Injected, Job, attempt, fail, interfere, survivors
+from fault_job import BOUND, PATIENCE, Injected, Job, attempt, fail, interfere, survivors
 from fault_job import die as end_process
 from replacing import RANKS, VICTIM, all_here, die, incarnation, run_replaced, store
 from tables import meet_at_rank_0, store_closed_by_rank_0
@@ -29,6 +29,7 @@ class Member(Job):
     """One rank's program: overlapping groups, a mesh, and a model of three numbers."""
 
     def __init__(self, backend: str = "gloo", timeout: float = 60.0) -> None:
+        os.environ |= worlds.SILENCE  # of the processes that die
         # A new process cannot use its groups yet.
         super().__init__(backend, timeout=timeout, used=False, recoverable=True, parallelism=1)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
@@ -224,7 +225,7 @@ def comes_late(job: Member, meeting: Any) -> reloadpg.Report:
     if job.rank == VICTIM:
         meeting.wait(["test/gave up"])
         die()
-    seen = attempt(lambda: reloadpg.recover(timeout=5))
+    seen = attempt(lambda: reloadpg.recover(timeout=BOUND))
     assert seen.missing == (VICTIM,)
     assert "reloadpg.rejoin()" in seen.text
     if meeting.add("test/count", 1) == RANKS - 1:
@@ -431,7 +432,7 @@ def two_jobs(rank: int, size: int, folder: Path) -> Any:
 
 @pytest.mark.slow
 def test_a_second_job_of_the_same_processes_replaces_no_process(tmp_path: Path) -> None:
-    for found in run_ranks(two_jobs, 2, args=(tmp_path,), timeout=120, store="rank0"):
+    for found in run_ranks(two_jobs, 2, args=(tmp_path,), timeout=280, store="rank0"):
         assert found == [("live", False), ("live", False)]
 
 

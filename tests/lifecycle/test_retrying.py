@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fault_job import Injected, Job, all_reduce, attempt, fail, interfere, stop_interfering
+import worlds
+from fault_job import FAR, Injected, Job, all_reduce, attempt, fail, interfere, stop_interfering
 
 import reloadpg
 from reloadpg.testing.simulated import Fault, inject
@@ -193,12 +195,14 @@ def test_a_loop_waits_once_for_a_rank_that_takes_no_part_in_a_recovery(
     rank: int, interrupted: bool
 ) -> None:
     """Its process may have ended, or was interrupted in the step: the loop raises and names it."""
+    os.environ |= worlds.SILENCE
     job = Job("gloo", subgroups=())
     operations: list[str] = []
     reloadpg.on_report(lambda report: operations.append(report.operation))
 
     def loop() -> None:
-        for step in reloadpg.retrying(range(1), on=Injected, timeout=1.0):
+        timeout = FAR if interrupted else 1.0
+        for step in reloadpg.retrying(range(1), on=Injected, timeout=timeout):
             with step:
                 if rank == FAULTY:
                     raise KeyboardInterrupt

@@ -26,7 +26,7 @@ def resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.ranks(3, timeout=120)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("strategy", ["suspend", "recreate"])
 def test_three_cycles(strategy: str) -> None:
     """The report has the bytes that the accelerator has released, which resident memory confirms.

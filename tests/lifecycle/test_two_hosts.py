@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from launching import HELPERS
 from two_hosts_job import ALLOWANCE_S, BOUND_S
+from worlds import SILENCE
 
 import reloadpg
 
@@ -53,9 +54,7 @@ def _why_not() -> str:
 REASON = _why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON or "never")]
 
-OUTAGES = [
-    f"{where}, {way}" for where in ("step", "commit", "recover") for way in ("retrying", "by hand")
-]
+OUTAGES = ("step", "commit", "recover")
 
 
 class Hosts:
@@ -107,6 +106,7 @@ class Hosts:
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(paths),
                 "GLOO_SOCKET_IFNAME": LINK,
+                **SILENCE,
                 "OMP_NUM_THREADS": "1",
             }
             command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]

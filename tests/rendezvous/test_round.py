@@ -5,24 +5,27 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 from rank_threads import FAR, PLAN, SOON, Job, two_barriers
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 from watched_store import Watch, WatchedStore
+from worlds import SILENCE
 
 from reloadpg import c10d
-from reloadpg.errors import GRACE, LOG_WAIT, PeerFailedError, ReloadpgError, RendezvousTimeoutError
+from reloadpg.errors import LOG_WAIT, PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from reloadpg.rendezvous.decision import Decision
 from reloadpg.rendezvous.plan import Proposal
-from reloadpg.rendezvous.round import Rendezvous
+from reloadpg.rendezvous.round import Rendezvous, Round
 from reloadpg.rendezvous.store_client import absent
 from reloadpg.rendezvous.worker_thread import Wait
 
@@ -131,8 +134,9 @@ def test_a_job_of_one_rank_needs_no_store() -> None:
     assert round_.agree("enter", PLAN, proposals, ["b", "c"]) == {"b": "2"}
 
 
-def test_keys_are_deleted() -> None:
+def test_keys_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     """After any number of operations, only the keys of two barriers and of the job are left."""
+    monkeypatch.setenv(LOG_WAIT, str(FAR))  # a long wait leaves more keys
     store, *others = clients(3)
     job = job_on([store, *others])
 
@@ -147,10 +151,11 @@ def test_keys_are_deleted() -> None:
     counts = []
     for _ in range(6):
         assert job.run(operation) == [None] * 3
+        store.add("reloadpg/1/progress", 0)  # a rank that works for long creates this key
         counts.append(store.num_keys())
     # A barrier has two shared keys and one per rank, and an agreement one more. Each rank has one
-    # key for its count of jobs, and a TCPStore adds an internal key.
-    assert max(counts) <= 2 * (2 + 3) + 1 + 3 + 1
+    # key for its count of jobs; there is one for their progress, and a TCPStore adds another.
+    assert max(counts) <= 2 * (2 + 3) + 1 + 3 + 2
     assert counts[2:] == [counts[2]] * 4
 
 
@@ -169,6 +174,14 @@ def test_a_rank_reads_the_proposals_that_it_asks_for() -> None:
 # -- timeouts --------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait only a short time for the responses of ranks that do not respond."""
+    for name, seconds in SILENCE.items():
+        monkeypatch.setenv(name, seconds)
+
+
+@pytest.mark.usefixtures("silence")
 @pytest.mark.parametrize("absent", [[0], [1, 2, 6]])
 def test_a_timeout_names_the_missing_ranks(absent: list[int]) -> None:
     """All ranks that arrived raise the same error when the first of them times out."""
@@ -193,6 +206,7 @@ def test_a_timeout_names_the_missing_ranks(absent: list[int]) -> None:
         assert "A missing rank has not called reload()" in str(error)
 
 
+@pytest.mark.usefixtures("silence")
 def test_a_timeout_distinguishes_unfinished_work_from_missing_ranks() -> None:
     job = tcp_job(3, meet_after("rebuilt/answer", 0, 1))  # the grace period begins then
     release = threading.Event()
@@ -213,11 +227,14 @@ def test_a_timeout_distinguishes_unfinished_work_from_missing_ranks() -> None:
         assert "the group of tests" in str(error)
 
 
-@pytest.mark.parametrize("end", ["timeout", "interrupt"])
+@pytest.mark.parametrize("end", ["timeout", "interrupt", "second interrupt"])
 def test_work_that_ends_after_its_operation_is_not_committed(
     end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operation times out, or is interrupted while it starts the thread of the work."""
+    """The operation times out, or is interrupted while it starts the thread of the work.
+
+    A second interrupt may occur before the work is abandoned.
+    """
     release, ended, committed = threading.Event(), threading.Event(), []
 
     def work(attempt: Any, _: int) -> None:
@@ -232,18 +249,26 @@ def test_work_that_ends_after_its_operation_is_not_committed(
         start(thread)
         raise KeyboardInterrupt
 
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is Round._abandon.__code__:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
     timeout, error = (0.3, RendezvousTimeoutError) if end == "timeout" else (FAR, KeyboardInterrupt)
-    if end == "interrupt":
+    if end != "timeout":
         monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(error):
-        Rendezvous(None, 0, 1).open("reload", ("rebuilt",), timeout).run(
-            "rebuilt", work, lambda: "a group"
-        )
+    round_ = Rendezvous(None, 0, 1).open("reload", ("rebuilt",), timeout)
+    sys.settrace(trace if end == "second interrupt" else None)
+    with pytest.raises(error) as caught:
+        round_.run("rebuilt", work, lambda: "a group")
+    sys.settrace(None)
+    round_.fail(caught.value)
     release.set()
     assert ended.wait(SOON)
     assert committed == [False]
 
 
+@pytest.mark.usefixtures("silence")
 def test_progress_of_any_rank_extends_the_wait() -> None:
     """It restarts the timeout of ranks that work or have arrived, and in a job of one rank."""
     worked, arrived, over = threading.Event(), threading.Event(), threading.Event()
@@ -295,6 +320,7 @@ def test_progress_of_any_rank_extends_the_wait() -> None:
         alone.result()
 
 
+@pytest.mark.usefixtures("silence")
 def test_a_long_wait_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -345,13 +371,6 @@ def test_few_ranks_of_a_large_job_look_for_missing_ones(rank: int, named: str) -
 # -- failures --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def all_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each grace period end only when all ranks have responded."""
-    monkeypatch.setenv(GRACE, str(SOON))
-
-
-@pytest.mark.usefixtures("all_answer")
 def test_a_failure_is_raised_on_all_ranks_before_the_timeout(
     any_job: Callable[[int], Job],
 ) -> None:
@@ -378,6 +397,7 @@ def test_a_failure_is_raised_on_all_ranks_before_the_timeout(
         assert "ReloadpgError: out of memory" in str(error)
 
 
+@pytest.mark.usefixtures("silence")
 def test_a_rank_that_does_not_respond_to_a_failure_is_named() -> None:
     job = tcp_job(4, meet_after("answer", 0, 1, 3))  # the grace period begins then
     own = ReloadpgError("connection reset")
@@ -394,6 +414,7 @@ def test_a_rank_that_does_not_respond_to_a_failure_is_named() -> None:
     assert [error.missing for error in errors[1:]] == [(2,), (2,)]
 
 
+@pytest.mark.usefixtures("silence")
 def test_a_second_failure_names_the_first() -> None:
     """The abort of a rank breaks the collectives of others before they read its failure."""
     job = tcp_job(2)
@@ -434,9 +455,8 @@ def test_an_error_names_the_next_call(kind: str, operation: str, step: str) -> N
     assert raised is (kind == "timeout" and operation == "reload")
 
 
-def test_the_rank_that_hosts_the_store_raises_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_that_hosts_the_store_raises_last() -> None:
     """After an error its process often ends, and the store with it."""
-    monkeypatch.setenv(GRACE, str(SOON))  # rank 0 waits for rank 1 up to this time
     ended: list[int] = []
     first = threading.Event()
 
@@ -462,6 +482,7 @@ def test_the_rank_that_hosts_the_store_raises_last(monkeypatch: pytest.MonkeyPat
 # -- stores that fail ------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("silence")
 def test_a_lost_store_is_an_error_on_every_rank_and_in_each_operation() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = job_on([TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(2)])
@@ -474,6 +495,7 @@ def test_a_lost_store_is_an_error_on_every_rank_and_in_each_operation() -> None:
             assert "Restart the job" in str(error)
 
 
+@pytest.mark.usefixtures("silence")
 def test_a_store_that_does_not_respond_is_an_error_at_the_timeout() -> None:
     """Ranks that wait and ranks that work name the ranks whose state is unknown."""
     job, stores = silent_job(3)
@@ -542,6 +564,24 @@ def test_a_request_without_a_response_does_not_block_later_requests() -> None:
         ended.set()
 
 
+def test_a_count_that_is_answered_late_changes_nothing() -> None:
+    """Another thread has counted the job since then, and listens for the ranks of this host."""
+    others, ended = {*threading.enumerate()}, threading.Event()
+    held = HeldStore(ended)
+    rdv = Rendezvous(lambda: held, 0, 2, watches=True)
+    with pytest.raises(RendezvousTimeoutError):
+        rdv.ask(lambda _: None, Wait("held", 0.1))
+    try:
+        rdv.ask(lambda _: None, Wait("next", SOON))
+        channel, state = rdv.peers.channel, rdv.state
+    finally:
+        ended.set()
+    for thread in {*threading.enumerate()} - others:
+        thread.join(SOON)
+    assert (rdv.peers.channel, rdv.state) == (channel, state)
+    rdv.end()
+
+
 def test_init_process_group_does_not_wait_for_a_store_that_does_not_respond() -> None:
     """Counting the job has a timeout."""
     ended = threading.Event()
@@ -607,7 +647,7 @@ def test_jobs_are_counted_before_the_first_request(
     for number in (1, 2):
         job = Rendezvous.of_world(World())  # type: ignore[arg-type]
         if early:
-            job.count_job(store)
+            job.count_job(store, SOON)
             assert job.state.instance == number  # before any connection is made
         for task in job.connect_ahead():
             assert task.wait(30)
