@@ -145,7 +145,7 @@ def engines(session: nox.Session) -> None:
     needed = session.run("python", "-c", python, silent=True)
     trainer = ("trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0")
     session.install("torch==2.13.0+cpu", *str(needed).splitlines(), *trainer)
-    command = ("python", "-m", "pytest", "-m", "engines", "-n", "0")
+    command = ("python", "-m", "pytest", "-m", "engines", "-n", "0", "-rP")
     session.run(*command, *session.posargs, "tests/engines")
 
 

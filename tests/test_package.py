@@ -7,7 +7,11 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 import reloadpg
+import reloadpg.environment
+import reloadpg.integrations
 from reloadpg import errors
 
 
@@ -38,16 +42,18 @@ def test_importing_changes_nothing_in_torch():
     assert done.stdout == "True\n", done.stderr
 
 
-def test_every_public_name_exists():
-    """The names that RL frameworks use are aliases of the same functions."""
-    for name in reloadpg.__all__:
-        assert getattr(reloadpg, name) is not None
+@pytest.mark.parametrize("package", [reloadpg, reloadpg.environment, reloadpg.integrations])
+def test_every_public_name_exists(package):
+    """Loaded on first use; ``dir`` lists it. An unknown one is an attribute error."""
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+        assert name in dir(package)
+    assert not hasattr(package, "no_such_name")
+
+
+def test_names_that_rl_frameworks_use_are_aliases():
     assert reloadpg.destroy_process_groups is reloadpg.offload
     assert reloadpg.reload_process_groups is reloadpg.reload
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    assert not hasattr(reloadpg, "no_such_name")
 
 
 def test_the_lists_of_public_names_agree():

@@ -60,14 +60,14 @@ _GLOO = getattr(_c10d, "ProcessGroupGloo", None)
 
 
 def completed_work() -> Work:
-    """A Work that is complete, for a call that must not return None."""
+    """A completed Work, for a call that must not return None."""
     future: Future[Any] = Future()
     future.set_result([])
     return cast(Work, _create_work_from_future(future))
 
 
 def live_backends(group: ProcessGroup, devices: Sequence[str]) -> dict[str, CppBackend]:
-    """The backend objects of a group by device type; devices without one are left out."""
+    """The backend objects of a group by device type; devices without a backend are omitted."""
     found: dict[str, CppBackend] = {}
     for device in devices:
         with suppress(RuntimeError, AttributeError):
@@ -76,7 +76,7 @@ def live_backends(group: ProcessGroup, devices: Sequence[str]) -> dict[str, CppB
 
 
 def options_of(group: ProcessGroup, devices: Sequence[str]) -> object:
-    """The options object of the first of the given backends that has one (NCCL does), or None."""
+    """The options object of the first backend that has one, as NCCL does, or None."""
     for backend in live_backends(group, devices).values():
         options = None if is_torchcomm(backend) else getattr(backend, "options", None)
         if options is not None and not isinstance(options, getattr(_GLOO, "_Options", ())):
@@ -85,7 +85,7 @@ def options_of(group: ProcessGroup, devices: Sequence[str]) -> object:
 
 
 def get_timeouts(group: ProcessGroup, devices: Sequence[str]) -> dict[str, timedelta]:
-    """Timeouts by device type; none of TorchComms, whose options always show the default."""
+    """Timeouts by device type. TorchComms is omitted: its options always show the default."""
     found: dict[str, timedelta] = {}
     for device, backend in live_backends(group, devices).items():
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
@@ -95,27 +95,27 @@ def get_timeouts(group: ProcessGroup, devices: Sequence[str]) -> dict[str, timed
 
 
 def set_timeouts(group: ProcessGroup, timeouts: Mapping[str, timedelta]) -> None:
-    """Give a group's backends the timeouts read by :func:`get_timeouts`. Idempotent."""
+    """Set the timeouts of a group's backends, as read by :func:`get_timeouts`. Idempotent."""
     now = get_timeouts(group, tuple(timeouts))
     backends = live_backends(group, tuple(timeouts))
     for device, timeout in timeouts.items():
         if device in backends and now.get(device) != timeout:
             backend = cast(Any, backends[device])
-            # ProcessGroupNCCL2 (2.15) has the base class's method alone, which earlier ones lack.
+            # ProcessGroupNCCL2 (2.15) only has the base class's method, which older versions lack.
             setter = getattr(backend, "_set_default_timeout", None) or backend.set_timeout
             setter(timeout)
 
 
 def is_connected(backend: CppBackend) -> bool:
-    """Whether a backend has a communicator for the current device; False if it cannot tell.
+    """Whether a backend has a communicator for the current device; False if that is unknown.
 
-    ``ProcessGroupNCCL.eager_connect_single_device`` makes another communicator each time and loses
-    the one before (torch 2.13.0 and 2.14.1, over stand-ins for CUDA and NCCL).
+    Each call of ``ProcessGroupNCCL.eager_connect_single_device`` creates a communicator and leaks
+    the previous one (torch 2.13.0 and 2.14.1, over stand-ins for CUDA and NCCL).
     """
     pointer = getattr(backend, "_comm_ptr", None)
     try:
         return pointer is not None and pointer() != 0
-    except RuntimeError:  # without a communicator it raises
+    except RuntimeError:  # raised if there is no communicator
         return False
 
 
@@ -134,7 +134,7 @@ def suspend_obstacle(backend: CppBackend) -> str:
     if is_torchcomm(backend):
         return "TorchComms cannot suspend its communicators"
     if suspend is not getattr(CppBackend, "suspend", None):
-        return _cumem_obstacle()  # a backend written in Python that has its own
+        return _cumem_obstacle()  # a backend in Python that implements suspend
     if not name.startswith("nccl"):
         return f"backend {name} cannot suspend its communicators"
     version = nccl_version()
@@ -151,10 +151,10 @@ def suspend_obstacle(backend: CppBackend) -> str:
 def suspend(backend: CppBackend) -> None:
     """Suspend the communicator of a backend. Collective over its members, blocking.
 
-    Torch's own ``suspend`` and ``resume`` hold Python's lock, and one that ``abort`` needs, while
-    they wait for the other members (2.13.0 to 2.15.0), so that no timeout could end the wait. NCCL
-    is called here as torch calls it, without either lock: another thread can abort the
-    communicator, which ends the call (seen over stand-ins for NCCL, not on a GPU).
+    While torch's own ``suspend`` and ``resume`` wait for the other members, they hold the GIL and a
+    lock that ``abort`` needs (2.13.0 to 2.15.0), so no timeout could end the wait. This function
+    calls NCCL as torch does, but without these locks: another thread can abort the communicator,
+    which ends the call (seen over stand-ins for NCCL, not on a GPU).
     """
     if _is_nccl(backend):
         _call_nccl("ncclCommSuspend", backend, ctypes.c_int(_SUSPEND_MEM))
@@ -163,7 +163,7 @@ def suspend(backend: CppBackend) -> None:
 
 
 def resume(backend: CppBackend) -> None:
-    """Resume the communicator of a backend; as for :func:`suspend`."""
+    """Resume the communicator of a backend; see :func:`suspend`."""
     if _is_nccl(backend):
         _call_nccl("ncclCommResume", backend)
     else:
@@ -187,7 +187,7 @@ def _call_nccl(name: str, backend: CppBackend, *arguments: Any) -> None:
 
 
 def _nccl() -> ctypes.CDLL | None:
-    """The NCCL library that torch has loaded; None if it is part of another one, or not there."""
+    """The NCCL library that torch has loaded; None if it is linked statically, or missing."""
     try:
         library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except (OSError, AttributeError):
@@ -199,7 +199,7 @@ def _nccl() -> ctypes.CDLL | None:
 
 
 def nccl_version() -> tuple[int, ...] | None:
-    """The version of the loaded NCCL, before torch 2.13 of the build; None without one."""
+    """The version of the loaded NCCL (before torch 2.13: of the build); None without NCCL."""
     engine = getattr(_c10d, "ProcessGroupNCCL", None)
     if engine is None:
         return None
@@ -214,14 +214,14 @@ def _cumem_obstacle() -> str:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether an error is that of a failed collective, and not of the program. Pure.
+    """Whether an error comes from a failed collective rather than from the program. Pure.
 
-    Torch has classes for it, but the errors of gloo and of ``ProcessGroupNCCL2`` are RuntimeErrors.
+    Torch has error classes for this, but gloo and ``ProcessGroupNCCL2`` raise RuntimeError.
     """
     if isinstance(error, DistError):
         return True
     text = str(error)
-    # The second one is NCCL2's for a communicator that another thread has just aborted.
+    # NCCL2 raises the second one if another thread has just aborted the communicator.
     return type(error) is RuntimeError and (
         text.startswith(("NCCL ", "failed to get async error"))
         or any(part in text for part in _GLOO_SAYS)
@@ -231,19 +231,19 @@ def is_communication_error(error: BaseException) -> bool:
 def recovery_settings(
     environ: Mapping[str, str], seconds: float
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the settings with which torch's NCCL engines raise faults in the program.
+    """Return the settings that make torch's NCCL engines raise faults in the program.
 
     By default the watchdog ends the process after a timeout or an error. With these settings it
     aborts the communicator instead: the device continues *with wrong values*, and only the next
     collective raises, so call :func:`raise_for_aborted` before results are used.
 
     Seen on ``ProcessGroupNCCL`` (torch 2.13.0) and ``ProcessGroupNCCL2`` (2.15.0) over stand-ins
-    for CUDA and NCCL. With ``TORCH_NCCL_BLOCKING_WAIT=1`` the former runs no watchdog, and a
-    collective that is not waited for by ``wait()`` hangs indefinitely.
+    for CUDA and NCCL. With ``TORCH_NCCL_BLOCKING_WAIT=1`` the former has no watchdog, and a
+    collective hangs indefinitely unless the program calls ``wait()`` on it.
 
     Returns:
-        Settings that are missing, or that torchrun has set by default; and messages about those
-        that conflict, if an operation of this library waits for so many ``seconds``.
+        Settings that are missing or were set by torchrun by default, and messages about settings
+        that conflict. ``seconds`` is how long an operation of this library may wait.
     """
     missing, obstacles = {}, []
     known = _RECOVERY_SETTINGS | (TORCHCOMMS_RECOVERY if uses_torchcomms() else {})
@@ -261,7 +261,7 @@ def recovery_settings(
 
 
 def nccl_is_concerned(backends: Collection[str] | None) -> bool:
-    """Whether groups of these backends, or of any for None, may use NCCL in this torch."""
+    """Whether groups of these backends (None: of any backend) may use NCCL in this torch."""
     if backends is None:
         return torch.distributed.is_nccl_available()
     return any(name.startswith("nccl") for name in backends)
@@ -273,9 +273,9 @@ _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 def drop_inherited_connections() -> None:
     """Close the parent's gloo connections in a forked child. Local, idempotent.
 
-    A connection ends when all processes have closed it: a child that holds it, such as a worker of
-    a DataLoader, keeps the peers of an abort waiting for their timeouts. The descriptors are
-    replaced by the null device: gloo would close their numbers again.
+    A connection ends when all processes have closed it. If a child, such as a worker of a
+    DataLoader, holds it, the peers of an abort wait until their timeouts. The descriptors are
+    replaced by the null device, because gloo would close their numbers again.
     """
     with suppress(OSError):
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -287,21 +287,21 @@ def drop_inherited_connections() -> None:
 def shut_connections(groups: Sequence[ProcessGroup], others: int = 0) -> list[socket.socket]:
     """Make the pending collectives of gloo groups fail, here and on their peers. Local.
 
-    Gloo cannot abort, and a connection stays open as long as anything refers to work that was begun
+    Gloo cannot abort, and a connection stays open while any object refers to work that was started
     on it: a variable, a graph of autograd, the reducer of ``DistributedDataParallel``.
 
-    Gloo loses a send if its connection breaks while it is written: the collective then waits for
-    its timeout, and the group's destructor for the collective (torch 2.13 and 2.15). So a
-    connection's own collectives end before it is shut, and only its sending side is shut. The peers
-    can still write to it until they have read its end.
+    If a connection breaks while a send is being written, gloo loses the send: the collective then
+    waits until its timeout, and the group's destructor waits for the collective (torch 2.13 and
+    2.15). So this function first ends the collectives of a connection, and then shuts only its
+    sending side. The peers can still write to it until they have read its end.
 
-    A connection that gloo has closed and that is still open elsewhere, here in a duplicate, is
-    seen by the thread of a device that is being destroyed; it then ends the process with SIGABRT.
-    So only the connections of live groups are kept, and no lazy ones: gloo destroys their device
-    first.
+    If gloo has closed a connection of which a duplicate is still open, the thread of a device that
+    is being destroyed may handle its events, which ends the process with SIGABRT. So only the
+    connections of live groups are duplicated, and no lazy ones: gloo destroys their device first.
 
-    ``others`` is how many other groups are aborted, whose objects are unknown. Their connections
-    are shut if no other group has connections. Returns those for :func:`await_peers`.
+    ``others`` is the number of other groups that are aborted, whose objects are unknown. Their
+    connections are shut if no further group has connections. Returns the connections for
+    :func:`await_peers`.
     """
     backends = {group: found for group in groups if (found := _connected_gloo(group))}
     devices = _gloo_sockets()
@@ -326,7 +326,7 @@ def shut_connections(groups: Sequence[ProcessGroup], others: int = 0) -> list[so
 
 
 def _connections(sockets: Mapping[int, int]) -> list[tuple[socket.socket, int]]:
-    """Duplicates of the sockets that are connected, with the descriptors of the originals."""
+    """Duplicates of the connected sockets, with the descriptors of the originals."""
     found = []
     for descriptor, inode in sockets.items():
         with suppress(OSError):
@@ -341,7 +341,7 @@ def _connections(sockets: Mapping[int, int]) -> list[tuple[socket.socket, int]]:
 
 
 def await_peers(connections: Sequence[socket.socket], seconds: float) -> None:
-    """Close connections that were shut once the peers have, or after a timeout. Blocking."""
+    """Close shut connections when the peers have closed them, or after a timeout. Blocking."""
     waiting = select.poll()
     for one in connections:
         waiting.register(one, select.POLLRDHUP)
@@ -490,9 +490,9 @@ def release_cautions(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def memory_stats(backend: CppBackend) -> dict[str, int] | None:
-    """Return the bytes that a backend's communicators say they hold, by NCCL's names.
+    """Return the bytes that a backend's communicators report, by NCCL's names.
 
-    Empty if never used; None if the backend gives no account.
+    Empty if the backend was never used; None if it does not report memory.
     """
     stats = getattr(backend, "memory_stats", None)
     if stats is None:
@@ -506,7 +506,7 @@ def memory_stats(backend: CppBackend) -> dict[str, int] | None:
 def group_of_backends(
     rank: int, size: int, store: Store, backends: Mapping[str, tuple[str, CppBackend]]
 ) -> ProcessGroup:
-    """A bare group, in no table, that serves the given devices with existing backends."""
+    """A plain group that uses existing backends for the given devices, and is in no table."""
     group = ProcessGroup(store, rank, size)
     add_backends(group, backends)
     name, _ = next(iter(backends.values()))
@@ -524,11 +524,11 @@ def _backend_type(name: str) -> Any:
 
 
 def abort_groups(groups: Sequence[ProcessGroup]) -> None:
-    """Abort some groups, not WORLD, in one order. Waits for no peer."""
+    """Abort some groups, not WORLD, in the given order. Does not wait for peers."""
     for group in groups:
         _c10d._abort_process_group(group)
 
 
 def abort_all() -> None:
-    """Abort all groups in one call: aborting them one by one hung (pytorch#119797). Blocking."""
+    """Abort all groups in one call: separate aborts have hung (pytorch#119797). Blocking."""
     _c10d._abort_process_group()

@@ -1,4 +1,4 @@
-"""Torch's creating functions, run with a name, a store and a device that the caller chooses."""
+"""Torch's functions that create groups, called with a given name, store and device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -20,10 +19,9 @@ from torch.distributed import ProcessGroup, device_mesh
 from torch.distributed import distributed_c10d as _c10d
 
 from .backends import live_backends
-from .tables import create_without_backends, ranks_of, store_of
+from .tables import Asked, create_without_backends, ranks_of, store_of
 
 __all__ = [
-    "Asked",
     "CreationByMembers",
     "batch_coalesced",
     "batching_refuses_subclasses",
@@ -48,14 +46,14 @@ def creator_modules() -> tuple[ModuleType, ...]:
 
 
 def creators_outside_tables() -> list[str]:
-    """Name what creates groups and enters them into no table, in the installed torch."""
+    """Name the functions of the installed torch whose groups are in none of its tables."""
     methods = ("split_group", "merge_remote_group")
     found = [f"ProcessGroup.{name}" for name in methods if name in vars(ProcessGroup)]
     return [*found, "_dist2.new_group"] if find_spec("torch.distributed._dist2") else found
 
 
 def owner_of(name: str) -> tuple[Any, str]:
-    """Return the class or module that has one of these, and its name there."""
+    """Return the class or module that defines one of these functions, and its name there."""
     owner, _, attribute = name.partition(".")
     if owner == "ProcessGroup":
         return ProcessGroup, attribute
@@ -69,12 +67,12 @@ def original(name: str) -> Callable[..., Any]:
 
 
 def sorts_ranks() -> bool:
-    """Whether ``new_group`` always sorts the ranks (2.8); later ones have ``sort_ranks``."""
+    """Whether ``new_group`` always sorts the ranks (2.8); later versions have ``sort_ranks``."""
     return "sort_ranks" not in inspect.signature(original("new_group")).parameters
 
 
 def batching_refuses_subclasses() -> bool:
-    """Whether ``batch_isend_irecv`` coalesces for plain groups alone (2.8, 2.13)."""
+    """Whether ``batch_isend_irecv`` coalesces only for plain groups (2.8, 2.13)."""
     return "type" in inspect.unwrap(_c10d.batch_isend_irecv).__code__.co_names
 
 
@@ -83,7 +81,7 @@ def check_batch(operations: Any) -> None:
 
 
 def batch_coalesced(operations: Sequence[Any]) -> list[Any]:
-    """Do what ``batch_isend_irecv`` does for a group whose backend coalesces."""
+    """Run operations as ``batch_isend_irecv`` does for a group whose backend coalesces."""
     first = operations[0]
     with _c10d._coalescing_manager(first.group, first.tensor.device, async_ops=True) as manager:
         for one in operations:
@@ -92,38 +90,23 @@ def batch_coalesced(operations: Sequence[Any]) -> list[Any]:
     return cast("list[Any]", manager.works)
 
 
-class Asked(NamedTuple):
-    """A group that torch is about to create, with this rank as a member.
-
-    The store lacks the prefix of the name; ``devices`` are the backends by device type.
-    """
-
-    store: Store
-    name: str
-    desc: str
-    rank: int
-    size: int
-    devices: dict[str, str]
-    is_world: bool
-
-
 @dataclass
 class CreationByMembers:
     """A block in which this thread's groups are created by their members, not split from WORLD.
 
-    Where the default group is bound to a device, torch makes new groups by splitting its
-    communicator, in which all ranks of the job take part; with ``TORCH_DIST_INIT_BARRIER=1`` all
-    ranks wait for each other. Within this block neither happens (2.8, 2.13 and 2.15).
+    If the default group is bound to a device, torch creates new groups by splitting its
+    communicator, which is collective over all ranks of the job. With ``TORCH_DIST_INIT_BARRIER=1``
+    all ranks also wait for each other. Within this block neither happens (2.8, 2.13 and 2.15).
 
     Attributes:
-        name: the name that groups get; None for torch's names, from a counter that all ranks
-            advance equally.
-        store: the store beneath the name's prefix; None for the default group's.
+        name: the name of the groups; None for torch's names, from a counter that must be equal on
+            all ranks.
+        store: the store beneath the name's prefix; None for that of the default group.
         device: the device that groups are bound to, if ``name`` is given.
-        without_backends: called for each group; whether to create it without a backend, which waits
-            for no other rank. None for never.
+        without_backends: called for each group; returns whether to create it without a backend,
+            which does not wait for other ranks. None for never.
         waits: whether creating functions may wait for other ranks (``TORCH_DIST_INIT_BARRIER=1``)
-            if ``name`` is None; not, once a group was created without backends.
+            if ``name`` is None; False once a group was created without backends.
     """
 
     name: str | None = None
@@ -155,7 +138,7 @@ class _Hooks:
             "_new_process_group_helper": self._helper,
         }
         self._covered: set[str] = set()
-        """Hooks that other code has wrapped: they stay, and are called through its wrapper."""
+        """Hooks that other code has wrapped. They are kept, and called through its wrapper."""
 
     def enter(self, creation: CreationByMembers) -> None:
         with self._lock:
@@ -207,7 +190,7 @@ class _Hooks:
         if creation is not None and creation.name is not None:
             store = creation.store or store
             kwargs["device_id"] = creation.device
-            kwargs["pg_tag"] = None  # or torch finds the group that has the tag already
+            kwargs["pg_tag"] = None  # otherwise torch returns the group that has this tag
         if creation is not None and creation.without_backends is not None:
             if not ranks:
                 store = _of_this_start(store)
@@ -243,8 +226,8 @@ def _without_backends(
     group_desc: Any = None,
     **_: Any,
 ) -> tuple[ProcessGroup, Store] | None:
-    """Do what torch's helper does, without creating backends, if the block asks for it."""
-    if rank is None or rank < 0:  # no member; or MPI, which knows the rank itself
+    """Create a group as torch's helper does, but without backends, if the block requests it."""
+    if rank is None or rank < 0:  # not a member, or MPI, which determines the rank itself
         return None
     config = _c10d.BackendConfig(_c10d.Backend(backend))
     desc = "undefined" if group_desc is None else str(group_desc)
@@ -259,17 +242,16 @@ def _without_backends(
             return existing, store_of(existing)
     if name in _c10d._world.pg_names.values():
         raise ValueError(f"The group name {name!r} has already been created")
-    return create_without_backends(
-        store, asked.name, rank, size, str(backend), str(config), desc, device_id, pg_tag
-    )
+    return create_without_backends(asked, str(backend), str(config), device_id, pg_tag)
 
 
 def part_of_split(
     parent: ProcessGroup, split_ranks: Sequence[Sequence[int]]
 ) -> tuple[str, list[int] | None]:
-    """Name this rank's part of a split, as ``split_group`` does, with its global ranks or None.
+    """Return the name of this rank's part of a split, as in ``split_group``, and its global ranks.
 
-    Call it once for each split: torch counts the calls in the names of later groups.
+    The ranks are None if this rank is in no part. Call it once for each split: torch counts the
+    calls in the names of later groups.
     """
     # Torch before 2.15 sorts the ranks of the parts.
     sorts = "sorted" in inspect.unwrap(original("split_group")).__code__.co_names
@@ -304,42 +286,26 @@ def forget_parent(options: object) -> None:
 
 
 def create_world(
-    *,
-    rank: int,
-    size: int,
-    backend: str,
-    store: Store,
-    name: str,
-    options: object,
-    timeout: timedelta | None,
-    device: torch.device | None,
-    desc: str,
+    creation: CreationByMembers, rank: int, size: int, backend: str, **given: Any
 ) -> ProcessGroup:
-    """Create a default group as ``init_process_group`` does, given the store; it is in the tables.
+    """Create a default group on a store, as ``init_process_group`` does, in the tables too.
+
+    ``given`` are ``backend_options``, ``timeout`` and ``group_desc``.
 
     ``init_process_group`` itself refuses a second default group, opens a new rendezvous, and wraps
-    ``sys.excepthook`` once more each time.
+    ``sys.excepthook`` again on each call.
     """
-    with CreationByMembers(name, store, device):
-        group, _ = _c10d._new_process_group_helper(
-            size,
-            rank,
-            [],
-            _c10d.Backend(backend),
-            store,
-            cast(Any, name),
-            backend_options=options,
-            timeout=timeout or _c10d._get_default_timeout(cast(Any, backend)),
-            group_desc=desc,
-        )
+    place: Any = (_c10d.Backend(backend), creation.store, creation.name)
+    with creation:
+        group, _ = _c10d._new_process_group_helper(size, rank, [], *place, **given)
     return cast(ProcessGroup, group)
 
 
 def complete_ranks(world: ProcessGroup, devices: Sequence[str]) -> None:
     """Set the ranks of a default group in its backends' options. Local, idempotent.
 
-    Torch creates a default group with an empty list of ranks; the backends then fill the list in,
-    but only in the first group of the process. ``split`` of a later one indexes the empty list,
+    Torch creates a default group with an empty list of ranks. The backends fill in the list, but
+    only for the first group of the process. ``split`` of a later one indexes the empty list,
     which kills the process (seen with gloo on 2.13; ``ProcessGroupNCCL::split`` has the same line).
     """
     for backend in live_backends(world, devices).values():

@@ -1,7 +1,7 @@
-"""The accelerator of this process, if it has one and uses it. Never initialises one.
+"""The accelerator of this process, if it is in use. Never initializes one.
 
 Any call into an accelerator's runtime creates a context of several hundred MB on the device, so
-no function here does anything until the process has initialised the accelerator itself.
+these functions do nothing until the process has initialized the accelerator itself.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def synchronize() -> None:
 
 
 def empty_cache() -> None:
-    """Release the unused memory of torch's caching allocator, or communicators may lack it."""
+    """Release the unused memory of torch's caching allocator, so that communicators can use it."""
     module = runtime()
     if module is not None and hasattr(module, "empty_cache"):
         module.empty_cache()

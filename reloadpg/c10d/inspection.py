@@ -6,6 +6,7 @@ import ctypes
 import logging
 import pickle
 import sys
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -25,6 +26,9 @@ __all__ = [
     "unfinished_collectives",
 ]
 
+_LASTING_NS = 5_000_000_000
+"""Age from which an operation in the flight recorder is listed, in nanoseconds."""
+
 
 def table_sizes() -> dict[str, int]:
     """Entries of each of c10d's tables of groups, by the table's name. Local."""
@@ -37,7 +41,7 @@ def table_sizes() -> dict[str, int]:
 
 
 def registered(names: Iterable[str]) -> frozenset[str]:
-    """Return those of the names that the C++ registry knows; it cannot be listed. Local."""
+    """Return the names that are in the C++ registry, which cannot be listed. Local."""
 
     def is_registered(name: str) -> bool:
         try:
@@ -49,7 +53,10 @@ def registered(names: Iterable[str]) -> frozenset[str]:
 
 
 def unfinished_collectives(most: int) -> list[str]:
-    """The last collectives that NCCL's flight recorder has as begun and not completed.
+    """The last collectives that began more than 5 s ago and have not completed.
+
+    They are read from NCCL's flight recorder. Sends and receives are among them; torch does not
+    count these with the collectives.
 
     Seen on 2.8, where ``TORCH_NCCL_TRACE_BUFFER_SIZE`` must be set, and on 2.13 and 2.15, where the
     recorder is on by default. ``ProcessGroupNCCL2`` (2.15) has a separate one.
@@ -62,13 +69,14 @@ def unfinished_collectives(most: int) -> list[str]:
     if hasattr(torch._C._distributed_c10d, "FlightRecorderHook"):
         other = cast(Any, torch._C._distributed_c10d)._dump_fr_trace(**arguments, backend="nccl2")
         entries += pickle.loads(other).get("entries", [])
-    found = []
-    for one in entries[-most:]:
+    found, latest = [], time.time_ns() - _LASTING_NS
+    for one in [one for one in entries if one["time_created_ns"] <= latest][-most:]:
         group = one["process_group"][0].partition("@")[0]
         counts = "p2p_seq_id" if one["is_p2p"] else "collective_seq_id"
         name = one["profiling_name"].partition(":")[2]
         shapes = ", ".join(map(str, one["input_sizes"][:2]))
-        found.append(f"{name} {shapes}, number {one[counts]} of group {group!r}, {one['state']}")
+        what = f"{name} {shapes}".rstrip()
+        found.append(f"{what}, number {one[counts]} of group {group!r}, {one['state']}")
     return found
 
 
@@ -79,7 +87,7 @@ def is_coalescing(group: object) -> bool:
 def register_debug_handler(name: str, answer: Callable[[], str]) -> bool:
     """Serve JSON at ``/handler/<name>`` of torch's debug server; False if torch (2.8) has none.
 
-    The server calls it in a separate thread. A second one of the same name is ignored.
+    The server calls the handler in a separate thread. A second handler of this name is ignored.
     """
     register = getattr(torch._C._distributed_c10d, "_register_handler", None)
     if register is None:
@@ -89,8 +97,8 @@ def register_debug_handler(name: str, answer: Callable[[], str]) -> bool:
         response.set_content(answer(), "application/json")
         response.set_status(200)
 
-    # Torch releases it after the interpreter has ended, which aborts the process if that is the
-    # last reference (seen on 2.13 with a closure): so one more is kept.
+    # Torch releases the handler after the interpreter has ended, which aborts the process if it is
+    # the last reference (seen on 2.13 with a closure). So another reference is kept.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
     register(name, handle)
     return True
@@ -100,8 +108,9 @@ def on_collective_error(call: Callable[[BaseException], object]) -> Callable[[],
     """Call a function with each error that a collective of ``torch.distributed`` raises.
 
     Torch logs such an error (``c10d_logger``, level DEBUG) before it raises it again, and a filter
-    on that logger sees it. It sees none of a group's own methods, and none while DEBUG records are
-    disabled. Seen on 2.8, 2.13 and 2.15. Returns a function that removes it; idempotent.
+    on that logger sees it. Errors of a group's own methods are not seen, and none are seen while
+    DEBUG records are disabled. Seen on 2.8, 2.13 and 2.15. Returns a function that removes the
+    filter; idempotent.
     """
     from torch.distributed import c10d_logger
 
@@ -132,9 +141,9 @@ def _look_for_error(record: logging.LogRecord) -> bool:
 def skip_in_compiled_code(functions: Iterable[Any]) -> None:
     """Exclude these Python functions from ``torch.compile``; what they call is traced.
 
-    After a graph break torch runs its own function eagerly, which calls the group's method. On a
-    plain group that is C++; on a reloadable one it is a Python frame, which Dynamo would compile:
-    reading an attribute of the group, an opaque object to it, is a hard error there. Does not
+    After a graph break torch runs its own function eagerly, which calls the group's method. A plain
+    group's method is in C++. A reloadable group's is a Python frame, which Dynamo would compile:
+    reading an attribute of the group, an opaque object for it, would be an error. Does not
     import ``torch._dynamo``. Seen on 2.8, 2.13 and 2.15.
     """
     from torch._C._dynamo import eval_frame

@@ -8,10 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
-from torch._C._distributed_c10d import (
-    PrefixStore,
-    Store,
-)
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 
@@ -21,7 +18,7 @@ from .torchcomms import uses_torchcomms
 _RANKS_PER_ROOT = 128
 _HAS_NCCL2 = hasattr(_c10d, "ProcessGroupNCCL2")
 _PAIRS_UP_TO = 16
-"""In larger groups, such as data-parallel ones, the keys of pairs stay: there is no send there."""
+"""In larger groups, such as data-parallel ones, keys of pairs are not deleted: they rarely send."""
 
 __all__ = ["clone_store", "is_store_host", "rendezvous_keys", "root_store", "root_store_of_job"]
 
@@ -52,7 +49,7 @@ def root_store_of_job(world: ProcessGroup) -> Callable[[], Store]:
 def clone_store(store: Store) -> Store:
     """Return a client of the same store with a separate connection. Blocking.
 
-    A blocking wait holds the lock of its client, so each thread needs one.
+    A blocking wait holds the lock of its client, so each thread needs a separate client.
     """
     return cast(Store, cast(Any, store).clone())
 
@@ -67,7 +64,7 @@ def is_store_host(store: Store, rank: int) -> bool:
     try:
         mine = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd")}
         return any(f"socket:[{inode}]" in mine for inode in _listening(port))
-    except OSError:  # no such files except on Linux, or one has just been closed
+    except OSError:  # not Linux, or a descriptor has just been closed
         return rank == 0
 
 

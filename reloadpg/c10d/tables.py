@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._C._distributed_c10d import (
@@ -24,8 +24,9 @@ from ..errors import described
 from .torchcomms import HAS_TORCHCOMMS, own_communicators
 
 __all__ = [
-    "backend_class",
+    "Asked",
     "Unseen",
+    "backend_class",
     "backend_of",
     "close_coalescing",
     "create_without_backends",
@@ -77,13 +78,13 @@ def is_known(group: ProcessGroup) -> bool:
 
 
 def name_of(group: ProcessGroup) -> str:
-    """The name under which c10d registered the group; one that is in no table says its name."""
+    """The name under which c10d registered the group, or its own name if it is in no table."""
     name = _c10d._world.pg_names.get(group)
     return str((group.group_name or "(unnamed)") if name is None else name)
 
 
 def desc_of(group: ProcessGroup) -> str:
-    """The description that the group was given; ``undefined`` or empty without one."""
+    """The description of the group; ``undefined`` or empty without one."""
     return str(getattr(group, "group_desc", ""))
 
 
@@ -105,7 +106,7 @@ def ranks_of(group: ProcessGroup) -> tuple[int, ...]:
 
 
 def backend_of(group: ProcessGroup) -> str:
-    """The backend string as the group was asked for: ``nccl``, ``cpu:gloo,cuda:nccl``."""
+    """The backend string that the group was created with: ``nccl``, ``cpu:gloo,cuda:nccl``."""
     return str(_c10d._world.pg_map[group][0])
 
 
@@ -157,7 +158,7 @@ def _devices_of(config: str) -> dict[str, str]:
 
 
 def is_non_member(result: object) -> bool:
-    """Whether a creating function answered that this rank is no member of the group."""
+    """Whether a creating function returned that this rank is not a member of the group."""
     return result is None or result == _c10d.GroupMember.NON_GROUP_MEMBER
 
 
@@ -171,7 +172,7 @@ def default_timeout(backend: str) -> timedelta:
 
 
 def has_peers() -> bool:
-    """Whether other processes take part: not so with the fake backend, which has no real store."""
+    """Whether other processes take part. False with the fake backend, which has no real store."""
     group = world()
     return group is not None and group.size() > 1 and "fake" not in device_backends(group).values()
 
@@ -181,26 +182,33 @@ def has_backends(group: ProcessGroup) -> bool:
     return type(group) is not ProcessGroup or bool(group._device_types)
 
 
+class Asked(NamedTuple):
+    """A group that torch is about to create, with this rank as a member.
+
+    The store lacks the prefix of the name; ``devices`` are the backends by device type.
+    """
+
+    store: Store
+    name: str
+    desc: str
+    rank: int
+    size: int
+    devices: dict[str, str]
+    is_world: bool
+
+
 def create_without_backends(
-    store: Store,
-    name: str,
-    rank: int,
-    size: int,
-    backend: str,
-    config: str,
-    desc: str,
-    device: Any,
-    tag: str | None,
+    asked: Asked, backend: str, config: str, device: Any, tag: str | None
 ) -> tuple[ProcessGroup, Store]:
     """Create a group that has no backend, and enter it into the tables as torch does.
 
-    Its maker enters the ranks. Torch 2.8 to 2.15 enter a group into the same tables. Returns the
+    The caller enters the ranks. Torch 2.8 to 2.15 enter a group into the same tables. Returns the
     group and its store.
     """
-    own = PrefixStore(f"{name}/", store)
-    group = ProcessGroup(own, rank, size)
+    name, own = asked.name, PrefixStore(f"{asked.name}/", asked.store)
+    group = ProcessGroup(own, asked.rank, asked.size)
     group._set_group_name(cast(Any, name))
-    group._set_group_desc(desc)
+    group._set_group_desc(asked.desc)
     if device is not None:
         group.bound_device_id = device
     tables = cast(Any, _c10d._world)
@@ -243,9 +251,9 @@ def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
 
 
 def take_generation(inner: ProcessGroup, proxy: ProcessGroup) -> None:
-    """Give the proxy what c10d holds for a rebuilt ``inner``, which is in no table of names.
+    """Move c10d's entries of a rebuilt ``inner``, which is in no table of names, to the proxy.
 
-    The proxy keeps the store of its first generation, in which users may have keys.
+    The proxy keeps the store of its first generation, which may hold keys of users.
     """
     if HAS_TORCHCOMMS:
         own_communicators(inner)
@@ -267,12 +275,13 @@ class _OfThread(threading.local):
 
 
 class Unseen:
-    """A block in which this thread's new groups are in tables that no other thread sees.
+    """A block in which this thread enters new groups into tables that no other thread sees.
 
     Torch derives names from the number of groups in its tables
     (``use_local_synchronization=True`` and ``split_group``, seen on 2.8 to 2.15). A group that is
-    rebuilt while other threads create groups must not be counted, or ranks give one group different
-    names. Existing groups are visible as before. After the block its groups are in no table.
+    rebuilt while other threads create groups must not be counted: otherwise ranks would derive
+    different names for one group. Existing groups stay visible. After the block its groups are in
+    no table.
 
     Each table is a property of the class of ``_world``, which torch documents as the place to
     override them.
@@ -318,7 +327,7 @@ class Unseen:
 
 @contextmanager
 def name_freed(group: ProcessGroup) -> Iterator[None]:
-    """A block in which another group can be created under a group's name, which torch refuses."""
+    """A block in which the name of a group can be used for another one, which torch refuses."""
     names = _c10d._world.pg_names
     name = names[group]
     names[group] = cast(Any, f"{name} (being rebuilt)")
@@ -333,21 +342,21 @@ def name_freed(group: ProcessGroup) -> Iterator[None]:
 
 
 _NESTED = 4
-"""The most group calls of NCCL that are ended: torch opens two."""
+"""Maximum number of NCCL group calls to end; torch opens two."""
 
 
 def close_coalescing(group: ProcessGroup) -> None:
-    """End the collection of a group's operations that an error has left open. Local, idempotent.
+    """End the coalescing of a group that an error has left open. Local, idempotent.
 
-    ``_coalescing_manager`` has no clean-up: after an error in its block the group stays in torch's
-    table, and NCCL's group call stays open in this thread. Torch and NCCL then collect all later
-    operations of the thread and run none of them (seen on 2.13 and 2.15).
+    ``_coalescing_manager`` does not clean up: after an error in its block, the group stays in
+    torch's table and NCCL's group call stays open in this thread. Torch and NCCL then queue all
+    later operations of the thread and run none of them (seen on 2.13 and 2.15).
     """
     if _c10d._world.pg_coalesce_state.pop(group, None) is None:
         return
     for device in device_backends(group):
-        # Until NCCL returns the error that it has seen, or that no group call is open: a transfer
-        # that fails leaves a second one open. Other backends raise at once.
+        # Repeat until NCCL returns an error: its own, or that no group call is open. A failed
+        # transfer leaves a second group call open. Other backends raise at once.
         with suppress(RuntimeError):
             for _ in range(_NESTED):
                 cast(Any, group)._end_coalescing(torch.device(device))
@@ -358,7 +367,7 @@ def drop_generation(proxy: ProcessGroup) -> None:
 
 
 def discard_generation(inner: ProcessGroup) -> None:
-    """Remove what c10d holds for a rebuilt group that no proxy takes. Local, idempotent."""
+    """Remove c10d's entries of a rebuilt group that is discarded. Local, idempotent."""
     if HAS_TORCHCOMMS:
         own_communicators(inner)
     _flight_recorder_hooks().pop(inner, None)

@@ -70,7 +70,7 @@ def is_torchcomm(backend: object) -> bool:
 
 
 def _communicators(part: Any) -> list[Any]:
-    """The communicators of a group, or of one of its backends; none but those of TorchComms."""
+    """The TorchComms communicators of a group, or of one of its backends."""
     found = [part]
     with suppress(RuntimeError, AttributeError):  # a backend; a group that has none
         found = [part._get_backend(device) for device in part._device_types]
@@ -78,9 +78,9 @@ def _communicators(part: Any) -> list[Any]:
 
 
 def own_communicators(group: ProcessGroup) -> None:
-    """Remove a group's communicators from torch's list, so that they end with it.
+    """Remove a group's communicators from torch's list, so that they end with the group.
 
-    Torch calls ``finalize()`` for all in the list when the default group is destroyed, and it
+    When the default group is destroyed, torch calls ``finalize()`` for all of the list, which
     raises for a communicator that an offload has finalized.
     """
     for comm in _communicators(group):

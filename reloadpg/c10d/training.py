@@ -44,11 +44,11 @@ _FLAGS = (
     "_post_backward_pending",  # from 2.15 on, as the next
     "_partial_reduce_output_layout",
 )
-"""What FSDP2's groups of parameters keep from one backward pass to the next."""
+"""Settings that FSDP2's groups of parameters keep between backward passes."""
 
 _DDP_FLAGS = ("require_backward_grad_sync", "require_forward_param_sync")
-"""What DDP keeps from one forward pass to the next: ``no_sync()``, and whether the next forward
-pass broadcasts the buffers. All ranks must have the same."""
+"""Settings that DDP keeps between forward passes: ``no_sync()``, and whether the next forward pass
+broadcasts the buffers. They must be equal on all ranks."""
 
 
 def leaves_of(tensor: Tensor) -> Iterator[Tensor]:
@@ -120,7 +120,7 @@ def _is_unfinished(state: Any) -> bool:
 
 
 def _reset_fsdp(state: Any) -> None:
-    """Leave a state as between two steps, its parameters sharded. Local, idempotent."""
+    """Reset a state to that between two steps, with sharded parameters. Local, idempotent."""
     context, communication = state._state_ctx, state._comm_ctx
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
@@ -167,12 +167,12 @@ def _reset_fsdp(state: Any) -> None:
 
 
 def _accumulates_apart(parameter: Any) -> bool:
-    """Whether FSDP2 keeps accumulated gradients in an attribute; from 2.15 on autograd has them."""
+    """Whether FSDP2 keeps accumulated gradients in an attribute; since 2.15 autograd keeps them."""
     return "unsharded_accumulated_grad" in vars(parameter)
 
 
 def parameters_of(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters of a module, each once, as an optimizer has them: those of FSDP2 sharded."""
+    """The parameters of a module, each once, as an optimizer uses them: FSDP2's are sharded."""
     sharded = {}
     for state in _states(module):
         for group in _groups(state):
@@ -222,7 +222,7 @@ def step_flags(module: torch.nn.Module) -> list[tuple[Any, str]]:
 
 
 def refuse_unfinished() -> int:
-    """Let each FSDP2 model that a step has left unfinished refuse its next use; count them.
+    """Make each FSDP2 model with an unfinished step refuse its next use; return their number.
 
     Its gathered parameters may be older than the weights that are loaded into it, and neither
     ``load_state_dict`` nor ``reshard()`` repairs that. A model that was reset, as by

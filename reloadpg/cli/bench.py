@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ..lifecycle.report import Report
     from ..testing import RanksFailedError
 
-__all__ = ["add", "cuda_devices", "measure", "medians_of"]
-
 _RANKS = 2
 _FIGURES = ("ms", "group_ms", "wait_ms", "own_ms", "bytes")
 

@@ -21,24 +21,6 @@ from typing import Any, NoReturn, TextIO
 
 from ..errors import table
 
-__all__ = [
-    "CommandError",
-    "Finding",
-    "Line",
-    "Page",
-    "existing_file",
-    "follow",
-    "follow_lines",
-    "natural",
-    "new_file",
-    "positive",
-    "progress",
-    "say",
-    "seconds",
-    "show",
-    "tabled",
-]
-
 STYLES = {
     "good": "green",
     "note": "dim",

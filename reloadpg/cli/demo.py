@@ -18,12 +18,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import counted, mebibytes, table
 from .console import CommandError, follow_lines, new_file, positive, say
-
-__all__ = ["add", "judge"]
 
 EXAMPLES = tuple(parent / "examples" / "colocated_rl.py" for parent in Path(__file__).parents[1:3])
 """Paths of the example: in an installed package, and in the source tree."""
@@ -97,7 +95,7 @@ def _compare(options: argparse.Namespace) -> int:
 
     rows = [_row([record["cycles"][cycle] for record in run]) for cycle in range(cycles)]
     checks = judge(run, reference)
-    failed = sum(not check.passed for check in checks)
+    failed = sum(not check["passed"] for check in checks.values())
     ending = f"{failed} of {len(checks)} checks FAILED" if failed else "All checks passed"
     seconds = time.monotonic() - begun
     header = ("cycle", "groups", "released MiB", "offload ms", "reload ms", "reward")
@@ -110,7 +108,8 @@ def _compare(options: argparse.Namespace) -> int:
     ]
     say(f"\n{table(header, shown)}")
     say("Groups and memory: all ranks together. Times: the slowest rank.\n")
-    say("\n".join(f"  {'[ok]' if c.passed else '[FAILED]'} {c.name}: {c.detail}" for c in checks))
+    for name, check in checks.items():
+        say(f"  {'[ok]' if check['passed'] else '[FAILED]'} {name}: {check['detail']}")
     say(f"\n{ending} in {seconds:.0f} s.")
     if options.json is not None:
         result = {
@@ -120,7 +119,7 @@ def _compare(options: argparse.Namespace) -> int:
             "seconds": seconds,
             "passed": not failed,
             "rows": rows,
-            "checks": {one.name: {"passed": one.passed, "detail": one.detail} for one in checks},
+            "checks": checks,
             "with_reloadpg": run,
             "without_reloadpg": reference,
         }
@@ -269,20 +268,14 @@ def _recording(example: Any) -> Any:
 # -- the comparison ---------------------------------------------------------------------------
 
 
-class Check(NamedTuple):
-    name: str
-    passed: bool
-    detail: str
-
-    @classmethod
-    def of(cls, name: str, faults: Sequence[str], detail: str) -> Check:
-        """Return a check that passed with ``detail``, unless there are faults."""
-        first = f"{counted(len(faults), 'fault')}; first, {faults[0]}" if faults else detail
-        return cls(name, not faults, first)
+def _check(faults: Sequence[str], detail: str) -> dict[str, Any]:
+    """Whether a check has passed, and a detail: the first fault, if there is one."""
+    first = f"{counted(len(faults), 'fault')}; first, {faults[0]}" if faults else detail
+    return {"passed": not faults, "detail": first}
 
 
-def judge(run: Records, reference: Records) -> list[Check]:
-    """Compare a run with the same run without offloading. Pure."""
+def judge(run: Records, reference: Records) -> dict[str, dict[str, Any]]:
+    """Compare a run with the same run without offloading: the checks by name. Pure."""
     cycles = [
         (f"rank {one['rank']}, cycle {now['cycle']}", now) for one in run for now in one["cycles"]
     ]
@@ -307,22 +300,17 @@ def judge(run: Records, reference: Records) -> list[Check]:
     ]
     least = mebibytes(min(now["released_bytes"] for _, now in cycles))
     groups = sum(now["reload_groups"] for _, now in cycles)
-    return [
-        Check.of(
-            "losses",
+    unequal = [f"SHA-256 {', '.join(digests)} differ between ranks or runs"] if digests[1:] else []
+    return {
+        "losses": _check(
             differing,
             f"all {losses} (every rank, every step) bit-identical in both runs; so are "
             f"{more} gradient norms, evaluations and rewards",
         ),
-        Check.of(
-            "final parameters",
-            [f"SHA-256 {', '.join(digests)} differ between ranks or runs"] if digests[1:] else [],
-            f"SHA-256 {digests[0]} on all ranks, in both runs",
-        ),
-        Check.of(
-            "offloads",
+        "final parameters": _check(unequal, f"SHA-256 {digests[0]} on all ranks, in both runs"),
+        "offloads": _check(
             faults,
             f"{groups} groups offloaded and reloaded, with the right sums over each; each rank "
             f"freed at least {least} in each cycle",
         ),
-    ]
+    }

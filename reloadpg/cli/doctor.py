@@ -29,6 +29,7 @@ from typing import Any
 from .. import _TESTED_TORCH
 from ..errors import STATUS_DIR, VARIABLES, counted, unknown_variables
 from ..lifecycle.autoinstall import NO, SWITCH
+from ..lifecycle.variables import invalid_values
 from .console import Finding, Line, Page, existing_file, progress, say, show
 from .doctor_patches import (
     check_early_aliases,
@@ -110,7 +111,7 @@ def diagnose(
         ("device", check_device),
         ("variables", partial(check_variables, variables)),
         ("autoinstall", partial(check_autoinstall, variables)),
-        ("strategy", lambda: iter([said])),
+        *([("strategy", lambda: iter([said]))] if chosen in STRATEGIES else []),
         ("nccl", check_nccl),
         ("nccl settings", partial(check_nccl_settings, variables, suspends=suspends)),
         *([("suspend", check_suspend)] if suspends else []),
@@ -412,6 +413,9 @@ def check_variables(environ: Mapping[str, str]) -> Findings:
             f"{name} is unknown to reloadpg, which cannot be installed while it is set",
             f"correct the name or unset it; known are {', '.join(sorted(VARIABLES))}",
         )
+    for error in invalid_values(environ):
+        what, _, remedy = error.partition("; nothing was installed. ")
+        yield Finding("variables", "problem", f"{what}; reloadpg cannot be installed", remedy)
 
 
 def check_autoinstall(environ: Mapping[str, str]) -> Findings:

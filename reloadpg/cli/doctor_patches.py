@@ -19,14 +19,6 @@ from typing import Any
 
 from .console import Finding
 
-__all__ = [
-    "CREATORS",
-    "check_early_aliases",
-    "check_foreign_wrappers",
-    "import_modules",
-    "import_of_script",
-]
-
 CREATORS = ("init_process_group", "new_group", "split_group")
 """The functions that are patched."""
 

@@ -20,8 +20,6 @@ from .console import CommandError, Line, Page, natural, positive, say, seconds, 
 if TYPE_CHECKING:
     from ..groups.selection import Selection
 
-__all__ = ["add", "explain"]
-
 COMMUNICATOR_BYTES = (500_000_000, 1_600_000_000)
 """Smallest and largest measured memory of one NCCL communicator on a GPU."""
 

@@ -47,8 +47,6 @@ from ..testing._tracebacks import folded_traceback
 from .console import progress
 from .pretended_cuda import can_pretend, pretend
 
-__all__ = ["run_script"]
-
 RECEIVING = ("broadcast_object_list", "recv_object_list", "scatter_object_list", "gather_object")
 """Functions that receive objects from other ranks."""
 

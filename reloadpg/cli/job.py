@@ -14,8 +14,6 @@ from ..errors import counted, format_ranks
 from .console import Finding
 from .records import RankRecord, Reading, typed
 
-__all__ = ["WAITING_S", "WORKING_S", "InProgress", "JobView", "age", "clock"]
-
 WAITING_S = 3.0
 """Seconds after which a wait for ranks that have not arrived is a problem. Each rank reports its
 position once per second, so the missing ranks would have reported the operation by then."""
@@ -193,6 +191,16 @@ class JobView:
     def in_progress(self) -> InProgress | None:
         return InProgress.of(self.ranks, sorted({*self.reading.missing, *map(_rank, self.ranks)}))
 
+    @property
+    def sets(self) -> dict[str, dict[str, list[int]]]:
+        """The ranks in each state of each set in which they have groups; empty for one set."""
+        found: dict[str, dict[str, list[int]]] = {}
+        for record in self.ranks:
+            for name, one in record.status.sets.items():
+                if one.groups and not record.absent:
+                    found.setdefault(name, {}).setdefault(one.state, []).append(record.rank)
+        return found if len(found) > 1 else {}
+
     def absent(self, why: str) -> list[RankRecord]:
         """Ranks that no longer take part: ``exited``, ``gone``, ``stopped`` or ``silent``."""
         return [one for one in self.ranks if one.absent == why]
@@ -257,7 +265,7 @@ class JobView:
         if not self.ranks:
             absence = Finding("directory", "problem", self.reading.absence, self.reading.remedy)
             return [absence, *unreadable]
-        ranks = (*self._of_generations(), *self._of_ranks(), *self._of_absent())
+        ranks = (*self._of_generations(), *self._of_sets(), *self._of_ranks(), *self._of_absent())
         ended = (*self._of_collectives(), *self._of_errors(), *self._of_last_operation())
         return [*ranks, *ended, *unreadable]
 
@@ -271,6 +279,14 @@ class JobView:
             yield Finding("generation", "ok", each[0])
         else:
             yield Finding("generation", "note", "unknown")
+
+    def _of_sets(self) -> Iterator[Finding]:
+        each = []
+        for name, states in self.sets.items():
+            parts = [f"{state} on {_ranks(ranks)}" for state, ranks in states.items()]
+            each.append(f"{name} {', '.join(parts if len(states) > 1 else states)}")
+        if each:
+            yield Finding("sets", "", "; ".join(each))
 
     def _of_ranks(self) -> Iterator[Finding]:
         if missing := self.reading.missing:
@@ -300,6 +316,7 @@ class JobView:
         for rank, record in present.items():
             for key, begun in record.collectives.begun.items():
                 members.setdefault(key, {})[rank] = begun
+        known: set[int] = set()
         for key, counts in members.items():
             most = max(counts.values())
             late = sorted(rank for rank, begun in counts.items() if begun < most)
@@ -308,12 +325,22 @@ class JobView:
             if not late or seconds < _HANG_S:
                 continue
             waiting = sorted({*counts} - {*late})
+            known.update(waiting)
             name = key.split("/")[0]
             behind = ", ".join(f"rank {rank} {counts[rank]}" for rank in late[:_NAMED])
             what = f"{_ranks(waiting)} in number {most} of group {name!r}, where others have begun "
             what += f"fewer: {behind}, for {seconds:.0f} s"
             stacks = (_stack(present[rank]) for rank in (*late[:_NAMED], *waiting[:1]))
             yield Finding("collective", "problem", what, "; ".join(filter(None, stacks)))
+        pending = {n: one for n, one in present.items() if one.collectives.unfinished}
+        waits = [one for rank, one in pending.items() if rank not in known]
+        if waits:
+            seconds = min(self.reading.time - one.collectives.since for one in waits)
+            what = f"{_ranks(map(_rank, waits))} in a collective, send or receive that has not "
+            what += f"completed; none has begun another collective for {seconds:.0f} s"
+            others = [one for rank, one in present.items() if rank not in pending]
+            stacks = (_stack(one) for one in (*waits[:_NAMED], *others[:1]))
+            yield Finding("collective", "warning", what, "; ".join(filter(None, stacks)))
 
     def _of_absent(self) -> Iterator[Finding]:
         """Findings about ranks that have ended, or that do not update their record."""
@@ -361,6 +388,7 @@ class JobView:
             "world_size": self.reading.world_size,
             "generations": {str(g): ranks for g, ranks in self.generations.items()},
             "generation_is_equal": len(self.generations) == 1,
+            "sets": self.sets,
             "missing_ranks": self.reading.missing,
             "left_over": list(self.reading.left_over),
             "not_installed": self.not_installed,
@@ -426,9 +454,9 @@ def _ids(records: Sequence[RankRecord]) -> str:
     return f"{ranks} (pid {records[0].pid})" if len(records) == 1 and records[0].pid else ranks
 
 
-def _bar(done: int, total: int, width: int = 30) -> str:
-    filled = width * min(done, total) // total
-    return f"[{'#' * filled}{'-' * (width - filled)}] {done} of {counted(total, 'group')} done"
+def _bar(done: int, total: int) -> str:
+    filled = 30 * min(done, total) // total
+    return f"[{'#' * filled}{'-' * (30 - filled)}] {done} of {counted(total, 'group')} done"
 
 
 def _last_seen(records: Iterable[RankRecord]) -> str:

@@ -35,8 +35,6 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-__all__ = ["pretend"]
-
 aten, prim = torch.ops.aten, torch.ops.prim
 _DISPATCH = FakeTensor.__torch_dispatch__
 _DEVICE_OF_C = torch.device("meta")

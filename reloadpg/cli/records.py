@@ -23,17 +23,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 from ..errors import STATUS_DIR
 from ..lifecycle.report import OperationStatus, Report, Status
 
-__all__ = [
-    "LATE_S",
-    "SILENT_S",
-    "UNREADABLE",
-    "RankRecord",
-    "Reading",
-    "decoded",
-    "read_directory",
-    "typed",
-]
-
 VERSION = 1
 """Version of the record's format."""
 

@@ -18,8 +18,6 @@ from typing import Any
 
 from .console import CommandError, say
 
-__all__ = ["add"]
-
 _POLL_S = 0.2
 _END_S = 30
 """Seconds between SIGTERM and SIGKILL."""

@@ -12,8 +12,6 @@ from typing import Any
 from ..testing import standins
 from .console import CommandError, say
 
-__all__ = ["add"]
-
 
 def add(subcommands: Any) -> None:
     variables = "\n".join(f"  {name}: {what}" for name, what in standins.SETTINGS.items())

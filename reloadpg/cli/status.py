@@ -28,8 +28,6 @@ from .console import (
 from .job import JobView, age, clock
 from .records import RankRecord, Reading, read_directory
 
-__all__ = ["add", "job_directory", "page"]
-
 _WORST_FIRST = ("bad", "warning", "", "note")
 """Order of the tones of ranks."""
 

@@ -14,21 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import counted
-
-__all__ = ["Part", "Run", "clusters", "draw"]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A phase of an operation, or a wait in it: Unix times in seconds."""
-
-    name: str
-    start: float
-    end: float
-
-    @property
-    def is_wait(self) -> bool:
-        return self.name.startswith("wait.")
+from ..lifecycle.report import Span
 
 
 @dataclass(frozen=True)
@@ -46,7 +32,7 @@ class Run:
     operation: str
     start: float
     end: float
-    parts: Sequence[Part] = ()
+    spans: Sequence[Span] = ()
     memory: Sequence[tuple[float, int]] = ()
     source: str = ""
     error: str = ""
@@ -198,8 +184,9 @@ def _draw_lane(
         axes.annotate(text, (start, top + _BAR / 2), va="center", size=7, color=_ERROR, **left)
     for run in mine:
         axes.broken_barh([(run.start, run.end - run.start)], bar, facecolor=_WORK)
-        for part in run.parts:
-            start, end = max(part.start, run.start), min(part.end, run.end)
+        for part in run.spans:
+            start = run.start + max(part.start_ms, 0.0) / 1e3
+            end = min(run.start + (part.start_ms + part.ms) / 1e3, run.end)
             if end > start:
                 color = {"facecolor": _PHASES.get(part.name, _OTHER_PHASE)[0]}
                 axes.broken_barh([(start, end - start)], bar, **(_WAIT if part.is_wait else color))
@@ -229,13 +216,13 @@ def _draw_legend(figure: Any, runs: Sequence[Run]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    found = {part.name for run in runs for part in run.parts}
+    found = {part.name for run in runs for part in run.spans}
     entries = [entry for name, entry in _PHASES.items() if name in found]
     if any(name not in _PHASES and not name.startswith("wait.") for name in found):
         entries.append(_OTHER_PHASE)
     entries.append((_WORK, "the library"))
     handles: list[Any] = [Patch(facecolor=color, label=label) for color, label in entries]
-    if any(part.is_wait for run in runs for part in run.parts):
+    if any(part.is_wait for run in runs for part in run.spans):
         handles.append(Patch(label="waits for other ranks", **_WAIT))
     if any(run.error for run in runs):
         handles.append(Patch(label="failed", **_FAILED))

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import argparse
 import sys
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import STATUS_DIR, counted
+from ..lifecycle.report import Report, Span
 from .console import CommandError, new_file, positive, say
 from .records import UNREADABLE, RankRecord, decoded, read_directory, typed
 from .status import job_directory
-from .timeline import Part, Run, clusters, draw
+from .timeline import Run, clusters, draw
 
-__all__ = ["add", "read_runs"]
+_OPERATION = "reloadpg,operation"
+"""Category of the events that :mod:`reloadpg.observability.trace` writes for operations."""
 
-_SLACK_S = 1e-6
-"""Times are Unix times in microseconds, as floats."""
+
+@dataclass(frozen=True)
+class _Event:
+    cat: str
+    args: Report
 
 
 def read_runs(path: Path) -> tuple[list[Run], set[int], list[str]]:
@@ -46,8 +50,8 @@ def read_runs(path: Path) -> tuple[list[Run], set[int], list[str]]:
             continue
         events = data.get("traceEvents") if isinstance(data, dict) else None
         if isinstance(events, list):
-            events = typed(tuple[_Event, ...], events)
-            found += _of_events(events)
+            operations = [one for one in typed(tuple[_Event, ...], events) if one.cat == _OPERATION]
+            found += [_of_report(one.args) for one in operations if one.args.started_at]
         elif not path.is_dir():
             failures.append(f"{file.name}: not a trace file of reloadpg")
     return found, ranks | {run.rank for run in found}, failures
@@ -58,57 +62,26 @@ def _in_progress(record: RankRecord) -> Iterator[Run]:
     running = record.running
     if running is None or record.time is None:
         return
-    end = max(running.started_at, running.since, record.time)
-    parts = [Part(f"wait.{running.phase}", running.since, end)] if running.waiting else []
-    yield Run(record.rank, running.operation, running.started_at, end, parts, running=True)
+    start = running.started_at
+    end = max(start, running.since, record.time)
+    wait = Span(f"wait.{running.phase}", (running.since - start) * 1e3, (end - running.since) * 1e3)
+    spans = [wait] if running.waiting else []
+    yield Run(record.rank, running.operation, start, end, spans, running=True)
 
 
-@dataclass(frozen=True)
-class _Event:
-    """A trace event, as :mod:`reloadpg.observability.trace` writes it."""
-
-    name: str
-    cat: str
-    pid: int | None
-    ts: float | None
-    dur: float
-    args: Mapping[str, Any]
-
-    @property
-    def start(self) -> float:
-        return (self.ts or 0.0) / 1e6
-
-    @property
-    def end(self) -> float:
-        return self.start + max(self.dur, 0.0) / 1e6
-
-
-def _of_events(events: Iterable[_Event]) -> Iterator[Run]:
-    """The operations in trace events, each with its phases, groups and memory."""
-    by_rank: dict[int, list[_Event]] = {}
-    for event in events:
-        if event.pid is not None and event.ts is not None:
-            by_rank.setdefault(event.pid, []).append(event)
-    for rank, mine in by_rank.items():
-        outer = [one for one in mine if one.cat == "reloadpg,operation"]
-        outer.sort(key=lambda one: one.start)
-        starts = [one.start for one in outer]
-        parts: list[list[Part]] = [[] for _ in outer]
-        memory: list[list[tuple[float, int]]] = [[] for _ in outer]
-        source = ""
-        for event in mine:
-            index = bisect_right(starts, event.start + _SLACK_S) - 1
-            if index < 0:
-                continue
-            kind, size = event.cat.rpartition(",")[2], typed(int, event.args.get("bytes"))
-            if kind in ("phase", "wait"):
-                parts[index].append(Part(event.name, event.start, event.end))
-            if kind == "memory" and size is not None:
-                memory[index].append((event.start, size))
-                source = event.name.removeprefix("memory ").strip("()")
-        for event, inside, levels in zip(outer, parts, memory, strict=True):
-            error = typed(str, event.args.get("error")) or ""
-            yield Run(rank, event.name, event.start, event.end, inside, levels, source, error)
+def _of_report(report: Report) -> Run:
+    source, memory = report.memory_source, report.memory
+    moments = [(ms, memory.get(name, {}).get(source)) for name, ms in report.moments_ms.items()]
+    return Run(
+        report.rank or 0,
+        report.operation,
+        report.started_at,
+        report.started_at + report.total_ms / 1e3,
+        report.spans,
+        [(report.started_at + ms / 1e3, size) for ms, size in moments if size is not None],
+        source,
+        report.error,
+    )
 
 
 # -- the command ------------------------------------------------------------------------------

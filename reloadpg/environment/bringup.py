@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DistributedContext", "bring_up", "init_distributed"]
-
 INIT_TIMEOUT = timedelta(minutes=5)
 
 
@@ -160,7 +158,11 @@ def init_distributed(
         environment = _environment_of_group()
         mesh = None
         if sizes is not None:
-            mesh = _mesh_over(world, sizes, used, bound, init_bound, how, own)
+            round_ = job_round("init_distributed", ("agree", "connected"), init_bound)
+            plan = Plan("init_distributed", {"mesh_dims": _shown(sizes), "connect": how})
+            round_.agree("agree", plan)
+            lasting = bound or _timeout_of(world) or c10d.default_timeout(c10d.backend_of(world))
+            mesh = _Creation(dist.get_rank(), sizes, used, lasting, how, own).within(round_)
         context = DistributedContext(environment, used, mesh, False, own)
     else:
         environment = identify(os.environ).environment(has_store=store is not None)
@@ -236,23 +238,20 @@ def bring_up(
         )
         agree(store, claim, init_timeout)
     round_ = rendezvous.open("init_distributed", ("connected",), init_timeout.total_seconds())
-    own = OwnGroups()
+    creation = _Creation(rank, sizes, placement.device, bound, connect, OwnGroups())
 
-    def create(attempt: Attempt, at: list[str]) -> DeviceMesh | None:
-        at[0] = f"creating the default group ({placement.backend})"
+    def create_world() -> None:
+        creation.at = f"creating the default group ({placement.backend})"
         dist.init_process_group(
             placement.backend,
             store=store,
-            rank=environment.rank,
-            world_size=environment.world_size,
+            rank=rank,
+            world_size=size,
             timeout=bound,
             device_id=placement.device_id,
         )
-        if attempt.abandoned:
-            return None
-        return _create_mesh(sizes, placement.device, bound, connect, own, attempt, at)
 
-    mesh = _within_round(round_, create, own, environment.rank)
+    mesh = creation.within(round_, create_world)
     store.set_timeout(bound)
     logging.getLogger(__name__).info(
         "rank %d of %d (%s): created the default group with %s on %s, timeout %g s",
@@ -266,82 +265,83 @@ def bring_up(
     return mesh
 
 
-def _within_round(
-    round_: Round,
-    create: Callable[[Attempt, list[str]], DeviceMesh | None],
-    own: OwnGroups,
-    rank: int,
-) -> DeviceMesh | None:
-    """Create groups in a thread and wait for all ranks; if one fails, abort the new groups.
+@dataclass
+class _Creation:
+    """Groups that a bring-up creates in a thread, within a round.
 
-    ``create`` is called with the cancellation token, and a list whose element it sets to its
-    current work.
+    Attributes:
+        own: the groups created since bring-up began.
+        at: the current work, for messages.
     """
-    made: list[DeviceMesh | None] = []
-    at = ["creating groups"]
 
-    def run(attempt: Attempt, _: int) -> None:
+    rank: int
+    sizes: Mapping[str, int] | None
+    device: torch.device
+    timeout: timedelta
+    connect: Connect
+    own: OwnGroups
+    at: str = "creating groups"
+
+    def within(self, round_: Round, first: Callable[[], object] | None = None) -> DeviceMesh | None:
+        """Call ``first``, create the mesh and wait for all ranks; on failure, abort the groups."""
+        made: list[DeviceMesh | None] = []
+
+        def run(attempt: Attempt, _: int) -> None:
+            try:
+                if first is not None:
+                    first()
+                if not attempt.abandoned:
+                    made.append(self._create_mesh(attempt))
+            except ReloadpgError:
+                raise
+            except RuntimeError as error:
+                raise ReloadpgError(
+                    f"init_distributed: rank {self.rank} failed at {self.at} over "
+                    f"{interface_in_use()}: {error}. No group was created. Check that this "
+                    f"interface exists on each host and reaches the others, or select another with "
+                    f"NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."
+                ) from error
+            finally:
+                if attempt.abandoned:  # the caller has raised and does not own later groups
+                    self.own.abort()
+
         try:
-            made.append(create(attempt, at))
-        except ReloadpgError:
+            round_.run("connected", run, lambda: f"{self.at} over {interface_in_use()}")
+            round_.barrier("connected")
+        except BaseException as error:
+            round_.fail(error)
+            self.own.abort()
             raise
-        except RuntimeError as error:
-            raise ReloadpgError(
-                f"init_distributed: rank {rank} failed at {at[0]} over {interface_in_use()}: "
-                f"{error}. No group was created. Check that this interface exists on each host and "
-                f"reaches the others, or select another with NCCL_SOCKET_IFNAME and "
-                f"GLOO_SOCKET_IFNAME."
-            ) from error
-        finally:
-            if attempt.abandoned:  # the caller has raised and does not own later groups
-                own.abort()
+        return made[0]
 
-    try:
-        round_.run("connected", run, lambda: f"{at[0]} over {interface_in_use()}")
-        round_.barrier("connected")
-    except BaseException as error:
-        round_.fail(error)
-        own.abort()
-        raise
-    return made[0]
-
-
-def _create_mesh(
-    sizes: Mapping[str, int] | None,
-    device: torch.device,
-    timeout: timedelta,
-    connect: Connect,
-    own: OwnGroups,
-    attempt: Attempt,
-    at: list[str],
-) -> DeviceMesh | None:
-    """Create the mesh, if requested, and connect the groups created since bring-up began."""
-    mesh = None
-    if sizes is not None:
-        at[0] = "creating the mesh"
-        mesh = build_mesh(sizes, device.type, timeout)
-        logging.getLogger(__name__).info(
-            "mesh %s over %d ranks: rank %d is at %s",
-            _shown(sizes),
-            dist.get_world_size(),
-            dist.get_rank(),
-            _shown(dict(zip(sizes, mesh.get_coordinate() or (), strict=True))),
-        )
-    for group in own.now() if connect != "none" else ():
-        if attempt.abandoned or group.size() == 1:
-            continue
-        kinds = c10d.device_backends(group)
-        desc, ranks = group.group_desc or "group", named_ranks(c10d.ranks_of(group))
-        at[0] = f"connecting {desc!r} of {ranks} ({c10d.backend_of(group)})"
-        used = device if device.type in kinds else torch.device(next(iter(kinds)))
-        total, expected = sum_ranks(group, used)
-        if connect == "canary" and total != expected:
-            raise ReloadpgError(
-                f"init_distributed: {at[0]} over {interface_in_use()}: the sum over the ranks is "
-                f"{total}, expected {expected}. No group was created. The communicator does not "
-                f"connect the right ranks, or corrupts data."
+    def _create_mesh(self, attempt: Attempt) -> DeviceMesh | None:
+        """Create the mesh, if requested, and connect the groups created since bring-up began."""
+        mesh = None
+        if self.sizes is not None:
+            self.at = "creating the mesh"
+            mesh = build_mesh(self.sizes, self.device.type, self.timeout)
+            logging.getLogger(__name__).info(
+                "mesh %s over %d ranks: rank %d is at %s",
+                _shown(self.sizes),
+                dist.get_world_size(),
+                dist.get_rank(),
+                _shown(dict(zip(self.sizes, mesh.get_coordinate() or (), strict=True))),
             )
-    return mesh
+        for group in self.own.now() if self.connect != "none" else ():
+            if attempt.abandoned or group.size() == 1:
+                continue
+            kinds = c10d.device_backends(group)
+            desc, ranks = group.group_desc or "group", named_ranks(c10d.ranks_of(group))
+            self.at = f"connecting {desc!r} of {ranks} ({c10d.backend_of(group)})"
+            used = self.device if self.device.type in kinds else torch.device(next(iter(kinds)))
+            total, expected = sum_ranks(group, used)
+            if self.connect == "canary" and total != expected:
+                raise ReloadpgError(
+                    f"init_distributed: {self.at} over {interface_in_use()}: the sum over the "
+                    f"ranks is {total}, expected {expected}. No group was created. The "
+                    f"communicator does not connect the right ranks, or corrupts data."
+                )
+        return mesh
 
 
 def _shown(sizes: Mapping[str, int]) -> str:
@@ -349,30 +349,6 @@ def _shown(sizes: Mapping[str, int]) -> str:
 
 
 # -- a group that exists ----------------------------------------------------------------------
-
-
-def _mesh_over(
-    world: ProcessGroup,
-    sizes: Mapping[str, int],
-    device: torch.device,
-    timeout: timedelta | None,
-    init_timeout: timedelta,
-    connect: Connect,
-    own: OwnGroups,
-) -> DeviceMesh | None:
-    """Create a mesh over the group, which is unchanged. Collective, blocking, with a timeout.
-
-    The mesh's groups have the timeout ``timeout``, or that of the group.
-    """
-    settings = {"mesh_dims": _shown(sizes), "connect": connect}
-    round_ = job_round("init_distributed", ("agree", "connected"), init_timeout)
-    round_.agree("agree", Plan("init_distributed", settings))
-    bound = timeout or _timeout_of(world) or c10d.default_timeout(c10d.backend_of(world))
-
-    def create(attempt: Attempt, at: list[str]) -> DeviceMesh | None:
-        return _create_mesh(sizes, device, bound, connect, own, attempt, at)
-
-    return _within_round(round_, create, own, dist.get_rank())
 
 
 def _environment_of_group() -> DistributedEnvironment:

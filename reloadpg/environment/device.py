@@ -12,8 +12,6 @@ import torch.distributed as dist
 from .. import c10d
 from ..errors import InvalidOptionError
 
-__all__ = ["Placement", "accelerator", "choose_placement", "parse_backend", "parse_device"]
-
 _CPU_ONLY = frozenset({"gloo", "mpi", "fake"})
 
 _VISIBLE = {

@@ -14,8 +14,6 @@ from ..observability.logs import name_rank_in_records
 from .launchers import identify, is_initialized
 from .model import ADDRESS, Variables
 
-__all__ = ["ensure_process_group"]
-
 TIMEOUT = timedelta(seconds=60000)
 INIT_TIMEOUT = timedelta(minutes=5)
 

@@ -6,7 +6,6 @@ torchrun, LSF's jsrun, OpenMPI and PMI; SLURM has a separate module. Does not im
 from __future__ import annotations
 
 import functools
-import ipaddress
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -21,19 +20,11 @@ from .model import (
     Identity,
     Variables,
     check_layout,
+    ip_of,
     on_nodes_of,
     port_from_text,
 )
 from .slurm import from_slurm, is_daemon_step
-
-__all__ = [
-    "detect_environment",
-    "get_rank",
-    "identify",
-    "is_initialized",
-    "is_rank_zero",
-    "rank_zero_only",
-]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -291,12 +282,8 @@ def _local(read: Variables, rank: int, world_size: int) -> tuple[int | None, int
 
 
 def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    address = ip_of(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
 
 
 def _from_mpi(environ: Mapping[str, str], names: _Names) -> Identity | None:

@@ -21,8 +21,6 @@ from .model import MeshDimensionError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["MESH_ORDER", "build_mesh", "resolve_mesh_dims", "seed_for", "set_seed"]
-
 MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 """Mesh order, outermost first: neighbouring ranks share the innermost dimension."""
 

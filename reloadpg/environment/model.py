@@ -12,28 +12,12 @@ import re
 import socket
 import zlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
 
 from ..errors import ReloadpgError
-
-__all__ = [
-    "AGENT_STORE",
-    "LOOPBACK",
-    "DistributedEnvironment",
-    "DistributedEnvironmentError",
-    "Export",
-    "GroupNotInitializedError",
-    "Identity",
-    "MeshDimensionError",
-    "Variables",
-    "check_layout",
-    "host_store",
-    "on_nodes_of",
-    "port_from_ids",
-    "port_from_text",
-]
 
 LOOPBACK = "127.0.0.1"
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
@@ -340,7 +324,7 @@ class Variables:
     def host(self, name: str) -> str:
         """A host name or address without a port."""
         value = self.text(name)
-        if not _HOST.fullmatch(value) or (":" in value and not _is_address(value)):
+        if not _HOST.fullmatch(value) or (":" in value and ip_of(value) is None):
             raise self.error(f"{name}={value!r} is not a host name or address")
         return value
 
@@ -378,12 +362,11 @@ class Variables:
         return value
 
 
-def _is_address(value: str) -> bool:
-    try:
-        ipaddress.ip_address(value.partition("%")[0])
-    except ValueError:
-        return False
-    return True
+def ip_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that a text is, with or without a zone; None if it is none. Pure."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(text.partition("%")[0])
+    return None
 
 
 def port_from_ids(job: int, step: int) -> int:

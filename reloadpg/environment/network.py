@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import os
@@ -14,17 +13,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any, Literal
 
 from ..errors import InvalidOptionError
-from .model import Export
-
-__all__ = [
-    "Network",
-    "apply_network",
-    "configure_network_environment",
-    "detect_ib_interface",
-    "interface_in_use",
-    "restore_network",
-    "validate_network",
-]
+from .model import Export, ip_of
 
 Network = Literal["auto", "off"] | dict[str, str]
 SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -175,10 +164,7 @@ def _interfaces() -> list[dict[str, Any]]:
 
 
 def _is_usable(entry: dict[str, Any]) -> bool:
-    try:
-        address = ipaddress.ip_address(str(entry.get("local", "")))
-    except ValueError:
-        return False
-    if entry.get("tentative") or entry.get("dadfailed"):
+    address = ip_of(str(entry.get("local", "")))
+    if address is None or entry.get("tentative") or entry.get("dadfailed"):
         return False
     return not (address.is_link_local or address.is_loopback or address.is_unspecified)

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 
 from .model import LOOPBACK, Identity, Variables, check_layout, port_from_ids
 
-__all__ = ["from_slurm", "is_daemon_step"]
-
 STEP = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
 _STEP_ONLY = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")
 _NODES = "SLURM_STEP_NODELIST"

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,8 +26,6 @@ from ..errors import DisagreementError, ReloadpgError, RendezvousTimeoutError, n
 from ..rendezvous.store_client import StoreClient, StoreLost, StoreSilent
 from ..rendezvous.worker_thread import Task, Wait
 from .model import DistributedEnvironment
-
-__all__ = ["Claim", "agree", "find_differences", "open_store"]
 
 AGREED = ("world_size", "backend", "mesh_dims", "connect")
 """The fields that must be equal in all claims."""
@@ -49,19 +46,10 @@ run is not counted."""
 _LAST_S = 5.0
 """Last seconds of a wait, in which the store is polled. Before, a blocking wait is used."""
 
-
-_Address = tuple[int, str, int]  # process, host and port
-
-_starting = threading.Lock()
-"""Held while a task is looked up or started, not while it opens a store."""
-
-_opening: dict[_Address, Task[TCPStore]] = {}
-"""The stores that a thread is opening now; others wait for its result."""
-
-_opened: dict[_Address, tuple[TCPStore, Iterator[int]]] = {}
-"""The open stores, each with the numbers of its uses. Kept until the process ends: otherwise, in a
-second bring-up at the same address, a fast rank may connect to the first server while rank 0 is
-closing it."""
+_opened: dict[tuple[int, str, int], tuple[TCPStore, Iterator[int]]] = {}
+"""The open stores by process, host and port, each with the numbers of its uses. Kept until the
+process ends: otherwise, in a second bring-up at the same address, a fast rank may connect to the
+first server while rank 0 is closing it."""
 
 _PROBE_S = 0.1
 """Seconds between two attempts to connect to a store that does not exist yet."""
@@ -94,24 +82,16 @@ def _open(environment: DistributedEnvironment, seconds: float) -> tuple[TCPStore
     address, port = environment.master_addr, environment.master_port or 0
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = environment.rank == 0 and not by_agent
-    key, end = (os.getpid(), address, port), time.monotonic() + seconds
-    mine, cause = False, None
-    # If the thread that opens the store fails, one that waits for it tries with the time left.
-    while key not in _opened and not mine and (left := end - time.monotonic()) > 0:
+    key = (os.getpid(), address, port)
+    cause = None
+    if key not in _opened:
+        task = _connect(address, port, seconds, serves=serves)
         try:
-            with _starting:
-                mine = key not in _opening
-                if mine:
-                    _opening[key] = _connect(address, port, left, serves=serves)
-                task = _opening[key]
             # Torch retries indefinitely if a server accepts the connection but does not respond.
-            if task.wait(left):
-                _opened.setdefault(key, (task.result(), itertools.count(1)))
+            if task.wait(seconds):
+                _opened[key] = (task.result(), itertools.count(1))
         except RuntimeError as error:
             cause = error
-        finally:
-            if mine:
-                _opening.pop(key, None)
     if key in _opened:
         store, uses = _opened[key]
         return store, next(uses)

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-__all__ = ["barrier", "exit_round", "job_round", "leave_together", "rank_zero_first"]
-
 
 class _Rendezvouses:
     """The rendezvous of each group and purpose, created on first use.
@@ -62,14 +60,14 @@ class _Rendezvouses:
             recovered = 0 if job is None else job.rendezvous.recovered
             known = self._known.setdefault(group, {})
             if purpose not in known or known[purpose][0] != recovered:
-                known[purpose] = recovered, _rendezvous_of(group, purpose, recovered)
+                known[purpose] = recovered, _new_rendezvous(group, purpose, recovered)
             return known[purpose][1]
 
 
 _rendezvouses = _Rendezvouses()
 
 
-def _rendezvous_of(group: ProcessGroup, purpose: str, recovered: int) -> Rendezvous:
+def _new_rendezvous(group: ProcessGroup, purpose: str, recovered: int) -> Rendezvous:
     world = c10d.world()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1 or world is None or not c10d.has_peers():
@@ -124,7 +122,7 @@ def barrier(timeout: timedelta | float, reason: str, group: ProcessGroup | None 
 def job_round(purpose: str, phases: tuple[str, ...], bound: timedelta) -> Round:
     """Open a round of all ranks of the job for one purpose. Local; equal order on all ranks."""
     _check_rejoined(purpose)
-    return _group_rendezvous(None, purpose).open(purpose, phases, bound.total_seconds())
+    return rendezvous_of(None, purpose).open(purpose, phases, bound.total_seconds())
 
 
 def _check_rejoined(what: str) -> None:
@@ -141,7 +139,7 @@ def leave_together(
     Collective, blocking, with a timeout. For the job, rank 0, which hosts the store, leaves last:
     otherwise the store could end with its process before other ranks have read the decision.
     """
-    rendezvous, seconds = _group_rendezvous(group, purpose), bound.total_seconds()
+    rendezvous, seconds = rendezvous_of(group, purpose), bound.total_seconds()
     round_ = rendezvous.open(purpose, ("arrive",), seconds)
     with _in_job_ranks(group, purpose):
         round_.barrier("arrive")
@@ -164,12 +162,8 @@ def leave_together(
         )
 
 
-def exit_round(bound: timedelta, group: ProcessGroup) -> Round:
-    """Open the round of :func:`leave_together`. Local."""
-    return _group_rendezvous(group, "exit").open("exit", ("arrive",), bound.total_seconds())
-
-
-def _group_rendezvous(group: ProcessGroup | None, purpose: str) -> Rendezvous:
+def rendezvous_of(group: ProcessGroup | None, purpose: str) -> Rendezvous:
+    """The rendezvous of a group, or of the job, for one purpose. Local."""
     chosen = c10d.world() if group is None else group
     if chosen is None:
         raise _no_group(purpose)

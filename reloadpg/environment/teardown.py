@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "OwnGroups",
-    "destroy_distributed",
-    "process_group_scope",
-]
-
 EXIT_TIMEOUT = timedelta(minutes=5)
 _TELL_S = 5.0
 _ABORT_S = 30.0
@@ -173,12 +167,12 @@ def _tell_peers(error: BaseException, groups: list[ProcessGroup]) -> None:
     """Make peers that wait at their exit raise: at WORLD's barrier, or at each group's."""
     import torch.distributed as dist
 
-    from .store_barrier import exit_round
+    from .store_barrier import rendezvous_of
 
     end = time.monotonic() + _TELL_S
     for group in groups[:1] if dist.group.WORLD in groups else groups:
         if time.monotonic() < end:
-            exit_round(timedelta(seconds=_TELL_S), group).fail(error)
+            rendezvous_of(group, "exit").open("exit", ("arrive",), _TELL_S).fail(error)
 
 
 def abort_groups(groups: list[ProcessGroup]) -> None:

@@ -12,7 +12,7 @@ import copy
 import hashlib
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, lru_cache
@@ -24,20 +24,6 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
 from .. import c10d
-
-__all__ = [
-    "HANDED_OVER",
-    "WORLD_ORDER",
-    "Call",
-    "Construction",
-    "Facts",
-    "Order",
-    "by_members",
-    "group_order",
-    "parameters_of",
-    "thread",
-    "verbatim",
-]
 
 
 class _Thread(threading.local):
@@ -156,73 +142,59 @@ class Call(NamedTuple):
         )
 
 
-class Facts(NamedTuple):
-    """What is read when a group is created, and not copied: see :class:`Construction`.
-
-    ``ranks`` are the members as :func:`c10d.entry_of` returns them. ``parents`` are the options and
-    the timeout to use if the call has none.
-    """
-
-    call: Call
-    name: str
-    ranks: Mapping[int, int]
-    backend: str
-    devices: Mapping[str, str]
-    selected: tuple[str, ...]
-    rank: int
-    desc: str
-    parents: tuple[object, timedelta | None]
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Construction:
-    """The record of one group's creation: everything that a replay needs.
+    """The record of one group's creation: everything that a replay needs. It is never changed.
+
+    A job creates groups by the thousand, so what torch has of a group is kept uncopied, and the
+    rest is computed when an operation first reads it. A frozen dataclass takes three times as long.
 
     Attributes:
         name: the group's stable name, as torch gave it the first time.
-        ranks: global ranks of the members, in the order of their group ranks.
+        members: global ranks, in the order of their group ranks, as :func:`c10d.entry_of` has them.
         backend: the requested backend (``nccl``, ``cpu:gloo,cuda:nccl``).
         devices: backend by device type.
         selected: the device types whose backend is released and rebuilt.
-        options: ``pg_options``, from the caller or read from the group.
-        timeout: from the caller or read from the group; None for torch's default.
+        defaults: ``pg_options`` and timeout if the call has none: those of the group, or None.
+        place: the sort key, if it does not follow from the name.
         rebuild: recreates a group passed to ``register_group()``; called in place of ``call``.
         destroy: destroys the group that torch or ``rebuild`` created; None for its ``shutdown()``.
     """
 
     call: Call
     name: str
-    ranks: tuple[int, ...]
+    members: Collection[int]
     backend: str
     devices: Mapping[str, str]
     selected: tuple[str, ...]
-    order: Order
     rank: int
-    options: object = None
-    timeout: timedelta | None = None
     desc: str = ""
+    defaults: tuple[object, timedelta | None] = (None, None)
+    place: Order | None = None
     rebuild: Callable[[], ProcessGroup] | None = None
     destroy: Callable[[ProcessGroup], object] | None = None
 
-    @classmethod
-    def of(cls, facts: Facts) -> Construction:
-        given = facts.call.given
-        options, timeout = facts.parents
-        given_options = given.get("pg_options", given.get("backend_options"))
-        given_timeout = given.get("timeout")
-        return cls(
-            facts.call,
-            facts.name,
-            tuple(facts.ranks),
-            facts.backend,
-            dict(facts.devices),
-            facts.selected,
-            group_order(facts.name),
-            facts.rank,
-            options if given_options is None else given_options,
-            timeout if given_timeout is None else given_timeout,
-            facts.desc,
-        )
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the members, in the order of their group ranks."""
+        return tuple(self.members)
+
+    @cached_property
+    def order(self) -> Order:
+        return group_order(self.name) if self.place is None else self.place
+
+    @cached_property
+    def options(self) -> object:
+        """``pg_options``, from the caller or read from the group."""
+        given = self.call.given
+        found = given.get("pg_options", given.get("backend_options"))
+        return self.defaults[0] if found is None else found
+
+    @cached_property
+    def timeout(self) -> timedelta | None:
+        """The timeout, from the caller or read from the group; None for torch's default."""
+        found: timedelta | None = self.call.given.get("timeout")
+        return self.defaults[1] if found is None else found
 
     @property
     def is_world(self) -> bool:
@@ -282,24 +254,23 @@ class Construction:
         if part:
             backend = ",".join(f"{device}:{self.devices[device]}" for device in self.selected)
         c10d.forget_parent(self.options)
+        creation = c10d.CreationByMembers(name, store, device)
         if self.is_world:
             return c10d.create_world(
-                rank=self.rank,
-                size=len(self.ranks),
-                backend=backend,
-                store=store,
-                name=name,
-                options=self.options,
-                timeout=self.timeout,
-                device=device,
-                desc=self.desc,
+                creation,
+                self.rank,
+                len(self.ranks),
+                backend,
+                backend_options=self.options,
+                timeout=self.timeout or c10d.default_timeout(backend),
+                group_desc=self.desc,
             )
         call = self.call
         if call.function.__name__ == "split_group":  # without its parent
             call = by_members(self.ranks, self.timeout, backend, self.desc, self.options)
         elif part:
             call = call.replacing("backend", backend)
-        with verbatim(), c10d.CreationByMembers(name, store, device):
+        with verbatim(), creation:
             made = call()
         if c10d.is_non_member(made):
             raise RuntimeError("torch returned the value for non-members to a member of the group")

@@ -18,8 +18,6 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 
-__all__ = ["COLLECTIVES", "COMPLETED_WORK", "DISPATCHED", "UNKNOWN", "Dispatch"]
-
 COMPLETED_WORK = c10d.completed_work()
 """Returned where a synchronous coalesced NCCL call returns None, since torch 2.8."""
 

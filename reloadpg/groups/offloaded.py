@@ -19,8 +19,6 @@ from ..errors import GroupDestroyedError, GroupOffloadedError
 from .dispatch import DISPATCHED
 from .sets import TRAINER
 
-__all__ = ["GroupState", "Offloaded", "OffloadedBackend", "UnderWay"]
-
 
 class GroupState(str, Enum):
     """The state of a reloadable group."""
@@ -35,9 +33,9 @@ class GroupState(str, Enum):
 
 
 NEXT_CALL = {
-    GroupState.OFFLOADED: "Call reloadpg.reload() on all ranks, then use the group again.",
+    GroupState.OFFLOADED: "Call {reload} on all ranks, then use the group again.",
     GroupState.FAILED: (
-        "Its last offload or reload did not finish. Call reloadpg.reload() on all ranks again, or "
+        "Its last offload or reload did not finish. Call {reload} on all ranks again, or "
         "reloadpg.recover() after a fault of its communicator."
     ),
     GroupState.DESTROYED: "It was destroyed and is not rebuilt; create a new group.",
@@ -45,12 +43,13 @@ NEXT_CALL = {
 
 IN_BLOCK = (
     "An offloaded() block is open and will reload it. Until then, call reloadpg.barrier() to wait "
-    "for other ranks, and use a gloo group for collectives on the CPU."
+    "for other ranks, and use a gloo group for collectives on the CPU. If a rollout engine uses "
+    "this group, put the engine's groups into a separate set: install(sets=...)."
 )
 
 
 NEXT_CALL_LATER = {
-    "offload": "Call result() on its handle, then reloadpg.reload() on all ranks.",
+    "offload": "Call result() on its handle, then {reload} on all ranks.",
     "reload": "Call result() on its handle, then use the group.",
 }
 
@@ -118,11 +117,15 @@ class Offloaded:
         """Build the error for an operation that needs a communicator."""
         owner = self._owner()
         state = GroupState.DESTROYED if owner is None else owner.state
+        reload = "reloadpg.reload()"
+        if owner is not None and owner.set_name != TRAINER:
+            reload = f'reloadpg.reload("{owner.set_name}")'
         if self.under_way is not None and owner is not None and state is not GroupState.DESTROYED:
             what = self.under_way.operation
             return GroupOffloadedError(
                 f"{operation} on {owner!r}: {'an' if what == 'offload' else 'a'} {what} is "
-                f"running, started by {what}(wait=False). {NEXT_CALL_LATER[what]}",
+                f"running, started by {what}(wait=False). "
+                f"{NEXT_CALL_LATER[what].format(reload=reload)}",
                 group=owner.group_name,
                 operation=operation,
             )
@@ -130,12 +133,10 @@ class Offloaded:
         text = f"{operation} on {owner!r}: the group is {state} and {lacks}."
         if self.reason:
             text += f" {self.reason}"
-        if owner is not None and owner.set_name != TRAINER:
-            text += f" It is in set {owner.set_name!r}."
         if owner and state is GroupState.OFFLOADED and Offloaded.block_is_open(owner.set_name):
             text = f"{text} {IN_BLOCK}"
         else:
-            text = f"{text} {self.remedy or NEXT_CALL[state]}"
+            text = f"{text} {self.remedy or NEXT_CALL[state].format(reload=reload)}"
         if owner is None or state is GroupState.DESTROYED:
             return GroupDestroyedError(text)
         return GroupOffloadedError(text, group=owner.group_name, operation=operation)

@@ -19,8 +19,6 @@ import wrapt
 from .. import c10d
 from .wrappers import Wrapper, wrappers
 
-__all__ = ["Patches", "note_loaded_modules"]
-
 
 def _wrapped(name: str, original: Any, wrapper_of: Wrapper) -> Any:
     """Wrap a function of a module.

@@ -25,15 +25,14 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..errors import GroupPickleError
-from .creation import Construction, Facts
+from .creation import Construction
 from .dispatch import Dispatch
-from .offloaded import GroupState, Offloaded, UnderWay
+from .offloaded import GroupState as GroupState
+from .offloaded import Offloaded, UnderWay
 from .sets import TRAINER
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend as CppBackend
-
-__all__ = ["GroupState", "History", "ReloadableProcessGroup", "find_group"]
 
 
 @dataclass
@@ -94,18 +93,18 @@ class ReloadableProcessGroup(Dispatch):
     _timeouts: Mapping[str, timedelta] = MappingProxyType({})
     _symm_mem: Any = None
 
-    def __init__(self, inner: ProcessGroup, record: Construction | Facts) -> None:
-        rank, size = record.rank, len(record.ranks)
+    def __init__(self, inner: ProcessGroup, construction: Construction) -> None:
+        rank, size = construction.rank, len(construction.members)
         # The (store, rank, size) form, the only one in torch's stubs, fails for subclasses.
         ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg, arg-type]
         self._current: Any = inner
         self._inner = inner
-        self._record = record
-        self._name = record.name
+        self.construction = construction
+        self._name = construction.name
         self._rank = rank
         self._size = size
-        self._desc = record.desc
-        self.names_in_store = [record.name]
+        self._desc = construction.desc
+        self.names_in_store = [construction.name]
         self._backend_name = inner.name()
         self._devices = inner._device_types
         device = inner.bound_device_id
@@ -113,13 +112,6 @@ class ReloadableProcessGroup(Dispatch):
             # The C++ getter is not virtual, so the proxy's C++ object must hold the device.
             _BOUND_DEVICE.__set__(self, device)
         c10d.take_place(inner, self)
-
-    @property
-    def construction(self) -> Construction:
-        record = self._record
-        if not isinstance(record, Construction):
-            record = self._record = Construction.of(record)
-        return record
 
     @property
     def history(self) -> History:
@@ -314,20 +306,16 @@ class ReloadableProcessGroup(Dispatch):
         self._make_live(inner)
         self.generation = generation
 
-    def await_members(self, reason: str, remedy: str, timeout: timedelta) -> None:
-        """Set a group that was created without backends to failed, until a recovery. Local.
-
-        Args:
-            reason: why, for messages.
-            remedy: the call to make, for messages.
-            timeout: the group's timeout.
-        """
-        devices = self.construction.devices
-        self.detach(GroupState.FAILED, reason)
-        self._current.kept, self._current.remedy = None, remedy
-        self._devices = [torch.device(device) for device in devices]
-        self._backend_name = next(iter(devices.values()))
-        self._timeouts = dict.fromkeys(devices, timeout)
+    def await_members(self) -> None:
+        """Set a group that was created without backends to failed, until ``rejoin``. Local."""
+        made = self.construction
+        self.detach(GroupState.FAILED, "This process replaces one that has ended.")
+        self._current.kept = None
+        self._current.remedy = "Call reloadpg.rejoin() once all groups are created."
+        self._devices = [torch.device(device) for device in made.devices]
+        self._backend_name = next(iter(made.devices.values()))
+        timeout = made.timeout or c10d.default_timeout(made.backend)
+        self._timeouts = dict.fromkeys(made.devices, timeout)
 
     @property
     def kept(self) -> ProcessGroup | None:

@@ -13,8 +13,6 @@ from .proxy import ReloadableProcessGroup
 from .registry import registry
 from .sets import TRAINER
 
-__all__ = ["register_group"]
-
 
 def register_group(
     group: ProcessGroup,
@@ -77,9 +75,9 @@ def register_group(
         c10d.backend_of(group),
         devices,
         tuple(devices),
-        (*HANDED_OVER, name),
         group.rank(),
-        desc=str(group.group_desc),
+        str(group.group_desc),
+        place=(*HANDED_OVER, name),
         rebuild=rebuild,
         destroy=destroy,
     )

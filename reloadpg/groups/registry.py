@@ -29,19 +29,6 @@ from .proxy import GroupState, ReloadableProcessGroup
 from .selection import Bypass, Selection, StrategyPolicy
 from .sets import TRAINER, Chosen, SetStates
 
-__all__ = [
-    "Callback",
-    "Callbacks",
-    "Job",
-    "Options",
-    "Position",
-    "Registry",
-    "Unfinished",
-    "bypass_of",
-    "registry",
-]
-
-
 _CONNECT_S = 6.0
 """Seconds within which a connection to the store succeeds without a response from DNS."""
 

@@ -15,11 +15,8 @@ from .. import c10d
 from ..errors import ReloadpgError, described
 from ..rendezvous.predecessor import Predecessor
 from .creation import Call, by_members, verbatim
-from .proxy import ReloadableProcessGroup
 from .registry import registry
 from .sets import TRAINER
-
-__all__ = ["Places", "await_members", "is_without_backends", "replaces", "split_alone"]
 
 
 class Places:
@@ -91,13 +88,3 @@ def split_alone(call: Call) -> Any:
         made = alone()
     made.bound_device_id = parent.bound_device_id  # as torch does, for any backend
     return made
-
-
-def await_members(proxy: ReloadableProcessGroup) -> None:
-    """Set a group without backends to failed, until ``rejoin`` rebuilds it. Local."""
-    made = proxy.construction
-    proxy.await_members(
-        "This process replaces one that has ended.",
-        "Call reloadpg.rejoin() once all groups are created.",
-        made.timeout or c10d.default_timeout(made.backend),
-    )

@@ -12,8 +12,6 @@ from .. import c10d
 from ..errors import InvalidOptionError, did_you_mean
 from .sets import TRAINER, check_name, creators, open_regions
 
-__all__ = ["BYPASS", "STRATEGY_NAMES", "Bypass", "Selection", "StrategyPolicy"]
-
 BYPASS = frozenset({"gloo", "mpi", "fake", "undefined"})
 """Backends that hold no device memory: reloadable only if named."""
 
@@ -189,7 +187,7 @@ def _rules(
     rules: list[tuple[str | None, tuple[str, ...] | None]] = []
     for name, given in sets.items():
         if name is not None:
-            check_name(name, "install(sets=...)")
+            check_name(name, f"install(sets={{{name!r}: ...}})")
         patterns: tuple[Any, ...] | None = None
         if given is not None:
             several = isinstance(given, Iterable) and not isinstance(given, str)

@@ -16,17 +16,6 @@ from types import FrameType
 
 from ..errors import InvalidOptionError
 
-__all__ = [
-    "ALL",
-    "TRAINER",
-    "Chosen",
-    "SetState",
-    "SetStates",
-    "creators",
-    "open_regions",
-    "region",
-]
-
 TRAINER = "trainer"
 """The default set."""
 
@@ -59,7 +48,7 @@ class region(ContextDecorator):  # noqa: N801 - used like a function
 
     def __init__(self, name: str | None) -> None:
         if name is not None:
-            check_name(name, "region")
+            check_name(name, f"region({name!r})")
         self._name = name
 
     def __enter__(self) -> None:
@@ -69,12 +58,12 @@ class region(ContextDecorator):  # noqa: N801 - used like a function
         open_regions.set(open_regions.get()[:-1])
 
 
-def creators(frame: FrameType | None = None) -> Iterator[str]:
+def creators() -> Iterator[str]:
     """Yield the modules of the functions on the call stack, innermost first, that create groups.
 
     Functions of torch and of this library are skipped: they create groups for their callers.
     """
-    frame = frame or sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
         if name.partition(".")[0] not in _INSIDE:
@@ -82,10 +71,10 @@ def creators(frame: FrameType | None = None) -> Iterator[str]:
         frame = frame.f_back
 
 
-def check_name(name: object, where: str) -> None:
+def check_name(name: object, call: str) -> None:
     if not isinstance(name, str) or not name:
         raise InvalidOptionError(
-            f"{where}({name!r}): not the name of a set; nothing was changed. Pass a name such as "
+            f"{call}: not the name of a set; nothing was changed. Pass a name such as "
             f'"engine"; the set of all other groups is "{TRAINER}".'
         )
 
@@ -104,7 +93,7 @@ class Chosen:
             names = (names,)
         given = tuple(names)
         for name in given:
-            check_name(name, where)
+            check_name(name, f"{where}({name!r})")
         return cls(frozenset(given), others=not given)
 
     def __contains__(self, name: str) -> bool:

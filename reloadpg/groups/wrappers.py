@@ -15,13 +15,11 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..rendezvous.predecessor import Predecessor
-from .creation import WORLD_ORDER, Call, Construction, Facts, parameters_of, thread, verbatim
+from .creation import WORLD_ORDER, Call, Construction, parameters_of, thread, verbatim
 from .proxy import GroupState, ReloadableProcessGroup
 from .registry import bypass_of, registry
-from .replacement import Places, await_members, is_without_backends, replaces, split_alone
+from .replacement import Places, is_without_backends, replaces, split_alone
 from .sets import TRAINER
-
-__all__ = ["Wrapper", "manage_world", "wrappers"]
 
 Function = Callable[..., Any]
 Wrapper = Callable[[Function], Function]
@@ -157,9 +155,8 @@ def _manage(
 ) -> Any:
     """Replace a new group by a proxy if it is selected and does not manage itself.
 
-    Every member makes this call for every group. Work that only an operation needs is deferred to
-    ``Construction.of``, which runs when the record is first read. Without a ``call``, it is
-    captured now, if the group is selected.
+    Every member makes this call for every group. Without a ``call``, it is captured now, if the
+    group is selected.
     """
     options = registry.options
     if options is None or type(made) is ReloadableProcessGroup:
@@ -198,12 +195,12 @@ def _manage(
     for value in call.kwargs.values():
         c10d.forget_parent(value)
     rank, desc = made.rank(), str(made.group_desc)
-    facts = Facts(call, name, ranks, backend, devices, selected, rank, desc, parents)
-    proxy = ReloadableProcessGroup(made, facts)
+    construction = Construction(call, name, ranks, backend, devices, selected, rank, desc, parents)
+    proxy = ReloadableProcessGroup(made, construction)
     if set_name != TRAINER:
         proxy.set_name = set_name
     if bare:
-        await_members(proxy)
+        proxy.await_members()
     return proxy
 
 
@@ -240,12 +237,11 @@ def manage_world(
         return None
     selected = options.selection.selected(devices, len(ranks))
     backend = c10d.backend_of(world)
+    defaults: tuple[object, Any] = (None, None)
     if call is None:
         call = Call(c10d.original("init_process_group"), (), {})
-        pg_options = c10d.options_of(world, selected)
         timeout = next(iter(c10d.get_timeouts(world, selected).values()), None)
-    else:
-        pg_options, timeout = call.given.get("pg_options"), call.given.get("timeout")
+        defaults = c10d.options_of(world, selected), timeout
     construction = Construction(
         call,
         c10d.name_of(world),
@@ -253,16 +249,15 @@ def manage_world(
         backend,
         devices,
         selected,
-        WORLD_ORDER,
         world.rank(),
-        pg_options,
-        timeout,
         str(world.group_desc),
+        defaults,
+        WORLD_ORDER,
     )
     c10d.complete_ranks(world, tuple(devices))
     proxy = ReloadableProcessGroup(world, construction)
     if predecessor is not None:
-        await_members(proxy)
+        proxy.await_members()
     registry.job("install", predecessor)  # connects to the store in the background
     return proxy
 

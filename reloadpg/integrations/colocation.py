@@ -29,7 +29,7 @@ from typing import Any
 from ..c10d import devices
 from ..errors import InvalidOptionError, ReloadpgError
 from ..groups.registry import registry
-from ..groups.sets import Chosen, check_name
+from ..groups.sets import TRAINER, Chosen, check_name
 from ..lifecycle.block import Block
 from ..lifecycle.connect import Connect, validate
 from ..lifecycle.offload import offload, release
@@ -73,7 +73,7 @@ class colocated:  # noqa: N801 - used like a function
         engine: the rollout engine, asleep; None on ranks without one. Either vLLM's methods
             (``sleep(level)``, ``wake_up(tags)``) or SGLang's (``release_memory_occupation()``,
             ``resume_memory_occupation(tags)``). They must block: an asynchronous engine (vLLM's
-            ``AsyncLLM``) is an error.
+            ``AsyncLLM``, the handle of a Ray actor) is an error.
         saver: a memory saver, or a :class:`MemorySaver` around one; None without.
         saver_tags: the trainer's tags, if ``saver`` is not a :class:`MemorySaver`.
         wake_tags: the parts of the engine to wake at entry: None for all, ``()`` for none, or tags
@@ -128,7 +128,12 @@ class colocated:  # noqa: N801 - used like a function
             )
         self._copy_back = copy_back
         if engine_groups is not None:
-            check_name(engine_groups, "colocated(engine_groups=...)")
+            check_name(engine_groups, f"colocated(engine_groups={engine_groups!r})")
+            if engine_groups == TRAINER:
+                raise InvalidOptionError(
+                    f"colocated(engine_groups={engine_groups!r}): this is the set of the trainer's "
+                    'own groups; nothing was changed. Pass the engine\'s set, such as "engine".'
+                )
         self._engine_groups = engine_groups
         names = frozenset() if engine_groups is None else frozenset([engine_groups])
         self._trainer_sets = Chosen(names, others=True)
@@ -417,7 +422,9 @@ class _Engine:
         self._engine, self._name = engine, type(engine).__qualname__
         self._sleep, self._wake = found[0]
         self._options = {"level": level} if self._sleep == "sleep" else {}
-        if inspect.iscoroutinefunction(getattr(engine, self._sleep)):
+        method = getattr(engine, self._sleep)
+        # Methods of a Ray actor are called by .remote(), which returns at once.
+        if inspect.iscoroutinefunction(method) or hasattr(method, "remote"):
             raise self._asynchronous(f"{self._sleep}()")
         if tags and not _takes_tags(getattr(engine, self._wake)):
             raise InvalidOptionError(

@@ -70,21 +70,12 @@ class ModelParallel:
     If the block raises, it is destroyed on this rank without waiting for the others.
     """
 
-    @property
-    def groups(self) -> dict[str, ProcessGroup]:
-        """This rank's groups by megatron-core's short names: :func:`groups`."""
-        return groups()
-
-    def destroy(self) -> None:
-        """Like :func:`destroy_model_parallel`."""
-        destroy_model_parallel()
-
     def __enter__(self) -> ModelParallel:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            self.destroy()
+            destroy_model_parallel()
         else:  # the state of the other ranks is unknown
             _destroy(_parallel_state())
 

@@ -273,5 +273,5 @@ def _watch(saver: ref[MemorySaver], sets: Chosen) -> ExitStack:
     removals = ExitStack()
     for at, operation in ((callbacks.offload, "offload"), (callbacks.before_reload, "reload")):
         removals.callback(register(at, Callback(name, partial(refuse, operation), sets)))
-    removals.callback(memory.add_check(paused))
+    removals.callback(memory.add_check(paused, sets))
     return removals

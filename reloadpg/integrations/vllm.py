@@ -20,19 +20,16 @@ engine in the trainer's processes needs neither: see ``install(sets=...)``.
 
 from __future__ import annotations
 
-import json
+import inspect
 from collections.abc import Sequence
 from datetime import timedelta
-from http.client import HTTPException
 from typing import Any
-from urllib import request
-from urllib.error import HTTPError
-from urllib.parse import urlencode
 
-from ..errors import InvalidOptionError, ReloadpgError, as_timedelta
+from ..errors import InvalidOptionError
 from ..lifecycle.install import is_installed
 from ..lifecycle.offload import offload
 from ..lifecycle.reload import reload
+from .servers import EngineServer
 
 __all__ = ["Server", "WorkerGroups"]
 
@@ -46,8 +43,8 @@ class WorkerGroups:
         llm: the engine, with workers in separate processes, awake or asleep.
 
     Raises:
-        InvalidOptionError: the object has no ``collective_rpc``, or the workers were started
-            without an installation; nothing was changed.
+        InvalidOptionError: the object has no ``collective_rpc`` that blocks, or the workers were
+            started without an installation; nothing was changed.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -55,6 +52,11 @@ class WorkerGroups:
             raise InvalidOptionError(
                 f"WorkerGroups({llm!r}): it has no collective_rpc(); nothing was changed. Pass a "
                 "vllm.LLM."
+            )
+        if inspect.iscoroutinefunction(llm.collective_rpc):  # AsyncLLM
+            raise InvalidOptionError(
+                f"WorkerGroups({type(llm).__qualname__}): collective_rpc() is asynchronous; "
+                "nothing was changed. Pass a vllm.LLM, or an object whose methods wait."
             )
         self._llm = llm
         if not all(llm.collective_rpc(_is_installed)):
@@ -100,46 +102,21 @@ class Server:
     """
 
     def __init__(self, url: str, *, timeout: timedelta | float = 600.0) -> None:
-        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-            raise InvalidOptionError(
-                f"Server({url!r}): not an address; nothing was changed. Pass one such as "
-                '"http://127.0.0.1:8000".'
-            )
-        self._url = url.rstrip("/")
-        self._timeout = as_timedelta(timeout, "timeout", "nothing was changed").total_seconds()
-        self._open = request.build_opener(request.ProxyHandler({})).open
-        try:
-            self._is_sleeping()
-        except ReloadpgError as error:
-            if not isinstance(error.__cause__, HTTPError) or error.__cause__.code != 404:
-                raise
-            raise InvalidOptionError(
-                f"Server({url!r}): it has no /is_sleeping; nothing was changed. Start vLLM's "
-                "server with VLLM_SERVER_DEV_MODE=1."
-            ) from error
+        self._server = EngineServer(
+            url,
+            timeout,
+            route="is_sleeping",
+            remedy="Start vLLM's server with VLLM_SERVER_DEV_MODE=1.",
+        )
 
     def sleep(self, level: int = 1) -> None:
         """Put the engine to sleep; this aborts its running requests (vLLM's default)."""
-        self._request("POST", "sleep", level=level)
+        self._server.post("sleep", level=level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Wake the engine, or its parts; return whether all of it is awake."""
-        self._request("POST", "wake_up", tags=list(tags or ()))
-        return not self._is_sleeping()
-
-    def _is_sleeping(self) -> bool:
-        return bool(json.loads(self._request("GET", "is_sleeping"))["is_sleeping"])
-
-    def _request(self, method: str, route: str, **query: Any) -> bytes:
-        encoded = urlencode(query, doseq=True)
-        url = f"{self._url}/{route}" + (f"?{encoded}" if encoded else "")
-        try:
-            with self._open(request.Request(url, method=method), timeout=self._timeout) as response:
-                body: bytes = response.read()
-                return body
-        except (OSError, HTTPException) as error:  # also HTTPError: a response other than 2xx
-            said = error.read().decode(errors="replace") if isinstance(error, HTTPError) else ""
-            raise ReloadpgError(f"{method} {url} failed: {error} {said}".rstrip()) from error
+        self._server.post("wake_up", tags=list(tags or ()))
+        return not self._server.get("is_sleeping")["is_sleeping"]
 
 
 def _is_installed(worker: Any) -> bool:

@@ -65,7 +65,8 @@ class swapped(ContextDecorator):  # noqa: N801 - used like a function
     already in the wanted state are unchanged; both may be live before the first block. After the
     block, ``into`` is offloaded and ``out`` is live, also if the body raised. If swapping back then
     fails, that error is logged and the body's exception is raised. If ``into`` cannot be reloaded,
-    ``out`` is reloaded and the body does not run.
+    ``out`` is reloaded and the body does not run. ``with reloadpg.swapped(...) as reports`` returns
+    the reports of the first offload and reload.
 
     Args:
         out: the set, or the sets, to offload.
@@ -88,15 +89,16 @@ class swapped(ContextDecorator):  # noqa: N801 - used like a function
         self._connect = validate(connect)
         self._blocks: list[Block] = []
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> tuple[Report, Report]:
         block = Block(self._out)
-        block.enter()
+        offload = block.enter()
         try:
-            restore(Operation("reload", self._into), self._connect)
+            reload = restore(Operation("reload", self._into), self._connect)
         except BaseException as error:
             block.leave(error, self._connect)
             raise
         self._blocks.append(block)
+        return offload, reload
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         block = self._blocks.pop()

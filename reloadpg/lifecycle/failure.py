@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from ..groups.proxy import GroupState
 from ..groups.registry import Job, Unfinished
@@ -15,12 +16,12 @@ from .record import publish
 from .recreate import abort
 from .report import Report
 
-__all__ = ["await_unfinished", "notify", "perform"]
+__all__ = ["await_unfinished", "insist", "notify", "perform"]
 
 logger = logging.getLogger("reloadpg")
 
 _TRIES = 3
-"""Number of attempts to end an operation consistently, if further interrupts occur."""
+"""Maximum number of attempts in :func:`insist`."""
 
 _ABORT_S = 2.0
 """Seconds that a failed operation waits for its communicators to abort before it raises."""
@@ -61,26 +62,28 @@ def _end_early(op: Operation, error: BaseException) -> None:
     op.activity = f"ending it after {type(error).__name__}"
     notify(op.round, error)
     phase = op.round.supposed_end
-    for _ in range(_TRIES):
-        with suppress(BaseException):
-            if phase is None:
-                op.complete()
-            elif phase in TOUCHING or op.name == "recover":
-                _leave_failed(op, job, phase, error)
-            break
+    if phase is None:
+        insist(op.complete)
+    elif phase in TOUCHING or op.name == "recover":
+        insist(partial(_leave_failed, op, job, phase, error))
     job.last_error = f"{type(error).__name__}: {error}"
     op.report = op.record.report(job, error=job.last_error)
 
 
 def notify(round_: Round, error: BaseException, *, cancels: bool = False) -> None:
-    """Notify the other ranks that this one has failed; see :meth:`Round.fail`.
+    """Notify the other ranks that this one has failed; see :meth:`Round.fail`."""
+    insist(partial(round_.fail, error, cancels=cancels))
 
-    It tries again after a second interrupt: otherwise the other ranks would wait for this one until
-    their timeouts, and this rank could leave its groups in a different state than they do.
+
+def insist(call: Callable[[], object]) -> None:
+    """Call a function, and again after each further interrupt, a limited number of times.
+
+    Otherwise the other ranks would wait for this one until their timeouts, or this rank could leave
+    its groups in a different state than they do.
     """
     for _ in range(_TRIES):
         with suppress(BaseException):
-            round_.fail(error, cancels=cancels)
+            call()
             break
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..c10d import devices
+from ..groups.sets import ALL, Chosen
 from .callbacks import register
 
 __all__ = ["Source", "add_check", "add_source", "free_bytes", "in_use", "warnings"]
@@ -37,7 +38,7 @@ class Source:
 
 
 _sources: dict[str, Source] = {}
-_checks: list[Callable[[], str | None]] = []
+_checks: list[tuple[Callable[[], str | None], Chosen]] = []
 # Only copies are iterated over: a signal handler may read them while they are changed.
 
 
@@ -46,12 +47,12 @@ def add_source(name: str, source: Source) -> None:
     _sources[name] = source
 
 
-def add_check(check: Callable[[], str | None]) -> Callable[[], None]:
-    """Register a check at the end of each operation, which returns a warning or None.
+def add_check(check: Callable[[], str | None], sets: Chosen = ALL) -> Callable[[], None]:
+    """Register a check at the end of each operation for these sets; it returns a warning or None.
 
     Returns a function that removes it; idempotent.
     """
-    return register(_checks, check)
+    return register(_checks, (check, sets))
 
 
 def in_use() -> dict[str, int]:
@@ -85,8 +86,11 @@ def free_bytes() -> tuple[int, str] | None:
     return None
 
 
-def warnings(released: bool) -> list[str]:
-    """Warn of memory that is in use unnecessarily, if the communicators are ``released``."""
+def warnings(released: bool, chosen: Chosen = ALL) -> list[str]:
+    """Warn of memory that is in use unnecessarily, if the communicators are ``released``.
+
+    Only checks for the chosen sets are called.
+    """
     found: list[str] = []
     runtime = devices.runtime()
     if released and runtime is not None and hasattr(runtime, "memory_reserved"):
@@ -96,7 +100,9 @@ def warnings(released: bool) -> list[str]:
                 f"torch's caching allocator holds {cached / 2**20:.0f} MiB of unused memory; "
                 "torch.cuda.empty_cache() returns it to the device"
             )
-    for check in list(_checks):
+    for check, sets in list(_checks):
+        if not chosen.overlaps(sets):
+            continue
         try:
             text = check()
         except Exception:

@@ -80,7 +80,7 @@ class Operation:
         self.options: Options = registry.options
         self.may_suspend = self.options.strategy.may_suspend
         self.chosen = chosen
-        self.record = Record(name, str(chosen))
+        self.record = Record(name, chosen)
         self.report = Report(name, False, 0, note="torch.distributed is not initialized")
         self.activity = ""
         self.opened = False
@@ -118,10 +118,12 @@ class Operation:
         self.open(job.rendezvous.open(self.name, phases, seconds, optional))
 
     def open(self, round_: Round) -> None:
-        """Open the barriers of this operation. Local."""
+        """Open the barriers of this operation, or those that take their place. Local."""
         if self.job is not None:
             self.job.round, self.job.last_error = round_, ""
         self.round = round_
+        if self.opened:
+            return
         self.opened = True
         self.record.measure("before")
         for callback in list(registry.callbacks.begin):

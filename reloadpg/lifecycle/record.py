@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from .. import c10d
 from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Job, Options, registry
+from ..groups.sets import Chosen
 from . import memory
 from .report import Fault, GroupReport, Report, Span
 from .strategy import Choice
@@ -23,9 +24,9 @@ logger = logging.getLogger("reloadpg")
 
 
 class Record:
-    def __init__(self, operation: str, sets: str) -> None:
+    def __init__(self, operation: str, chosen: Chosen) -> None:
         self.operation = operation
-        self.sets = sets
+        self.chosen = chosen
         self.started_at = time.time()
         self.groups: list[GroupReport] = []
         self.warnings: list[str] = []
@@ -80,7 +81,7 @@ class Record:
     def report(self, job: Job, note: str = "", error: str = "") -> Report:
         self.measure("after")
         unfinished = [str(one) for one in job.unfinished if not one.task.ended]
-        warnings = [*self.warnings, *memory.warnings(job.offloaded)]
+        warnings = [*self.warnings, *memory.warnings(job.offloaded, self.chosen)]
         if self.operation == "offload":
             warnings += [
                 f"not reloadable, keeps its communicator: {text}"
@@ -107,7 +108,7 @@ class Record:
             self._moments,
             self.faults,
             self.replaced,
-            self.sets,
+            str(self.chosen),
         )
 
 

@@ -29,7 +29,7 @@ from ..errors import PeerFailedError, as_timedelta
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Job, Position, registry
 from ..rendezvous.worker_thread import Task, Wait
-from .failure import await_unfinished, perform
+from .failure import await_unfinished, insist, perform
 from .operation import PHASES, Operation
 from .recreate import abort, rebuild
 from .report import Fault, Report
@@ -180,14 +180,9 @@ def _recover(
     waited = Wait("recover", seconds)
     try:  # request first: collectives that fail because of the aborts then find the request
         with op.record.timed("wait.flag", measure=False):
-            round_ = job.rendezvous.recover(PHASES["recover"], str(fault), report, seconds)
-    except BaseException as error:
-        if not isinstance(error, Exception):
-            job.rendezvous.cancel_recovery(error)
-        raise
+            _join(op, job, str(fault), report, seconds)
     finally:
         _abort_all(op, job, str(fault))
-    op.open(round_)
     while True:
         try:
             await_unfinished(op, job)
@@ -197,8 +192,7 @@ def _recover(
             if op.round.decision is None or op.round.decision.kind != "recover":
                 raise
         # A replacement arrived for a process that was counted in this recovery.
-        left = max(waited.left, _LEAST_S)
-        job.round = op.round = job.rendezvous.recover(PHASES["recover"], str(fault), report, left)
+        _join(op, job, str(fault), report, max(waited.left, _LEAST_S))
     op.round.seconds = timeout
     _agree(op, job)
     if was_offloaded:
@@ -207,6 +201,16 @@ def _recover(
         devices.empty_cache()
     gone = [g for g in op.changes.groups if g.state is not GroupState.DESTROYED]
     rebuild(op, job, gone, "canary", whole=True)
+
+
+def _join(op: Operation, job: Job, reason: str, report: str, seconds: float) -> None:
+    """Request a recovery or join the requested one, and open its barriers; with a timeout."""
+    try:
+        op.open(job.rendezvous.recover(PHASES["recover"], reason, report, seconds))
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            insist(partial(job.rendezvous.cancel_recovery, error))
+        raise
 
 
 # -- the report of this rank --------------------------------------------------------------------

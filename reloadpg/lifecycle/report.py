@@ -119,7 +119,8 @@ class Report:
             first; equal on all ranks, at most 32. Ranks without a fault are omitted.
         replaced: of ``recover``, the ranks that took part with a new process (``rejoin``); equal on
             all ranks.
-        sets: the sets that it was called for: ``all``, or their names separated by commas.
+        sets: the sets that it was called for: ``all``, their names separated by commas, or ``all
+            but`` and names.
     """
 
     operation: str
@@ -194,6 +195,7 @@ class Report:
     def to_dict(self) -> dict[str, float | int | str | bool]:
         """Scalars with flat names (``offload/total_ms``), for metrics loggers.
 
+        The names of a call for some sets include them (``offload/engine/total_ms``).
         :meth:`details` returns all values.
         """
         strategies = [group.strategy for group in self.groups]
@@ -212,7 +214,9 @@ class Report:
             "failed": bool(self.error),
             "generation": self.generation,
         }
-        return {f"{self.operation}/{k}": v for k, v in values.items() if v is not None}
+        every = self.sets == "all" or self.sets.startswith("all but ")
+        of = self.operation if every else f"{self.operation}/{self.sets}"
+        return {f"{of}/{k}": v for k, v in values.items() if v is not None}
 
     def details(self) -> dict[str, Any]:
         """All values, nested, with plain types only."""
@@ -316,12 +320,14 @@ class SetStatus:
         groups: number of its reloadable groups on this rank.
         generation: the job's number of reloads when the set was last reloaded.
         cycles: number of completed offloads.
+        memory_bytes: bytes that its communicators on this rank report; None if none reports.
     """
 
     state: str
     groups: int
     generation: int
     cycles: int
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ _OWN = (
     ReleaseError,
     RendezvousTimeoutError,
 )
-"""Errors of this library that mean that ranks are out of step."""
+"""Errors of this library that mean that ranks are out of step. Its others are never repeated."""
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 """Seconds between a failed recovery and the next one: a failed link may come back."""
@@ -89,10 +89,10 @@ def retrying(
     ``PeerFailedError`` with its text. An interrupt (``KeyboardInterrupt``, ``SystemExit``) is
     reported and propagates immediately.
 
-    A loop in the body of another loop, outside of its ``with`` block, has separate steps. Within
-    the block, its steps are parts of the outer step. Leave a loop only if ``step.complete`` is
-    true: a rank that leaves it at a step to be repeated raises ``ReloadpgError`` at its next line,
-    and the other ranks raise ``PeerFailedError``.
+    A loop in the body of another loop, outside of its ``with`` block, has separate steps. If it
+    begins within the block, its steps are parts of the outer step. Leave a loop only if
+    ``step.complete`` is true: a rank that leaves it at a step to be repeated raises
+    ``ReloadpgError`` at its next line, and the other ranks raise ``PeerFailedError``.
 
     A process that replaces one that has ended (:func:`rejoin`) begins with the step that the other
     ranks repeat. It fast-forwards past completed steps and loops.
@@ -126,8 +126,8 @@ def retrying(
             ``attempts`` times, not by an error of this rank.
         Exception: the error of this rank, if it is not repeated (any more), or that of
             :func:`recover`.
-        ReloadpgError: this rank has left the loop at a step that must be repeated; or the state
-            of a replaced process is lost.
+        ReloadpgError: this rank has left the loop at a step that must be repeated; a step was
+            entered twice, or in a step of another loop; or the state of a replaced process is lost.
         InvalidOptionError: ``attempts`` or ``timeout`` is not positive, ``on`` holds no
             exception types, ``replicas`` are not ranks of the job, or an object of ``state`` cannot
             be reset. Nothing was started.
@@ -315,11 +315,26 @@ class Step(Generic[T]):
 
     def __enter__(self) -> T:
         if self._progress is not None:
+            self._refuse_second(self._progress.loops)
             self._progress.loops.step = self
             job = registry.job("retrying")
             if job is not None and devices.runtime() is not None:
                 Task(partial(_abort_if_called, job, self._block_ended), "step")
         return self.value
+
+    def _refuse_second(self, loops: _Loops) -> None:
+        """Refuse to enter a step whose block a fault could not repeat. Local."""
+        if self.left:
+            raise ReloadpgError(
+                "a step of retrying() was entered a second time. The second block was not run, "
+                "and the groups are live. Put the whole body in one `with step as item:`."
+            )
+        if loops.step is not None:
+            raise ReloadpgError(
+                "a step of retrying() was entered in a step of another loop. A fault could not "
+                "repeat both. Its block was not run. End the other step first, or call retrying() "
+                "within it, which makes the inner steps parts of that step."
+            )
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> bool:
         self.left = True
@@ -493,10 +508,10 @@ class _Progress:
                 time.sleep(pause)
 
     def _is_fault(self, error: Exception) -> bool:
-        if isinstance(error, _OWN):
-            return True
         on = self._rules.on
-        if isinstance(on, tuple):
+        if isinstance(error, ReloadpgError):
+            found = isinstance(error, _OWN)
+        elif isinstance(on, tuple):
             found = isinstance(error, on)
         else:
             found = on(error) if on is not None else c10d.is_communication_error(error)

@@ -34,6 +34,7 @@ def status() -> Status:
     options = registry.options
     world = c10d.world()
     groups = registry.managed()
+    shown = tuple(_group_status(group) for group in groups)
     job = registry.known_job
     unfinished = job.unfinished if job else []
     bypassed = registry.bypassed()
@@ -42,11 +43,11 @@ def status() -> Status:
         initialized=world is not None,
         rank=world.rank() if world is not None else None,
         world_size=world.size() if world is not None else None,
-        state=_worst(groups).value,
+        state=_worst(shown),
         generation=job.generation if job else 0,
         cycles=job.cycles if job else 0,
         options=options.settings() if options else {},
-        groups=tuple(_group_status(group) for group in groups),
+        groups=shown,
         bypassed=len(bypassed),
         memory=memory.in_use(),
         foreign=tuple(registry.patches.foreign()) if registry.patches is not None else (),
@@ -64,30 +65,32 @@ def status() -> Status:
             for group, bypass in bypassed
         ),
         running=running(),
-        sets=_sets(job, groups),
+        sets=_sets(job, shown),
         kept=communicators(),
     )
 
 
-def _worst(groups: Sequence[ReloadableProcessGroup]) -> GroupState:
+def _worst(groups: Sequence[GroupStatus]) -> str:
     states = [group.state for group in groups]
-    worst = (GroupState.FAILED, GroupState.OFFLOADED)
-    return next((state for state in worst if state in states), GroupState.LIVE)
+    worst = (GroupState.FAILED.value, GroupState.OFFLOADED.value)
+    return next((state for state in worst if state in states), GroupState.LIVE.value)
 
 
-def _sets(job: Job | None, groups: Sequence[ReloadableProcessGroup]) -> dict[str, SetStatus]:
+def _sets(job: Job | None, groups: Sequence[GroupStatus]) -> dict[str, SetStatus]:
     """The sets that this rank knows, from its groups, the rules, and operations."""
     if job is None:
         return {}
     rules = () if registry.options is None else registry.options.selection.sets
     names = [TRAINER, *(name for name, patterns in rules if name and patterns), *job.sets.names]
     found = {}
-    for name in dict.fromkeys([*names, *(group.set_name for group in groups)]):
-        mine = [group for group in groups if group.set_name == name]
+    for name in dict.fromkeys([*names, *(group.set for group in groups)]):
+        mine = [group for group in groups if group.set == name]
         state = job.sets[name]
         left = GroupState.OFFLOADED if state.offloaded else GroupState.LIVE
-        worst = _worst(mine) if mine else left
-        found[name] = SetStatus(worst.value, len(mine), state.generation, state.cycles)
+        worst = _worst(mine) if mine else left.value
+        held = [group.memory_bytes for group in mine if group.memory_bytes is not None]
+        numbers = state.generation, state.cycles, sum(held) if held else None
+        found[name] = SetStatus(worst, len(mine), *numbers)
     return found
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from ..errors import GRACE, LOG_WAIT, InvalidOptionError
 
-__all__ = ["NAMES", "options_of", "set_log_level"]
+__all__ = ["NAMES", "invalid_values", "options_of", "set_log_level"]
 
 BACKENDS = "RELOADPG_BACKENDS"
 EXCLUDE = "RELOADPG_EXCLUDE"
@@ -78,8 +78,25 @@ def _seconds(environ: Mapping[str, str], name: str, example: str) -> timedelta |
     return seconds
 
 
-def set_log_level(environ: Mapping[str, str]) -> None:
-    """Set the level of the logger ``reloadpg`` from the environment, if set. Local, idempotent.
+def invalid_values(environ: Mapping[str, str]) -> list[str]:
+    """What ``install`` would raise for each variable with an invalid value. Local, pure."""
+    found = []
+    for name in NAMES:
+        try:
+            options_of({name: environ.get(name, "")})
+            if name == LOG_LEVEL:
+                set_log_level(environ, logging.Logger("of nothing"))
+        except InvalidOptionError as error:
+            found.append(str(error))
+    return found
+
+
+def set_log_level(environ: Mapping[str, str], logger: logging.Logger | None = None) -> None:
+    """Set the level of a logger from the environment, if set. Local, idempotent.
+
+    Args:
+        environ: the variables.
+        logger: the logger; ``reloadpg`` if None.
 
     Raises:
         InvalidOptionError: the level is unknown to logging; the message names the variable.
@@ -88,7 +105,7 @@ def set_log_level(environ: Mapping[str, str]) -> None:
     try:
         if level:
             number = int(level) if level.isdecimal() else level.upper()
-            logging.getLogger("reloadpg").setLevel(number)
+            (logger or logging.getLogger("reloadpg")).setLevel(number)
     except ValueError:
         use = "DEBUG, INFO, WARNING, ERROR, CRITICAL or a number"
         raise _invalid(LOG_LEVEL, level, "is not a level of logging", use) from None

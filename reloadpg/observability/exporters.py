@@ -26,8 +26,6 @@ import reloadpg
 from reloadpg.lifecycle.callbacks import on_report
 from reloadpg.lifecycle.report import GroupStatus, Report, Status
 
-__all__ = ["ReloadpgCollector", "export_spans", "subscribe"]
-
 logger = logging.getLogger("reloadpg")
 
 _STATES = ("live", "offloaded", "failed")

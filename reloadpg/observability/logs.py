@@ -12,8 +12,6 @@ import logging
 import os
 import sys
 
-__all__ = ["RankHandler", "current_rank", "name_rank_in_records"]
-
 LOGGER = "reloadpg"
 UNKNOWN = "-"
 

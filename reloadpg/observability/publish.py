@@ -40,15 +40,6 @@ from .exporters import subscribe
 from .logs import current_rank, name_rank_in_records
 from .trace import replace_file, write_trace
 
-__all__ = [
-    "Publisher",
-    "StatusRecord",
-    "process_record",
-    "publish_status",
-    "serve_status",
-    "start_with_installations",
-]
-
 VERSION = 1
 """Version of the record's format."""
 
@@ -160,10 +151,9 @@ class StatusRecord:
         Does nothing while an operation runs or begins: a status reads the memory of communicators,
         which another thread may be releasing. The operation's report follows.
         """
-        seen = self._signature()
         with _between_operations() as free:
-            if free and seen != self._seen:
-                self._look(seen)
+            if free:
+                self._update()
 
     def text(self, *, exiting: bool = False) -> str:
         """The record as JSON, with the current time; ``exiting`` marks the last one.
@@ -207,9 +197,7 @@ class StatusRecord:
         if self.changed is _nobody:
             return
         try:
-            seen = self._signature()
-            if seen != self._seen:
-                self._look(seen)
+            self._update()
             self.changed()
         except Exception as error:  # monitoring must not stop the job
             logger.warning("the status record is not up to date: %s", error)
@@ -220,9 +208,13 @@ class StatusRecord:
         self._seen = None
         if self.changed is not _nobody:  # status() takes up to some ms, so only if it is published
             self.reports.append(report)
-            self._look(self._signature())
+            self._update()
 
-    def _look(self, seen: tuple[Any, ...]) -> None:
+    def _update(self) -> None:
+        """Read the status if groups were created or destroyed, or an operation has ended."""
+        seen = reloadpg.is_installed(), id(c10d.world()), len(c10d.known_groups())
+        if seen == self._seen:
+            return
         status = reloadpg.status().details()
         if self._status.get("world_size") and not status["initialized"]:
             # The default group was destroyed; keep the last values of its job.
@@ -230,10 +222,6 @@ class StatusRecord:
         self._status = status
         self._seen = seen
         self.changed()
-
-    @staticmethod
-    def _signature() -> tuple[Any, ...]:
-        return reloadpg.is_installed(), id(c10d.world()), len(c10d.known_groups())
 
 
 @contextmanager
@@ -339,9 +327,6 @@ class Publisher:
         if self._path not in (None, path):  # the launcher had given another rank
             self._path.unlink(missing_ok=True)  # type: ignore[union-attr]
         self._path = path
-        self._write_trace(rank)
-
-    def _write_trace(self, rank: int) -> None:
         reports = tuple(self._record.reports)
         if reports and reports[-1] is not self._traced:
             write_trace(reports, self.directory / f"trace-rank-{rank}.json")

@@ -21,8 +21,6 @@ from reloadpg.lifecycle.report import Report
 
 from .exporters import subscribe
 
-__all__ = ["TraceWriter", "replace_file", "write_trace"]
-
 KEPT = 1000
 """Number of operations that a writer keeps; a new one replaces the oldest."""
 
@@ -105,11 +103,7 @@ def _events(report: Report) -> Iterator[dict[str, Any]]:
     """The operation with its phases and groups, nested as trace viewers require."""
     rank = report.rank or 0
     origin = report.started_at * 1e6
-    details = {
-        name: value
-        for name, value in report.details().items()
-        if isinstance(value, (str, int, float, bool)) and value != ""
-    }
+    details = {name: value for name, value in report.details().items() if name != "groups"}
     inner: list[tuple[float, float, str, str, dict[str, Any]]] = []
     for span in report.spans:
         kind = "wait" if span.is_wait else "phase"

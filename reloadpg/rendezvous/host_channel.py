@@ -26,11 +26,13 @@ __all__ = ["HostChannel"]
 _MOST_BYTES = 1 << 18
 """Longest message; the default buffer of a Unix socket is smaller."""
 
-HEAR_S = 2.0
-"""Seconds after which a rank without a message from the leader of its host reads the store."""
+GATHER_S = 0.75
+"""Seconds that a leader waits for the other ranks before it counts those that have arrived, and
+polls the store. Each later arrival costs four requests. Interrupts and dead peers end the wait."""
 
-_GATHER_S = 1.0
-"""Longest time, in seconds, until a leader that waits for the other ranks reads the store."""
+HEAR_S = 1.2
+"""Seconds after which a rank without a message from the leader of its host reads the store. Longer
+than the leader's wait, and shorter than the grace period: the leader may be in a callback."""
 
 
 class HostChannel:
@@ -83,8 +85,8 @@ class HostChannel:
         return leader is not None and _send(leader, [self._rank, key, amount])
 
     def gather(self, key: str, seconds: float) -> tuple[int, bool]:
-        """Take the arrivals handed to this rank, after a wait of at most a second for all ranks."""
-        end = time.monotonic() + min(seconds, _GATHER_S)
+        """Take the arrivals handed to this rank, after a wait for all ranks."""
+        end = time.monotonic() + seconds
         while True:
             with self._draining:
                 self._drain()

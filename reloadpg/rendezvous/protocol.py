@@ -252,7 +252,6 @@ class Fail(NamedTuple):
     """This rank has failed, or was interrupted."""
 
     decision: Decision  # of the kind ``failed`` or ``cancelled``
-    joins: bool = False  # whether it was interrupted while it joined a recovery
 
 
 class Next(NamedTuple):
@@ -310,11 +309,12 @@ class State(NamedTuple):
     decision: Decision = UNDECIDED  # that of the next barrier, if it was read and is not ``ok``
     passed: Decision = UNDECIDED  # that of the last barrier that was passed in this epoch
     ended: bool = False  # whether the operation has ended early and is closed
-    noted: Decision = UNDECIDED  # the last decision that ended an operation
+    noted: Decision = UNDECIDED  # the last decision that ended an operation of this epoch
     arriving: Arrive = Arrive()  # the event with which it arrived
     event: Any = None  # of the kinds Close, Fail, Next and Recover: the last one of this operation
     text: str = ""  # the decision that it writes or acts on, as stored
-    joining: int = 0  # number of the recovery that it requests or joins
+    joins: bool = False  # whether it requests or joins a recovery, and has not begun its epoch
+    joining: int = 0  # number of that recovery
     progress: int = 0  # the progress of all ranks that it has seen
     news: int = 0  # this rank's unreported progress
     restart: bool = False  # whether to restart the timeout
@@ -375,6 +375,7 @@ class State(NamedTuple):
             answered=False,
             decision=UNDECIDED,
             ended=False,
+            joins=False,
         )
 
     def owning(self, key: str) -> State:
@@ -737,6 +738,8 @@ def _paused(state: State, is_left: bool) -> Step:
 
 
 def _write(state: State, event: Decide) -> Step:
+    if not state.phases:  # all ranks had arrived at the last barrier, whose decision was read
+        return _idle(state)
     return _decide(state, event.decision)
 
 
@@ -867,7 +870,7 @@ def _fail(state: State, event: Fail) -> Step:
     if event.decision.kind == "cancelled":
         # The other ranks may have left for a recovery and never reach this barrier.
         notes = (Swap(state.cancelled_key, "", state.text),)
-    return _send(state, notes, _swap if state.phases and not event.joins else _see_pending)
+    return _send(state, notes, _swap if state.phases and not state.joins else _see_pending)
 
 
 def _see_pending(state: State) -> Step:
@@ -906,7 +909,8 @@ def _next_paused(state: State, is_left: bool) -> Step:
 
 
 def _recover(state: State, event: Recover) -> Step:
-    return _ask(state._replace(event=event), _recovery_read, Read(state.of_recovery()))
+    state = state._replace(event=event, joins=True)
+    return _ask(state, _recovery_read, Read(state.of_recovery()))
 
 
 def _recovery_read(state: State, text: str | None) -> Step:
@@ -963,7 +967,7 @@ def _cancelled_read(state: State, text: str | None) -> Step:
 def _begin_epoch(state: State) -> Step:
     state = state._fresh(state.event.phases)
     state = state._replace(epoch=state.joining, sequence=0, published=False, local=())
-    return _idle(state._replace(passed=UNDECIDED))
+    return _idle(state._replace(passed=UNDECIDED, noted=UNDECIDED))
 
 
 def _lost(state: State, _: Lost) -> Step:

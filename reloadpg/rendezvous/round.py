@@ -186,8 +186,8 @@ class Rendezvous:
 
     def _join(self, root: Store) -> None:
         """Count this job, unless that is done, by one thread at a time. Blocking."""
-        mine = threading.Event()
         while True:
+            mine = threading.Event()
             with self._stepping:
                 if self.state.instance:
                     return
@@ -196,20 +196,21 @@ class Rendezvous:
                 joining.wait()  # in a thread that can be abandoned
                 continue
             try:
-                self._count(root)
+                self._count(root, mine)
             finally:
                 if self._joining is mine:
                     self._give_up_joining()
 
-    def _count(self, root: Store) -> None:
+    def _count(self, root: Store, mine: threading.Event) -> None:
         # A separate state machine, since an operation may begin while this runs.
         state, wait = self.state._replace(asked=0), Wait("join", _COUNT_S)
         state, command = step(state, Join())
-        while command is not None:
+        # A thread that was abandoned here would publish this process again, and close its channel.
+        while command is not None and self._joining is mine:
             reply = perform(root, command, wait, self.pause_s, self.peers)
             state, command = step(state, Reply(state.asked, reply))
         with self._stepping:
-            if not self.state.instance:
+            if not self.state.instance and self._joining is mine:
                 self.state = self.state._replace(instance=state.instance, published=state.published)
 
     def _give_up_joining(self) -> None:
@@ -277,8 +278,11 @@ class Rendezvous:
         return Round(self, "recover", seconds)
 
     def cancel_recovery(self, error: BaseException) -> None:
-        """Notify the ranks in a recovery that this one will not take part. Waits a limited time."""
-        event = Fail(Decision("cancelled", self.rank, _text(error)), joins=True)
+        """Notify the ranks in a recovery that this one will not take part. Waits a limited time.
+
+        Call it if this rank was interrupted before :meth:`recover` returned.
+        """
+        event = Fail(Decision("cancelled", self.rank, _text(error)))
         with suppress(ReloadpgError):
             self.drive(event, Wait("recover", _NOTIFY_S, "flag"))
 
@@ -438,6 +442,7 @@ class Round:
         self.sequence = rendezvous.state.sequence
         self.seconds = seconds
         self.unfinished: list[tuple[int, Task[object]]] = []
+        self._work: tuple[Attempt, list[Task[object]]] | None = None
         self.decision: Decision | None = None
         self.since = time.time()
         self.notified = threading.Event()
@@ -555,8 +560,9 @@ class Round:
         rendezvous, wait = self._rendezvous, Wait(self.operation, self.seconds, phase)
         attempt = Attempt()
         tasks: list[Task[object]] = []
+        self._work = attempt, tasks  # before the first thread starts, where interrupts can occur
         done = False
-        try:  # before the first thread starts: an interrupt can occur during its start
+        try:
             for index in range(threads):
                 tasks.append(Task(partial(work, attempt, index), self.operation))
             # Most work ends immediately, without a request to the store.
@@ -581,9 +587,18 @@ class Round:
                 if wait.left == 0 and self._advanced == seen:
                     self._decide(Decision("timeout", rendezvous.rank), phase, doing())
         finally:
-            if not done:
-                attempt.abandon()
-                self.unfinished += [one for one in enumerate(tasks) if not one[1].ended]
+            if done:
+                self._work = None
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Abandon the work, if it has not ended. Idempotent; an interrupt may end it anywhere."""
+        if self._work is not None:
+            attempt, tasks = self._work
+            attempt.abandon()
+            running = [one for one in enumerate(tasks) if not one[1].ended]
+            self.unfinished += [one for one in running if one not in self.unfinished]
+            self._work = None
 
     def advance(self) -> None:
         """Count progress of this rank. Local, from any thread."""
@@ -607,6 +622,7 @@ class Round:
         """
         _come_to("failing", self.operation, self.phase, self._rendezvous.rank)
         try:
+            self._abandon()  # a second interrupt may have prevented it
             open_ = self._is_current and (self.phase or cancels)
             if open_ and not (self._ended or self._state.lost):
                 self._notify(error, "cancelled" if cancels else "failed")

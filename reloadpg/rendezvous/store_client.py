@@ -18,10 +18,11 @@ from typing import Any, TypeVar, cast
 from torch._C._distributed_c10d import HashStore, Store
 
 from .. import c10d
+from ..errors import GRACE
 from . import protocol
-from .host_channel import HEAR_S
+from .host_channel import GATHER_S, HEAR_S
 from .peers import Peers
-from .worker_thread import Task, Wait
+from .worker_thread import Task, Wait, seconds_of
 
 __all__ = [
     "PeerDied",
@@ -159,11 +160,15 @@ def perform(
         case protocol.Hand(key, amount):
             return peers.channel.hand(key, amount)
         case protocol.Gather(key, waits):
-            return peers.channel.gather(key, waits * pause_s)
+            most = min(GATHER_S, seconds_of(GRACE) / 2, wait.left / 2)
+            with wait.pause(waits * most) as seconds:
+                return peers.channel.gather(key, seconds)
         case protocol.Spread(key, value):
             peers.channel.spread(key, value)
         case protocol.Hear(key, waits):
-            return peers.channel.hear(key, waits * HEAR_S)
+            most = min(HEAR_S, seconds_of(GRACE) * 0.8, wait.left / 2)
+            with wait.pause(waits * most) as seconds:
+                return peers.channel.hear(key, seconds)
     return None
 
 
@@ -219,16 +224,18 @@ class StoreClient:
         if self._root is None:
             return question(self._connect())
         connection = self.connect()
+        self._connection = None  # an abandoned request, after any interrupt, may hold its lock
         try:
             _await(connection, wait, died)
             task = Task(partial(question, connection.result()), "store")
             _await(task, wait, died)
-            return task.result()
-        except BaseException as error:
-            self._connection = None  # the abandoned request may hold its lock
-            if isinstance(error, RuntimeError) and not isinstance(error, PeerDied):
-                raise StoreLost(str(error)) from error
+            found = task.result()
+        except PeerDied:
             raise
+        except RuntimeError as error:
+            raise StoreLost(str(error)) from error
+        self._connection = connection
+        return found
 
 
 def _await(task: Task[Any], wait: Wait, died: Callable[[], object] | None) -> None:

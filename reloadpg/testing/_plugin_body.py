@@ -23,8 +23,6 @@ import pytest
 
 from ..lifecycle.autoinstall import SWITCH
 
-__all__ = ["PHASES", "RANKS", "PhasesMark", "RankTest", "RanksMark", "execute", "mark_of"]
-
 RANKS = "ranks"
 PHASES = "reload_each_phase"
 

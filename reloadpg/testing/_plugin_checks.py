@@ -37,8 +37,6 @@ import reloadpg
 from reloadpg import c10d
 from reloadpg.groups.proxy import ReloadableProcessGroup
 
-__all__ = ["CONTEXTS", "reloading"]
-
 _SIM_BYTES = 1 << 20
 _NUMBERS = 64
 """Minimum number of names to look up: torch uses numbers as names of most groups."""

@@ -23,9 +23,7 @@ from torch.distributed import DistBackendError, ProcessGroup, ProcessGroupGloo
 from reloadpg import c10d
 from reloadpg.groups import dispatch
 
-from ._sim_state import FaultTable, GroupInfo, Ledger, Record, Settings, SimState
-
-__all__ = ["DEVICES", "NAME", "Communicator", "SimulatedProcessGroup"]
+from ._sim_state import FaultTable, Ledger, Record, Settings, SimState
 
 NAME = "sim"
 DEVICES = ("cpu", "privateuseone")
@@ -324,14 +322,6 @@ class SimulatedProcessGroup(ProcessGroup):
         self._listed = False
         finalizer = weakref.finalize(self, self._communicator.collected)
         finalizer.atexit = False
-
-    @property
-    def info(self) -> GroupInfo:
-        return self._communicator.record.info()
-
-    def memory_stats(self) -> dict[str, int]:
-        """Bytes that the communicator holds now, by NCCL's names. Local."""
-        return self._communicator.memory_stats()
 
     def _get_backend_name(self) -> str:
         return NAME  # not "gloo": DDP's logger would look for a gloo backend in the C++ object

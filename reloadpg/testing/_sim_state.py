@@ -20,19 +20,6 @@ from typing import Any, Literal, get_args
 
 from torch.distributed import DistBackendError
 
-__all__ = [
-    "Fault",
-    "FaultTable",
-    "GroupInfo",
-    "InjectedFault",
-    "InjectedFaultError",
-    "Ledger",
-    "Record",
-    "Settings",
-    "SimState",
-    "Stats",
-]
-
 _KEPT = 1024
 """Maximum number of ended groups that are recorded, so that memory stays constant in long runs."""
 

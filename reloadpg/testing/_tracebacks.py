@@ -10,8 +10,6 @@ from typing import Any
 
 from ..errors import counted
 
-__all__ = ["folded_traceback"]
-
 _PACKAGE = Path(__file__).parents[1]
 _STDLIB = Path(sysconfig.get_path("stdlib"))
 

@@ -41,8 +41,6 @@ from . import _rank
 from . import standins as standin_libraries
 from ._rank import Job
 
-__all__ = ["RankOutcome", "RanksFailedError", "run_ranks"]
-
 _START_LIMIT = 180.0
 """Seconds for the supervisor to import the main module, and torch where the server could not."""
 _END_LIMIT = 20.0

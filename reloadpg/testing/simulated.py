@@ -34,7 +34,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed import Backend
@@ -66,7 +66,6 @@ __all__ = [
     "GroupInfo",
     "InjectedFault",
     "InjectedFaultError",
-    "SimOptions",
     "SimState",
     "SimulatedProcessGroup",
     "Stats",
@@ -83,17 +82,6 @@ BYTES_VARIABLE = "RELOADPG_SIM_BYTES"
 """Environment variable: bytes that each communicator holds, read when a group is created."""
 
 DEFAULT_BYTES = 32 << 20
-
-
-@dataclass
-class SimOptions:
-    """An options object for ``pg_options``, with names that NCCL's has. It has no effect.
-
-    The backend accepts any object; it is kept and shown by :func:`groups`.
-    """
-
-    is_high_priority_stream: bool = False
-    hints: tuple[str, ...] = ()
 
 
 class _State:

@@ -170,7 +170,8 @@ def test_each_check_fails_on_its_fault_only(finished, fault):
     name, change = FAULTY[fault]
     ranks = copy.deepcopy(finished.run)
     change(ranks)
-    failed = [check.name for check in judge(ranks, finished.reference) if not check.passed]
+    checks = judge(ranks, finished.reference)
+    failed = [one for one, check in checks.items() if not check["passed"]]
     assert failed == [name]
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import os
 import sys
 import types
@@ -137,6 +138,23 @@ def test_unknown_variables_are_a_problem():
     assert problem.level == "problem"
     assert "RELOADPG_STATUSDIR (did you mean RELOADPG_STATUS_DIR?)" in problem.message
     assert "RELOADPG_TIMEOUT_S" in problem.remedy
+
+
+def test_all_invalid_values_of_variables_are_problems():
+    """``install`` would raise for each of them. The level of the logger stays as it is."""
+    before = logging.getLogger("reloadpg").level
+    environ = {
+        "RELOADPG_STRATEGY": "bogus",
+        "RELOADPG_TIMEOUT_S": "soon",
+        "RELOADPG_LOG_LEVEL": "loud",
+        "RELOADPG_BACKENDS": "gloo",
+    }
+    diagnosis = diagnose(environ=environ)
+    problems = of(diagnosis, "variables", "problem")
+    assert [one.partition("=")[0] for one in problems] == [*environ][:3]
+    assert all(one.endswith("; reloadpg cannot be installed") for one in problems)
+    assert not of(diagnosis, "strategy", "ok")
+    assert logging.getLogger("reloadpg").level == before
 
 
 def test_the_report_is_a_block_for_an_issue(monkeypatch, capsys):
@@ -328,16 +346,6 @@ def test_the_launcher_is_named_with_its_missing_variables():
     (finding,) = [f for f in diagnose(environ=torchrun).findings if f.check == "launcher"]
     assert finding.level == "problem"
     assert "WORLD_SIZE" in finding.message
-
-
-def test_ranks_without_a_status_file_are_reported(tmp_path):
-    """By the world size in the other files; without any file the remedy is the variable."""
-    (problem,) = [one for one in diagnose(status_dir=tmp_path).at("problem") if one.check == "job"]
-    assert "RELOADPG_STATUS_DIR" in problem.remedy
-    write_rank(tmp_path, 0, 3)
-    write_rank(tmp_path, 2, 3)
-    found = of(diagnose(status_dir=tmp_path), "job", "problem")
-    assert found == ["missing: rank 1 of a job of 3: no record"]
 
 
 @pytest.mark.parametrize(

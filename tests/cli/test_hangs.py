@@ -11,8 +11,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import pytest
 from hanging_rank import hanging_rank
@@ -95,47 +94,62 @@ def started(directory: Path, size: int = SIZE) -> Iterator[Job]:
             job.send(signal.SIGKILL, *range(size))
 
 
-@dataclass
-class Snapshot:
-    """The output of the commands at one time."""
+@dataclass(frozen=True)
+class Shown:
+    """What the commands show of a job now."""
 
     code: int
     page: str
-    data: dict
     problems: list[str]
-    first: str
+    """Those of ``doctor`` about the job."""
+    job: JobView
 
     @classmethod
-    def of(cls, job: Job) -> Snapshot:
-        with redirect_stdout(StringIO()) as shown:
+    def of(cls, job: Job) -> Shown:
+        with redirect_stdout(StringIO()) as page:
             code = main(["status", str(job.status)])
         diagnosis = diagnose(status_dir=job.status)
         assert diagnosis.findings[0].check == "job", diagnosis
-        first = diagnosis.findings[0].message
         problems = [one.message for one in diagnosis.at("problem") if one.check == "job"]
-        return cls(code, shown.getvalue(), job.view().to_dict(), problems, first)
+        return cls(code, page.getvalue(), problems, job.view())
+
+    def check_problem(self, headline: str, problem: str) -> None:
+        """The page begins with the headline, and both commands report the problem."""
+        assert self.code == 1
+        assert headline in self.page.splitlines()[0]
+        assert any(one.startswith(problem) for one in self.problems), self.problems
+
+    @property
+    def missing(self) -> Any:
+        """The ranks that the operation in progress waits for, by the reason."""
+        return self.job.to_dict()["operation"]["missing"]
 
 
-@pytest.fixture(scope="module")
-def snapshots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Snapshot]:
-    """One job that hangs in its first offload, and then with a stopped, a killed, and no live rank.
-
-    No rank counts as silent if a busy machine delays it for some seconds.
+def test_ranks_for_which_an_operation_waits_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one job that hangs in its first offload, and then with a stopped, a killed and no live
+    rank. A job that continues has no problem.
     """
-    seen = {}
-    patient = mock.patch.object(records, "SILENT_S", LIMIT_S)
-    with patient, started(tmp_path_factory.mktemp("hanging")) as job:
+    monkeypatch.setattr(records, "SILENT_S", LIMIT_S)  # a rank that is held up is not silent
+    with started(tmp_path) as job:
         job.call("offload", 0, 2)
         until(lambda: job.are_waiting(0, 2) and job.view().ranks[1].collectives.stack)
-        seen["first offload"] = Snapshot.of(job)
+        check_first_offload(Shown.of(job))
         job.call("offload", 1)
         job.await_done(0, 1, 2)
         until(lambda: job.is_healthy("offloaded"))
-        seen["offloaded"] = Snapshot.of(job)
+        healthy = Shown.of(job)
+        assert (healthy.code, healthy.problems) == (0, [])
+        assert "3 of 3 ranks: 3 offloaded" in healthy.page.splitlines()[0]
         job.send(signal.SIGSTOP, 1)
         job.call("reload", 0, 2)
         until(lambda: job.view().absent("stopped") and job.are_waiting(0, 2))
-        seen["stopped"] = Snapshot.of(job)
+        stopped = Shown.of(job)
+        stopped.check_problem("2 in reload, 1 stopped", "waits for: rank 1: its process is stopped")
+        assert stopped.missing == {"stopped": [1]}
+        assert stopped.job.to_dict()["stopped"] == [1]
+        assert f"kill -CONT {stopped.job.ranks[1].pid}" in stopped.page
         job.send(signal.SIGCONT, 1)
         job.call("reload", 1)
         job.await_done(0, 1, 2)
@@ -144,73 +158,34 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Snapshot]:
         until(lambda: job.are_waiting(0, 2))
         job.send(signal.SIGKILL, 1)
         until(lambda: job.view().absent("gone"))
-        seen["killed"] = Snapshot.of(job)
+        killed = Shown.of(job)
+        killed.check_problem("2 in offload, 1 gone", "waits for: rank 1: its process is gone")
+        assert killed.missing == {"gone": [1]}
+        assert killed.job.ranks[1].age_s > LATE_S
+        assert "kill -CONT" not in killed.page
         job.send(signal.SIGKILL, 0, 2)
         until(lambda: len(job.view().absent("gone")) == SIZE)
-        seen["dead"] = Snapshot.of(job)
-    return seen
+        Shown.of(job).check_problem("3 of 3 ranks: 3 gone", "gone: ranks 0-2: ")
 
 
-def test_a_missing_rank_is_named_with_its_line(snapshots: dict[str, Snapshot]) -> None:
-    """At the top of the page; exit code 1."""
-    snapshot = snapshots["first offload"]
-    assert snapshot.code == 1
-    lines = [" ".join(line.split()) for line in snapshot.page.splitlines()]
-    assert "1 live" in snapshot.page.splitlines()[0]
-    assert "2 in offload" in snapshot.page.splitlines()[0]
+def check_first_offload(shown: Shown) -> None:
+    """The missing rank is named with its line, at the top of the page."""
+    shown.check_problem("2 in offload", "waits for: rank 1: it has not called offload()")
+    assert len(shown.problems) == 1
+    lines = [" ".join(line.split()) for line in shown.page.splitlines()]
+    assert "1 live" in lines[0]
     assert lines[2].startswith("offload in progress on ranks 0, 2, since ")
     assert lines[2].endswith("before barrier 'enter'")
     assert lines[3].startswith("waiting ranks 0, 2, since ")
     assert lines[4] == "waits for rank 1: it has not called offload()"
     assert lines[5].startswith('-> rank 1 is at File "')
     assert "in next_call" in " ".join(lines[5:8])
-    operation = snapshot.data["operation"]
+    assert "unknown" not in shown.page
+    data = shown.job.to_dict()
+    operation = data["operation"]
     assert (operation["operation"], operation["phase"]) == ("offload", "enter")
     assert (operation["waiting"], operation["stuck"]) == ([0, 2], True)
     assert operation["waited_s"] >= WAITING_S
     assert operation["missing"] == {"it has not called offload()": [1]}
-    assert "unknown" not in snapshot.page
-    assert snapshot.data["generations"] == {"0": [0, 1, 2]}
-    assert [len(one["status"]["groups"]) for one in snapshot.data["ranks"]] == [2, 2, 2]
-    assert snapshot.first.startswith("offload: in progress on ranks 0, 2, since ")
-    assert snapshot.problems == ["waits for: rank 1: it has not called offload()"]
-
-
-class Case(NamedTuple):
-    """What the commands show at one time."""
-
-    name: str
-    code: int
-    headline: str
-    missing: dict[str, list[int]] | None
-    """The ranks that the operation in progress waits for, by the reason; None without one."""
-    problem: str
-
-
-CASES = (
-    Case("offloaded", 0, "3 of 3 ranks: 3 offloaded", None, ""),
-    Case(
-        *("stopped", 1, "2 in reload, 1 stopped", {"stopped": [1]}),
-        "waits for: rank 1: its process is stopped",
-    ),
-    Case(
-        *("killed", 1, "2 in offload, 1 gone", {"gone": [1]}),
-        "waits for: rank 1: its process is gone",
-    ),
-    Case("dead", 1, "3 of 3 ranks: 3 gone", None, "gone: ranks 0-2: "),
-)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_ranks_that_cannot_continue_are_named(snapshots: dict[str, Snapshot], case: Case) -> None:
-    """A stopped rank with a remedy, a killed one as gone. A job that continues has no problem."""
-    snapshot = snapshots[case.name]
-    operation = snapshot.data["operation"]
-    assert (snapshot.code, operation and operation["missing"]) == (case.code, case.missing)
-    assert case.headline in snapshot.page.splitlines()[0]
-    assert bool(snapshot.problems) == bool(case.problem)
-    assert not case.problem or any(one.startswith(case.problem) for one in snapshot.problems)
-    rank = snapshot.data["ranks"][1]
-    assert (f"kill -CONT {rank['pid']}" in snapshot.page) == (case.name == "stopped")
-    assert snapshot.data["stopped"] == ([1] if case.name == "stopped" else [])
-    assert (rank["age_s"] > LATE_S) or case.name != "killed"
+    assert data["generations"] == {"0": [0, 1, 2]}
+    assert [len(one["status"]["groups"]) for one in data["ranks"]] == [2, 2, 2]

@@ -9,7 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
@@ -32,6 +32,7 @@ from reloadpg.lifecycle.report import (
     GroupStatus,
     OperationStatus,
     Report,
+    SetStatus,
     Status,
 )
 from reloadpg.observability.publish import publish_status
@@ -66,6 +67,23 @@ def test_different_generations_are_shown_by_rank():
     job = view(record(0, 3), record(1, 3), record(2, 3, status=behind))
     assert messages(job)["generation"] == "differs: 2 on rank 2; 3 on ranks 0-1"
     assert job.to_dict()["generation_is_equal"] is False
+
+
+def test_sets_of_groups_are_shown_with_their_states():
+    """Of a set without groups on a rank, that rank does not count. One set is not shown."""
+
+    def of(rank, trainer, engine, groups=1):
+        sets = {"trainer": SetStatus(trainer, 2, 1, 1), "engine": SetStatus(engine, groups, 1, 1)}
+        sets = {name: asdict(one) for name, one in sets.items()}
+        sets["server"] = asdict(SetStatus("offloaded", 0, 0, 1))
+        return record(rank, 3, status=status(rank, 3, sets=sets))
+
+    job = view(of(0, "live", "offloaded"), of(1, "live", "offloaded"), of(2, "live", "live", 0))
+    assert messages(job)["sets"] == "trainer live; engine offloaded"
+    job = view(of(0, "live", "offloaded"), of(1, "failed", "live"), of(2, "live", "live"))
+    differ = "trainer live on ranks 0, 2, failed on rank 1; "
+    assert messages(job)["sets"] == f"{differ}engine offloaded on rank 0, live on ranks 1-2"
+    assert "sets" not in messages(view(of(0, "live", "live", 0)))
 
 
 def test_ranks_with_problems_are_named_with_a_remedy():

@@ -13,8 +13,9 @@ from rank_files import record, running, write_rank
 
 import reloadpg
 from reloadpg.cli import main
-from reloadpg.cli.timeline import Part, Run, clusters, draw
+from reloadpg.cli.timeline import Run, clusters, draw
 from reloadpg.cli.trace import read_runs
+from reloadpg.lifecycle.report import Span
 from reloadpg.observability import TraceWriter, publish_status
 from reloadpg.testing import run_ranks, simulated
 
@@ -33,10 +34,9 @@ def texts(path):
 
 def run(rank, start, length, operation="offload", **values):
     """An operation that waits first and then releases groups."""
-    middle = start + length / 2
-    parts = [Part("wait.enter", start, middle), Part("groups", middle, start + length)]
-    values.setdefault("parts", parts)
-    return Run(rank, operation, start, start + length, **values)
+    half = length / 2 * 1e3
+    spans = [Span("wait.enter", 0.0, half), Span("groups", half, half)]
+    return Run(rank, operation, start, start + length, spans, **values)
 
 
 # -- a real job -----------------------------------------------------------------------------------
@@ -91,8 +91,8 @@ def test_each_operation_of_a_job_is_read_once(job, where):
             assert all(one.start - 1e-3 <= at <= one.end + 1e-3 for at, _ in one.memory)
             if operation == "offload" and released is not None:
                 assert levels[0] - levels[-1] == released
-            assert all(one.start - 1e-3 <= part.start <= part.end for part in one.parts)
-            assert any(part.is_wait for part in one.parts)
+            assert all(min(span.start_ms, span.ms) >= 0 for span in one.spans)
+            assert any(span.is_wait for span in one.spans)
     assert len(runs) == 5 * len(ranks)
     assert max(released or 0 for _, _, released in reports[0]) > 0
 
@@ -160,8 +160,8 @@ def test_an_operation_in_progress_ends_at_the_last_heartbeat(tmp_path):
     (first, second), ranks, _ = read_runs(tmp_path)
     assert ranks == {0, 1, 2}  # the third has no file
     assert (first.start, first.end, first.running) == (1000.0, 1010.0, True)
-    assert first.parts == [Part("wait.released", 1004.0, 1010.0)]
-    assert (second.end, second.parts) == (1009.0, [])
+    assert first.spans == [Span("wait.released", 4000.0, 6000.0)]
+    assert (second.end, second.spans) == (1009.0, [])
     output = tmp_path / "picture.svg"
     draw([first, second], ranks, output)
     words = texts(output)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib import request
+from urllib.request import urlopen
 
 import pytest
 
@@ -44,8 +44,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def results(script: str, *arguments: str, ranks: int) -> list[dict[str, Any]]:
+    """What the ranks print. The test prints it too, with the duration, for ``pytest -rP``."""
+    begun = time.monotonic()
     lines = run(HERE / script, *arguments, ranks=ranks).splitlines()
     printed = [one.removeprefix("RESULT ") for one in lines if one.startswith("RESULT ")]
+    for one in printed:
+        called = " ".join([script, *arguments[1:]])
+        print(f"{called}, {ranks} ranks, {time.monotonic() - begun:.0f} s: {one}")
     return [json.loads(one) for one in printed]
 
 
@@ -115,13 +120,14 @@ def test_groups_of_worker_processes_are_offloaded_while_the_engine_sleeps(model:
 
 
 @pytest.fixture
-def server(model: str, tmp_path: Path) -> Iterator[str]:
-    """The address of vLLM's OpenAI server, whose process ends with the test."""
+def server(model: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The address of vLLM's OpenAI server, which ends with the test; parameter: its workers."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", "64", "--enforce-eager", "--seed", "0"]
+    command += ["--tensor-parallel-size", str(request.param)]
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     log, url = tmp_path / "server.log", f"http://127.0.0.1:{port}"
@@ -134,7 +140,7 @@ def server(model: str, tmp_path: Path) -> Iterator[str]:
         try:
             for _ in range(LIMIT_S):
                 assert process.poll() is None, log.read_text()[-4000:]
-                with suppress(OSError), request.urlopen(f"{url}/health", timeout=60):
+                with suppress(OSError), urlopen(f"{url}/health", timeout=60):
                     break
                 time.sleep(1)
             yield url
@@ -142,6 +148,7 @@ def server(model: str, tmp_path: Path) -> Iterator[str]:
             process.terminate()
 
 
+@pytest.mark.parametrize("server", [1, 2], indirect=True)
 def test_a_vllm_server_sleeps_while_the_trainer_is_live(model: str, server: str) -> None:
     """vLLM's ``/sleep`` and ``/wake_up`` around each rollout, by rank 0 of the trainer."""
     [plain] = results("server_job.py", model, "plain", server, ranks=2)
@@ -168,7 +175,7 @@ def test_vllms_asynchronous_engine_is_refused() -> None:
 
 
 def test_the_example_runs(model: str) -> None:
-    """In each rollout the trainer's groups are offloaded, and the loss falls."""
+    """In each rollout the trainer's groups are offloaded, and the engine's are live."""
     example = HERE.parent.parent / "examples" / "hybrid_engine.py"
     lines = [line for line in run(example, model, ranks=2).splitlines() if line.startswith("step")]
     assert len(lines) == 3

@@ -138,16 +138,6 @@ def test_a_process_without_a_launcher_comes_up_without_a_socket_or_a_cuda_call()
     assert connected == []
 
 
-@on_stores(2, pytest.mark.slow)
-def test_a_process_can_be_brought_up_again_and_never_reads_earlier_keys(
-    store: str, rank: int
-) -> None:
-    """Three times in one process, on the lasting store of the agent and on that of rank 0."""
-    for turn in range(3):
-        with reloadpg.init_distributed(init_timeout=20):
-            assert summed(rank + turn) == 1 + 2 * turn
-
-
 def come_up_partly(rank: int, world_size: int) -> tuple[Any, ...]:
     helpers = (
         environment.get_rank(),

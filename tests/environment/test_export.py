@@ -162,14 +162,3 @@ def test_importing_detecting_exporting_and_ranks_import_no_torch() -> None:
         [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_public_names_are_loaded_on_first_use() -> None:
-    """Every name of ``__all__`` resolves and is listed by ``dir``; an unknown one is an error."""
-    import reloadpg.environment as environment
-
-    for name in environment.__all__:
-        assert callable(getattr(environment, name)), name
-        assert name in dir(environment)
-    with pytest.raises(AttributeError, match="nonsense"):
-        environment.nonsense  # noqa: B018

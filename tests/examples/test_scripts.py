@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from io import StringIO
@@ -13,15 +15,16 @@ from pathlib import Path
 import pytest
 from documents import ROOT
 
+import reloadpg
 from reloadpg.testing import run_ranks
 
 EXAMPLES = ROOT / "examples"
 SHORT = sorted(path for path in EXAMPLES.glob("*.py") if path.name != "colocated_rl.py")
 
 
-def as_a_script(rank: int, world_size: int, path: str) -> str:
+def as_a_script(rank: int, world_size: int, path: str, *options: str) -> str:
     """Run it as one rank of a job, with the variables that torchrun sets; what it prints."""
-    sys.argv = [path]
+    sys.argv = [path, *options]
     with contextlib.redirect_stdout(StringIO()) as output:
         runpy.run_path(path, run_name="__main__")
     return output.getvalue()
@@ -122,3 +125,25 @@ def test_the_example_of_a_pytest_suite_passes() -> None:
         timeout=280,
     )
     assert re.search(r"^4 passed", done.stdout, re.MULTILINE), done.stdout + done.stderr
+
+
+def colocated_rl(rank: int, world_size: int, path: str, *options: str) -> tuple[str, bool]:
+    """What it prints where megatron-core is not installed; whether reloadpg was installed."""
+    importlib.util.find_spec = lambda name, package=None: None
+    output = as_a_script(rank, world_size, path, "--iterations", "1", *options)
+    return output, reloadpg.is_installed()
+
+
+def test_a_copy_of_colocated_rl_prints_the_same_numbers_with_and_without_reloadpg(
+    tmp_path: Path,
+) -> None:
+    """Without megatron-core it uses the groups of a DeviceMesh."""
+    copy = str(shutil.copy(EXAMPLES / "colocated_rl.py", tmp_path / "mine.py"))
+    [(with_it, installed)] = run_ranks(colocated_rl, 1, args=(copy,), timeout=280)
+    [(without, never)] = run_ranks(colocated_rl, 1, args=(copy, "--no-offload"), timeout=280)
+    assert (installed, never) == (True, False)
+    line, freed = with_it.splitlines()
+    assert [line] == without.splitlines()
+    numbers = r"iteration 1: reward 0\.\d{3}, loss [+-]\d\.\d{9}, evaluation \d\.\d{9}"
+    assert re.fullmatch(numbers, line)
+    assert re.fullmatch(r"each rollout: [1-9]\d* groups offloaded, [1-9]\d* MiB freed", freed)

@@ -6,56 +6,95 @@ CUDA is answered by the CPU, and that nothing else is, is written in ``gpt_job``
 
 from __future__ import annotations
 
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
-from gpt_job import PRELOAD, STEPS, plain_and_cycled
+import torch
+import torch.distributed as dist
+import worlds
+from gpt_job import PRELOAD, GptTraining, cuda_on_cpu
 
-from reloadpg.testing import run_ranks
+import reloadpg
 
-pytestmark = pytest.mark.slow
-
-RESULTS = ("losses", "norms", "weights")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    """Four ranks; each trains without reloadpg, then with it."""
-    return run_ranks(plain_and_cycled, 4, timeout=200, preload=PRELOAD)
+STEPS = 8
+AFTER_STEPS = (1, 3, 4)
 
 
-def test_training_with_cycles_is_bit_equal_to_training_without(ranks: list[dict[str, Any]]) -> None:
-    """Losses, gradient norms and weights of every rank, dropout and tied embedding included."""
-    for rank in ranks:
-        assert {name: rank["cycled"][name] for name in RESULTS} == {
-            name: rank["plain"][name] for name in RESULTS
-        }
+@dataclass
+class Trained:
+    """The results of one rank's training, which must be equal with and without cycles."""
+
+    losses: list[list[float]]
+    """Of each step's microbatches; only on the last stage."""
+    norms: list[float]
+    weights: dict[str, Any]
 
 
-def test_megatron_used_its_own_pipeline(ranks: list[dict[str, Any]]) -> None:
-    """The 1F1B schedule ran, the losses on the last stage fall, and tensor-parallel ranks agree on
-    them with different weights: so the comparison proves something."""
-    for rank in ranks:
-        assert rank["plain"]["schedule"] == "forward_backward_pipelining_without_interleaving"
-    first, last = ranks[0]["plain"], ranks[2]["plain"]
-    assert first["losses"] == [[]] * STEPS
-    assert [len(losses) for losses in last["losses"]] == [4] * STEPS
-    assert sum(last["losses"][-1]) < sum(last["losses"][0])
-    assert last["losses"] == ranks[3]["plain"]["losses"]
-    assert first["weights"] != ranks[1]["plain"]["weights"]
-    assert len({rank["plain"]["norms"][0] for rank in ranks}) == 1
+def train(store: dist.Store, rank: int, between: Callable[[GptTraining], None]) -> Trained:
+    """Run one job; call `between` after some steps."""
+    worlds.init(store=store, rank=rank, world_size=4)
+    training = GptTraining()
+    # The 1F1B schedule of megatron-core.
+    assert training.schedule.__name__ == "forward_backward_pipelining_without_interleaving"
+    assert [group.size() for group in training.groups.values()] == [2, 2]
+    losses, norms = [], []
+    for step in range(STEPS):
+        of_step, norm = training.step(step)
+        losses.append(of_step)
+        norms.append(norm)
+        if step in AFTER_STEPS:
+            between(training)
+    trained = Trained(losses, norms, training.weights())
+    training.end()
+    return trained
+
+
+def no_cycle(training: GptTraining) -> None:
+    """The groups are those of torch."""
+    for group in training.groups.values():
+        assert not isinstance(group, reloadpg.ReloadableProcessGroup)
+
+
+def cycle(training: GptTraining) -> None:
+    """Every group is offloaded and reloaded."""
+    for group in training.groups.values():
+        assert isinstance(group, reloadpg.ReloadableProcessGroup)
+    with reloadpg.offloaded() as report:
+        assert {group.state for group in reloadpg.status().groups} == {"offloaded"}
+    assert {group.state for group in reloadpg.status().groups} == {"live"}
+    assert len(report.groups) >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4, timeout=200, preload=PRELOAD)
+def test_training_with_cycles_is_bit_equal_to_training_without(rank: int) -> None:
+    """Losses, gradient norms and weights of every rank, dropout and tied embedding included.
+
+    The job runs twice in the same processes, since importing megatron-core is slow.
+    """
+    torch.set_num_threads(1)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False)
+    with cuda_on_cpu():
+        plain = train(dist.PrefixStore("plain", store), rank, no_cycle)
+        with reloadpg.install(backends={worlds.BACKEND}, timeout=timedelta(seconds=60)):
+            assert train(dist.PrefixStore("cycled", store), rank, cycle) == plain
+    # So that the comparison proves something: the losses fall, and stages and parts differ.
+    if rank < 2:
+        assert plain.losses == [[]] * STEPS
+    else:
+        assert [len(losses) for losses in plain.losses] == [4] * STEPS
+        assert sum(plain.losses[-1]) < sum(plain.losses[0])
+    store.set(f"trained {rank}", pickle.dumps(plain))
+    every = [pickle.loads(store.get(f"trained {one}")) for one in range(4)]
+    first, part, last, other = every
+    assert last.losses == other.losses
+    assert first.weights != part.weights
+    assert len({one.norms[0] for one in every}) == 1
     tied = "embedding.word_embeddings.weight", "output_layer.weight"
-    assert first["weights"][tied[0]] == last["weights"][tied[1]]
-
-
-def test_every_group_of_megatron_is_offloaded_and_reloaded_three_times(
-    ranks: list[dict[str, Any]],
-) -> None:
-    """WORLD too. In the first run the groups are those of torch."""
-    for rank in ranks:
-        assert set(rank["plain"]["groups"].values()) == {(False, 2)}
-        assert set(rank["cycled"]["groups"].values()) == {(True, 2)}
-        assert [cycle["generation"] for cycle in rank["cycles"]] == [1, 2, 3]
-        for cycle in rank["cycles"]:
-            assert cycle["released"] >= 8
-            assert cycle["states"] == ["live", "offloaded"]
+    assert first.weights[tied[0]] == last.weights[tied[1]]

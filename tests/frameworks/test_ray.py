@@ -1,187 +1,187 @@
 """Ray, real: four actors that form groups, offloaded and reloaded from the driver.
 
-Ray is in the ``test`` extra; without it these tests fail, they are not skipped.
+Ray is in the ``test`` extra; without it these tests fail, they are not skipped. The driver is a
+rank, so its process tree always ends with it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-import ray_job
 from launching import activation
+from ray_job import BOUND_S, RANKS, Recoverable, Trainer, a_ray
 
-from reloadpg.errors import ReloadpgError
-from reloadpg.integrations.ray import job_variables, offload_all
-from reloadpg.testing import run_ranks
+from reloadpg.errors import InvalidOptionError, ReloadpgError
+from reloadpg.integrations import ray as ours
+from reloadpg.integrations.ray import ActorFailedError, ActorTimeoutError, job_variables
 
 RAY = {
     # Without support for clusters Ray listens on 127.0.0.1 alone.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-USED = [{"same": True, "world": 15.0, "pair": pair} for pair in (5.0, 10.0, 5.0, 10.0)]
-"""Sums of 2**rank over the four ranks, and over ranks 0 and 2, or 1 and 3."""
-REFUSED = [
-    {"same": True, "world": "GroupOffloadedError", "pair": "GroupOffloadedError"}
-] * ray_job.RANKS
+driver = pytest.mark.ranks(1, timeout=540, env=RAY)
 
 
-def at(generation: int, uses: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**use, "generation": generation} for use in uses]
+@pytest.fixture
+def variables(tmp_path: Path) -> dict[str, str]:
+    """The variables of the actors."""
+    return {**activation(tmp_path), "GLOO_SOCKET_IFNAME": "lo"}
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One Ray for everything but a replacement, since its start takes long."""
-    return driven(tmp_path_factory, "loop")
-
-
-@pytest.fixture(scope="module")
-def replaced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A job in which one actor dies and another one replaces it."""
-    return driven(tmp_path_factory, "replace")
-
-
-def driven(tmp_path_factory: pytest.TempPathFactory, part: str) -> dict[str, Any]:
-    """What the driver saw. It runs as a rank, so its process tree always ends with it."""
-    actors = {**activation(tmp_path_factory.mktemp("ray")), "GLOO_SOCKET_IFNAME": "lo"}
-    [seen] = run_ranks(ray_job.drive, 1, args=(actors, part), timeout=540, env=RAY)
-    return seen
-
-
-def test_actors_have_the_variables_of_ranks_in_the_order_of_the_list(seen: dict[str, Any]) -> None:
-    """Rank, world size and local rank."""
-    assert seen["variables"] == [
-        {
-            "RANK": str(rank),
-            "WORLD_SIZE": "4",
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": "4",
-            "GROUP_RANK": "0",
-        }
-        for rank in range(4)
+def at(generation: int, *, live: bool = True) -> list[dict[str, Any]]:
+    """What each actor sees: sums of 2**rank over all ranks, and over its pair, or refusals."""
+    sums = [(15.0, 5.0 if rank % 2 == 0 else 10.0) for rank in range(RANKS)]
+    refused = [("GroupOffloadedError", "GroupOffloadedError")] * RANKS
+    return [
+        {"same": True, "world": world, "pair": pair, "generation": generation}
+        for world, pair in (sums if live else refused)
     ]
 
 
-def test_the_groups_of_actors_sum_right_between_three_cycles(seen: dict[str, Any]) -> None:
-    """While offloaded each group refuses. WORLD is the same object, and generations count."""
-    expected = [at(0, USED)]
-    for cycle in range(3):
-        expected += [at(cycle, REFUSED), at(cycle + 1, USED)]
-    assert seen["uses"] == expected
+def check_refused(call: Callable[..., Any], *args: Any, said: str, **options: Any) -> None:
+    """Wrong arguments are refused in the driver, before anything is sent to an actor."""
+    with pytest.raises(InvalidOptionError) as caught:
+        call(*args, **options)
+    text = " ".join(str(caught.value).split())
+    assert said in text
+    assert "nothing was" in text.lower()
 
 
-def test_reports_are_returned_in_rank_order(seen: dict[str, Any]) -> None:
-    """One for each rank; each has WORLD and a pair."""
-    assert seen["reports"] == [
-        [("offload", True, cycle, 2)] * 4 + [("reload", True, cycle + 1, 2)] * 4
-        for cycle in range(3)
-    ]
+@driver
+def test_actors_are_offloaded_and_reloaded_from_the_driver(variables: dict[str, str]) -> None:
+    """One behaviour after the other, in one Ray, since its start takes long."""
+    with a_ray(variables) as folder:
+        import ray
 
+        ours.GRACE_S = BOUND_S  # all calls end before it
+        actors = [ray.remote(Trainer).options(num_cpus=1).remote() for _ in range(RANKS)]
 
-def test_the_actor_that_failed_is_named(seen: dict[str, Any]) -> None:
-    """All four raise, three of them because of the first. It failed before a group was touched, so
-    all groups are unchanged."""
-    failed = seen["failed"]
-    assert (failed["type"], failed["rank"]) == ("ActorFailedError", 2)
-    assert failed["errors"] == [0, 1, 2, 3]
-    assert failed["text"].startswith("offload_all: actor 2 Actor(Trainer, ")
-    assert "ValueError: a buffer is still in use. Also failed: 0-1, 3. " in failed["text"]
-    assert seen["use after failure"] == at(3, USED)
+        def everywhere(method: str) -> list[Any]:
+            return ray.get([getattr(a, method).remote() for a in actors], timeout=BOUND_S)
 
+        check_refused(ours.offload_all, [], said="there are no actors")
+        check_refused(ours.offload_all, [actors[0], actors[0]], said="an actor is listed twice")
+        check_refused(ours.offload_all, [1, 2], said="1 is not an actor")
+        check_refused(ours.offload_all, [ray.remote(Trainer)], said="is not an actor")
+        check_refused(ours.offload_all, actors[0], said="actors is not a list")
+        check_refused(ours.offload_all, actors, timeout="1", said="timeout='1' is not a time")
+        check_refused(
+            ours.setup_actors, actors, store="Driver", said="setup_actors(store='Driver')"
+        )
+        check_refused(ours.reload_all, actors, connect="zz", said="reload(connect='zz')")
 
-def test_a_busy_actor_is_named_before_anything_is_touched(seen: dict[str, Any]) -> None:
-    """Within the timeout. The groups of the others are live, and the next call succeeds once the
-    actor is free."""
-    late = seen["late"]
-    assert (late["type"], late["is a TimeoutError"]) == ("ActorTimeoutError", True)
-    assert (late["rank"], late["waiting"]) == (1, [1])
-    assert "1 of 4 actors did not respond within 1 s: 1 Actor(Trainer, " in late["text"]
-    assert "Nothing was changed in any actor" in late["text"]
-    assert seen["state after delay"] == "live"
-    assert seen["offload after delay"] == [True] * 4
-    assert seen["use after delay"] == at(4, USED)
+        ours.setup_actors(actors, timeout=timedelta(seconds=2 * BOUND_S))  # includes their start
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        assert everywhere("variables") == [
+            dict(zip(names, (str(rank), str(rank), "4", "4", "0"), strict=True))
+            for rank in range(RANKS)
+        ]
+        everywhere("start")
+        with pytest.raises(ActorFailedError, match="already initialized in this actor"):
+            ours.setup_actors(actors, timeout=BOUND_S)
 
+        assert everywhere("use") == at(0)
+        for cycle in range(3):
+            reports = ours.offload_all(actors, timeout=BOUND_S)
+            assert everywhere("use") == at(cycle, live=False)
+            reports += ours.reload_all(actors, timeout=BOUND_S, connect="eager")
+            assert everywhere("use") == at(cycle + 1)
+            seen = [(r.operation, r.rank, r.changed, r.generation, len(r.groups)) for r in reports]
+            assert seen == [
+                *(("offload", rank, True, cycle, 2) for rank in range(RANKS)),
+                *(("reload", rank, True, cycle + 1, 2) for rank in range(RANKS)),
+            ]
 
-def test_the_same_actors_can_form_another_job_after_the_first(seen: dict[str, Any]) -> None:
-    """It begins with generation 0. While they are in a job, another set-up is refused."""
-    refused = seen["second set-up"]
-    assert (refused["type"], refused["cause"]) == ("ActorFailedError", "ReloadpgError")
-    assert "torch.distributed is already initialized in this actor" in refused["text"]
-    assert seen["use in the second job"] == at(0, USED)
+        # The actor that failed is named. It failed before a group was touched.
+        ray.get(actors[2].refuse.remote(), timeout=BOUND_S)
+        with pytest.raises(ActorFailedError) as failed:
+            ours.offload_all(actors, timeout=BOUND_S)
+        assert (failed.value.rank, sorted(failed.value.errors)) == (2, [0, 1, 2, 3])
+        assert str(failed.value).startswith("offload_all: actor 2 Actor(Trainer, ")
+        said = "ValueError: a buffer is still in use. Also failed: 0-1, 3. "
+        assert said in str(failed.value)
+        assert everywhere("use") == at(3)
 
+        # A busy actor is named within the timeout, before anything is touched.
+        pipe = folder / "pipe"
+        os.mkfifo(pipe)
+        busy, wait = actors[1].busy.remote(str(pipe)), ray.wait
 
-@pytest.mark.parametrize("when", ["died", "dead"])
-def test_an_actor_that_dies_is_named(seen: dict[str, Any], when: str) -> None:
-    """In the middle of an offload and at the next call, without a wait for the others' timeout."""
-    died = seen[when]
-    assert (died["type"], died["rank"]) == ("ActorFailedError", 3)
-    assert died["cause"] == "ActorDiedError"
-    assert 3 in died["errors"]
-    assert 3 not in died["waiting"]
-    assert ("Nothing was changed" in died["text"]) == (when == "dead")
-    assert died["text"].endswith("otherwise restart all actors.")
-    assert len(died["text"]) < 500
+        def wait_for_the_others(refs: list[Any], *, timeout: float) -> Any:
+            """The short timeout applies only to the last actor, so the others always respond."""
+            return wait(refs, timeout=BOUND_S if len(refs) > 1 else timeout)
+
+        with (
+            mock.patch.object(ray, "wait", wait_for_the_others),
+            pytest.raises(ActorTimeoutError, match="Nothing was changed in any actor") as late,
+        ):
+            ours.offload_all(actors, timeout=1.0)
+        assert (late.value.rank, late.value.waiting) == (1, (1,))
+        assert "1 of 4 actors did not respond within 1 s: 1 Actor(Trainer, " in str(late.value)
+        assert ray.get(actors[0].state.remote(), timeout=BOUND_S) == "live"
+        pipe.write_text("continue")
+        ray.get(busy, timeout=BOUND_S)
+        reports = ours.offload_all(actors, timeout=BOUND_S)
+        assert [report.changed for report in reports] == [True] * RANKS
+        ours.reload_all(actors, timeout=BOUND_S)
+        assert everywhere("use") == at(4)
+
+        # The same actors in a new job. One of them dies: in an offload, and before the next one.
+        everywhere("stop")
+        ours.setup_actors(actors, timeout=BOUND_S)
+        everywhere("start")
+        assert everywhere("use") == at(0)
+        ray.get(actors[3].die.remote(), timeout=BOUND_S)
+        ours.GRACE_S = 1.0  # the test waits for it twice, since the others hang
+        for dead in (False, True):
+            with pytest.raises(ActorFailedError, match=r"otherwise restart all actors\.$") as died:
+                ours.offload_all(actors, timeout=BOUND_S)
+            assert died.value.rank == 3
+            assert 3 in died.value.errors
+            assert 3 not in died.value.waiting
+            cause: Any = died.value.__cause__
+            assert type(getattr(cause, "cause", cause)).__name__ == "ActorDiedError"
+            assert ("Nothing was changed" in str(died.value)) == dead
+            assert len(str(died.value)) < 500
 
 
 @pytest.mark.slow
-def test_an_actor_that_died_is_replaced(replaced: dict[str, Any]) -> None:
-    """Here rank 0, killed in the third step; the driver has the store. All weights end equal."""
-    assert replaced["replaced died"] == "ActorDiedError"
-    new, *others = replaced["trained"]
-    assert new == {"rejoined": True, "weight": 300.0, "log": [(2, (0,)), (3, ())]}
-    for other in others:
-        log = [(0, ()), (1, ()), (2, ()), (2, (0,)), (3, ())]
-        assert other == {"rejoined": False, "weight": 300.0, "log": log}
+@driver
+def test_an_actor_that_died_is_replaced(variables: dict[str, str]) -> None:
+    """Here rank 0, killed in the third step; the driver has the store. All weights end equal.
 
+    An impossible replacement is refused before anything is sent to the new actor.
+    """
+    with a_ray(variables):
+        import ray
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("no rank", "not a job and one of its ranks"),
-        ("same actor", "is rank 1 of the job"),
-        ("no store", "its process hosts the job's store"),
-    ],
-)
-def test_an_impossible_replacement_is_refused(
-    replaced: dict[str, Any], what: str, said: str
-) -> None:
-    """Before anything is sent to the new actor."""
-    assert replaced[what]["type"] == "InvalidOptionError"
-    assert said in replaced[what]["text"]
-    assert "nothing was done" in " ".join(replaced[what]["text"].split())
-
-
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("none", "there are no actors"),
-        ("twice", "an actor is listed twice"),
-        ("numbers", "1 is not an actor"),
-        ("dict", "{} is not an actor"),
-        ("class", "is not an actor"),
-        ("one", "actors is not a list"),
-        ("timeout", "timeout='1' is not a time"),
-        ("store", "setup_actors(store='Driver'): not 'rank0' or 'driver'"),
-        ("connect", "reload(connect='zz')"),
-    ],
-)
-def test_wrong_arguments_are_refused_in_the_driver(
-    seen: dict[str, Any], what: str, said: str
-) -> None:
-    """Before anything is sent to an actor."""
-    assert seen[what]["type"] == "InvalidOptionError"
-    assert said in seen[what]["text"]
-    assert "nothing was" in seen[what]["text"].lower()
-
-
-def test_all_processes_of_ray_end_with_the_driver(seen: dict[str, Any]) -> None:
-    """Servers, agents and workers, those of dead actors too."""
-    assert seen["started"] > ray_job.RANKS
-    assert seen["left"] == []
+        plain = {"env_vars": {"RELOADPG_AUTOINSTALL": "0"}}
+        remote = ray.remote(Recoverable).options(num_cpus=1, runtime_env=plain)
+        actors = [remote.remote() for _ in range(RANKS)]
+        job = ours.setup_actors(actors, timeout=2 * BOUND_S, store="driver")
+        results = [actor.train.remote(0) for actor in job.actors]
+        with pytest.raises(ray.exceptions.ActorDiedError):
+            ray.get(results[0], timeout=2 * BOUND_S)
+        new, without_store = remote.remote(), ours.ActorJob(job.actors, [], "", 0)
+        said = "not a job and one of its ranks"
+        check_refused(ours.replace_actor, job, RANKS, new, said=said)
+        check_refused(ours.replace_actor, job, 0, job.actors[1], said="is rank 1 of the job")
+        said = "its process hosts the job's store"
+        check_refused(ours.replace_actor, without_store, 0, new, said=said)
+        ours.replace_actor(job, 0, new, timeout=2 * BOUND_S)
+        results[0] = job.actors[0].train.remote(0)
+        replaced, *others = ray.get(results, timeout=2 * BOUND_S)
+    assert replaced == {"rejoined": True, "weight": 300.0, "log": [(2, (0,)), (3, ())]}
+    log = [(0, ()), (1, ()), (2, ()), (2, (0,)), (3, ())]
+    assert others == [{"rejoined": False, "weight": 300.0, "log": log}] * 3
 
 
 def test_local_ranks_are_counted_on_each_node_in_any_order_of_nodes() -> None:
@@ -203,4 +203,4 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
     """The module itself can be imported without Ray."""
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ReloadpgError, match=r"nothing was done\. Run: pip install 'ray"):
-        offload_all([object()])
+        ours.offload_all([object()])

@@ -22,7 +22,6 @@ from reloadpg.groups.creation import (
     WORLD_ORDER,
     Call,
     Construction,
-    Facts,
     by_members,
     group_order,
     thread,
@@ -38,11 +37,10 @@ def _record(*args, **kwargs):
 def _construction(call, **changes):
     fields = {
         "name": "7",
-        "ranks": (0, 1),
+        "members": (0, 1),
         "backend": "cpu:gloo,cuda:nccl",
         "devices": {"cpu": "gloo", "cuda": "nccl"},
         "selected": ("cpu", "cuda"),
-        "order": group_order("7"),
         "rank": 0,
     }
     return Construction(call, **{**fields, **changes})
@@ -102,9 +100,9 @@ def test_the_digest_covers_name_members_backends_and_order():
     assert 0 <= base.digest < 2**40
     others = [
         _construction(call, name="8"),
-        _construction(call, ranks=(0, 2)),
+        _construction(call, members=(0, 2)),
         _construction(call, devices={"cpu": "gloo", "cuda": "gloo"}),
-        _construction(call, order=group_order("9")),
+        _construction(call, place=group_order("9")),
     ]
     assert len({base.digest, *(other.digest for other in others)}) == 5
 
@@ -123,7 +121,7 @@ def test_a_split_is_replayed_as_a_new_group(options):
 def test_a_split_has_its_parents_options_and_timeout_without_its_own(given):
     parents = "the parent's", timedelta(seconds=7)
     call = Call(_record, (), given)
-    made = Construction.of(Facts(call, "7", {0: 0}, "gloo", {}, (), 0, "", parents))
+    made = Construction(call, "7", {0: 0}, "gloo", {}, (), 0, "", parents)
     assert (made.options, made.timeout) == (("own", timedelta(seconds=5)) if given else parents)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def _frozen(value):
 # ---------------------------------------------------------------------------------------------
 # what the creating functions receive
 
-OPTIONS = simulated.SimOptions(is_high_priority_stream=True, hints=("a", "b"))
+OPTIONS = SimpleNamespace(is_high_priority_stream=True, hints=("a", "b"))
 WITH_OPTIONS = ("both", "options by position")
 
 CALLS = {

@@ -495,12 +495,17 @@ class Explorer:
             raise Violation(f"rank {n} blocks on the store instead of collecting arrivals")
 
     def _detections(self, world: World) -> Iterator[World]:
-        """A waiting rank detects that a process of its host has died."""
+        """A rank detects that a process of its host has died, at a barrier or just after it."""
         dead = tuple(n for n, rank in enumerate(world.ranks) if rank.life == "dead")
         for n, rank in enumerate(world.ranks):
-            waits = isinstance(rank.command, Await | Hear | Gather)
-            if dead and rank.life == "runs" and (waits or rank.state.at is protocol._paused):
-                yield self._step(world, n, Decide(Decision("failed", dead[0], by=n, dead=dead)))
+            at_barrier = rank.running not in ("", "join") and not rank.state.decision.kind
+            if dead and rank.life == "runs" and at_barrier and rank.command is not None:
+                found = list(self._abandon(world, n))
+                if self._is_enabled(world, n, rank):
+                    found.append(self._act(world, n))
+                for one in found:
+                    event = Decide(Decision("failed", dead[0], by=n, dead=dead))
+                    yield self._step(one, n, event)
 
     # -- faults ---------------------------------------------------------------------------------
 
@@ -535,7 +540,7 @@ class Explorer:
                     yield self._cut_off(abandoned, n)
             elif rank.running not in ("", "join") and kind in ("interrupt", "failure"):
                 for abandoned in self._abandon(world, n):
-                    yield self._interrupt(abandoned, n)
+                    yield from self._interrupt(abandoned, n)
 
     def _abandon(self, world: World, n: int) -> Iterator[World]:
         """Abandon the in-flight request: it never takes effect, or took effect, or will later."""
@@ -554,15 +559,16 @@ class Explorer:
             return world
         return self._ended(self._step(world, n, Lost()), n, "unknown")
 
-    def _interrupt(self, world: World, n: int) -> World:
+    def _interrupt(self, world: World, n: int) -> Iterator[World]:
         rank = world.ranks[n]
-        cancels = self.scenario.cancels and rank.running != "recover"
-        failed = Decision("cancelled" if cancels else "failed", n, "interrupted")
+        kinds = ["cancelled" if self.scenario.cancels else "failed"]
+        if rank.running == "recover":
+            # The call that joins may not have returned, although this rank has joined.
+            kinds = ["failed"] if _has_joined(rank) else []
+            kinds += [] if rank.state.passed.ok and kinds else ["cancelled"]
         world = self._with(world, n, rank._replace(failing=True))
-        if rank.running == "recover" and not _has_joined(rank):
-            failed = Decision("cancelled", n, "interrupted")
-            return self._step(world, n, Fail(failed, joins=True))
-        return self._step(world, n, Fail(failed))
+        for kind in kinds:
+            yield self._step(world, n, Fail(Decision(kind, n, "interrupted")))
 
     def _replacement(self, world: World, rank: Rank) -> Rank:
         epoch = int(dict(world.store).get("reloadpg/1/recovery", "0"))

@@ -7,22 +7,15 @@ point-to-point and tensor-parallel communication, the tied embedding, the gradie
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import worlds
 from torch.overrides import TorchFunctionMode
 
-import reloadpg
-
-STEPS = 8
-AFTER_STEPS = (1, 3, 4)
 MICROBATCHES, MICROBATCH, LENGTH, VOCABULARY = 4, 2, 8, 32
 
 PRELOAD = ("megatron.core.models.gpt", "megatron.core.optimizer")
@@ -181,55 +174,3 @@ class GptTraining:
         self.groups.clear()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def train(store: dist.Store, between: Callable[[], None]) -> dict[str, Any]:
-    """Run one job; call `between` after some steps."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    worlds.init(store=store, rank=rank, world_size=world_size)
-    training = GptTraining()
-    losses, norms = [], []
-    for step in range(STEPS):
-        of_step, norm = training.step(step)
-        losses.append(of_step)
-        norms.append(norm)
-        if step in AFTER_STEPS:
-            between()
-    seen = {
-        "schedule": training.schedule.__name__,
-        "losses": losses,
-        "norms": norms,
-        "weights": training.weights(),
-        "groups": {
-            name: (isinstance(group, reloadpg.ReloadableProcessGroup), group.size())
-            for name, group in training.groups.items()
-        },
-    }
-    training.end()
-    return seen
-
-
-def plain_and_cycled(rank: int, world_size: int) -> dict[str, Any]:
-    """Run the job twice in the same processes, since importing megatron-core is slow."""
-    torch.set_num_threads(1)
-    cycles: list[dict[str, Any]] = []
-
-    def cycle() -> None:
-        with reloadpg.offloaded() as report:
-            states = {group.state for group in reloadpg.status().groups}
-        status = reloadpg.status()
-        cycles.append(
-            {
-                "released": len(report.groups),
-                "states": sorted(states | {group.state for group in status.groups}),
-                "generation": status.generation,
-            }
-        )
-
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False)
-    with cuda_on_cpu():
-        plain = train(dist.PrefixStore("plain", store), lambda: None)
-        with reloadpg.install(backends={worlds.BACKEND}, timeout=timedelta(seconds=60)):
-            cycled = train(dist.PrefixStore("cycled", store), cycle)
-    return {"plain": plain, "cycled": cycled, "cycles": cycles}

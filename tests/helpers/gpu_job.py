@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -157,7 +158,7 @@ def other_contexts(device: torch.device) -> int | None:
 def options(rank: int, size: int, backend: str) -> dict[str, Any]:
     """Timeout and options of the backend, before and after two cycles."""
     device = start(rank, size, backend)
-    made: Any = simulated.SimOptions(is_high_priority_stream=True)
+    made: Any = SimpleNamespace(is_high_priority_stream=True)
     if backend == "nccl":
         made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         made.config.max_ctas = 4

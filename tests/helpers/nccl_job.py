@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from fault_job import eventually, meet
@@ -31,6 +32,19 @@ MIB = 1 << 20
 def engine_variables(engine: str) -> dict[str, str]:
     """The variables that choose one of ``ENGINES``."""
     return {"TORCH_DIST_USE_NCCL2": "0"} if engine == "legacy" else {}
+
+
+def on_ranks(size: int, **env: str) -> Any:
+    """Run a test on ranks over the stand-ins."""
+    return pytest.mark.ranks(size, standins=True, timeout=240, env=env)
+
+
+def on_engines(size: int, **env: str) -> Any:
+    """The same, once with each of torch's implementations of the backend."""
+    params = [
+        pytest.param(one, marks=on_ranks(size, **engine_variables(one), **env)) for one in ENGINES
+    ]
+    return pytest.mark.parametrize("engine", params)
 
 
 def start(rank: int, *, bound: bool = False, backend: str = "nccl", **options: Any) -> None:

@@ -248,7 +248,7 @@ def test_an_exception_of_the_body_is_raised_after_the_way_back() -> None:
 
 @pytest.mark.ranks(2)
 def test_the_groups_of_an_engine_in_the_trainers_processes_are_live_in_the_block_alone() -> None:
-    """They do not keep the trainer's saver from pausing."""
+    """They do not keep the trainer's saver from pausing, and are not warned of its pause."""
     with a_side() as side:
         with reloadpg.region("engine"):
             group = dist.new_group([0, 1])
@@ -260,18 +260,24 @@ def test_the_groups_of_an_engine_in_the_trainers_processes_are_live_in_the_block
         rollout = colocated(
             engine, saver=side.bare, engine_groups="engine", wake_tags=["weights"], connect="eager"
         )
+        warnings = []
+        reloadpg.on_report(lambda report: warnings.extend(report.warnings))
         for _ in range(CYCLES):
             with rollout:
                 assert rollout.wake_up(["kv_cache"])
                 assert engine.generate() == "sample"
                 assert sums_right(group)
+                sets = reloadpg.status().sets
+                assert (sets["engine"].memory_bytes, sets["trainer"].memory_bytes) == (BYTES, 0)
                 with pytest.raises(reloadpg.GroupOffloadedError):
                     sums_right(side.group)
             assert sums_right(side.group)
+            assert reloadpg.status().sets["trainer"].memory_bytes == 2 * BYTES
             with pytest.raises(reloadpg.GroupOffloadedError):
                 sums_right(group)
         steps = [*STEPS[:4], "reload engine's groups", *STEPS[4:6], "offload engine's groups"]
         assert steps_of(rollout) == [*steps, *STEPS[6:]]
+        assert warnings == []
 
 
 @pytest.mark.ranks(2)
@@ -387,6 +393,18 @@ class Asynchronous:
     async def wake_up(self, tags: list[str] | None = None) -> bool: ...
 
 
+class Remote:
+    """An engine as the handle of a Ray actor is: its methods are called by ``.remote()``."""
+
+    class Method:
+        def __call__(self) -> None:
+            raise TypeError("Actor methods cannot be called directly.")
+
+        def remote(self) -> None: ...
+
+    sleep = wake_up = Method()
+
+
 class WithoutTags:
     """An engine as SGLang's HttpServerEngineAdapter is."""
 
@@ -408,7 +426,9 @@ class WithoutTags:
         ({"wake_tags": 3}, "wake_tags=3.: not a sequence of tags"),
         ({"wake_tags": [b"weights"]}, "not a sequence of tags"),
         ({"engine": Asynchronous()}, "sleep.. is asynchronous.*Pass an object whose methods wait"),
-        ({"engine_groups": ""}, "not the name of a set"),
+        ({"engine": Remote()}, "Remote.: sleep.. is asynchronous.*ray.get"),
+        ({"engine_groups": ""}, "colocated.engine_groups=''.: not the name of a set"),
+        ({"engine_groups": "trainer"}, "the set of the trainer's own groups; nothing was changed"),
         ({"copy_back": {}}, "copy_back=.*: not callable; nothing was changed"),
     ],
 )

@@ -106,13 +106,13 @@ def groups_have_the_names_of_megatron_and_nothing_is_left_of_a_layout(
     from megatron.core import parallel_state
 
     for name, options in LAYOUTS.items():
-        with megatron.initialize_model_parallel(**options) as parallel:
+        with megatron.initialize_model_parallel(**options):
             if name == "hybrid cp4":
                 parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = [
                     next(g for g in [parallel_state.create_group(r) for r in level] if in_group(g))
                     for level in HIERARCHY
                 ]
-            found = parallel.groups
+            found = megatron.groups()
             for group_name, rank_lists in MEMBERS[name].items():
                 mine = [ranks for ranks in rank_lists if rank in ranks]
                 ranks = dist.get_process_group_ranks(found[group_name]) if mine else None
@@ -120,8 +120,8 @@ def groups_have_the_names_of_megatron_and_nothing_is_left_of_a_layout(
                 assert (group_name in found) == bool(mine)
             assert sums_right(*found.values())
             reloadpg.offload()
-            assert all(group is found[key] for key, group in parallel.groups.items())
-            assert set(parallel.groups) == set(found)
+            assert all(group is found[key] for key, group in megatron.groups().items())
+            assert set(megatron.groups()) == set(found)
             reloadpg.reload()
             assert sums_right(*found.values())
             made = filter(None, parallel_state._global_process_group_list)
@@ -138,13 +138,13 @@ def a_layout_that_is_destroyed_while_offloaded_or_that_fails_leaves_only_world(
 ) -> None:
     """An error in megatron-core's function, or in the block, is raised. A second layout is refused
     with the call to make."""
-    parallel = megatron.initialize_model_parallel(tensor_model_parallel_size=2)
+    megatron.initialize_model_parallel(tensor_model_parallel_size=2)
     said = r"Call reloadpg.integrations.megatron.destroy_model_parallel\(\)"
     with pytest.raises(reloadpg.ReloadpgError, match=said):
         megatron.initialize_model_parallel()
     reloadpg.offload()
-    parallel.destroy()
-    parallel.destroy()
+    megatron.destroy_model_parallel()
+    megatron.destroy_model_parallel()
     assert known() == before["c10d"]
     assert len(reloadpg.reload().groups) == 1
 

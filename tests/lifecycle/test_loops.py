@@ -107,6 +107,29 @@ def test_several_loops() -> None:
         assert body.log == expected, (program.__name__, fails_at)
 
 
+@pytest.mark.ranks(2)
+def test_steps_that_a_fault_could_not_repeat_raise() -> None:
+    """Steps of two loops that overlap, and a step that is entered again. The groups are live."""
+    job = Job("gloo", subgroups=())
+
+    def overlap() -> None:
+        for first, second in zip(steps("ab"), steps("ab"), strict=True):
+            with first, second:
+                pytest.fail("the second step was entered")
+
+    def again() -> None:
+        for step in steps("ab"):
+            with step:
+                pass
+            with step:
+                pytest.fail("the step was entered again")
+
+    for program, message in ((overlap, "in a step of another loop"), (again, "a second time")):
+        seen = attempt(program)
+        assert (seen.kind, message in seen.text) == ("ReloadpgError", True), seen
+        assert job.sums()
+
+
 # -- loops that end early --------------------------------------------------------------------------
 
 

@@ -130,6 +130,8 @@ def test_to_dict_and_to_json_of_a_report():
     assert flat["offload/failed"] is False
     assert "offload/restored_bytes" not in flat
     assert all(isinstance(value, (int, float, str)) for value in flat.values())
+    of_a_set = replace(REPORT, sets="engine").to_dict()
+    assert of_a_set == {f"offload/engine{key[7:]}": value for key, value in flat.items()}
     details = json.loads(REPORT.to_json())
     assert details["groups"][0]["reason"] == "old"
     assert details["memory"]["after"]["rss"] == 90

@@ -83,8 +83,8 @@ def test_keys_of_gloo(rank: int) -> None:
         *("0", (0, 1), "gloo"),
         {"cpu": "gloo", "cuda": "gloo"},
         ("cpu", "cuda"),
-        WORLD_ORDER,
         rank,
+        place=WORLD_ORDER,
     )
     group: Any = SimpleNamespace(construction=made, kept={}, names_in_store=["0", "0@1.1.0"])
     assert spent_keys(group, group) == [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,9 +96,9 @@ def test_parallelism_is_the_number_of_groups_at_a_time(parallelism: int) -> None
 def test_groups_that_share_an_options_object_are_created_one_after_the_other() -> None:
     """Torch writes a group's name and ranks into the caller's object."""
     Job("sim", subgroups=())
-    options = simulated.SimOptions()
+    options = SimpleNamespace()
     for index in range(8):  # every second one has separate options
-        dist.new_group([0, 1], pg_options=options if index % 2 else simulated.SimOptions())
+        dist.new_group([0, 1], pg_options=options if index % 2 else SimpleNamespace())
     order: list[str] = []
     lock, now, most = threading.Lock(), [0], [0]
     other = threading.Event()
@@ -131,7 +132,7 @@ def test_groups_that_share_an_options_object_are_created_one_after_the_other() -
 def test_creations_that_wait_for_a_hanging_one_end_when_they_are_abandoned() -> None:
     """Four groups share options, and the creation of the first one hangs."""
     job = Job("sim", subgroups=(), timeout=BOUND)
-    options = simulated.SimOptions()
+    options = SimpleNamespace()
     groups = [dist.new_group([0, 1], pg_options=options) for _ in range(4)]
     reloadpg.offload()
     fault = simulated.Fault("create", "stall", group=f"{groups[0].group_name}@*")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from types import ModuleType, SimpleNamespace
 
+import faulty_gloo
 import pytest
 import torch.distributed as dist
 from worlds import BACKEND, TIMEOUT, init, summed
@@ -55,10 +57,15 @@ def test_each_set_is_offloaded_and_reloaded_separately(rank):
         assert [works(group, rank) for group in groups] == used
         assert states() == dict(zip(("trainer", "engine"), found.split(), strict=True))
     assert not reloadpg.reload("trainer").changed
+    reloadpg.offload()
+    for group, call in zip(groups[1:], ("reload()", 'reload("engine")'), strict=True):
+        with pytest.raises(GroupOffloadedError, match=re.escape(f"Call reloadpg.{call} on all ")):
+            summed(group, rank)
+    reloadpg.reload()
     status = reloadpg.status()
     cycles = {name: (one.groups, one.cycles) for name, one in status.sets.items()}
-    assert cycles == {"trainer": (2, 1), "engine": (1, 2)}
-    assert status.generation == 2
+    assert cycles == {"trainer": (2, 2), "engine": (1, 3)}
+    assert status.generation == 3
     assert "set engine: live" in str(status)
 
 
@@ -72,6 +79,8 @@ def test_blocks_of_sets_nest(rank):
 
     with reloadpg.offloaded("trainer"):
         assert usable() == (False, True)
+        with pytest.raises(GroupOffloadedError, match=r"separate set: install\(sets=\.\.\.\)"):
+            summed(world, rank)
         with reloadpg.offloaded(collect=True, connect="eager"):
             assert usable() == (False, False)
         assert usable() == (False, True)
@@ -86,8 +95,10 @@ def test_blocks_of_sets_nest(rank):
             assert usable() == (False, False)
         assert usable() == (False, True)
     swap = reloadpg.swapped(out="trainer", into="engine")
-    with swap:
+    with swap as (out, into):
         assert usable() == (False, True)
+    assert (out.operation, out.sets, len(out.groups)) == ("offload", "trainer", 2)
+    assert (into.operation, into.sets, into.changed) == ("reload", "engine", False)
     assert usable() == (True, False)
     with pytest.raises(ZeroDivisionError), swap:
         assert usable() == (False, True)
@@ -97,6 +108,13 @@ def test_blocks_of_sets_nest(rank):
     with pytest.raises(reloadpg.ReloadpgError), swap:
         pytest.fail("the body runs, though the engine could not be reloaded")
     assert usable() == (True, False)
+    remove()
+    remove = reloadpg.on_offload(lambda: 1 / 0, sets="engine")
+    for error in (None, KeyError("body")):  # the engine stays live, as nothing was changed
+        with pytest.raises(KeyError if error else reloadpg.ReloadpgError), swap:
+            if error:
+                raise error
+        assert usable() == (True, True)
     remove()
     with reloadpg.offloaded("trainer"):
         with reloadpg.offloaded("engine"):
@@ -157,6 +175,42 @@ def test_a_failure_in_one_set_leaves_the_other_unchanged(rank):
     assert states() == {"trainer": "live", "engine": "live"}
     assert works(world, rank)
     assert works(engine, rank)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("failed", ["trainer", "engine"])
+@pytest.mark.parametrize(("name", "moment"), [("offload", "shutdown"), ("reload", "create")])
+def test_a_group_that_fails_leaves_the_other_set_live(rank, failed, name, moment):
+    """It fails on one rank, after the first change. All ranks then reload only this set."""
+    faulty_gloo.register()
+    reloadpg.install(backends={faulty_gloo.NAME}, timeout=TIMEOUT)
+    init(faulty_gloo.NAME)
+    with reloadpg.region("engine"):
+        engine = dist.new_group()
+    groups = {"trainer": dist.new_group(), "engine": engine}
+    [other] = groups.keys() - {failed}
+    generation = groups[other].generation
+
+    def fail():
+        raise RuntimeError("as asked")
+
+    if name == "reload":
+        reloadpg.offload(failed)
+    if rank == 1:
+        faulty_gloo.inject(moment, fail, group=f"{groups[failed].group_name}*")
+    error = reloadpg.ReleaseError if name == "offload" else reloadpg.RebuildError
+    with pytest.raises(error if rank == 1 else PeerFailedError):
+        getattr(reloadpg, name)(failed)
+    assert states() == {failed: "failed", other: "live"}
+    assert (works(groups[failed], rank), works(groups[other], rank)) == (False, True)
+    assert groups[other].generation == generation
+    reloadpg.offload(other)  # and is offloaded and reloaded separately
+    reloadpg.reload(other)
+    assert states() == {failed: "failed", other: "live"}
+    reloadpg.reload(failed)
+    assert states() == {failed: "live", other: "live"}
+    assert works(groups[failed], rank)
+    assert works(groups[other], rank)
 
 
 @pytest.mark.ranks(2)

@@ -7,18 +7,17 @@ reload creates it by its members only.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_job import ENGINES, Meetings, engine_variables, eventually, held, left_over, start, summed
+from nccl_job import Meetings, eventually, held, left_over, on_engines, start, summed
 from torch.distributed.device_mesh import init_device_mesh
 
 import reloadpg
-from reloadpg.testing import run_ranks, standins
+from reloadpg.testing import standins
 
 pytestmark = [
     pytest.mark.standins,
@@ -31,39 +30,32 @@ WARM = 5
 ROWS, COLUMNS = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
 
 
-@pytest.fixture(params=ENGINES)
-def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """``run_ranks`` over the stand-ins with four ranks, on one of torch's engines."""
-    env = engine_variables(request.param)
-
-    def run(fn: Callable[..., Any], *args: Any) -> list[Any]:
-        return run_ranks(fn, 4, args=args, standins=True, env=env, timeout=280.0)
-
-    return run
+def total(ranks: list[list[int]], rank: int) -> float:
+    """The sum of ``rank + 1`` over this rank's part."""
+    return next(sum(part) + 2.0 for part in ranks if rank in part)
 
 
-def _groups(made_by: str) -> Callable[[], list[Any]]:
-    """Create a group for the row and one for the column; return a function that finds both."""
+@pytest.mark.parametrize("how", ["reload", "recover"])
+@pytest.mark.parametrize("made_by", ["split", "mesh"])
+@on_engines(4)
+def test_cycles_of_split_groups_leave_nothing(
+    engine: str, made_by: str, how: str, rank: int
+) -> None:
+    """An offload leaves no communicator; sums and timeouts are right after each cycle.
+
+    Communicators, bytes, threads and descriptors are those of the fifth cycle. So are keys in the
+    store, but for those of the last barriers, which a rank may not have deleted yet.
+    """
+    start(rank, bound=True)
     if made_by == "mesh":
         mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("column", "row"))
-        return lambda: [mesh.get_group("row"), mesh.get_group("column")]
-    found = [dist.split_group(split_ranks=part) for part in (ROWS, COLUMNS)]
-    return lambda: found
-
-
-def _timeout(group: Any) -> float:
-    return float(group._get_backend(torch.device("cuda")).options._timeout.total_seconds())
-
-
-def _cycles(rank: int, world_size: int, made_by: str, how: str) -> dict[str, Any]:
-    start(rank, bound=True)
-    find = _groups(made_by)
-    row, column = find()
+        row, column = mesh.get_group("row"), mesh.get_group("column")
+    else:
+        row, column = (dist.split_group(split_ranks=part) for part in (ROWS, COLUMNS))
     set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
     set_timeout(timedelta(seconds=71), row)
-    meetings = Meetings(world_size)
+    meetings = Meetings(4)
     store = dist.distributed_c10d._world.pg_map[dist.group.WORLD][1]
-    offloaded, sums = set(), set()
 
     def keys() -> int:
         return int(store.num_keys()) - 2 * meetings.number  # each meeting leaves two
@@ -72,52 +64,32 @@ def _cycles(rank: int, world_size: int, made_by: str, how: str) -> dict[str, Any
         if how == "recover":
             reloadpg.recover("a test")
         reloadpg.offload()
-        offloaded.add(standins.communicators())
+        assert standins.communicators() == 0
         reloadpg.reload()
-        sums.add((summed(None, rank), summed(row, rank), summed(column, rank)))
+        sums = [summed(group, rank) for group in (None, row, column)]
+        assert sums == [10.0, total(ROWS, rank), total(COLUMNS, rank)]
         meetings.meet()
         if cycle == WARM:
-            before, before_keys = held(), keys()
+            before, keys_before = held(), keys()
             meetings.meet()
-    rest = left_over(before)
+    assert left_over(before) == ""
+    assert before.communicators == 3
     meetings.meet()
-    return {
-        "same objects": all(map(lambda one, other: one is other, find(), (row, column))),
-        "offloaded": offloaded,
-        "sums": sums,
-        "timeout": _timeout(row),
-        "communicators": before.communicators,
-        "rest": rest,
-        "keys": "" if eventually(lambda: keys() < before_keys + 5) else (keys(), before_keys),
-    }
+    assert eventually(lambda: keys() < keys_before + 5)
+    backend: Any = row._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+    assert backend.options._timeout == timedelta(seconds=71)
+    assert made_by == "split" or mesh.get_group("row") is row
 
 
-@pytest.mark.parametrize("how", ["reload", "recover"])
-@pytest.mark.parametrize("made_by", ["split", "mesh"])
-def test_cycles_of_split_groups_leave_nothing(
-    ranks: Callable[..., list[Any]], made_by: str, how: str
+@pytest.mark.parametrize("when", ["live", "offloaded"])
+@on_engines(4)
+def test_a_split_is_reloaded_after_its_parent_was_destroyed(
+    engine: str, when: str, rank: int
 ) -> None:
-    """An offload leaves no communicator; sums and timeouts are right after each cycle.
-
-    Communicators, bytes, threads and descriptors are those of the fifth cycle. So are keys in the
-    store, but for those of the last barriers, which a rank may not have deleted yet.
-    """
-    for rank, seen in enumerate(ranks(_cycles, made_by, how)):
-        row, column = [next(sum(p) + 2.0 for p in axis if rank in p) for axis in (ROWS, COLUMNS)]
-        assert seen["sums"] == {(10.0, row, column)}
-        assert seen["same objects"]
-        assert seen["offloaded"] == {0}
-        assert seen["timeout"] == 71.0
-        assert seen["communicators"] == 3
-        assert not seen["rest"]
-        assert not seen["keys"]
-
-
-def _without_parent(rank: int, world_size: int, when: str) -> list[float]:
     start(rank, bound=True)
     parent = dist.split_group(split_ranks=[[0, 1, 2, 3]])
     child = dist.split_group(parent, split_ranks=ROWS)
-    seen = [summed(child, rank)]
+    assert summed(child, rank) == total(ROWS, rank)
     for cycle in range(2):
         if cycle == 0 and when == "live":
             dist.destroy_process_group(parent)
@@ -125,12 +97,4 @@ def _without_parent(rank: int, world_size: int, when: str) -> list[float]:
         if cycle == 0 and when == "offloaded":
             dist.destroy_process_group(parent)
         reloadpg.reload()
-        seen.append(summed(child, rank))
-    return seen
-
-
-@pytest.mark.parametrize("when", ["live", "offloaded"])
-def test_a_split_is_reloaded_after_its_parent_was_destroyed(
-    ranks: Callable[..., list[Any]], when: str
-) -> None:
-    assert ranks(_without_parent, when) == [[3.0] * 3] * 2 + [[7.0] * 3] * 2
+        assert summed(child, rank) == total(ROWS, rank)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,20 +13,18 @@ import torch
 import torch.distributed as dist
 from nccl_job import (
     CAN_SUSPEND,
-    ENGINES,
     LIMIT,
-    Held,
     Meetings,
-    engine_variables,
     held,
     left_over,
+    on_engines,
     start,
     summed,
     used,
 )
 
 import reloadpg
-from reloadpg.testing import run_ranks, standins
+from reloadpg.testing import standins
 from reloadpg.testing.standins import Fault
 
 pytestmark = [
@@ -41,48 +38,37 @@ SHORT = timedelta(seconds=5)
 BOUND = timedelta(seconds=10)
 """The timeout of an operation that reaches it."""
 CYCLES = int(os.environ.get("NCCL_CYCLES", "10"))
+bound_or_not = pytest.mark.parametrize("bound", [True, False])
 
 
-@pytest.fixture(params=ENGINES)
-def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """``run_ranks`` over the stand-ins, with one of torch's engines; 2.15 has two."""
-    env = engine_variables(request.param)
-
-    def run(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
-        return run_ranks(fn, size, args=args, standins=True, env=env, timeout=240.0)
-
-    return run
-
-
-def _connected(rank: int, world_size: int, bound: bool, how: str) -> list[tuple[int, float]]:
+@bound_or_not
+@pytest.mark.parametrize("how", ["eager", "canary", "recover"])
+@on_engines(2)
+def test_a_connected_group_is_not_connected_again(
+    engine: str, how: Any, bound: bool, rank: int
+) -> None:
+    """Torch connects a group that is bound to a device when it creates it: nothing leaks."""
     start(rank, bound=bound)
     group = dist.new_group([0, 1])
-    seen = []
+    memory = set()
     for _ in range(4):
-        sums = summed(None, rank) + summed(group, rank)
-        seen.append((used(), sums))
+        assert summed(None, rank) == summed(group, rank) == 3.0
+        memory.add(used())
         if how == "recover":
             reloadpg.recover("a test")
         else:
             reloadpg.offload()
-            reloadpg.reload(connect=how)  # type: ignore[arg-type]
-    return seen
+            reloadpg.reload(connect=how)
+    assert len(memory) == 1
 
 
-@pytest.mark.parametrize("how", ["eager", "canary", "recover"])
-@pytest.mark.parametrize("bound", [True, False])
-def test_a_connected_group_is_not_connected_again(
-    ranks: Callable[..., list[Any]], bound: bool, how: str
-) -> None:
-    """Torch connects a group that is bound to a device when it creates it: nothing leaks."""
-    for seen in ranks(_connected, 2, bound, how):
-        assert len(set(seen)) == 1, seen
-        assert seen[0][1] == 6.0
-
-
-def _flat(rank: int, world_size: int, bound: bool, how: str) -> tuple[str, Held]:
+@bound_or_not
+@pytest.mark.parametrize("how", ["reload", "recover"])
+@on_engines(2)
+def test_cycles_leave_nothing_over(engine: str, how: str, bound: bool, rank: int) -> None:
+    """Communicators, bytes, threads and descriptors are those of the fifth cycle."""
     start(rank, bound=bound)
-    meetings = Meetings(world_size)
+    meetings = Meetings(2)
     groups = [None, dist.new_group([0, 1]), dist.new_group([0, 1])]
     for cycle in range(1, CYCLES + 1):
         if how == "recover":
@@ -94,71 +80,56 @@ def _flat(rank: int, world_size: int, bound: bool, how: str) -> tuple[str, Held]
         if cycle == 5:
             before = held()
             meetings.meet()
-    return left_over(before), before
+    assert left_over(before) == ""
+    assert before.communicators == 3
 
 
-@pytest.mark.parametrize("how", ["reload", "recover"])
-@pytest.mark.parametrize("bound", [True, False])
-def test_cycles_leave_nothing_over(ranks: Callable[..., list[Any]], bound: bool, how: str) -> None:
-    """Communicators, bytes, threads and descriptors are those of the fifth cycle."""
-    for rest, before in ranks(_flat, 2, bound, how):
-        assert not rest
-        assert before.communicators == 3
-
-
-def _timeouts(rank: int, world_size: int) -> list[float]:
+@on_engines(2)
+def test_a_timeout_set_after_the_creation_holds(engine: str, rank: int) -> None:
+    """Set on a live group, and on an offloaded one."""
     start(rank)
-    group = dist.new_group([0, 1])
-    cuda = torch.device("cuda")
+    group: Any = dist.new_group([0, 1])
 
     def timeout() -> float:
-        return float(group._get_backend(cuda).options._timeout.total_seconds())  # type: ignore[attr-defined]
+        return float(group._get_backend(torch.device("cuda")).options._timeout.total_seconds())
 
     set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
     set_timeout(timedelta(seconds=71), group)
-    seen = [timeout()]
+    assert timeout() == 71
     reloadpg.offload()
     reloadpg.reload()
-    seen.append(timeout())
+    assert timeout() == 71
     reloadpg.recover("a test")
-    seen.append(timeout())
+    assert timeout() == 71
     reloadpg.offload()
     set_timeout(timedelta(seconds=72), group)
     reloadpg.reload()
-    seen.append(timeout())
+    assert timeout() == 72
     assert summed(group, rank) == 3.0
-    return seen
 
 
-def test_a_timeout_set_after_the_creation_holds(ranks: Callable[..., list[Any]]) -> None:
-    """Set on a live group, and on an offloaded one."""
-    assert ranks(_timeouts, 2) == [[71, 71, 71, 72]] * 2
-
-
-def _keys(rank: int, world_size: int) -> list[int]:
+@on_engines(2)
+def test_keys_of_released_communicators_are_deleted(engine: str, rank: int) -> None:
+    """From the second generation on, the number of keys in the store is constant."""
     start(rank)
     group = dist.new_group([0, 1])
     store = dist.distributed_c10d._world.pg_map[dist.group.WORLD][1]
     # A rank that works for long creates this key.
     store.underlying_store.add("reloadpg/1/progress", 0)  # type: ignore[attr-defined]
-    seen = []
+    keys = []
     for _ in range(4):
         reloadpg.offload()
         reloadpg.reload()
         summed(group, rank)
         summed(None, rank)
-        seen.append(store.num_keys())
+        keys.append(store.num_keys())
         summed(None, rank)
-    return seen
+    assert len(set(keys[1:])) == 1
 
 
-def test_keys_of_released_communicators_are_deleted(ranks: Callable[..., list[Any]]) -> None:
-    """From the second generation on, the number of keys in the store is constant."""
-    for seen in ranks(_keys, 2):
-        assert len(set(seen[1:])) == 1, seen
-
-
-def _ended(rank: int, world_size: int) -> None:
+@on_engines(2)
+def test_offloaded_groups_can_be_destroyed_and_aborted(engine: str, rank: int) -> None:
+    """Torch queries their backends as it destroys or aborts them."""
     start(rank)
     pair = dist.new_group([0, 1])
     reloadpg.offload()
@@ -167,32 +138,7 @@ def _ended(rank: int, world_size: int) -> None:
     dist.distributed_c10d._abort_process_group()
 
 
-def test_offloaded_groups_can_be_destroyed_and_aborted(ranks: Callable[..., list[Any]]) -> None:
-    """Torch queries their backends as it destroys or aborts them."""
-    assert ranks(_ended, 2) == [None, None]
-
-
-def _training(rank: int, world_size: int, fault: str) -> tuple[list[float], list[int]]:
-    start(rank, recoverable=True)
-    group: Any = dist.group.WORLD
-    summed(None, rank)
-    done: dict[int, float] = {}
-    attempts = {}
-    for step in reloadpg.retrying(range(4)):
-        with step as number:
-            if rank == 0:
-                group.set_timeout(LIMIT)
-            if (number, step.attempt) == (2, 1):
-                _go_wrong(rank, group, fault)
-            tensor = torch.tensor([float(number + rank)]).cuda()
-            dist.all_reduce(tensor)
-        attempts[number] = step.attempt
-        if tensor.is_cuda:
-            done[number] = tensor.item()
-    return list(done.values()), list(attempts.values())
-
-
-def _go_wrong(rank: int, group: Any, fault: str) -> None:
+def go_wrong(rank: int, group: Any, fault: Any) -> None:
     if fault == "late" and rank == 1:
         waited = threading.Event()
         for _ in range(int(HANG_S * 10)):
@@ -203,28 +149,40 @@ def _go_wrong(rank: int, group: Any, fault: str) -> None:
     if rank == 0:
         group.set_timeout(SHORT)
         if fault != "late":
-            action: Any = fault
-            standins.inject(Fault(action, "collective", rank=0, times=1))
+            standins.inject(Fault(fault, "collective", rank=0, times=1))
 
 
 @pytest.mark.parametrize("fault", ["late", "async", "fail"])
+@on_engines(2)
 def test_a_step_is_repeated_whose_collective_was_aborted(
-    ranks: Callable[..., list[Any]], fault: str
+    engine: str, fault: str, rank: int
 ) -> None:
     """After a late rank, an asynchronous error, and a failed call.
 
     The aborted collective leaves wrong values and raises nothing: the step is not complete.
     """
-    for values, attempts in ranks(_training, 2, fault):
-        assert values == [1.0, 3.0, 5.0, 7.0]
-        assert attempts == [1, 1, 2, 1]
-
-
-def _failed_batch(rank: int, world_size: int) -> float:
     start(rank, recoverable=True)
     group: Any = dist.group.WORLD
     summed(None, rank)
-    total = 0.0
+    done = {}
+    for step in reloadpg.retrying(range(4)):
+        with step as number:
+            if rank == 0:
+                group.set_timeout(LIMIT)
+            if (number, step.attempt) == (2, 1):
+                go_wrong(rank, group, fault)
+            tensor = torch.tensor([float(number + rank)]).cuda()
+            dist.all_reduce(tensor)
+        done[number] = step.attempt, tensor.item()
+    assert [*done.values()] == [(1, 1.0), (1, 3.0), (2, 5.0), (1, 7.0)]
+
+
+@on_engines(2)
+def test_a_batch_that_fails_does_not_stop_later_collectives(engine: str, rank: int) -> None:
+    """Torch leaves NCCL's group call open, which then collects the thread's calls."""
+    start(rank, recoverable=True)
+    group: Any = dist.group.WORLD
+    summed(None, rank)
     for step in reloadpg.retrying(range(1)):
         with step:
             group.set_timeout(SHORT if step.attempt == 1 else LIMIT)
@@ -237,97 +195,70 @@ def _failed_batch(rank: int, world_size: int) -> float:
             ]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-            total = summed(None, rank) + received.item()
+            seen = summed(None, rank), received.item()
+    assert seen == (3.0, 1.0 - rank)
     reloadpg.offload()
     reloadpg.reload()
     assert summed(None, rank) == 3.0  # by a communicator that this thread creates
-    return total
 
 
-def test_a_batch_that_fails_does_not_stop_later_collectives(
-    ranks: Callable[..., list[Any]],
+@on_engines(2)
+def test_a_reload_after_a_failed_recovery_rebuilds_all_backends_of_mixed_groups(
+    engine: str, rank: int
 ) -> None:
-    """Torch leaves NCCL's group call open, which then collects the thread's calls."""
-    assert ranks(_failed_batch, 2) == [4.0, 3.0]
-
-
-def _recovery_that_fails(rank: int, world_size: int) -> tuple[bool, float, float, str]:
+    """A recovery aborts the backends of the CPU, too."""
     start(rank, bound=True, backend="cpu:gloo,cuda:nccl", timeout=BOUND)
     group: Any = dist.new_group([0, 1])
     summed(group, rank)
-    failed = False
     if rank == 0:
         standins.inject(Fault("fail", "init", rank=0, times=1))
-    try:
+    with pytest.raises(reloadpg.ReloadpgError):
         reloadpg.recover("a test")
-    except reloadpg.ReloadpgError:
-        failed = True
     reloadpg.reload()
     value = torch.ones(1)
     dist.all_reduce(value, group=group)
-    return failed, value.item(), summed(group, rank), group.state
+    assert (value.item(), summed(group, rank), group.state) == (2.0, 3.0, "live")
 
 
-def test_a_reload_after_a_failed_recovery_rebuilds_all_backends_of_mixed_groups(
-    ranks: Callable[..., list[Any]],
+@on_engines(2)
+def test_the_cpu_backend_of_a_mixed_group_works_while_it_is_offloaded(
+    engine: str, rank: int
 ) -> None:
-    """A recovery aborts the backends of the CPU, too."""
-    assert ranks(_recovery_that_fails, 2) == [(True, 2.0, 3.0, "live")] * 2
-
-
-def _in_background(rank: int, world_size: int) -> tuple[str, float, bool, float]:
+    """Only NCCL's communicators are released and rebuilt."""
     start(rank, backend="cpu:gloo,cuda:nccl")
     group: Any = dist.new_group([0, 1])
     summed(group, rank)
     backend = group._get_backend(torch.device("cpu"))
     reloadpg.offload(wait=False).result()
-    raised = ""
-    try:
+    with pytest.raises(reloadpg.GroupOffloadedError):
         summed(group, rank)
-    except reloadpg.GroupOffloadedError as error:
-        raised = type(error).__name__
     value = torch.ones(1)
     dist.all_reduce(value, group=group)
-    freed = standins.communicators() == 0
+    assert (value.item(), standins.communicators()) == (2.0, 0)
     reloadpg.reload(wait=False).result()
-    same = group._get_backend(torch.device("cpu")) is backend
-    return raised, value.item(), same and freed, summed(group, rank)
+    assert group._get_backend(torch.device("cpu")) is backend
+    assert summed(group, rank) == 3.0
 
 
-def test_the_cpu_backend_of_a_mixed_group_works_while_it_is_offloaded(
-    ranks: Callable[..., list[Any]],
-) -> None:
-    """Only NCCL's communicators are released and rebuilt."""
-    assert ranks(_in_background, 2) == [("GroupOffloadedError", 2.0, True, 3.0)] * 2
-
-
-def _wrong_values(rank: int, world_size: int) -> tuple[str, float]:
+@on_engines(2)
+def test_an_offload_does_not_hide_an_aborted_collective(engine: str, rank: int) -> None:
+    """Its communicator holds the error: it is raised, and nothing is released."""
     start(rank, recoverable=True)
     group: Any = dist.group.WORLD
-    raised = ""
     summed(None, rank)
     if rank == 0:
         group.set_timeout(SHORT)
         dist.all_reduce(torch.ones(1).cuda())  # rank 1 does not take part
-    try:
+    here = pytest.raises(dist.DistBackendError, match=r"^a collective was aborted on this rank")
+    with here if rank == 0 else pytest.raises(reloadpg.PeerFailedError):
         reloadpg.offload()
-    except Exception as error:
-        raised = f"{type(error).__name__}: {error}"
-        assert group.state == "live"
+    assert group.state == "live"
     if rank == 0:
         group.set_timeout(LIMIT)
     reloadpg.recover()
     reloadpg.offload()
     reloadpg.reload()
-    return raised, summed(None, rank)
-
-
-def test_an_offload_does_not_hide_an_aborted_collective(ranks: Callable[..., list[Any]]) -> None:
-    """Its communicator holds the error: it is raised, and nothing is released."""
-    (here, total), (there, other) = ranks(_wrong_values, 2)
-    assert here.startswith("DistBackendError: a collective was aborted on this rank")
-    assert there.startswith("PeerFailedError")
-    assert total == other == 3.0
+    assert summed(None, rank) == 3.0
 
 
 ENDS = (
@@ -336,20 +267,24 @@ ENDS = (
 )
 
 
-def _overlapping(rank: int, world_size: int, fault: Fault | None) -> dict[str, Any]:
+def cycle_with_overlapping_groups(rank: int, size: int, fault: Fault | None = None) -> list[str]:
+    """Three cycles, the second one with a fault; return the errors. Sums and memory are right."""
     hangs = fault is not None and fault.action == "hang"
     start(rank, strategy="suspend", **({"timeout": BOUND} if hangs else {}))
-    groups: list[tuple[Any, tuple[int, ...]]] = [(None, tuple(range(world_size)))]
-    for size in (2, 3):
-        for members in itertools.combinations(range(world_size), size):
+    groups: list[tuple[Any, tuple[int, ...]]] = [(None, tuple(range(size)))]
+    for number in (2, 3):
+        for members in itertools.combinations(range(size), number):
             group = dist.new_group(list(members), timeout=LIMIT)
             if rank in members:
                 groups.append((group, members))
 
-    def right() -> bool:
-        return all(summed(g, rank) == sum(m + 1 for m in members) for g, members in groups)
+    def live() -> int:
+        """Check the sums of all groups; return the memory in use."""
+        for group, members in groups:
+            assert summed(group, rank) == sum(member + 1 for member in members)
+        return used()
 
-    seen: dict[str, Any] = {"right": [right()], "live": [used()], "offloaded": [], "errors": []}
+    before, errors = live(), []
     for cycle in range(3):
         injected = None
         if cycle == 1 and fault is not None and rank == 0:
@@ -358,69 +293,56 @@ def _overlapping(rank: int, world_size: int, fault: Fault | None) -> dict[str, A
             try:
                 operation()
             except ENDS as error:
-                seen["errors"].append(type(error).__name__)
+                errors.append(type(error).__name__)
                 if injected is not None:
                     injected.clear()
                 operation()
-            if operation is reloadpg.offload:
-                seen["offloaded"].append(used())
+            assert operation is reloadpg.reload or fault or used() < before / 10
         if injected is not None:
             injected.clear()
-        seen["right"].append(right())
-        seen["live"].append(used())
-    return seen
+        assert live() == before
+    return errors
 
 
 @pytest.mark.skipif(not CAN_SUSPEND, reason="torch before 2.12 cannot suspend")
-def test_overlapping_groups_are_suspended(ranks: Callable[..., list[Any]]) -> None:
+@on_engines(4)
+def test_overlapping_groups_are_suspended(engine: str, rank: int) -> None:
     """At the default parallelism; torch's own suspend holds Python's lock and would deadlock."""
-    for seen in ranks(_overlapping, 4, None):
-        assert seen["right"] == [True] * 4
-        assert seen["errors"] == []
-        assert len(set(seen["live"])) == 1
-        assert all(left < seen["live"][0] / 10 for left in seen["offloaded"])
+    assert cycle_with_overlapping_groups(rank, 4) == []
 
 
 @pytest.mark.skipif(not CAN_SUSPEND, reason="torch before 2.12 cannot suspend")
 @pytest.mark.parametrize("call", ["suspend", "resume"])
 @pytest.mark.parametrize("action", ["fail", "hang"])
+@on_engines(3)
 def test_a_suspend_or_resume_that_fails_or_hangs_on_one_rank_raises_on_all(
-    ranks: Callable[..., list[Any]], action: Any, call: Any
+    engine: str, action: Any, call: Any, rank: int
 ) -> None:
     """The operation fails on all ranks, or reaches the timeout; the next cycles are right."""
     fault = Fault(action, call, rank=0, times=1 if action == "fail" else None)
-    results = ranks(_overlapping, 3, fault)
-    for seen in results:
-        assert seen["right"] == [True] * 4
-        assert len(seen["errors"]) == 1
-        assert len(set(seen["live"])) == 1
+    errors = cycle_with_overlapping_groups(rank, 3, fault)
+    assert len(errors) == 1
     if action == "fail":
-        error = "ReleaseError" if call == "suspend" else "RebuildError"
-        assert [seen["errors"] for seen in results] == [[error], *[["PeerFailedError"]] * 2]
-
-
-def _shrunk(rank: int, world_size: int, whole: bool) -> Any:
-    start(rank, bound=True)  # else torch gives the shrunk group to the CPU
-    group = None if whole else dist.new_group([0, 1, 2])
-    summed(group, rank)
-    torch.cuda.synchronize()  # torch refuses to shrink while work is pending
-    if rank == 2:
-        return None
-    shrunk = dist.distributed_c10d.shrink_group([2], group=group)
-    named = dict(reloadpg.status().unmanaged)
-    return shrunk.group_name, named, summed(shrunk, rank), len(reloadpg.status().groups)
+        here = "ReleaseError" if call == "suspend" else "RebuildError"
+        assert errors == [here if rank == 0 else "PeerFailedError"]
 
 
 @pytest.mark.skipif(
     not hasattr(dist.distributed_c10d, "shrink_group"), reason="this torch cannot shrink groups"
 )
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_shrunk_group_is_named(ranks: Callable[..., list[Any]], whole: bool) -> None:
+@on_engines(3)
+def test_a_shrunk_group_is_named(engine: str, whole: bool, rank: int) -> None:
     """``shrink_group`` is not patched: its group works, and ``status().unmanaged`` has it."""
-    *survivors, excluded = ranks(_shrunk, 3, whole)
-    assert excluded is None
-    for name, named, total, managed in survivors:
-        assert list(named) == [name]
-        assert "does not patch" in named[name]
-        assert total == 3.0
-        assert managed == (0 if whole else 1)
+    start(rank, bound=True)  # else torch gives the shrunk group to the CPU
+    group = None if whole else dist.new_group([0, 1, 2])
+    summed(group, rank)
+    torch.cuda.synchronize()  # torch refuses to shrink while work is pending
+    if rank == 2:
+        return
+    shrunk = dist.distributed_c10d.shrink_group([2], group=group)
+    status = reloadpg.status()
+    assert list(status.unmanaged) == [shrunk.group_name]
+    assert "does not patch" in status.unmanaged[shrunk.group_name]
+    assert len(status.groups) == (0 if whole else 1)
+    assert summed(shrunk, rank) == 3.0

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from nccl_job import on_engines
 
 import reloadpg
 from reloadpg.cli.job import JobView
 from reloadpg.cli.records import read_directory
 from reloadpg.observability import publish_status
-from reloadpg.testing import run_ranks
 
 pytestmark = [
     pytest.mark.standins,
@@ -22,11 +22,15 @@ pytestmark = [
 ]
 
 
-def hangs(rank: int, world_size: int, directory: str) -> str:
-    """Rank 1 delays a collective until the status of the job names it."""
+@on_engines(2, TORCH_NCCL_TRACE_BUFFER_SIZE="200")  # torch 2.8 records nothing by default
+def test_a_hang_shows_what_the_flight_recorder_has(engine: str, rank: int, tmp_path: Path) -> None:
+    """The collective that the other rank has started, and its state on the device.
+
+    Rank 1 delays a collective until the status of the job names it.
+    """
     torch.cuda.set_device(rank)
     reloadpg.install()
-    end = publish_status(directory)
+    end = publish_status(tmp_path)
     dist.init_process_group("nccl")
     reloadpg.offload()
     reloadpg.reload()  # the recorder has the generation in the group's name
@@ -34,31 +38,57 @@ def hangs(rank: int, world_size: int, directory: str) -> str:
     dist.all_reduce(tensor)
     remedy = ""
     while rank == 1 and "rank 0 is at " not in remedy:
-        found = JobView(read_directory(Path(directory))).lasting_findings()
+        found = JobView(read_directory(tmp_path)).lasting_findings()
         remedy = "".join(one.remedy for one in found if one.check == "collective")
         time.sleep(0.2)  # between two looks
     dist.all_reduce(tensor)
     torch.cuda.synchronize()
     end()
-    return remedy
+    waiting = remedy.partition("rank 0 is at ")[2]
+    assert rank == 0 or "in synchronize" in waiting
+    unfinished = "; unfinished there: all_reduce [3], number 2 of group '0', scheduled"
+    assert rank == 0 or unfinished in waiting
 
 
-@pytest.mark.parametrize("nccl2", ["0", "1"])  # 2.15 has two implementations, and two recorders
-def test_a_hang_shows_what_the_flight_recorder_has(tmp_path: Path, nccl2: str) -> None:
-    """The collective that the other rank has started, and its state on the device."""
-    # Torch 2.8 records nothing by default.
-    env = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "200", "TORCH_DIST_USE_NCCL2": nccl2}
-    remedies = run_ranks(hangs, 2, args=(str(tmp_path),), timeout=240, standins=True, env=env)
-    waiting = remedies[1].partition("rank 0 is at ")[2]
-    assert "in synchronize" in waiting
-    assert "; unfinished there: all_reduce [3], number 2 of group '0', scheduled" in waiting
+@on_engines(2, TORCH_NCCL_TRACE_BUFFER_SIZE="200")
+def test_a_receive_that_waits_for_its_send_is_shown(engine: str, rank: int, tmp_path: Path) -> None:
+    """All ranks have begun as many collectives. The position of the other rank is shown, too."""
+    torch.cuda.set_device(rank)
+    reloadpg.install()
+    end = publish_status(tmp_path)
+    dist.init_process_group("nccl")
+    tensor = torch.ones(3, device="cuda")
+    dist.all_reduce(tensor)
+    for one in range(2):  # the first one connects
+        if rank == 1:
+            dist.irecv(tensor, 0)
+        elif one == 0:
+            dist.send(tensor, 1)
+    found: list[str] = []
+    while rank == 0 and not found:
+        findings = JobView(read_directory(tmp_path)).lasting_findings()
+        found = [f"{one.message} {one.remedy}" for one in findings if one.check == "collective"]
+        time.sleep(0.2)  # between two looks
+    if rank == 0:
+        dist.send(tensor, 1)
+    torch.cuda.synchronize()
+    end()
+    if rank == 0:
+        head = "rank 1 in a collective, send or receive that has not completed; "
+        assert found[0].startswith(head)
+        waiting, _, other = found[0].partition("; rank 0 is at ")
+        assert "; unfinished there: recv 1<-0" in waiting
+        assert ", number 2 of group '0', scheduled" in waiting
+        assert "in test_a_receive_that_waits" in other
 
 
 class Injected(Exception):
     """The injected error."""
 
 
-def waits_for_the_device(rank: int, world_size: int) -> list[tuple[int, int, float]]:
+@pytest.mark.ranks(2, standins=True, timeout=240)
+def test_a_wait_for_the_device_ends_when_a_peer_requests_a_recovery(rank: int) -> None:
+    """Before the timeout of the collective that the peer does not join."""
     torch.cuda.set_device(rank)
     reloadpg.install(recoverable=True, timeout=600)
     dist.init_process_group("nccl", timeout=timedelta(seconds=600))
@@ -73,10 +103,4 @@ def waits_for_the_device(rank: int, world_size: int) -> list[tuple[int, int, flo
             total = tensor.item()  # waits for the device, and cannot be interrupted
         if step.complete:
             seen.append((step.number, step.attempt, total))
-    return seen
-
-
-def test_a_wait_for_the_device_ends_when_a_peer_requests_a_recovery() -> None:
-    """Before the timeout of the collective that the peer does not join."""
-    results = run_ranks(waits_for_the_device, 2, timeout=240, standins=True)
-    assert results == [[(0, 2, 2.0), (1, 1, 2.0)]] * 2
+    assert seen == [(0, 2, 2.0), (1, 1, 2.0)]

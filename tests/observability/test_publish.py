@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from reloadpg import observability
 from reloadpg.groups.registry import registry
 from reloadpg.observability import publish, trace
 from reloadpg.observability.exporters import subscribe
-from reloadpg.testing import run_ranks
 
 LIMIT_S = 120.0
 
@@ -54,26 +54,33 @@ def _single_rank(**options: Any) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def _heartbeat(rank, world_size, directory):
-    path = Path(directory, "rank-0.json")
-    publisher = publish.Publisher(Path(directory), heartbeat=0.01)
+@contextmanager
+def publishing(directory: Path, heartbeat: float = 0.01) -> Iterator[None]:
+    publisher = publish.Publisher(directory, heartbeat=heartbeat)
     publisher.start()
-    not_yet = until(lambda: read(path))  # the launcher's rank is known before any group is
-    _single_rank()
-    with_world = until(lambda: len(found := read(path)["status"]["groups"]) == 1 and found)
-    group = dist.new_group([0], group_desc="late")
-    until(lambda: len(read(path)["status"]["groups"]) == 2)
-    first = read(path)["time"]
-    later = until(lambda: (now := read(path)["time"]) > first and now)
-    dist.destroy_process_group(group)
-    until(lambda: len(read(path)["status"]["groups"]) == 1)
+    yield
     publisher.stop()
-    return not_yet["installed"], with_world[0]["desc"], later > first
 
 
+@pytest.mark.ranks(1)
 def test_the_heartbeat_publishes_changes_between_operations(tmp_path: Path) -> None:
     """The installation, groups that are created and destroyed, and the time."""
-    assert run_ranks(_heartbeat, 1, args=(str(tmp_path / "new"),)) == [(False, "default_pg", True)]
+    path = tmp_path / "new" / "rank-0.json"
+
+    def descs() -> list[str]:
+        return [group["desc"] for group in read(path)["status"]["groups"]]
+
+    with publishing(path.parent):
+        until(lambda: read(path))  # the launcher's rank is known before any group is
+        assert not read(path)["installed"]
+        _single_rank()
+        until(lambda: descs() == ["default_pg"])
+        group = dist.new_group([0], group_desc="late")
+        until(lambda: descs() == ["default_pg", "late"])
+        first = read(path)["time"]
+        until(lambda: read(path)["time"] > first)
+        dist.destroy_process_group(group)
+        until(lambda: descs() == ["default_pg"])
 
 
 def writing() -> bool:
@@ -84,55 +91,45 @@ def writing() -> bool:
     )
 
 
-def _stuck_disk(rank, world_size, directory):
+@pytest.mark.ranks(1)
+def test_a_write_that_hangs_does_not_delay_the_job(tmp_path: Path) -> None:
     # Opening a pipe for writing blocks until it is read, as with a disk that hangs.
-    pipe = Path(directory, f".rank-0.json.{os.getpid()}.part")
+    pipe, file = tmp_path / f".rank-0.json.{os.getpid()}.part", tmp_path / "rank-0.json"
     os.mkfifo(pipe)
     _single_rank()
-    end = observability.publish_status(directory)
+    end = observability.publish_status(tmp_path)
     until(writing)
     with reloadpg.offloaded():
         pass
-    cycled = writing()
-    nothing = [path.name for path in Path(directory).iterdir()] == [pipe.name]
+    assert writing()
+    assert [*tmp_path.iterdir()] == [pipe]
     pipe.read_text()
     end()
-    file = Path(directory, "rank-0.json")
     until(file.is_file)  # the pipe was renamed to it; the last record replaces it
-    return cycled, nothing, read(file)["status"]["cycles"]
+    assert read(file)["status"]["cycles"] == 1
 
 
-def test_a_write_that_hangs_does_not_delay_the_job(tmp_path: Path) -> None:
-    assert run_ranks(_stuck_disk, 1, args=(str(tmp_path),)) == [(True, True, 1)]
-
-
-def _no_directory(rank, world_size, file):
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("reloadpg").addHandler(handler)
-    publisher = publish.Publisher(Path(file), heartbeat=0.01)
-    publisher.start()
-    until(lambda: messages)
-    time.sleep(0.5)  # it is tried again, many times
-    _single_rank()
-    with reloadpg.offloaded():
-        pass
-    Path(file).unlink()
-    record = until(lambda: read(Path(file, "rank-0.json")))
-    publisher.stop()
-    return [text for text in messages if "status file" in text], record["rank"]
-
-
+@pytest.mark.ranks(1)
 def test_a_directory_that_cannot_be_created_is_warned_of_once(tmp_path: Path) -> None:
     """The job continues. The file is written once the directory can be created."""
-    (tmp_path / "file").touch()
-    (((warning,), rank),) = run_ranks(_no_directory, 1, args=(str(tmp_path / "file"),))
-    assert "cannot be written" in warning
-    assert rank == 0
+    file = tmp_path / "file"
+    file.touch()
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("reloadpg").addHandler(handler)
+    with publishing(file):
+        until(lambda: warnings)
+        time.sleep(0.5)  # it is tried again, many times
+        _single_rank()
+        with reloadpg.offloaded():
+            pass
+        file.unlink()
+        until(lambda: read(file / "rank-0.json"))
+    assert ["cannot be written" in text for text in warnings] == [True]
 
 
-def _in_child(body):
+def _in_child(body: Callable[[], None]) -> int:
     """Run something in a forked child; return its exit code."""
     child = os.fork()
     if child == 0:
@@ -146,39 +143,36 @@ def _in_child(body):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _fork(rank, world_size, directory):
-    path, own = Path(directory, "rank-0.json"), Path(directory, "own")
+@pytest.mark.ranks(1)
+def test_a_forked_child_does_not_write_its_parents_file(tmp_path: Path) -> None:
+    """It has no publishing thread until it is a rank itself. The parent continues."""
+    path, own = tmp_path / "rank-0.json", tmp_path / "own"
 
-    def with_a_group_of_its_own():
+    def with_a_group_of_its_own() -> None:
         assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
-        store = dist.HashStore()
-        worlds.init("gloo", store=store, rank=0, world_size=1)
+        worlds.init("gloo", store=dist.HashStore(), rank=0, world_size=1)
         end = observability.publish_status(own)
         until(lambda: read(own / "rank-0.json"))
         end()
 
-    def with_the_parents_group():
+    def with_the_parents_group() -> None:
         reloadpg.install(backends={"gloo"}, min_size=1)
-        observability.publish_status(directory)()
+        observability.publish_status(tmp_path)()
 
     reloadpg.install(backends={"gloo"}, min_size=1)
     observability.serve_status()
-    observability.publish_status(directory)
+    observability.publish_status(tmp_path)
     until(lambda: read(path))
     with publish._process._lock:  # as if another thread held it
-        codes = [_in_child(with_a_group_of_its_own)]
+        assert _in_child(with_a_group_of_its_own) == 0
         worlds.init("gloo")
-        codes += [_in_child(with_the_parents_group)]
-    untouched = read(path)["pid"] == os.getpid()
+        assert _in_child(with_the_parents_group) == 0
+    assert read(own / "rank-0.json")["rank"] == 0
+    assert read(path)["pid"] == os.getpid()
     with reloadpg.offloaded():
         pass
-    record = until(lambda: (found := read(path))["status"]["cycles"] == 1 and found)
-    return codes, untouched, record["pid"] == os.getpid(), read(own / "rank-0.json")["rank"]
-
-
-def test_a_forked_child_does_not_write_its_parents_file(tmp_path: Path) -> None:
-    """It has no publishing thread until it is a rank itself. The parent continues."""
-    assert run_ranks(_fork, 1, args=(str(tmp_path),)) == [([0, 0], True, True, 0)]
+    until(lambda: read(path)["status"]["cycles"] == 1)
+    assert read(path)["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize("ends", ["right after an operation", "in order"])
@@ -226,61 +220,59 @@ def test_nothing_is_published_without_the_variable_or_without_a_rank(
     assert not any(tmp_path.iterdir())
 
 
-def _while_busy(rank, world_size, directory):
+@pytest.mark.ranks(1)
+def test_no_other_thread_reads_the_status_during_an_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of communicators must not be read while they may be released."""
     _single_rank()
-    path = Path(directory, "rank-0.json")
-    looks = []
+    path = tmp_path / "rank-0.json"
+    looks: list[str] = []
     status = reloadpg.status
 
-    def noted():
+    def noted() -> Any:
         looks.append(threading.current_thread().name)
         return status()
 
-    reloadpg.status = noted
-    publisher = publish.Publisher(Path(directory), heartbeat=0.001)
-    publisher.start()
-    until(lambda: read(path).get("status"))
-    inside = []
-
-    def on_offload():
+    def on_offload() -> None:
         looks.clear()
         dist.new_group([0])  # something to see, in the middle of an operation
         first = read(path)["time"]
         until(lambda: read(path)["time"] > first)
-        inside.extend(looks)
+        assert looks == []
 
+    monkeypatch.setattr(reloadpg, "status", noted)
     reloadpg.on_offload(on_offload)
-    reloadpg.offload()
-    publisher.stop()
-    return inside, "MainThread" in looks
+    with publishing(tmp_path, heartbeat=0.001):
+        until(lambda: read(path).get("status"))
+        reloadpg.offload()
+    assert "MainThread" in looks
 
 
-def test_no_other_thread_reads_the_status_during_an_operation(tmp_path: Path) -> None:
-    """The memory of communicators must not be read while they may be released."""
-    assert run_ranks(_while_busy, 1, args=(str(tmp_path),)) == [([], True)]
-
-
-def _first_offload(rank, world_size, directory):
-    path = Path(directory, "rank-0.json")
-    publisher = publish.Publisher(Path(directory), heartbeat=1000.0)
-    publisher.start()
-    until(lambda: read(path))
-    _single_rank()
-    inside = []
-    reloadpg.on_offload(lambda: inside.append(until(lambda: (r := read(path))["running"] and r)))
-    reloadpg.offload()
-    publisher.stop()
-    (record,) = inside
-    return (
-        record["status"]["state"],
-        len(record["status"]["groups"]),
-        record["running"]["operation"],
-    )
-
-
+@pytest.mark.ranks(1)
 def test_an_operation_is_published_when_it_begins(tmp_path: Path) -> None:
-    """Even if no heartbeat has seen the groups before."""
-    assert run_ranks(_first_offload, 1, args=(str(tmp_path),)) == [("live", 1, "offload")]
+    """The first one even if no heartbeat has seen the groups before, and each later one."""
+    path = tmp_path / "rank-0.json"
+    seen: dict[int, dict[str, Any]] = {}
+
+    def published() -> bool:
+        record = read(path)
+        running = record["running"] or {"operation": ""}
+        if running["operation"] != "offload" or running["sequence"] in seen:
+            return False
+        seen[running["sequence"]] = record["status"]
+        return True
+
+    with publishing(tmp_path, heartbeat=1000.0):
+        until(lambda: read(path))
+        _single_rank()
+        reloadpg.on_offload(lambda: until(published))
+        for _ in range(2):
+            with reloadpg.offloaded():
+                pass
+            until(lambda: read(path)["running"] is None)  # no write is left for the next one
+    first, _ = seen.values()
+    assert (first["state"], len(first["groups"])) == ("live", 1)
 
 
 def test_an_exporter_that_fails_is_disabled_with_one_warning(
@@ -303,36 +295,33 @@ def test_an_exporter_that_fails_is_disabled_with_one_warning(
     assert registry.callbacks.report == before
 
 
-def _without_packages(rank, world_size):
-    sys.modules["prometheus_client"] = sys.modules["opentelemetry"] = None
-    observability.export_spans()()
-    with pytest.raises(ImportError) as caught:
-        observability.ReloadpgCollector()
-    return str(caught.value)
-
-
-def test_spans_and_metrics_without_their_packages() -> None:
+@pytest.mark.parametrize("name", ["prometheus_client", "opentelemetry"])
+def test_spans_and_metrics_without_their_packages(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Spans do nothing; metrics name the extra to install."""
-    (message,) = run_ranks(_without_packages, 1)
-    assert "pip install 'reloadpg[prometheus]'" in message
+    monkeypatch.setitem(sys.modules, name, None)
+    if name == "opentelemetry":
+        observability.export_spans()()
+    else:
+        with pytest.raises(ImportError, match=r"pip install 'reloadpg\[prometheus\]'"):
+            observability.ReloadpgCollector()
 
 
-def _files_of_a_job(rank, world_size, directory):
-    os.umask(0)
-    publish.publish_status(Path(directory, "status"))
-    _single_rank()
-    reloadpg.offload()
-    reloadpg.reload()
-    until(Path(directory, "status", "trace-rank-0.json").exists)
-    dist.destroy_process_group()
-
-
+@pytest.mark.ranks(1)
 def test_files_are_private_and_replace_links(tmp_path: Path) -> None:
     """With any umask. The target of a link is unchanged."""
-    run_ranks(_files_of_a_job, 1, args=(str(tmp_path),), timeout=LIMIT_S)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "status").iterdir()}
+    os.umask(0)
+    status = tmp_path / "status"
+    end = publish.publish_status(status)
+    _single_rank()
+    with reloadpg.offloaded():
+        pass
+    until((status / "trace-rank-0.json").exists)
+    end()
+    modes = {path.name: path.stat().st_mode & 0o777 for path in status.iterdir()}
     assert modes == {"rank-0.json": 0o600, "trace-rank-0.json": 0o600}
-    assert (tmp_path / "status").stat().st_mode & 0o777 == 0o700
+    assert status.stat().st_mode & 0o777 == 0o700
     target = tmp_path / "target"
     target.write_text("untouched")
     part = tmp_path / f".file.{os.getpid()}.part"

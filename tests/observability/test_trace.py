@@ -31,7 +31,7 @@ def ends(event: dict[str, Any]) -> float:
     return float(event["ts"] + event["dur"])
 
 
-def test_events_have_unix_microseconds_a_category_and_scalar_arguments(tmp_path: Path) -> None:
+def test_events_have_unix_microseconds_a_category_and_arguments(tmp_path: Path) -> None:
     """So the tracks of several ranks need no alignment."""
     write_trace([report(error="RuntimeError: no")], tmp_path / "trace.json")
     found = named(tmp_path / "trace.json")

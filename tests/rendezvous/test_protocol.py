@@ -286,6 +286,34 @@ def test_an_interrupted_rank_that_recovers_withdraws_its_interrupt() -> None:
     assert replace(Decision.from_json(cancels.value), by=-1) == Decision.from_json(noted)
 
 
+def test_an_interrupt_like_that_of_an_earlier_epoch_cancels_the_recovery() -> None:
+    """A rank that was interrupted in a step again, with the same message, takes no part."""
+    recover = protocol.Recover("fault", "{}", ("enter", "done"), False)
+    noted = Decision("cancelled", 1, "interrupted")
+    state = State(0, (0, 1), instance=1, noted=noted)
+    for number in ("1", "2"):
+        state, _ = protocol.step(state, recover)
+        for reply in (number, None, *[None] * 3, noted.to_json()):
+            state, command = protocol.step(state, protocol.Reply(state.asked, reply))
+        assert (command is None) == (number == "1")
+    assert command is not None
+    assert command[:2] == ("reloadpg/1/2.0/enter/decision", "")
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_interrupt_of_a_recovery_ends_its_first_barrier(joined: bool) -> None:
+    """Whether this rank has joined it or not; the operation before it had failed."""
+    recover = protocol.Recover("fault", "{}", ("enter", "done"), False)
+    state = State(1, (0, 1), instance=1, decision=Decision("failed", 0), ended=True)
+    state, _ = protocol.step(state._replace(phases=("released",)), recover)
+    for reply in ("1", *[None] * 5) * joined:
+        state, _ = protocol.step(state, protocol.Reply(state.asked, reply))
+    cancelled = Decision("cancelled", 1, "interrupted")
+    replies = [cancelled.to_json(), *["1"] * (not joined)]
+    *_, written = commands_of(state, protocol.Fail(cancelled), *replies)
+    assert written == ("reloadpg/1/1.0/enter/decision", "", cancelled.to_json())
+
+
 def test_a_rank_without_a_store_assumes_that_the_others_pass() -> None:
     """The assumed end is the barrier after the one at which the rank was counted."""
     state = State(0, (0, 1)).open(("enter", "quiesced", "released"), ("quiesced",))

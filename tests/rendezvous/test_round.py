@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ from reloadpg import c10d
 from reloadpg.errors import LOG_WAIT, PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from reloadpg.rendezvous.decision import Decision
 from reloadpg.rendezvous.plan import Proposal
-from reloadpg.rendezvous.round import Rendezvous
+from reloadpg.rendezvous.round import Rendezvous, Round
 from reloadpg.rendezvous.store_client import absent
 from reloadpg.rendezvous.worker_thread import Wait
 
@@ -225,11 +227,14 @@ def test_a_timeout_distinguishes_unfinished_work_from_missing_ranks() -> None:
         assert "the group of tests" in str(error)
 
 
-@pytest.mark.parametrize("end", ["timeout", "interrupt"])
+@pytest.mark.parametrize("end", ["timeout", "interrupt", "second interrupt"])
 def test_work_that_ends_after_its_operation_is_not_committed(
     end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operation times out, or is interrupted while it starts the thread of the work."""
+    """The operation times out, or is interrupted while it starts the thread of the work.
+
+    A second interrupt may occur before the work is abandoned.
+    """
     release, ended, committed = threading.Event(), threading.Event(), []
 
     def work(attempt: Any, _: int) -> None:
@@ -244,13 +249,20 @@ def test_work_that_ends_after_its_operation_is_not_committed(
         start(thread)
         raise KeyboardInterrupt
 
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is Round._abandon.__code__:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
     timeout, error = (0.3, RendezvousTimeoutError) if end == "timeout" else (FAR, KeyboardInterrupt)
-    if end == "interrupt":
+    if end != "timeout":
         monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(error):
-        Rendezvous(None, 0, 1).open("reload", ("rebuilt",), timeout).run(
-            "rebuilt", work, lambda: "a group"
-        )
+    round_ = Rendezvous(None, 0, 1).open("reload", ("rebuilt",), timeout)
+    sys.settrace(trace if end == "second interrupt" else None)
+    with pytest.raises(error) as caught:
+        round_.run("rebuilt", work, lambda: "a group")
+    sys.settrace(None)
+    round_.fail(caught.value)
     release.set()
     assert ended.wait(SOON)
     assert committed == [False]
@@ -550,6 +562,24 @@ def test_a_request_without_a_response_does_not_block_later_requests() -> None:
         assert rdv.ask(lambda _: "answered", Wait("next", 20.0)) == "answered"
     finally:
         ended.set()
+
+
+def test_a_count_that_is_answered_late_changes_nothing() -> None:
+    """Another thread has counted the job since then, and listens for the ranks of this host."""
+    others, ended = {*threading.enumerate()}, threading.Event()
+    held = HeldStore(ended)
+    rdv = Rendezvous(lambda: held, 0, 2, watches=True)
+    with pytest.raises(RendezvousTimeoutError):
+        rdv.ask(lambda _: None, Wait("held", 0.1))
+    try:
+        rdv.ask(lambda _: None, Wait("next", SOON))
+        channel, state = rdv.peers.channel, rdv.state
+    finally:
+        ended.set()
+    for thread in {*threading.enumerate()} - others:
+        thread.join(SOON)
+    assert (rdv.peers.channel, rdv.state) == (channel, state)
+    rdv.end()
 
 
 def test_init_process_group_does_not_wait_for_a_store_that_does_not_respond() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -53,3 +55,25 @@ def _given_to_another_thread(rank: int, world_size: int) -> list[bool]:
 def test_a_signal_delivered_to_another_thread_is_handled_while_waiting() -> None:
     """The kernel does not wake the main thread for it, so the wait checks periodically."""
     assert run_ranks(_given_to_another_thread, 1, timeout=120) == [[True]]
+
+
+def test_the_exit_of_the_interpreter_waits_for_running_tasks() -> None:
+    """Otherwise a thread would be unwound within a call of the store, which ends the process."""
+    program = """
+import atexit, threading, time
+from reloadpg.rendezvous.worker_thread import Task
+
+exits = threading.Event()
+
+def work():
+    exits.wait()
+    time.sleep(0.2)  # the exit has continued
+    print("ended", flush=True)
+
+Task(work, "test")
+atexit.register(exits.set)  # called before the functions that were registered earlier
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=280
+    )
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr

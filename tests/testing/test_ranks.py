@@ -10,7 +10,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -229,33 +228,6 @@ def test_concurrent_runs_have_separate_stores(store: Any) -> None:
     with ThreadPoolExecutor(3) as pool:
         results = pool.map(lambda n: run_ranks(reduce_ranks, n, store=store, timeout=LIMIT), sizes)
     assert list(results) == [[n * (n + 1) // 2] * n for n in sizes]
-
-
-def kill_rank_0(rank: int, world_size: int) -> bool:
-    """Kill rank 0; return whether the store still responds. Until then its port is in use."""
-    if rank == 0:
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("", int(os.environ["MASTER_PORT"])))
-    distributed.init_process_group("gloo")
-    store = distributed.distributed_c10d._get_default_store()
-    if rank == 0:
-        store.set("pid", str(os.getpid()))
-        sleep_indefinitely()
-    pid = int(store.get("pid"))
-    os.kill(pid, signal.SIGKILL)
-    wait_gone([pid])
-    try:
-        store.set("key", "value")
-        return bool(store.get("key") == b"value")
-    except distributed.DistError:
-        return False
-
-
-@pytest.mark.parametrize(("store", "answers"), [("parent", True), ("rank0", False)])
-def test_only_a_store_in_the_parent_survives_rank_0(store: Any, answers: bool) -> None:
-    killed, survivor = run_ranks(kill_rank_0, 2, store=store, check=False, timeout=LIMIT)
-    assert killed.signal == signal.SIGKILL, killed
-    assert survivor.result is answers, survivor
 
 
 # ---------------------------------------------------------------------------------------------
@@ -718,42 +690,6 @@ def test_a_rank_loads_the_module_of_the_caller(
             run_ranks(module.fn, 1, timeout=LIMIT)
     finally:
         del sys.modules["same_name"]
-
-
-TEST_MODULE = """
-from helper import VALUE
-from reloadpg.testing import run_ranks
-
-class Local:
-    value = VALUE
-
-def fn(rank, world_size, local):
-    return type(local).__module__, local.value + rank, __file__
-
-def test_it():
-    results = run_ranks(fn, 2, args=(Local(),), start_method="START", timeout=50)
-    assert results == [(__name__, 40, __file__), (__name__, 41, __file__)]
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["prepend", "importlib"])
-def test_test_modules_are_found_in_every_import_mode(tmp_path: Path, mode: str) -> None:
-    """Without ``__init__.py``, and under the caller's name."""
-    names = ("one", "two") if mode == "importlib" else ("one",)
-    for name in names:
-        folder = tmp_path / "tests" / name
-        folder.mkdir(parents=True)
-        start = "spawn" if name == "two" else "forkserver"
-        (folder / "test_same.py").write_text(TEST_MODULE.replace("START", start))
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "helper.py").write_text("VALUE = 40\n")
-    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = lib\n")
-    done = run_python(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--import-mode={mode}", cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stdout
-    assert f"{len(names)} passed" in done.stdout
 
 
 def fork_bystander(folder: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import op_table
@@ -14,7 +15,6 @@ import torch.distributed as dist
 
 import reloadpg
 from reloadpg.testing import simulated
-from reloadpg.testing.simulated import SimOptions
 
 MIB = 1 << 20
 
@@ -105,7 +105,7 @@ def test_a_communicator_holds_resident_memory_until_its_release() -> None:
 def test_each_cycle_recreates_each_group() -> None:
     """With the caller's options object (failure 9); the counters agree in each generation."""
     start(installed=True)
-    options = SimOptions(is_high_priority_stream=True, hints=("a",))
+    options = SimpleNamespace(is_high_priority_stream=True, hints=("a",))
     pair = dist.new_group([0, 1], pg_options=options, group_desc="pair")
     groups: list[Any] = [dist.group.WORLD, pair]
     names: set[str] = set()

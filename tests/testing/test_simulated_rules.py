@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, get_args
-from unittest import mock
 
 import pytest
 import torch
@@ -118,6 +117,14 @@ def test_a_group_that_is_dropped_without_release_is_counted_as_leaked() -> None:
     gc.collect()
     assert (simulated.stats().leaked, simulated.stats().released, held()) == (1, 0, 0)
     assert simulated.groups(ended=True)[-1].state is SimState.LEAKED
+    attempted = alone()
+    use(attempted)
+    with simulated.inject(Fault("release")), pytest.raises(InjectedFaultError):
+        attempted.shutdown()
+    drop(attempted)
+    del attempted
+    gc.collect()
+    assert (simulated.stats().leaked, held()) == (1, 0)  # its release was attempted
 
 
 # ---------------------------------------------------------------------------------------------
@@ -284,40 +291,54 @@ def test_a_suspend_without_cumem_succeeds_and_releases_nothing(how: str) -> None
 # faults
 
 
+LIFE: tuple[tuple[Any, SimState, int], ...] = (
+    ("connect", SimState.CONNECTED, HELD),
+    ("suspend", SimState.SUSPENDED, MIB),
+    ("resume", SimState.CONNECTED, HELD),
+    ("release", SimState.RELEASED, 0),
+)
+"""The steps of a group after its creation, each with its state and held bytes afterwards."""
+
+
 @pytest.mark.ranks(1)
-def test_a_step_can_be_repeated_after_its_fault() -> None:
-    """A failed creation leaves no group, a failed connection no memory, a failed release both."""
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_step_with_a_fault_is_undone_or_complete(moment: Any) -> None:
+    """After a fault before the step, the step can be repeated."""
     start()
-    with simulated.inject(Fault("create", nth=2)) as fault:
-        group = alone()
-        created, known = simulated.stats().created, len(dist.distributed_c10d._world.pg_map)
-        with pytest.raises(InjectedFaultError):
+    group = alone()
+    backend, before = group._get_backend(CPU), (SimState.CREATED, 0)
+    steps = {"connect": lambda: use(group), "suspend": backend.suspend}
+    steps |= {"resume": backend.resume, "release": group.shutdown}
+    for at, *after in LIFE:
+        with simulated.inject(Fault(at, moment=moment, message="on purpose")):
+            with pytest.raises(InjectedFaultError, match="on purpose"):
+                steps[at]()
+            info = simulated.groups(ended=True)[-1]
+            assert (info.state, held()) == (before if moment == "before" else tuple(after)), at
+            if moment == "before":
+                steps[at]()
+        before = tuple(after)
+
+
+@pytest.mark.ranks(2)
+def test_a_creation_that_fails_leaves_no_group(rank: int) -> None:
+    """Neither before nor after the step. Here it fails at its second event, or on rank 1."""
+    start()
+    for fault in (Fault("create", nth=2), Fault("create", nth=2, moment="after")):
+        with simulated.inject(fault):
             alone()
-        assert (fault.seen, fault.fired) == (2, 1)
-        assert simulated.stats().created == created
-        assert len(dist.distributed_c10d._world.pg_map) == known
+            live, known = simulated.stats().live, len(distributed_c10d._world.pg_map)
+            with pytest.raises(InjectedFaultError):
+                alone()
+            assert simulated.stats().live == live
+            assert len(distributed_c10d._world.pg_map) == known
+            alone()
+    with (
+        simulated.inject(Fault("create", rank=1)) as on_rank_1,
+        pytest.raises(InjectedFaultError) if rank == 1 else nullcontext(),
+    ):
         alone()
-    with simulated.inject(Fault("connect", message="no route")) as fault:
-        with pytest.raises(InjectedFaultError, match="no route"):
-            use(group)
-        assert held() == 0
-        use(group)
-        assert (held(), fault.seen, fault.fired) == (HELD, 2, 1)
-    with simulated.inject(Fault("release")) as fault:
-        with pytest.raises(InjectedFaultError):
-            group.shutdown()
-        assert held() == HELD
-        use(group)
-        group.shutdown()
-        assert (held(), fault.fired) == (0, 1)
-    dropped = alone()
-    use(dropped)
-    with simulated.inject(Fault("release")), pytest.raises(InjectedFaultError):
-        dropped.shutdown()
-    drop(dropped)
-    del dropped
-    gc.collect()
-    assert (held(), simulated.stats().leaked) == (0, 0)
+    assert on_rank_1.fired == rank
 
 
 @pytest.mark.ranks(1)
@@ -381,89 +402,31 @@ def test_a_fault_can_call_a_function_at_every_generation() -> None:
     start()
     group, _ = alone(), alone()
     names: list[str] = []
-    later = f"{group.group_name}@*"
-    handle = simulated.inject(
-        Fault("create", "call", group=later, times=None, call=lambda g: names.append(g.name))
-    )
-    for _ in range(3):
-        reloadpg.offload()
-        reloadpg.reload()
-        handle.clear()
-    (name,) = names
-    assert name.startswith(f"{group.group_name}@")
-    assert handle.seen == 1
-    reloadpg.uninstall()  # what follows is created by torch alone
-    sizes: list[int] = []
-    for moment in ("before", "after"):
-        simulated.inject(
-            Fault("connect", "call", moment=moment, call=lambda g: sizes.append(g.held_bytes))
-        )
-    third = alone()
-    use(third)
-    assert sizes == [0, HELD]
 
-    def interrupt(group: GroupInfo) -> None:
+    def interrupt(info: GroupInfo) -> None:
+        names.append(info.name)
         raise KeyboardInterrupt
 
-    fault = Fault("release", "call", call=interrupt)
-    with simulated.inject(fault), pytest.raises(KeyboardInterrupt):
-        third.abort()
-    assert simulated.groups()[-1].state is SimState.CONNECTED
-
-
-@pytest.mark.ranks(2)
-def test_a_fault_can_select_a_rank_and_come_after_the_step(rank: int) -> None:
-    """Then the step is complete, except that a created group is released again."""
-    start()
-    with simulated.inject(Fault("create", rank=1, times=None)):
-        if rank == 0:
-            alone()
-        else:
-            with pytest.raises(InjectedFaultError):
-                alone()
-    before = simulated.stats()
-    with simulated.inject(Fault("create", moment="after")), pytest.raises(InjectedFaultError):
-        alone()
-    assert simulated.stats().created == before.created + 1
-    assert simulated.stats().live == before.live
-    group = alone()
-    use(group)
-    backend = group._get_backend(CPU)
-    states = [SimState.CONNECTED, SimState.SUSPENDED]
-    for at in ("suspend", "resume"):
-        for moment, state in zip(("before", "after"), states, strict=True):
-            with simulated.inject(Fault(at, moment=moment)), pytest.raises(InjectedFaultError):
-                getattr(backend, at)()
-            assert simulated.groups()[-1].state is state
-        states.reverse()
-    with (
-        simulated.inject(Fault("release", moment="after", operation="abort")),
-        pytest.raises(InjectedFaultError),
-    ):
-        group.abort()
-    assert simulated.groups(ended=True)[-1].state is SimState.RELEASED
+    later = Fault("create", "call", group=f"{group.group_name}@*", times=None, call=interrupt)
+    with simulated.inject(later):
+        for _ in range(2):
+            reloadpg.offload()
+            with pytest.raises(KeyboardInterrupt):
+                reloadpg.reload()
+    reloadpg.reload()
+    assert len(names) == 2
+    assert all(name.startswith(f"{group.group_name}@") for name in names)
 
 
 @pytest.mark.ranks(1)
 def test_creations_and_releases_take_the_configured_time() -> None:
-    """Until the end of the block; in parallel."""
+    """Until the end of the block."""
     start()
-    with simulated.configured(creation_seconds=0.5, release_seconds=0.5):
-        begun = time.monotonic()
-        slow = [alone() for _ in range(2)]
-        assert time.monotonic() - begun >= 1
-    sleep, together = time.sleep, threading.Barrier(2)
-
-    def sleep_together(seconds: float) -> None:
-        if seconds == 0.5:  # a release waits here until the other one has come, too
-            together.wait(200)
-        sleep(seconds)
-
     begun = time.monotonic()
-    with mock.patch.object(time, "sleep", sleep_together), ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(group.shutdown) for group in slow]:
-            done.result()
-    assert time.monotonic() - begun >= 0.5
+    with simulated.configured(creation_seconds=0.3, release_seconds=0.3):
+        group = alone()
+    group.shutdown()
+    assert time.monotonic() - begun >= 0.6
 
 
 def dying_rank(rank: int, size: int) -> None:
@@ -483,31 +446,28 @@ def test_a_fault_can_end_its_process() -> None:
 
 @pytest.mark.ranks(2)
 def test_a_fault_can_be_at_a_barrier_and_in_a_failure(rank: int) -> None:
-    """On any backend, on the named rank, at the named barrier."""
+    """On any backend, on the named rank, at the named barrier; before it, after it or waiting."""
     reloadpg.install(backends={worlds.BACKEND})
     worlds.init()
-    seen: list[str] = []
+    seen: dict[str, list[str]] = {moment: [] for moment in (*get_args(FaultMoment), "failure")}
     for moment in get_args(FaultMoment):
-        note = lambda info, moment=moment: seen.append(f"{moment} {info.name}")  # noqa: E731
+        note = lambda info, moment=moment: seen[moment].append(info.name)  # noqa: E731
         simulated.inject(Fault("barrier", "call", moment=moment, times=None, call=note))
-    simulated.inject(Fault("failure", "call", call=lambda info: seen.append(f"told {info.name}")))
+    note_failure = Fault("failure", "call", call=lambda info: seen["failure"].append(info.name))
+    simulated.inject(note_failure)
     with reloadpg.offloaded():
         pass
     barriers = ["offload.enter", "offload.released", "reload.enter", "reload.done"]
-    assert [one for one in seen if not one.startswith("waiting")] == [
-        f"{moment} {name}" for name in barriers for moment in ("before", "after")
-    ]
-    waits = [one.removeprefix("waiting ") for one in seen if one.startswith("waiting")]
-    assert waits == [name for name in barriers if name in waits]  # where it was not the last
-    simulated.clear_faults()
-    seen.clear()
+    assert seen["before"] == seen["after"] == barriers
+    waited = seen["waiting"]  # where this rank was not the last one
+    assert waited == [name for name in barriers if name in waited]
+    assert seen["failure"] == []
     fault = simulated.inject(Fault("barrier", rank=1, operation="offload.released"))
-    simulated.inject(Fault("failure", "call", call=lambda info: seen.append(info.name)))
     with pytest.raises((InjectedFaultError, reloadpg.PeerFailedError)) as caught:
         reloadpg.offload()
     assert (fault.fired, isinstance(caught.value, InjectedFaultError)) == (rank, rank == 1)
     assert "before barrier offload.released" in str(caught.value)
-    assert seen == ["offload.released"]
+    assert seen["failure"] == ["offload.released"]
     reloadpg.reload()
 
 

@@ -7,13 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_job import ENGINES, NEW_ENGINE, engine_variables
+from nccl_job import ENGINES, NEW_ENGINE, engine_variables, on_engines, on_ranks
 
 from reloadpg.testing import run_ranks, standins
 
@@ -26,18 +25,6 @@ MIB = 1 << 20
 LIMIT = timedelta(minutes=5)
 LEGACY = {"TORCH_DIST_USE_NCCL2": "0"}
 NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-
-
-def on_ranks(size: int, env: dict[str, str]) -> Any:
-    return pytest.mark.ranks(size, standins=True, timeout=240, env=env)
-
-
-def on_engines(size: int, **env: str) -> Any:
-    """Run the body on ranks, once with each of torch's implementations of the backend."""
-    params = [
-        pytest.param(one, marks=on_ranks(size, {**engine_variables(one), **env})) for one in ENGINES
-    ]
-    return pytest.mark.parametrize("engine", params)
 
 
 def connects_at_creation(engine: str) -> bool:
@@ -136,35 +123,9 @@ def test_every_operation_gives_the_right_value(engine: str, bound: bool, rank: i
     check_operations(rank, 3, bound)
 
 
-@on_ranks(2, {**LEGACY, "TEST_WORLD": "nccl", "TORCH_NCCL_USE_COMM_NONBLOCKING": "1"})
+@on_ranks(2, **LEGACY, TEST_WORLD="nccl", TORCH_NCCL_USE_COMM_NONBLOCKING="1")
 def test_every_operation_gives_the_right_value_on_nonblocking_communicators(rank: int) -> None:
     check_operations(rank, 2, True)
-
-
-@on_engines(3)
-def test_sends_and_receives_pair_up(engine: str, rank: int, world_size: int) -> None:
-    """Large ones of different sizes, in a ring."""
-    start(rank)
-    after, before = (rank + 1) % world_size, (rank - 1) % world_size
-    a, b = on_device(*range(100_000 + rank)), torch.empty(100_000 + before, device="cuda")
-    works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, a, after), dist.P2POp(dist.irecv, b, before)]
-    )
-    for work in works:
-        work.wait()
-    assert b.cpu()[-1].item() == 100_000 + before - 1
-    dist.destroy_process_group()
-
-
-@on_engines(4)
-def test_split_groups_reduce_over_their_members(engine: str, rank: int) -> None:
-    start(rank, bound=True)
-    halves = dist.split_group(split_ranks=[[0, 2], [1, 3]])
-    x, y = on_device(rank), on_device(rank)
-    dist.all_reduce(x, group=halves)
-    dist.all_reduce(y, group=dist.new_group([3, 2, 1, 0]))
-    assert (x.item(), y.item()) == (2 * (rank % 2) + 2, 6)
-    dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -209,7 +170,7 @@ def test_a_collective_blocks_its_stream_and_not_the_host(engine: str, rank: int)
 @pytest.mark.parametrize(
     "kernels",
     [
-        pytest.param(one, marks=on_ranks(1, {"RELOADPG_STANDIN_KERNELS": one}))
+        pytest.param(one, marks=on_ranks(1, RELOADPG_STANDIN_KERNELS=one))
         for one in ("refuse", "skip")
     ],
 )
@@ -330,74 +291,6 @@ def test_an_abort_is_local_and_ends_the_operation_on_the_stream(engine: str, ran
     store.set("aborted", "")
 
 
-@on_ranks(2, LEGACY)
-def test_a_communicator_is_destroyed_after_the_graphs_that_use_it(rank: int) -> None:
-    start(rank, bound=True)
-    x = on_device(1)
-    group = dist.new_group([0, 1])
-    dist.all_reduce(x, group=group)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        dist.all_reduce(x, group=group)
-    graph.replay()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert x.item() == 8
-    ended = threading.Event()
-
-    def destroy() -> None:
-        torch.cuda.set_device(rank)
-        dist.destroy_process_group(group)
-        ended.set()
-
-    thread = threading.Thread(target=destroy)
-    thread.start()
-    assert not ended.wait(1)
-    graph.reset()
-    del graph
-    assert ended.wait(60)
-    thread.join()
-
-
-@on_engines(2)
-def test_communicators_leave_no_threads_descriptors_files_or_memory(engine: str, rank: int) -> None:
-    start(rank)
-    dist.all_reduce(on_device(1))
-    torch.cuda.synchronize()
-
-    def count() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
-    def cycle() -> None:
-        group = dist.new_group([0, 1])
-        dist.all_reduce(on_device(1), group=group)
-        torch.cuda.synchronize()
-        dist.destroy_process_group(group)
-
-    cycle()
-    eventually(lambda: "standin-stream" not in thread_names())
-    first = count()
-    for _ in range(30):
-        cycle()
-    eventually(lambda: "standin-stream" not in thread_names())
-    assert count() == first
-    job = standins.current_job()
-    assert job is not None
-    assert [path.name for path in job.folder.iterdir() if path.name.startswith("comm-")] == []
-    assert without_cache(rank) == 64
-
-
-def thread_names() -> set[str]:
-    names = set()
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            names.add((task / "comm").read_text().strip())
-        except OSError:  # it has ended
-            continue
-    return names
-
-
 # ---------------------------------------------------------------------------------------------
 # faults
 
@@ -412,18 +305,13 @@ def faulty(rank: int, n: int, call: str) -> tuple[str, int]:
     kept = torch.cuda.memory_reserved() // MIB
     calls: dict[str, Callable[[], Any]] = {
         "split": lambda: dist.split_group(split_ranks=[[0, 1]]),
-        "send": lambda: dist.send(x, 1 - rank),
         "recv": lambda: dist.recv(x, 1 - rank),
-        "suspend": lambda: backend().suspend(),
-        "resume": lambda: backend().resume(),
         "abort": lambda: backend().abort(),
         "finalize": lambda: backend().shutdown(),
         "destroy": lambda: backend().shutdown(),
     }
-    if call == "resume":
-        backend().suspend()
     if rank == 1:
-        if call in ("send", "recv"):  # both create the communicator of the pair
+        if call == "recv":  # it creates the communicator of the pair
             threading.Thread(target=calls[call], daemon=True).start()
         store.wait(["seen"])
         os._exit(0)
@@ -440,24 +328,14 @@ def faulty(rank: int, n: int, call: str) -> tuple[str, int]:
 
 SHUTDOWN = ("finalize", "destroy")
 PAIR = 64 if torch.__version__ >= "2.12" else 128  # 2.8 has created the pair's communicator
-FAULTY = {
-    "split": 64,
-    "send": PAIR,
-    "recv": PAIR,
-    "suspend": 64,
-    "resume": 4,
-    "abort": 64,
-    "finalize": 64,
-    "destroy": 64,
-}
-"""MiB that the communicator of a call holds after the call has failed."""
+FAULTY = {"split": 64, "recv": PAIR, "abort": 64, "finalize": 64, "destroy": 64}
+"""MiB that the communicator of a call holds after the call has failed. Those of the other calls
+are in ``tests/nccl``."""
 
 
 @pytest.mark.parametrize("call", FAULTY)
 def test_a_failed_call_raises_and_has_no_effect(engine: dict[str, str], call: str) -> None:
     """Torch raises the error of that call."""
-    if call in ("suspend", "resume") and torch.__version__ < "2.12":
-        pytest.skip(f"torch {torch.__version__} has no Backend.suspend")
     outcome = ranks(faulty, 2, call, env=engine)[0]
     message, mib = outcome.result
     # ProcessGroupNCCL2 (torch 2.15) drops the errors of a shutdown, and destroys after the first.
@@ -466,36 +344,7 @@ def test_a_failed_call_raises_and_has_no_effect(engine: dict[str, str], call: st
     assert mib == (0 if silent and call == "finalize" else FAULTY[call])
 
 
-@on_engines(2)
-def test_a_hang_ends_when_the_fault_is_cleared(engine: str, rank: int) -> None:
-    start(rank)
-    store = signals()
-    x = on_device(1)
-    dist.all_reduce(x)
-    torch.cuda.synchronize()
-    if rank == 1:
-        dist.all_reduce(x)
-        torch.cuda.synchronize()
-        store.wait(["end"])
-        return
-    returned = threading.Event()
-
-    def call() -> None:
-        torch.cuda.set_device(rank)
-        dist.all_reduce(x)
-        torch.cuda.synchronize()
-        returned.set()
-
-    with standins.inject(standins.Fault("hang", "collective", rank=0)):
-        thread = threading.Thread(target=call)
-        thread.start()
-        assert not returned.wait(1)
-    assert returned.wait(60)
-    assert x.item() == 4
-    store.set("end", "")
-
-
-@on_ranks(2, LEGACY)  # the other engine takes the device of the rank's number
+@on_ranks(2, **LEGACY)  # the other engine takes the device of the rank's number
 def test_two_members_on_one_device_raise_as_with_nccl() -> None:
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", timeout=LIMIT)

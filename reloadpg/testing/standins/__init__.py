@@ -1,14 +1,14 @@
 """torch's ProcessGroupNCCL over stand-ins for CUDA and NCCL, on a machine without a GPU.
 
-torch's CUDA build links the CUDA runtime and NCCL dynamically. Two libraries that implement what it
-uses of them on the CPU are enough to run torch's own ``ProcessGroupNCCL``: watchdog, timeouts,
-error handling, eager and lazy connection, splits, abort, suspend and resume::
+torch's CUDA build links the CUDA runtime and NCCL dynamically. Two libraries implement on the CPU
+the functions of them that torch uses. With these, torch's own ``ProcessGroupNCCL`` runs: watchdog,
+timeouts, error handling, eager and lazy connection, splits, abort, suspend and resume::
 
     run_ranks(check, 2, standins=True)                             # a function as ranks
     python -m reloadpg standins run -- torchrun --nproc-per-node 2 train.py   # a program
 
-A *job* is the processes that see the same devices and communicators; it has a folder, which holds
-the counters of device memory and is removed when the job ends.
+A *job* is a set of processes that see the same devices and communicators. It has a folder, which
+holds the counters of device memory and is removed when the job ends.
 
 Do not assume that a kernel runs: torch's operators are computed by their CPU kernels, and launching
 any other kernel raises an error.
@@ -72,7 +72,7 @@ SETTINGS: Mapping[str, str] = {
     "RELOADPG_STANDIN_NCCL_VERSION": "what ncclGetVersion returns (the version of torch's build)",
     "RELOADPG_STANDIN_LOG": "file to which each NCCL call is written (none)",
 }
-"""The environment variables that processes of a job read, what each is, and its default."""
+"""The environment variables that the processes of a job read, with their meaning and default."""
 
 _FAULTS = "faults"
 _serials = itertools.count()
@@ -102,22 +102,22 @@ _RESULTS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong in calls of NCCL.
+    """A fault in calls of NCCL.
 
     Attributes:
         action: ``fail``: the call returns `result`. ``delay``: it takes `seconds` longer.
             ``hang``: it does not return until the fault is cleared, or another thread aborts the
             communicator. ``async``: it succeeds, and the communicator has the asynchronous error
-            `result`, after which its operations wait for the abort.
-        call: which calls.
-        rank: on which global rank (its variable RANK); None for all.
-        communicator: on communicators whose name contains this text. torch gives a name from 2.9
-            on; a communicator without one is concerned only if this is None.
-        skip: calls of each process that go well before.
-        times: calls of each process that it concerns then; None for all.
-        result: what a call returns; one of unhandled_cuda_error, system_error, internal_error,
+            `result`; its operations then wait until it is aborted.
+        call: the function of NCCL.
+        rank: the global rank (its variable RANK); None for all ranks.
+        communicator: text that the communicator's name contains. torch names communicators from
+            2.9 on. A communicator without a name matches only if this is None.
+        skip: number of matching calls of each process that succeed before the fault.
+        times: number of calls of each process that fail after them; None for all.
+        result: the error code: one of unhandled_cuda_error, system_error, internal_error,
             invalid_argument, invalid_usage, remote_error.
-        seconds: of a delay.
+        seconds: length of a delay.
     """
 
     action: Action
@@ -152,7 +152,7 @@ class InjectedFault:
         self._identity = identity
 
     def clear(self) -> None:
-        """Take the fault back; calls that it hangs go on. Local, idempotent."""
+        """Remove the fault; calls that hang because of it continue. Local, idempotent."""
         _edit(self._folder, lambda lines: [x for x in lines if f"id={self._identity}\t" not in x])
 
     def __enter__(self) -> InjectedFault:
@@ -164,18 +164,18 @@ class InjectedFault:
 
 @dataclass(frozen=True)
 class Job:
-    """A job: the processes that are started with its environment.
+    """A set of processes that see the same devices: those started with its environment.
 
     Attributes:
-        folder: what its processes share.
-        environment: the variables that its processes need when they are started.
+        folder: the folder that its processes share.
+        environment: the variables to set for each process at its start.
     """
 
     folder: Path
     environment: Mapping[str, str]
 
     def inject(self, fault: Fault) -> InjectedFault:
-        """Let calls of NCCL go wrong in all processes of the job, from now on. Local.
+        """Inject a fault into calls of NCCL in all processes of the job. Local.
 
         Returns:
             A handle that clears the fault; also a context manager.
@@ -197,16 +197,16 @@ class Job:
         return InjectedFault(self.folder, identity, fault)
 
     def clear_faults(self) -> None:
-        """Take all faults of the job back. Local, idempotent."""
+        """Remove all faults of the job. Local, idempotent."""
         _edit(self.folder, lambda lines: [])
 
 
 @contextmanager
 def job(folder: str | os.PathLike[str] | None = None) -> Iterator[Job]:
-    """Make a job, and remove its folder at the end. Local; the first use builds the libraries.
+    """Create a job, and remove its folder at the end. Local; the first use builds the libraries.
 
     Args:
-        folder: an empty folder on a local file system; None makes one, in memory if possible.
+        folder: an empty folder on a local file system; None creates one, in memory if possible.
 
     Raises:
         StandinsError: the libraries cannot be built; see :func:`build`.
@@ -218,7 +218,7 @@ def job(folder: str | os.PathLike[str] | None = None) -> Iterator[Job]:
     try:
         yield Job(made, {**libraries, JOB: str(made)})
     finally:
-        for _ in range(100):  # a process that is about to end may make a file at the same time
+        for _ in range(100):  # a process that is about to end may create a file at the same time
             shutil.rmtree(made, ignore_errors=True)
             if not made.exists():
                 break
@@ -226,7 +226,7 @@ def job(folder: str | os.PathLike[str] | None = None) -> Iterator[Job]:
 
 
 def current_job() -> Job | None:
-    """The job that this process belongs to; None if it is in none. Local."""
+    """The job of this process; None without one. Local."""
     folder = os.environ.get(JOB)
     if not folder:
         return None
@@ -235,23 +235,23 @@ def current_job() -> Job | None:
 
 
 def inject(fault: Fault) -> InjectedFault:
-    """:meth:`Job.inject` in the job that this process belongs to. Local."""
+    """Call :meth:`Job.inject` of this process's job. Local."""
     return _own_job().inject(fault)
 
 
 def clear_faults() -> None:
-    """:meth:`Job.clear_faults` in the job that this process belongs to. Local, idempotent."""
+    """Call :meth:`Job.clear_faults` of this process's job. Local, idempotent."""
     _own_job().clear_faults()
 
 
 def communicators() -> int:
-    """The number of communicators that this process has created and not ended. Local."""
+    """The number of communicators that this process has created and not destroyed. Local."""
     _own_job()
     return int(ctypes.CDLL(None).standin_communicators())
 
 
 def preloading() -> dict[str, str]:
-    """The variables with which a process has the libraries, and is in no job. Local."""
+    """The variables that preload the libraries into a process outside of any job. Local."""
     refuse_unknown_settings(os.environ)
     libraries = _libraries()
     given = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
@@ -260,10 +260,10 @@ def preloading() -> dict[str, str]:
 
 
 def refuse_unknown_settings(environ: Mapping[str, str | None]) -> None:
-    """Refuse variables, and values of them, that the stand-ins would not read. Local, pure.
+    """Refuse unknown ``RELOADPG_STANDIN_`` variables and invalid values. Local, pure.
 
     Raises:
-        StandinsError: there is one.
+        StandinsError: a variable is unknown or invalid.
     """
     known = {JOB, *SETTINGS}
     unknown = sorted(n for n in environ if n.startswith("RELOADPG_STANDIN_") and n not in known)
@@ -282,10 +282,10 @@ def refuse_unknown_settings(environ: Mapping[str, str | None]) -> None:
 
 
 def enable() -> None:
-    """Let this process and those that it starts use the libraries. Local, idempotent.
+    """Make this process and its children use the libraries. Local, idempotent.
 
-    Without a job they have no devices; ``run_ranks`` then makes a job for each run. To be called
-    before torch is imported, and before ``run_ranks``.
+    Call it before torch is imported and before ``run_ranks``, which then creates a job for each
+    run. Without a job a process has no devices.
     """
     load()
     if not enabled():
@@ -293,15 +293,15 @@ def enable() -> None:
 
 
 def enabled() -> bool:
-    """Whether the processes that this one starts use the libraries. Local."""
+    """Whether processes started by this one use the libraries. Local."""
     return JOB in os.environ
 
 
 def load() -> None:
     """Load the libraries into this process, so that torch can be imported. Local, idempotent.
 
-    For a process that is in no job but imports torch, in an environment without the packages of
-    NVIDIA that torch's CUDA build requires. It has no devices. Does nothing once torch is imported.
+    For a process outside of any job that imports torch where NVIDIA's packages, which torch's CUDA
+    build requires, are not installed. It has no devices. Does nothing once torch is imported.
     """
     if "torch" not in sys.modules:
         for path in _libraries():
@@ -309,9 +309,10 @@ def load() -> None:
 
 
 def activate() -> None:
-    """Called at the end of ``import torch`` in processes that use the libraries. Local.
+    """Replace torch's CUDA kernels. Called at the end of ``import torch``. Local, idempotent.
 
-    A rank of ``run_ranks`` that was forked with torch calls it again, in its own environment.
+    A rank of ``run_ranks`` that was forked after that import calls it again, since its environment
+    may differ.
     """
     from . import kernels
 
@@ -319,7 +320,7 @@ def activate() -> None:
 
 
 def _libraries() -> list[str]:
-    """The files to load, the CUDA runtime first: the others need it."""
+    """The files to load: first the CUDA runtime, on which the others depend."""
     folder = build()
     return [str(folder / name) for name in (folder / "libraries").read_text().split()]
 
@@ -328,7 +329,7 @@ def _own_job() -> Job:
     found = current_job()
     if found is None:
         raise StandinsError(
-            f"this process is in no job of the stand-ins for CUDA and NCCL ({JOB} is not set); "
+            f"this process does not belong to a job of the stand-ins ({JOB} is not set); "
             "nothing was changed. Start it with run_ranks(..., standins=True) or python -m "
             "reloadpg standins run, or use the Job that standins.job() returns."
         )

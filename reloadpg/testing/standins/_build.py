@@ -1,8 +1,8 @@
-"""Build the stand-ins for CUDA and NCCL for the torch that is installed, and cache them.
+"""Build the stand-ins for CUDA and NCCL for the installed torch, and cache them.
 
-Three libraries are real: ``libcudart``, ``libcuda`` and ``libnccl``. Every other library of NVIDIA
-that torch's libraries need (cuBLAS, cuDNN, NVSHMEM, ...) is a stub: it defines the symbols that
-torch imports from it, each of which names itself on stderr and returns an error.
+Three libraries are implemented: ``libcudart``, ``libcuda`` and ``libnccl``. The other libraries of
+NVIDIA that torch links (cuBLAS, cuDNN, NVSHMEM, ...) are stubs: they define the symbols that torch
+imports. A stub prints its name on stderr and returns an error.
 """
 
 from __future__ import annotations
@@ -28,22 +28,20 @@ from pathlib import Path
 
 from ...errors import ReloadpgError
 
-__all__ = ["StandinsError", "build"]
-
 SOURCES = Path(__file__).parent
-REAL = {  # library: source, and what a stub in it returns
+REAL = {  # library: source file, and the error that its stubs return
     "libcudart": ("cuda_runtime.cpp", 801),  # cudaErrorNotSupported
     "libcuda": ("cuda_driver.cpp", 801),  # CUDA_ERROR_NOT_SUPPORTED
     "libnccl": ("nccl.cpp", 5),  # ncclInvalidUsage
 }
 UNSUPPORTED = 1
-"""What the stubs of the other libraries return: a failure in each of their error codes."""
+"""The value that stubs of other libraries return: an error in each of them."""
 
 _SYSTEM = re.compile(
     r"(libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+|ld-linux.*|libgomp|libgfortran"
     r"|libquadmath|libc10.*|libtorch.*|libshm)\.so"
 )
-_OWNERS = (  # of symbols without a version
+_OWNERS = (  # the library of a symbol without a version, by the symbol's name
     ("libnccl", r"p?nccl"),
     ("libcufile", r"cuFile"),
     ("libcurand", r"curand"),
@@ -80,15 +78,15 @@ class StandinsError(ReloadpgError, RuntimeError):
 
 
 def build() -> Path:
-    """Return the folder with the libraries for the installed torch; build them if there is none.
+    """Return the folder with the libraries for the installed torch; build them if needed.
 
-    Local, idempotent; takes 10 to 60 s the first time. The folder is one of
-    ``$XDG_CACHE_HOME/reloadpg/standins`` and named by a hash of the sources, torch's libraries and
-    the compiler. Processes that build at once wait for each other.
+    Local, idempotent; takes 10 to 60 s the first time. The folder is in
+    ``$XDG_CACHE_HOME/reloadpg/standins``. Its name contains a hash of the sources, torch's
+    libraries and the compiler. Processes that build at the same time wait for each other.
 
     Raises:
-        StandinsError: this is not Linux on x86_64, torch is missing or its CPU build, or a program
-            (g++, nm, readelf) is missing or fails.
+        StandinsError: the system is not Linux on x86_64, torch is missing or a CPU build, or a
+            program (g++, nm, readelf) is missing or fails.
     """
     torch = _Torch.installed()
     compiler = _compiler()
@@ -109,7 +107,7 @@ def build() -> Path:
 
 @dataclass(frozen=True)
 class _Torch:
-    """The installed torch, found without importing it: that needs the libraries."""
+    """The installed torch, found without importing it: its import needs the libraries."""
 
     version: str
     libraries: Path
@@ -120,13 +118,13 @@ class _Torch:
     def installed(cls) -> _Torch:
         if sys.platform != "linux" or platform.machine() != "x86_64":
             raise StandinsError(
-                "the stand-ins for CUDA and NCCL need Linux on x86_64, and this is "
+                "the stand-ins for CUDA and NCCL need Linux on x86_64, but this system is "
                 f"{sys.platform} on {platform.machine()}; nothing was built"
             )
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
             raise StandinsError(
-                "torch is not installed, so that there is nothing to build the stand-ins for. "
+                "torch is not installed; nothing was built. The stand-ins are built for a torch. "
                 "Install its CUDA build: pip install --no-deps torch"
             )
         libraries = Path(spec.origin).parent / "lib"
@@ -137,14 +135,14 @@ class _Torch:
                 f"torch {version} is a build without CUDA, and the stand-ins for CUDA and NCCL "
                 f"run the CUDA build; nothing was built. Install torch=={plain} from PyPI, in a "
                 f"separate venv if you like: pip install --no-deps torch=={plain} "
-                "(the packages of NVIDIA that it requires are not needed)"
+                "(NVIDIA's packages, which it requires, are not needed)"
             )
         sizes = (f"{path.name} {path.stat().st_size}" for path in sorted(libraries.glob("*.so")))
         return cls(version, libraries, "\n".join(sizes), _nccl_version())
 
 
 def _nccl_version() -> int:
-    """The code of the NCCL that this torch requires, such as 22703 for 2.27.3."""
+    """The version code of the NCCL that this torch requires, such as 22703 for 2.27.3."""
     for line in importlib.metadata.requires("torch") or ():
         found = re.match(r"nvidia-nccl-cu\d+\s*==\s*(\d+)\.(\d+)\.(\d+)", line)
         if found:
@@ -173,7 +171,7 @@ def _digest(torch: _Torch, compiler: str) -> str:
 
 
 def _cache() -> Path:
-    """The folder of all builds. No other user can write to it: programs load what is in it."""
+    """The folder of all builds. It must not be writable by other users: programs load its files."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = Path(base, "reloadpg", "standins").absolute()
     if re.search(r"[\s:]", str(path)):
@@ -196,7 +194,8 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-    # The file stays: one that waits for it and one that recreates it would both hold a lock.
+    # The file is kept. If it were removed, a process that waits for it and one that creates a new
+    # file could both hold a lock.
 
 
 def _output(*command: str) -> str:
@@ -215,16 +214,16 @@ def _plain_environment() -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------------------------------
-# what torch's libraries need
+# the dependencies of torch's libraries
 
 
 @dataclass
 class _Needs:
-    """What torch's libraries import from libraries that it does not bring.
+    """The libraries and symbols that torch's libraries need and torch does not contain.
 
     Attributes:
-        libraries: names that its libraries ask the loader for, such as libcudart.so.13.
-        symbols: by such a name, each symbol with the version that is asked for, or with "".
+        libraries: names of the libraries, such as libcudart.so.13.
+        symbols: by library, each symbol with its version, or with "".
     """
 
     libraries: set[str] = field(default_factory=set)
@@ -284,7 +283,7 @@ class _Builder:
         settings = (f"-DCUDART_MAJOR={major}", f"-DNCCL_VERSION_CODE={self._torch.nccl}")
         objects = self._compile(settings)
         stems = {name: name.partition(".so")[0] for name in needs.libraries}
-        # The runtime first: the other real parts are linked against it.
+        # The runtime comes first: libcuda and libnccl are linked against it.
         for name in sorted(needs.libraries, key=lambda name: (name != runtime, name)):
             source, result = REAL.get(stems[name], ("", UNSUPPORTED))
             symbols = needs.symbols.get(name, set())
@@ -336,7 +335,7 @@ class _Builder:
 
 
 def _stubs(names: Sequence[str]) -> str:
-    """Assembly of functions that hand their name to ``standin_stub_called``."""
+    """Assembly of functions that call ``standin_stub_called`` with their name."""
     lines = [".text"]
     for index, name in enumerate(names):
         lines += [f".globl {name}", f".type {name},@function"]
@@ -347,7 +346,7 @@ def _stubs(names: Sequence[str]) -> str:
 
 
 def _versions(symbols: set[tuple[str, str]], own: set[str]) -> str:
-    """A linker script that gives symbols the versions that torch asks for, and hides the rest."""
+    """A linker script that gives symbols the versions that torch needs, and hides all others."""
     by_version: dict[str, set[str]] = defaultdict(set)
     for symbol, version in symbols:
         by_version[version].add(symbol)

@@ -67,7 +67,7 @@ struct cudaPointerAttributes {
 #endif
 };
 
-struct cudaFuncAttributes {  // the rest is left as the caller has it
+struct cudaFuncAttributes {  // the other fields are not written
   size_t sharedSizeBytes, constSizeBytes, localSizeBytes;
   int maxThreadsPerBlock, numRegs, ptxVersion, binaryVersion;
 };
@@ -118,7 +118,7 @@ struct cudaDeviceProp {
   int integrated, canMapHostMemory;
 #if CUDART_MAJOR < 13
   int computeMode;
-  int maxTexture1DLinear;  // its place differs, its size counts
+  int maxTexture1DLinear;  // its position differs; only its size matters
 #endif
   int textureLimits[39];  // maxTexture1D to maxSurfaceCubemapLayered
   size_t surfaceAlignment;
@@ -144,7 +144,7 @@ struct cudaDeviceProp {
   int pageableMemoryAccessUsesHostPageTables, directManagedMemAccessFromHost;
   int maxBlocksPerMultiProcessor, accessPolicyMaxWindowSize;
   size_t reservedSharedMemPerBlock;
-};  // what follows is left as the caller has it
+};  // the following fields are not written
 
 // ---- NCCL ----
 

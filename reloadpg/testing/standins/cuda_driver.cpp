@@ -1,5 +1,5 @@
 // Stand-in for the CUDA driver (libcuda.so.1): the few functions that torch links through
-// libcaffe2_nvrtc.so and calls in every process. All others are stubs that refuse.
+// libcaffe2_nvrtc.so and calls in every process. All others are stubs that return an error.
 #include "internal.h"
 
 EXPORT int cuInit(unsigned) { return 0; }

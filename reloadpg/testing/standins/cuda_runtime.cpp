@@ -1,12 +1,12 @@
 // Stand-in for the CUDA runtime (libcudart.so.12 or .13) on the CPU.
 //
 // Device memory is host memory, counted for each device over all processes of the job. A stream is
-// a FIFO; what cannot be done at once is done by a thread that exists while the stream has work.
-// Kernels are known by name: a few run on the host, and launching any other is an error.
+// a FIFO; operations that cannot run at once run in a thread that lives while there is work.
+// Kernels are identified by name: a few run on the host, and launching any other is an error.
 //
 // Differences from CUDA that a program could notice: the legacy default stream does not wait for
-// blocking streams, nor they for it (torch creates none); no call is refused because some stream is
-// being captured; branches of a captured graph run one after the other.
+// blocking streams, nor they for it (torch creates none); no call fails because a stream is being
+// captured; branches of a captured graph run one after the other.
 
 #include <cxxabi.h>
 #include <fcntl.h>
@@ -35,16 +35,16 @@ using Lock = std::unique_lock<std::mutex>;
 using Operation = std::function<void()>;
 using Clock = std::chrono::steady_clock;
 
-// Objects with static storage are made with new and never destroyed: threads outlive their
-// destructors.
+// Objects with static storage are allocated with new and never destroyed, since threads may still
+// use them when the process exits.
 namespace {
 
-constexpr auto kLinger = std::chrono::milliseconds(50);  // of a stream's thread that has no work
-constexpr int kProcesses = 1024;                         // of a job that use one device
+constexpr auto kLinger = std::chrono::milliseconds(50);  // lifetime of an idle stream's thread
+constexpr int kProcesses = 1024;                         // maximum number of processes per device
 
 thread_local int t_device = 0;
 thread_local cudaError_t t_last_error = cudaSuccess;
-thread_local std::string t_refused;  // what the last cudaErrorNotSupported was about
+thread_local std::string t_refused;  // the cause of the last cudaErrorNotSupported
 
 cudaError_t fail(cudaError_t error) { return t_last_error = error; }
 
@@ -55,7 +55,7 @@ cudaError_t refuse(const std::string& what) {
 
 // ---- processes ----
 
-// When a process was started, in clock ticks since boot; 0 if it is gone or a zombie.
+// Start time of a process, in clock ticks since boot; 0 if it has ended or is a zombie.
 long start_time(int pid) {
   char path[64], text[1024];
   snprintf(path, sizeof path, "/proc/%d/stat", pid);
@@ -64,13 +64,13 @@ long start_time(int pid) {
   ssize_t size = read(file, text, sizeof text - 1);
   close(file);
   text[size > 0 ? size : 0] = 0;
-  char* field = strrchr(text, ')');  // the command before it may hold anything
+  char* field = strrchr(text, ')');  // the command before it may contain any character
   if (!field || !field[1] || field[2] == 'Z' || field[2] == 'X') return 0;
   for (int skipped = 0; field && skipped < 20; skipped++) field = strchr(field + 1, ' ');
   return field ? atol(field) : 0;
 }
 
-// ---- device memory: one file for each device, with an account for each process ----
+// ---- device memory: one file per device, with a counter per process ----
 
 struct Account {
   std::atomic<long> owner_started;  // 0: free, -1: being taken
@@ -137,7 +137,7 @@ long Device::used() const {
   return sum;
 }
 
-bool Device::take(long bytes) {  // added before it is checked: two processes cannot both get the last
+bool Device::take(long bytes) {  // added first: two processes cannot take the last bytes
   account->bytes += bytes;
   if (bytes <= 0 || used() <= total_bytes()) return true;
   account->bytes -= bytes;
@@ -146,7 +146,7 @@ bool Device::take(long bytes) {  // added before it is checked: two processes ca
 
 // ---- streams and events ----
 
-struct Marker {  // a point in a stream, reached once
+struct Marker {  // a point in a stream
   std::atomic<bool> reached{false};
   std::mutex mutex;
   std::condition_variable changed;
@@ -186,7 +186,7 @@ struct Stream : std::enable_shared_from_this<Stream> {
 
   Stream(int device, int priority) : device(device), priority(priority) {}
 
-  // may_block: it waits, or runs the program's code. What does not is done at once if it can be.
+  // may_block: the operation waits, or runs code of the program. Others run at once if possible.
   void push(Operation operation, bool may_block) {
     Lock lock(mutex);
     if (capture) {
@@ -215,7 +215,7 @@ struct Stream : std::enable_shared_from_this<Stream> {
       running = true;
       lock.unlock();
       operation();
-      operation = nullptr;  // what it holds is released before the stream counts as idle
+      operation = nullptr;  // its resources are released before the stream counts as idle
       lock.lock();
       running = false;
       if (queue.empty()) idle.notify_all();
@@ -239,7 +239,7 @@ struct Block {
   cudaMemoryType type;
 };
 
-// ---- what a process has; a forked child starts anew ----
+// ---- the state of a process; a forked child has a new one ----
 
 struct Process {
   const std::string job = setting("JOB");
@@ -253,7 +253,7 @@ struct Process {
     const char* visible = getenv("CUDA_VISIBLE_DEVICES");
     std::vector<int> numbers;
     for (int k = 0; !visible && k < count; k++) numbers.push_back(k);
-    while (visible && *visible) {  // up to the first that is none, as CUDA does
+    while (visible && *visible) {  // up to the first invalid entry, as in CUDA
       char* end;
       long k = strtol(visible, &end, 10);
       if (end == visible || k < 0 || k >= count) break;
@@ -397,7 +397,7 @@ EXPORT cudaError_t cudaStreamCreate(cudaStream_t* stream) {
   return cudaStreamCreateWithPriority(stream, 0, 0);
 }
 
-EXPORT cudaError_t cudaStreamDestroy(cudaStream_t stream) {  // its work goes on, as in CUDA
+EXPORT cudaError_t cudaStreamDestroy(cudaStream_t stream) {  // its work continues, as in CUDA
   Lock lock(process().streams_mutex);
   return process().streams.erase(stream) ? cudaSuccess : fail(cudaErrorInvalidResourceHandle);
 }
@@ -616,7 +616,7 @@ EXPORT cudaError_t cudaMalloc(void** pointer, size_t size) {
 
 EXPORT cudaError_t cudaFree(void* pointer) {
   if (!pointer) return cudaSuccess;
-  cudaDeviceSynchronize();  // CUDA does so, too: it hangs while a collective does
+  cudaDeviceSynchronize();  // as in CUDA: it hangs while a collective hangs
   return release(pointer);
 }
 
@@ -745,7 +745,7 @@ EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* out, int device) {
   snprintf(out->name, sizeof out->name, "stand-in for CUDA (no GPU)");
   memset(out->uuid, 0x10 + found->physical, sizeof out->uuid);
   out->totalGlobalMem = total_bytes();
-  out->major = 9;  // what torch's wheels have kernels for; the other limits are of such a device
+  out->major = 9;  // torch's wheels have kernels for it; the limits are those of such a device
   out->multiProcessorCount = 132;
   out->warpSize = 32;
   out->sharedMemPerBlock = 48 << 10;
@@ -853,7 +853,7 @@ EXPORT const char* cudaGetErrorString(cudaError_t error) {
 EXPORT cudaError_t cudaProfilerStart() { return cudaSuccess; }
 EXPORT cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
-// ---- graphs: what is enqueued while a stream is captured, in that order ----
+// ---- graphs: the operations enqueued during the capture, in order ----
 
 EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(int* mode) {
   static thread_local int current = 0;
@@ -889,7 +889,7 @@ EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph)
     each->capture = nullptr;
   }
   *graph = capture->graph;
-  capture->body = nullptr;  // events that were recorded during the capture hold it on
+  capture->body = nullptr;  // events recorded during the capture keep it
   return cudaSuccess;
 }
 
@@ -994,7 +994,7 @@ EXPORT cudaError_t cudaGraphRetainUserObject(
 
 namespace {
 
-// By the address of the function that launches it. Registered before main, and kept in a child.
+// By the address of the launching function. Registered before main, and kept in a forked child.
 std::unordered_map<const void*, std::string>& kernels() {
   static auto& object = *new std::unordered_map<const void*, std::string>;
   return object;
@@ -1155,7 +1155,7 @@ EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
   return cudaSuccess;
 }
 
-// ---- the driver's functions that torch asks for by name ----
+// ---- functions of the driver that torch looks up by name ----
 
 namespace {
 

@@ -1,4 +1,4 @@
-// What the libraries of the stand-ins share within a process.
+// Functions that the libraries of the stand-ins share within a process.
 #pragma once
 
 #include <cstdlib>
@@ -9,11 +9,11 @@
 #include "abi.h"
 
 // Defined by the stand-in for the CUDA runtime.
-EXPORT const char* standin_job();  // the job's folder; empty where this process is in no job
-EXPORT bool standin_alive(int pid);  // whether a process exists and is no zombie
+EXPORT const char* standin_job();  // the job's folder; empty outside of a job
+EXPORT bool standin_alive(int pid);  // whether a process exists and is not a zombie
 EXPORT int standin_physical_device(int device);  // its number without CUDA_VISIBLE_DEVICES
 EXPORT bool standin_has_context(int device);
-EXPORT bool standin_take(int device, long bytes);  // count device memory; false: none is left
+EXPORT bool standin_take(int device, long bytes);  // allocate device memory; false if none is left
 EXPORT void standin_enqueue(cudaStream_t stream, std::function<void()>* operation);
 EXPORT bool standin_capturing(cudaStream_t stream);
 EXPORT void standin_keep_with_graph(cudaStream_t stream, const std::shared_ptr<void>& object);

@@ -7,11 +7,11 @@ Allocation, views and contiguous copies stay torch's own.
 
 Limits:
 
-- The caller waits for each operator. Work on other streams is as asynchronous as ever.
+- The caller waits for each operator. Work on other streams stays asynchronous.
 - No operator can be captured in a CUDA graph; collectives and copies can.
 - An operator without a CPU kernel raises ``NotImplementedError`` (cuDNN and fused attention are
-  switched off, so layers do not choose them).
-- Random values depend on the seed and on the number of draws before, as on a GPU, but they are
+  disabled, so layers do not select them).
+- Random values depend on the seed and on the number of earlier draws, as on a GPU, but they are
   those of the CPU's generator.
 """
 
@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["activate"]
-
 _NATIVE = frozenset(
     {
         *("_local_scalar_dense", "_pin_memory", "is_pinned", "record_stream"),
@@ -40,23 +38,23 @@ _NATIVE = frozenset(
 
 _CPU = torch.device("cpu")
 _DRAWS_PER_CALL = 4
-"""By how much a random operator moves the offset of a CUDA generator, which counts in fours."""
+"""Increment of a CUDA generator's offset per random operator; offsets are multiples of four."""
 
 _STRIDE = 0x9E3779B1
-"""Between the seeds of two draws: the CPU's generator takes the low 32 bits of a seed."""
+"""Distance between the seeds of two draws. The CPU's generator uses the low 32 bits of a seed."""
 
 _libraries: list[torch.library.Library] = []
 _active = contextlib.ExitStack()
-"""Takes back what :func:`activate` has changed."""
+"""Undoes the changes of :func:`activate`."""
 
 _draw = threading.Lock()
 
 
 def activate() -> None:
-    """Compute on the stand-in device from now on, unless RELOADPG_STANDIN_KERNELS says otherwise.
+    """Replace torch's CUDA kernels, unless RELOADPG_STANDIN_KERNELS requests kernel launches.
 
-    A rank that was forked with kernels, and whose own environment asks for launches, loses them.
-    Local; idempotent; takes well under a second.
+    In that case it undoes an earlier replacement: a rank is forked with it, and its environment
+    may differ. Local, idempotent; takes less than a second.
     """
     if os.environ.get("RELOADPG_STANDIN_KERNELS", "") not in ("", "compute"):
         _active.close()
@@ -71,7 +69,7 @@ def _activate() -> None:
     _active.callback(library._destroy)
     _skip_in_compiled_code()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that kernels are overridden, which is the purpose
+        warnings.simplefilter("ignore")  # of overridden kernels, which are intended
         for full in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
             namespace, _, name = full.partition("::")
             base, _, overload = name.partition(".")
@@ -112,7 +110,7 @@ class _Kernel:
             if argument.alias_info
             for alias in argument.alias_info.before_set
         }
-        # The argument that each result is, or None.
+        # For each result the argument that it aliases, or None.
         self._returned = [
             next((sources[alias] for alias in value.alias_info.before_set), None)
             if value.alias_info
@@ -123,7 +121,7 @@ class _Kernel:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            if self._op is None:  # at the first call: a thousand look-ups take a second
+            if self._op is None:  # looked up at the first call: a thousand look-ups take a second
                 self._op = getattr(getattr(torch.ops.aten, self._names[0]), self._names[1])
             given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
             call = _Call(self._written)
@@ -138,7 +136,7 @@ class _Kernel:
             except NotImplementedError as error:
                 raise NotImplementedError(
                     f"{self._op} cannot be computed on the stand-in for CUDA: torch has no CPU "
-                    "kernel of it. Use another operator, or a CPU tensor."
+                    "kernel for it. Use another operator, or a CPU tensor."
                 ) from error
             call.finish()
             if not self._returned:
@@ -174,7 +172,7 @@ class _Kernel:
 
 
 class _Call:
-    """The arguments of one call: what lies where."""
+    """The arguments and results of one call, on the device and on the host."""
 
     def __init__(self, written: set[str]) -> None:
         self._written = written
@@ -191,7 +189,7 @@ class _Call:
                 return value
             self._device = self._device or value.device
             if name in self._written and value.numel() == 0:
-                # Such an output is resized by the operator, which the alias could not be.
+                # The operator resizes such an output, and an alias cannot be resized.
                 fresh = torch.empty(value.shape, dtype=value.dtype, device=_CPU)
                 self._fresh.append((value, fresh))
                 return fresh
@@ -204,7 +202,7 @@ class _Call:
         return value
 
     def finish(self) -> None:
-        """Give outputs that the operator has resized their size and values."""
+        """Copy size and values of outputs that the operator has resized to the device."""
         for value, fresh in self._fresh:
             if fresh.numel():
                 value.resize_(fresh.shape)
@@ -223,7 +221,7 @@ class _Call:
 
 
 def alias(value: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor on the memory of a device tensor, which must live as long. Waits for nothing."""
+    """A CPU tensor on the memory of a device tensor, which must outlive it. Does not wait."""
     storage = value.untyped_storage()
     if storage.nbytes() == 0:
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_CPU)
@@ -234,7 +232,7 @@ def alias(value: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """``copy_``: torch's own, asynchronous one where the stand-in can copy, and else the host's."""
+    """``copy_``: torch's own, asynchronous one for contiguous copies; otherwise on the host."""
     with torch._C.DisableTorchFunction():
         plain = (
             target.dtype == source.dtype
@@ -245,7 +243,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             and target.is_conj() == source.is_conj()
         )
         if plain:
-            # The kernel of copy_ is one for all backends; XPU's key has nothing but that.
+            # copy_ has one kernel for all backends; under XPU's key nothing else is registered.
             return _copy_of_all(target, source, non_blocking)
         for tensor in (target, source):
             if tensor.device.type == "cuda":

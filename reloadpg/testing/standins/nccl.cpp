@@ -3,8 +3,8 @@
 // The members of a communicator meet in a file of the job's folder, which is unlinked as soon as
 // all have mapped it. An operation waits on its stream: it publishes where its data is, waits for
 // the other members, and reads from their memory (process_vm_readv). Creation, split, suspend and
-// resume wait on the host. As with NCCL over NVLink, a member that has gone, or has aborted, is
-// noticed by no other rank: they wait until they abort (RELOADPG_STANDIN_PEER_ERRORS=1: they get
+// resume wait on the host. As with NCCL over NVLink, ranks do not detect that a member has ended or
+// aborted: they wait until they abort (with RELOADPG_STANDIN_PEER_ERRORS=1 they get
 // ncclRemoteError, as over sockets).
 //
 // Differences from NCCL that a program could notice: members that call different collectives get
@@ -57,8 +57,8 @@ EXPORT cudaError_t cudaFree(void* pointer);
 namespace {
 
 constexpr int kMostMembers = 1024;
-constexpr auto kAbortLimit = seconds(2);    // for operations that have not reached their turn
-constexpr auto kRootLimit = seconds(2);     // after which a dead creator of the id is noticed
+constexpr auto kAbortLimit = seconds(2);    // for operations not at the head of their stream
+constexpr auto kRootLimit = seconds(2);     // until the death of the id's creator is detected
 constexpr auto kPoll = milliseconds(10);
 
 thread_local std::string t_last_error;
@@ -73,7 +73,7 @@ int global_rank() {
   return rank ? atoi(rank) : -1;
 }
 
-// ---- what the members of a communicator share ----
+// ---- memory that the members of a communicator share ----
 
 enum Kind { kAllReduce, kBroadcast, kReduce, kAllGather, kReduceScatter, kAllToAll, kGather, kScatter };
 const char* const kKindNames[] = {"AllReduce",     "Broadcast", "Reduce", "AllGather",
@@ -91,9 +91,9 @@ enum Presence { kAbsent, kHere, kAborted, kGone };
 struct Member {
   std::atomic<int> presence, process;
   int physical_device;
-  std::atomic<uint64_t> published, finished;  // the collective that it takes part in, and has left
+  std::atomic<uint64_t> published, finished;  // the last collective that it has entered, left
   Collective collective;
-  std::atomic<uint64_t> met, parted;  // meetings of the hosts: split, suspend, resume
+  std::atomic<uint64_t> met, parted;  // meetings on the host: split, suspend, resume
   int color, key;
 };
 
@@ -155,13 +155,13 @@ struct ncclComm {
   bool blocking = true;
   std::string id, name;
   SharedFile* shared = nullptr;
-  std::thread starter;  // of one that is created without blocking
+  std::thread starter;  // of a communicator that is created without blocking
 
   std::atomic<bool> aborted{false};
   std::atomic<bool> broken{false};  // after an error its operations wait for the abort
   std::atomic<int> state{ncclSuccess};
 
-  std::mutex mutex;  // of what follows
+  std::mutex mutex;  // protects the following members
   std::condition_variable progress;
   uint64_t launched = 0, turn = 1, completed = 0;
   int graph_references = 0;
@@ -173,7 +173,7 @@ struct ncclComm {
 
   long bytes = 0, persistent_bytes = 0;
   bool suspended = false;
-  std::shared_ptr<int> shares;  // one for all that a split with splitShare=1 connects
+  std::shared_ptr<int> shares;  // shared by all communicators that splits with splitShare=1 connect
 
   ~ncclComm() {
     if (shared) munmap(shared, SharedFile::bytes(size));
@@ -224,7 +224,7 @@ void log(const ncclComm* comm, const char* format, ...) {
   close(file);
 }
 
-Comm find(const ncclComm* comm) {  // null, with the error set: none, or no more
+Comm find(const ncclComm* comm) {  // null, with the error set, if it does not exist
   Lock lock(comms_mutex());
   auto found = comms().find(comm);
   if (found != comms().end()) return found->second;
@@ -232,7 +232,7 @@ Comm find(const ncclComm* comm) {  // null, with the error set: none, or no more
   return nullptr;
 }
 
-// ---- faults: lines of the job's file `faults`, which Python writes ----
+// ---- faults: lines of the job's file `faults`, written by Python ----
 
 // A line has fields KEY=VALUE, separated by tabs: id, action, call, and any of rank, communicator,
 // skip, times, result, milliseconds. It counts the calls of each process that match it.
@@ -308,7 +308,7 @@ struct DeferredStart {
 };
 
 thread_local int t_group_depth = 0;
-thread_local ncclResult_t t_group_error = ncclSuccess;  // of the calls in the group
+thread_local ncclResult_t t_group_error = ncclSuccess;  // of the calls in the current group
 thread_local std::vector<DeferredStart> t_starts;
 
 std::string shared_path(const ncclComm& comm) { return std::string(standin_job()) + "/comm-" + comm.id; }
@@ -351,8 +351,9 @@ void give_back_memory(ncclComm* comm) {
   comm->bytes = comm->persistent_bytes = 0;
 }
 
-// Meet the other members. creator: the process that made the unique id, 0 for a split. A member
-// that arrives after its end gets an error (its socket refuses); those that wait already do not.
+// Meet the other members. creator: the process that created the unique id, 0 for a split. A member
+// that arrives after the creator has ended gets an error (its socket refuses connections); members
+// that already wait do not.
 ncclResult_t meet_members(const Comm& comm, int creator) {
   SharedFile& shared = *comm->shared;
   Member& me = comm->me();
@@ -386,7 +387,7 @@ ncclResult_t meet_members(const Comm& comm, int creator) {
 }
 
 ncclResult_t start(const Comm& comm, int creator) {
-  // Not inherited by a forked child, so not at load. Members read each other's memory.
+  // Not inherited by a forked child, so not called at load. Members read each other's memory.
   prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
   log(comm.get(), "init begins");
   ncclResult_t result = fault("init", comm);
@@ -458,7 +459,7 @@ ncclResult_t start_all(const std::vector<DeferredStart>& starts) {
   return ncclSuccess;
 }
 
-// The hosts of all members meet: each gives two numbers and reads those of the others.
+// All members meet on the host: each publishes two numbers and reads those of the others.
 bool meet(ncclComm* comm, int color, int key, std::vector<std::pair<int, int>>* all = nullptr) {
   uint64_t meeting = ++comm->meetings;
   Member& me = comm->me();
@@ -485,7 +486,7 @@ bool meet(ncclComm* comm, int color, int key, std::vector<std::pair<int, int>>* 
 
 // ---- end ----
 
-// Wait until what was launched is done, and graphs that hold the communicator are gone.
+// Wait until launched operations are done and graphs that hold the communicator are destroyed.
 void finish(ncclComm* comm) {
   Lock lock(comm->mutex);
   while (!comm->aborted && (comm->completed < comm->launched || comm->graph_references))
@@ -1032,7 +1033,7 @@ void run_transfers(ncclComm* comm, const std::vector<Transfer>& transfers) {
   shared.wait(all_done, comm->aborted);
 }
 
-// Run an operation when the earlier ones of the communicator are done, on whatever stream.
+// Run an operation when the communicator's earlier ones are done, on any stream.
 void take_turn(const Comm& comm, uint64_t turn, const std::function<void(ncclComm*)>& run) {
   {
     Lock lock(comm->mutex);
@@ -1053,7 +1054,7 @@ uint64_t new_turn(ncclComm* comm) {
 
 void launch(const Comm& comm, cudaStream_t stream, std::function<void(ncclComm*)> run) {
   std::function<void()> operation;
-  if (standin_capturing(stream)) {  // it takes a turn each time that the graph is launched
+  if (standin_capturing(stream)) {  // it runs each time the graph is launched
     {
       Lock lock(comm->mutex);
       comm->graph_references++;
@@ -1105,7 +1106,7 @@ ncclResult_t usable(ncclComm_t handle, const char* call, Comm* comm) {
   return state ? state : fault(call, *comm);
 }
 
-// Note the error of a call; the group that it is in launches nothing.
+// Record the error of a call; its group then launches nothing.
 ncclResult_t in_group(ncclResult_t error) {
   if (t_group_depth) t_group_error = error;
   return error;
