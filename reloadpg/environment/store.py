@@ -321,9 +321,10 @@ def _await(store: Store, key: str, wait: Wait, world_size: int) -> bool:
     if wait.left > _LAST_S:
         with suppress(RuntimeError), wait.pause(wait.left - _LAST_S) as seconds:
             store.wait([key], timedelta(seconds=seconds))
-    found = bool(store.check([key]))  # raises if the store itself is gone
+    with wait.pause(0.0):  # the process may be stopped in the request, too
+        found = bool(store.check([key]))  # raises if the store itself is gone
     while not found and wait.left:
-        with wait.pause(pause) as seconds:  # the process may be stopped in the request, too
+        with wait.pause(pause) as seconds:
             time.sleep(seconds)
             found = store.check([key])
     return found

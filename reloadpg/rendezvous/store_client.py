@@ -245,7 +245,8 @@ def _await(task: Task[Any], wait: Wait, died: Callable[[], object] | None) -> No
         if wait.left:  # it may have been extended
             grace = None
             if died is None:
-                task.wait(wait.left)
+                with wait.pause(_LOOK_S) as seconds:
+                    task.wait(seconds)
             elif not task.wait(min(wait.left, _LOOK_S)) and died():
                 raise PeerDied
         elif grace is None:

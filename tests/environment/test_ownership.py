@@ -20,7 +20,7 @@ import worlds
 import reloadpg
 from reloadpg.testing import run_ranks, simulated
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 """Timeout of waits for other ranks, and of runs in which no rank waits that long."""
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
