@@ -142,6 +142,9 @@ class _Saved(NamedTuple):
     tensor: Tensor
     buffers: list[Tensor]
 
+    def plain(self, alike: bool = False) -> _Plain:
+        return _Plain(self.buffers, alike, self.tensor.device.type)
+
 
 class _Buffers:
     """The copies of tensors that one snapshot holds, and reuses for the next."""
@@ -247,8 +250,7 @@ class _Tree:
             value[:] = [one.restored() for one in self._kept]
             return value
         if isinstance(value, tuple):
-            parts = [one.restored() for one in self._kept]
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+            return _sequence(type(value), [one.restored() for one in self._kept])
         if _is_array(value):
             value[...] = self._kept
             return value
@@ -258,19 +260,25 @@ class _Tree:
         """The saved value as plain data; tensors of the shape of ``like`` are marked."""
         if isinstance(self._value, Tensor):
             alike = like is not None and self._value.shape == like.shape
-            return _Plain(self._kept.buffers, alike)
+            return self._kept.plain(alike)
         if isinstance(self._value, dict):
             return {key: one.plain(like) for key, one in self._kept.items()}
         if isinstance(self._value, (list, tuple)):
-            return [one.plain(like) for one in self._kept]
+            return _sequence(type(self._value), [one.plain(like) for one in self._kept])
         return self._kept
+
+
+def _sequence(kind: Any, parts: list[Any]) -> Any:
+    """A list, tuple or named tuple of its parts."""
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
 class _Plain(NamedTuple):
     """The data of a tensor that is sent; ``alike`` if it is of the kind of another one there."""
 
     data: list[Tensor]
-    alike: bool = False
+    alike: bool
+    device_type: str
 
 
 def _revived(value: Any, like: Tensor | None = None) -> Any:
@@ -279,11 +287,11 @@ def _revived(value: Any, like: Tensor | None = None) -> Any:
             made = torch.empty_like(like.detach())
             c10d.copy_tensors([*c10d.leaves_of(made)], value.data)
             return made
-        return value.data[0].clone()
+        return value.data[0].to(value.device_type, copy=True)
     if isinstance(value, dict):
         return {key: _revived(one, like) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_revived(one, like) for one in value]
+    if isinstance(value, (list, tuple)):
+        return _sequence(type(value), [_revived(one, like) for one in value])
     return value
 
 
@@ -365,9 +373,9 @@ class _Module(_Part):
 
     def export(self) -> Any:
         return {
-            "parameters": [_Plain(saved.buffers) for _, saved in self._parameters],
-            "gradients": [saved and _Plain(saved.buffers) for _, _, saved in self._gradients],
-            "buffers": [saved and _Plain(saved.buffers) for _, _, _, saved in self._named],
+            "parameters": [saved.plain() for _, saved in self._parameters],
+            "gradients": [saved and saved.plain() for _, _, saved in self._gradients],
+            "buffers": [saved and saved.plain() for _, _, _, saved in self._named],
             "flags": [value for one, _, value in self._flags if isinstance(one, torch.nn.Module)],
             "extra": [extra for _, extra in self._extra],
         }
@@ -379,7 +387,7 @@ class _Module(_Part):
             for (parameter, _), given in pairs:
                 c10d.copy_tensors([*c10d.leaves_of(parameter)], given.data)
             for (parameter, _), given in zip(self._parameters, exported["gradients"], strict=True):
-                parameter.grad = given and _revived(_Plain(given.data, alike=True), parameter)
+                parameter.grad = given and _revived(given._replace(alike=True), parameter)
             for (owner, name, buffer, _), given in zip(
                 self._named, exported["buffers"], strict=True
             ):
@@ -563,7 +571,7 @@ class _Pickler(pickle.Pickler):
         if type(value) is not Tensor:
             return None
         self.tensors.append(value)
-        return len(self.tensors) - 1, value.shape, value.dtype
+        return len(self.tensors) - 1, value.shape, value.dtype, value.device.type
 
 
 class _Unpickler(pickle.Unpickler):
@@ -573,9 +581,9 @@ class _Unpickler(pickle.Unpickler):
         self._tensors: dict[int, Tensor] = {}
 
     def persistent_load(self, noted: Any) -> Tensor:
-        number, shape, dtype = noted
+        number, shape, dtype, device_type = noted
         if number not in self._tensors:
-            self._tensors[number] = self._receive(torch.empty(shape, dtype=dtype))
+            self._tensors[number] = self._receive(torch.empty(shape, dtype=dtype)).to(device_type)
         return self._tensors[number]
 
 

@@ -61,15 +61,18 @@ def _start(rank: int, size: int, program: Callable[..., Any], args: Sequence[Any
 
 
 def run_replaced(
-    program: Callable[..., Any], *args: Any, deaths: int = 1, timeout: float = 280
+    program: Callable[..., Any], *args: Any, deaths: int = 1, timeout: float = 280, **options: Any
 ) -> list[Any]:
     """Run ``program(rank, 4, *args)``, in which some processes call :func:`die`.
+
+    ``options`` are those of ``run_ranks``.
 
     Returns:
         The results of the four initial ranks (None for those that died), followed by those of the
         replacements, in the order of the deaths.
     """
-    outcomes = run_ranks(_start, RANKS + deaths, args=(program, args), timeout=timeout, check=False)
+    options |= {"args": (program, args), "timeout": timeout, "check": False}
+    outcomes = run_ranks(_start, RANKS + deaths, **options)
     killed = [one for one in outcomes if one.signal == signal.SIGKILL and not one.timed_out]
     bad = [one for one in outcomes if not one.ok and one not in killed]
     assert not bad, "\n".join(f"rank {one.rank}: {one.exception}\n{one.output}" for one in bad)

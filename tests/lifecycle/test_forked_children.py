@@ -9,7 +9,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from fault_job import PATIENCE, Injected, Job, all_reduce, base_store
+from fault_job import PATIENCE, Injected, Job, all_reduce, attempt, base_store, die, survivors
+from replacing import store as job_store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import reloadpg
@@ -59,6 +60,31 @@ def test_peers_of_an_abort_do_not_wait_for_a_timeout(
         os.waitpid(child, 0)
     assert len(raised) == (rank != FAULTY)
     assert "Timed out" not in "".join(raised)
+
+
+def dies_before_its_child(rank: int, size: int) -> str:
+    """Rank 1 is killed, and its child lives until the other ranks have failed."""
+    job = Job("gloo", subgroups=())
+    assert job.sums()
+    if rank == FAULTY:
+        reading, writing = os.pipe()
+        if os.fork() == 0:
+            os.write(writing, b"here")
+            job_store().wait(["test/failed"], PATIENCE)
+            os._exit(0)
+        assert os.read(reading, 4) == b"here"
+        die()
+    _set_pg_timeout(LIMIT, dist.group.WORLD)
+    seen = attempt(lambda: all_reduce(dist.group.WORLD))
+    job_store().set("test/failed", "1")
+    return seen.text
+
+
+def test_peers_of_a_killed_process_do_not_wait_for_its_children() -> None:
+    """The child does not keep the connections of the killed process open."""
+    for text in survivors(dies_before_its_child, 2, dead=FAULTY).values():
+        assert text
+        assert "Timed out" not in text
 
 
 @pytest.mark.ranks(4)

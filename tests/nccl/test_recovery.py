@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from nccl_job import on_engines
+from replacing import RANKS, VICTIM, die, incarnation, run_replaced
 
 import reloadpg
 from reloadpg.cli.job import JobView
@@ -104,3 +106,41 @@ def test_a_wait_for_the_device_ends_when_a_peer_requests_a_recovery(rank: int) -
         if step.complete:
             seen.append((step.number, step.attempt, total))
     assert seen == [(0, 2, 2.0), (1, 1, 2.0)]
+
+
+class Counter:
+    """An object with a state on the device."""
+
+    def __init__(self) -> None:
+        self.count = torch.zeros(1, device="cuda")
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.count = state["count"]
+
+
+def replaced(rank: int, size: int) -> list[Any]:
+    """Rank 2 dies in its second step."""
+    torch.cuda.set_device(rank)
+    reloadpg.install(recoverable=True, timeout=120)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=120))
+    reloadpg.rejoin()
+    seen, counter = {"sum": torch.zeros(1, device="cuda"), "shape": (1, 2)}, Counter()
+    for step in reloadpg.retrying(range(3), state=(seen, counter), replicas=range(size)):
+        with step as number:
+            if (rank, number, incarnation()) == (VICTIM, 1, 0):
+                die()
+            tensor = torch.ones(1, device="cuda")
+            dist.all_reduce(tensor)
+            seen["sum"] += tensor
+            counter.count += 1
+    tensors = [(one.item(), one.device.type) for one in (seen["sum"], counter.count)]
+    return [*tensors, seen["shape"]]
+
+
+def test_a_new_process_gets_values_of_the_same_kind() -> None:
+    """Tensors on the device, and tuples."""
+    results = run_replaced(replaced, standins=True)
+    assert [one for one in results if one] == [[(12.0, "cuda"), (3.0, "cuda"), (1, 2)]] * RANKS
