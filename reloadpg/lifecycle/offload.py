@@ -134,6 +134,7 @@ def _quiesce(op: Operation, job: Job, phase: str) -> None:
     with op.record.timed("device"):
         op.do(phase, devices.synchronize, "synchronizing the accelerator")
         c10d.raise_for_aborted()  # the release of the communicators would hide it
-        if stores is not None:  # saves the reload the time to connect
+    if stores is not None:  # saves the reload the time to connect
+        with op.record.timed("store", measure=False):
             connect = partial(stores.connect, min(op.creators, len(op.changes.groups)))
             op.do(phase, connect, "connecting to the store")

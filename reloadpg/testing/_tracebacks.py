@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 from ..errors import counted
 
 _PACKAGE = Path(__file__).parents[1]
+_RUNNER = tuple(f'  File "{_PACKAGE}/testing/{name}.py"' for name in ("_rank", "_plugin_body"))
+"""The frames that call a rank's function, in a stack of faulthandler. All below them are frames of
+the runner, too."""
 _STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
@@ -27,6 +31,20 @@ def folded_traceback(error: BaseException) -> str:
         frames: Any = _Frames(one.stack)
         one.stack = frames
     return "".join(found.format())
+
+
+def without_runner(lines: Iterable[str]) -> list[str]:
+    """Remove the runner's frames from stacks that faulthandler wrote. Local, pure.
+
+    They are the outermost ones, at the end. What is removed would otherwise take the place of the
+    innermost ones, where the user's code crashed.
+    """
+    kept, is_runner = [], False
+    for line in lines:
+        is_runner = line.startswith("  File ") and (is_runner or line.startswith(_RUNNER))
+        if not is_runner and not line.startswith("Extension modules: "):
+            kept.append(line)
+    return kept
 
 
 class _Frames(list[traceback.FrameSummary]):

@@ -40,6 +40,7 @@ from ..errors import ReloadpgError
 from . import _rank
 from . import standins as standin_libraries
 from ._rank import Job
+from ._tracebacks import without_runner
 
 _START_LIMIT = 180.0
 """Seconds for the supervisor to import the main module, and torch where the server could not."""
@@ -240,6 +241,7 @@ def _pickled(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bytes, list[tuple[str, str]]]:
     """Return the pickled call, and the (name, file) of each module that it refers to."""
+    __tracebackhide__ = True
     if not callable(fn):
         raise TypeError(f"fn must be callable, got {fn!r}; nothing was started")
     for name, part in {"fn": fn, "args": args, "kwargs": kwargs}.items():
@@ -254,7 +256,7 @@ def _pickled(
                 )
             raise TypeError(
                 f"{name} cannot be pickled ({error}); nothing was started. {hint}"
-            ) from error
+            ) from None
     buffer = io.BytesIO()
     pickler = _CallPickler(buffer)
     pickler.dump((fn, args, kwargs))
@@ -509,8 +511,9 @@ def _message(outcomes: Sequence[RankOutcome], left: Sequence[int]) -> str:
         lines.append(f"\n===== rank {outcome.rank}: {', '.join(notes)} =====")
         lines.append((outcome.exception or "").rstrip())
         if outcome.timed_out or outcome.ended:
-            lines.append(f"--- Python stacks ---\n{(outcome.stack or '(none given)').rstrip()}")
-        output = outcome.output.rstrip().splitlines()
+            stacks = without_runner((outcome.stack or "(none given)").rstrip().splitlines())
+            lines += ["--- Python stacks ---", *stacks]
+        output = without_runner(outcome.output.rstrip().splitlines())
         if output:
             lines.append(f"--- output, last {min(len(output), _OUTPUT_LINES)} lines ---")
             lines.extend(output[-_OUTPUT_LINES:])

@@ -365,16 +365,28 @@ def crash_of_one(rank: int, world_size: int, directory: str) -> None:
         json.loads("no json")
     while not failed.exists():
         time.sleep(0.01)
+    crash_below(10)
+
+
+def crash_below(frames: int) -> None:
+    if frames:
+        crash_below(frames - 1)
     ctypes.string_at(0)
 
 
 def test_a_crash_is_reported_before_an_earlier_exception(tmp_path: Path) -> None:
-    """It is the likely cause. Frames of libraries are folded, except for the last."""
+    """It is the likely cause. Frames of libraries are folded, except for the last.
+
+    The stack of the crash begins where it happened, and has no frames of the runner.
+    """
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(crash_of_one, 2, args=(str(tmp_path),), timeout=LIMIT)
     message = str(caught.value)
     assert message.startswith("rank 1: killed by SIGSEGV; 2 of 2 ranks failed")
     assert message.index("===== rank 1: ") < message.index("===== rank 0: ")
+    assert f'File "{ctypes.__file__}", line' in message.partition("===== rank 0: ")[0]
+    assert "in crash_of_one" in message
+    assert "_rank.py" not in message.partition("===== rank 0: ")[0]
     assert 'json.loads("no json")' in message
     assert "frames of Python" in message
     assert "JSONDecodeError" in message
