@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from .. import c10d
 from ..errors import GRACE, ReloadpgError, RendezvousTimeoutError, named_ranks
 from .decision import Decision, store_lost, store_silent
+from .host_channel import GATHER_S
 from .peers import Peers
 from .plan import Plan, Proposal
 from .predecessor import LOST, Predecessor, process_mark
@@ -58,8 +59,9 @@ __all__ = ["Rendezvous", "Round", "barrier_hooks"]
 
 T = TypeVar("T")
 
-_NEXT_S = 0.2
-"""Seconds in which a late rank checks whether the others have begun the next operation."""
+_NEXT_S = GATHER_S + 0.25
+"""Seconds in which a late rank checks whether the others have begun the next operation. A leader
+counts them when it has waited for all ranks of its host."""
 
 _NOTIFY_S = 5.0
 """Shortest time, in seconds, that a failing rank has to notify the others."""
