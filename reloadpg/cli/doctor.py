@@ -40,8 +40,6 @@ from .doctor_patches import (
 from .job import JobView
 from .records import read_directory
 
-__all__ = ["Diagnosis", "Finding", "add", "diagnose"]
-
 OLDEST, NEWEST = _TESTED_TORCH
 
 SUSPENDS = (2, 29, 7)

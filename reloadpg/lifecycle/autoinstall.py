@@ -21,8 +21,6 @@ from contextlib import suppress
 from ..errors import refuse_unknown_variables
 from .variables import NAMES
 
-__all__ = ["NO", "SWITCH", "activate"]
-
 SWITCH = "RELOADPG_AUTOINSTALL"
 _YES = frozenset({"1", "true", "yes", "on"})
 NO = frozenset({"", "0", "false", "no", "off"})

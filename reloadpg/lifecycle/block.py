@@ -15,8 +15,6 @@ from .operation import Operation
 from .reload import restore
 from .report import Report
 
-__all__ = ["Block", "offloaded", "swapped"]
-
 logger = logging.getLogger("reloadpg")
 
 

@@ -10,8 +10,6 @@ from ..groups.registry import Callback, registry
 from ..groups.sets import Chosen
 from .report import Report
 
-__all__ = ["on_offload", "on_reload", "on_report", "register"]
-
 
 def on_offload(
     callback: Callable[[], object], *, name: str = "", sets: Iterable[str] | str | None = None

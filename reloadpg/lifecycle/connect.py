@@ -20,16 +20,6 @@ from ..errors import InvalidOptionError, PeerFailedError, RebuildError
 from ..groups.proxy import ReloadableProcessGroup
 from ..rendezvous.worker_thread import Task
 
-__all__ = [
-    "Connect",
-    "await_device",
-    "check_group",
-    "connect_group",
-    "connects_alone",
-    "sum_ranks",
-    "validate",
-]
-
 Connect = Literal["none", "eager", "canary"]
 
 

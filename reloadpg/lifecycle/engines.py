@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["communicators"]
-
 _MODULES = {"vllm": "vLLM", "sglang.srt": "SGLang"}
 """Packages whose ``distributed.parallel_state`` lists its groups in ``_groups``, by unique name.
 

@@ -16,8 +16,6 @@ from .record import publish
 from .recreate import abort
 from .report import Report
 
-__all__ = ["await_unfinished", "insist", "notify", "perform"]
-
 logger = logging.getLogger("reloadpg")
 
 _TRIES = 3

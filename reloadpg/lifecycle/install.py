@@ -25,8 +25,6 @@ from ..groups.selection import Selection, StrategyPolicy
 from ..groups.wrappers import manage_world
 from .variables import options_of, set_log_level
 
-__all__ = ["Installation", "install", "install_by_environment", "is_installed", "uninstall"]
-
 logger = logging.getLogger("reloadpg")
 
 

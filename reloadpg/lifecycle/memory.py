@@ -21,8 +21,6 @@ from ..c10d import devices
 from ..groups.sets import ALL, Chosen
 from .callbacks import register
 
-__all__ = ["Source", "add_check", "add_source", "free_bytes", "in_use", "warnings"]
-
 logger = logging.getLogger("reloadpg")
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -20,8 +20,6 @@ from .report import Report
 from .strategy import bytes_kept
 from .suspend import suspend
 
-__all__ = ["offload", "release"]
-
 
 @overload
 def offload(*sets: str, collect: bool = ..., wait: Literal[True] = True) -> Report: ...

@@ -29,8 +29,6 @@ from .record import Record
 from .report import OperationStatus, Report
 from .transaction import Transaction
 
-__all__ = ["Operation"]
-
 PHASES = {
     "offload": ("enter", "quiesced", "suspended", "released"),
     "reload": ("enter", "room", "resumed", "rebuilt", "done"),

@@ -20,8 +20,6 @@ from .failure import perform
 from .operation import Operation
 from .report import Report
 
-__all__ = ["Pending"]
-
 _SIGNAL_S = 1.0
 """A wait handles signals at least this often, in seconds, whichever thread they were given to."""
 

@@ -18,8 +18,6 @@ from . import memory
 from .report import Fault, GroupReport, Report, Span
 from .strategy import Choice
 
-__all__ = ["Record", "publish", "why_nothing"]
-
 logger = logging.getLogger("reloadpg")
 
 

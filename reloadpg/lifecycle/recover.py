@@ -34,15 +34,6 @@ from .operation import PHASES, Operation
 from .recreate import abort, rebuild
 from .report import Fault, Report
 
-__all__ = [
-    "collectives_begun",
-    "recovery_requested",
-    "longest_wait",
-    "meet",
-    "recover",
-    "seconds_of",
-]
-
 logger = logging.getLogger("reloadpg")
 
 _MOST = 32

@@ -22,8 +22,6 @@ from .connect import Connect, check_group, connect_group, connects_alone
 from .operation import Operation
 from .suspend import communicators
 
-__all__ = ["Rebuilds", "Releases", "abort", "rebuild", "spent_keys"]
-
 _ASK_S = 0.1
 """Seconds after which a thread that waits for another one checks whether it was abandoned."""
 

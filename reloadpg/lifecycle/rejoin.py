@@ -9,8 +9,6 @@ from ..groups.registry import registry
 from .recover import meet, seconds_of
 from .report import Report
 
-__all__ = ["rejoin"]
-
 
 def rejoin(*, timeout: timedelta | float | None = None) -> Report:
     """Join the other ranks' :func:`recover`, if this process replaces one that has ended.

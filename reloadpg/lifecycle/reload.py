@@ -17,8 +17,6 @@ from .recreate import rebuild
 from .report import Report
 from .suspend import check_room, resume
 
-__all__ = ["reload", "restore"]
-
 
 @overload
 def reload(*sets: str, connect: Connect = ..., wait: Literal[True] = True) -> Report: ...

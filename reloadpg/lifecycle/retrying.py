@@ -39,8 +39,6 @@ from .recover import longest_wait, meet, recovery_requested, seconds_of
 from .report import Fault, Report
 from .snapshot import Snapshot
 
-__all__ = ["Step", "retrying"]
-
 logger = logging.getLogger("reloadpg")
 
 T = TypeVar("T")

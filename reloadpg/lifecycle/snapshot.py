@@ -20,8 +20,6 @@ from ..c10d import devices
 from ..errors import InvalidOptionError, ReloadpgError, format_ranks
 from ..groups.registry import registry
 
-__all__ = ["Snapshot"]
-
 
 class Snapshot:
     """The state of the objects that a program passes to ``retrying(state=...)``.

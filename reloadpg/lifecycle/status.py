@@ -12,8 +12,6 @@ from . import memory
 from .engines import communicators
 from .report import BypassedGroup, GroupStatus, OperationStatus, SetStatus, Status
 
-__all__ = ["running", "status"]
-
 
 def running() -> OperationStatus | None:
     """Return the progress of this process's offload or reload; None if none is running.

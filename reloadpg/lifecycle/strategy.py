@@ -19,8 +19,6 @@ from ..groups.selection import StrategyPolicy
 from ..rendezvous.plan import Proposal
 from .suspend import communicators
 
-__all__ = ["Choice", "Strategy", "bytes_kept", "conclude", "propose"]
-
 
 @dataclass(frozen=True)
 class Choice:

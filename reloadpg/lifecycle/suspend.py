@@ -21,8 +21,6 @@ from ..groups.proxy import ReloadableProcessGroup
 from ..rendezvous.worker_thread import Attempt
 from . import memory
 
-__all__ = ["check_room", "communicators", "resume", "suspend"]
-
 
 def communicators(inner: ProcessGroup, construction: Construction) -> list[Any]:
     """List the backend objects of a group that are released, each once."""

@@ -11,8 +11,6 @@ from ..groups.sets import TRAINER, Chosen
 from ..rendezvous.plan import GroupPlan, Plan
 from .strategy import Strategy
 
-__all__ = ["Transaction"]
-
 
 class Transaction:
     """The changes of one operation to a job.

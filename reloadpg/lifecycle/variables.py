@@ -24,8 +24,6 @@ from typing import Any
 
 from ..errors import GRACE, LOG_WAIT, InvalidOptionError
 
-__all__ = ["NAMES", "invalid_values", "options_of", "set_log_level"]
-
 BACKENDS = "RELOADPG_BACKENDS"
 EXCLUDE = "RELOADPG_EXCLUDE"
 STRATEGY = "RELOADPG_STRATEGY"

@@ -14,8 +14,6 @@ from ..errors import (
     named_ranks,
 )
 
-__all__ = ["Decision", "store_lost", "store_silent"]
-
 TIMEOUT_SETTING = {
     "offload": "install(timeout=...)",
     "reload": "install(timeout=...)",

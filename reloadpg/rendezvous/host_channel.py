@@ -21,8 +21,6 @@ from typing import Any
 
 from .decision import Decision
 
-__all__ = ["HostChannel"]
-
 _MOST_BYTES = 1 << 18
 """Longest message; the default buffer of a Unix socket is smaller."""
 

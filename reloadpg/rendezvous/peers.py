@@ -16,8 +16,6 @@ from pathlib import Path
 
 from .host_channel import HostChannel
 
-__all__ = ["Peers"]
-
 
 class Peers:
     """The other ranks on this host.

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from ..errors import format_ranks, named_ranks
 
-__all__ = ["GroupPlan", "Plan", "Proposal", "differences"]
-
 
 class Proposal(NamedTuple):
     """A rank's proposal on a subject, for the ranks that look it up.

@@ -15,8 +15,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from .protocol import base
 
-__all__ = ["LOST", "Predecessor", "job_keys", "lost_state", "process_mark"]
-
 LOST = "lost"
 """The key for :func:`lost_state`."""
 

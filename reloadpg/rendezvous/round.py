@@ -55,8 +55,6 @@ from .store_client import (
 )
 from .worker_thread import Attempt, Task, Wait, logger, seconds_of
 
-__all__ = ["Rendezvous", "Round", "barrier_hooks"]
-
 T = TypeVar("T")
 
 _NEXT_S = GATHER_S + 0.25

@@ -24,18 +24,6 @@ from .host_channel import GATHER_S, HEAR_S
 from .peers import Peers
 from .worker_thread import Task, Wait, seconds_of
 
-__all__ = [
-    "PeerDied",
-    "Root",
-    "StoreClient",
-    "StoreLost",
-    "StorePool",
-    "StoreSilent",
-    "absent",
-    "perform",
-    "read",
-]
-
 T = TypeVar("T")
 
 Root = Callable[[], Store]

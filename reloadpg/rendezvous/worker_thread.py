@@ -21,8 +21,6 @@ from typing import Generic, TypeVar, cast
 from ..c10d import devices
 from ..errors import GRACE, LOG_WAIT
 
-__all__ = ["Attempt", "Task", "Wait", "seconds_of"]
-
 logger = logging.getLogger("reloadpg")
 
 T = TypeVar("T")
