@@ -258,13 +258,14 @@ def _page(result: Mapping[str, Any]) -> Page:
         size = medians["bytes"]
         row: list[object] = [operation, *(medians[figure] for figure in _FIGURES[:-1])]
         rows.append([*row, None if size is None else round(size / (1 << 20))])
-    header = ["", "total ms", "a group ms", "waiting ms", "own ms", "MiB a rank"]
+    header = ["", "total ms", "group ms", "waiting ms", "own ms", "MiB a rank"]
     lines = [
         Line(head, "head"),
         Line(""),
         *tabled(header, rows),
         Line(""),
-        Line("Medians over the cycles, for the slowest rank. own: the library's share."),
+        Line("Medians over the cycles, for the slowest rank."),
+        Line("group: its median group; waiting: for other ranks; own: the library's share."),
     ]
     if result["memory_source"]:
         source = f"MiB: released and restored by the call, measured by {result['memory_source']}"

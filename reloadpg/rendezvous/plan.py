@@ -158,15 +158,17 @@ def _groups(plans: Mapping[int, Plan]) -> list[str]:
     found = []
     for held in holders.values():
         group = next(iter(held.values()))
+        details = {one.detail for one in held.values()} - {""}
+        shown = f"group {group.name!r}" + (f" ({group.detail})" if len(details) == 1 else "")
         lacking = [rank for rank in group.members if rank in plans and rank not in held]
         if lacking:
             found.append(
-                f"group {group.name!r} of {named_ranks(group.members)} exists on "
+                f"{shown} of {named_ranks(group.members)} exists on "
                 f"{named_ranks(held)} and not on {named_ranks(lacking)} (destroyed there, in "
                 "another set, or created before install)"
             )
         elif text := _one_group(held):
-            found.append(f"group {group.name!r}: {text}")
+            found.append(f"{shown}: {text}")
     return found
 
 

@@ -127,7 +127,7 @@ def test_the_sum_fits_the_stores_integers() -> None:
     assert abs(plan.contribution(1, 2**14)) < 2**63
 
 
-GROUP = GroupPlan("7", (0, 1, 2), 3, "recreate", 5, "trainer", "cuda:nccl")
+GROUP = GroupPlan("7", (0, 1, 2), 3, "recreate", 5, "trainer", "cuda:nccl 'tp'")
 OTHER = replace(GROUP, name="8")
 AGREED = Plan("offload", {"state": "live"}, (GROUP, OTHER), {"min_size": "2", "timeout_s": "9"})
 
@@ -162,8 +162,8 @@ def test_message_for_different_calls(other: dict[str, Any], text: str) -> None:
     [
         (
             [],
-            "group '7' of ranks 0-2 exists on ranks 0, 2 and not on rank 1 (destroyed there, in "
-            "another set, or created before install)",
+            "group '7' (cuda:nccl 'tp') of ranks 0-2 exists on ranks 0, 2 and not on rank 1 "
+            "(destroyed there, in another set, or created before install)",
         ),
         ([replace(GROUP, set="engine")], "set is trainer on ranks 0, 2 and engine on rank 1"),
         ([replace(GROUP, generation=2)], "generation is 3 on ranks 0, 2 and 2 on rank 1"),
@@ -171,7 +171,7 @@ def test_message_for_different_calls(other: dict[str, Any], text: str) -> None:
         ([replace(GROUP, strategy="suspend")], "strategy is recreate on ranks 0, 2 and suspend on"),
         (
             [replace(GROUP, digest=6, detail="cpu:gloo")],
-            "created as cuda:nccl on ranks 0, 2 and cpu:gloo on rank 1",
+            "group '7': created as cuda:nccl 'tp' on ranks 0, 2 and cpu:gloo on rank 1",
         ),
         ([replace(GROUP, digest=6)], "its creation differs between ranks 0-2"),
     ],
