@@ -284,7 +284,8 @@ def _decide(mine: Claim, seconds: float, store: Store, slot: int) -> dict[str, A
     while len(here) < mine.world_size:
         if not _await(store, f"claim/{len(claims) + 1}", wait, mine.world_size):
             break
-        claims.append(_claim(store, len(claims) + 1))
+        with wait.pause(0.0):  # the process may be stopped in the request
+            claims.append(_claim(store, len(claims) + 1))
         differs = any(getattr(claims[-1], f) != getattr(mine, f) for f in AGREED)
         if not settles and (differs or claims[-1].rank in here):
             wait, settles = _wait(min(_SETTLE_S, wait.left)), True

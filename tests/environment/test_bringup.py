@@ -8,10 +8,12 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +22,15 @@ import torch.distributed as dist
 import worlds
 from fault_job import meet
 from in_turn import variables
+from watched_store import WatchedStore
 
 import reloadpg
 from reloadpg import environment
 from reloadpg.environment import DistributedEnvironmentError, GroupNotInitializedError
 from reloadpg.environment import store as bringup_store
 from reloadpg.environment.store import Claim, find_differences
+from reloadpg.rendezvous import worker_thread
+from reloadpg.rendezvous.worker_thread import Task
 from reloadpg.testing import run_ranks, simulated
 
 LIMIT = 150.0
@@ -380,6 +385,30 @@ def test_time_in_which_the_machine_stands_still_does_not_count_for_the_timeout(
             clock = [clock[1], time.monotonic()]
     with reloadpg.init_distributed(init_timeout=timeout if rank == 0 else 60):
         assert dist.get_world_size() == 2
+
+
+def test_a_stop_in_a_request_for_a_claim_does_not_count_for_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clock of rank 0 is ahead by more than the timeout when it has read its own claim."""
+    ahead, late = [0.0], threading.Event()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
+    monkeypatch.setattr(worker_thread, "time", clock)
+
+    def answered(method: str, key: str) -> None:
+        if method == "get" and not late.is_set():
+            ahead[0] = 10 * LIMIT
+            late.set()
+
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = WatchedStore(server.clone(), answered=answered), server.clone()
+    claims = [Claim(rank, 2, "gloo", "none", "host", rank) for rank in range(2)]
+    timeout = timedelta(seconds=LIMIT)
+    first = Task(lambda: bringup_store.agree(stores[0], claims[0], timeout), "agree")
+    assert late.wait(LIMIT)
+    bringup_store.agree(stores[1], claims[1], timeout)
+    assert first.wait(LIMIT)
+    first.result()
 
 
 SECOND = {"RANK": "1", "LOCAL_RANK": "1"}
