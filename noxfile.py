@@ -39,8 +39,8 @@ def slow(session: nox.Session) -> None:
 def bound(session: nox.Session) -> None:
     """The multi-rank tests in a world that is bound to a device."""
     install(session, "test")
-    rooms = ("groups", "lifecycle", "consumers", "rendezvous", "integrations", "observability")
-    folders = [f"tests/{room}" for room in rooms]
+    packages = ("groups", "lifecycle", "consumers", "rendezvous", "integrations", "observability")
+    folders = [f"tests/{package}" for package in packages]
     session.run("python", "-m", "pytest", *folders, *session.posargs, env={"TEST_WORLD": "bound"})
 
 

@@ -1,4 +1,4 @@
-"""The rooms of reloadpg import each other in one direction, as docs/architecture.md says."""
+"""The packages of reloadpg import each other in one direction, as docs/architecture.md says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import reloadpg
 
 HOME = Path(reloadpg.__file__).parent
-ROOMS = (
+PACKAGES = (
     "errors",
     "c10d",
     "rendezvous",
@@ -51,20 +51,20 @@ def imported(name: str) -> Iterator[str]:
             yield inner if inner in MODULES else ".".join(parts) or alias.name
 
 
-def test_every_folder_is_a_room() -> None:
-    """A new one needs a place in the order."""
+def test_every_folder_is_a_package() -> None:
+    """A new package needs a place in the order."""
     folders = {path.name for path in HOME.iterdir() if (path / "__init__.py").is_file()}
-    assert folders == {*ROOMS} - {"errors"}
+    assert folders == {*PACKAGES} - {"errors"}
 
 
-@pytest.mark.parametrize("room", ROOMS[1:])
-def test_a_room_imports_only_those_before_it(room: str) -> None:
+@pytest.mark.parametrize("package", PACKAGES[1:])
+def test_a_package_imports_only_those_before_it(package: str) -> None:
     """In none of its modules, not for types either. Public names of the package are exempt."""
-    later = {*ROOMS[ROOMS.index(room) + 1 :]}
+    later = {*PACKAGES[PACKAGES.index(package) + 1 :]}
     wrong = {
         f"{name} imports {target}"
         for name in MODULES
-        if name.split(".")[0] == room
+        if name.split(".")[0] == package
         for target in imported(name)
         if target.split(".")[0] in later
     }
@@ -72,7 +72,7 @@ def test_a_room_imports_only_those_before_it(room: str) -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Within a room, too. The ``__init__`` of a package, which imports names on use, is exempt."""
+    """Within a package, too. Exempt are the ``__init__`` modules, which import names on use."""
     graph = {name: {*imported(name)} & MODULES.keys() for name in MODULES}
     packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     done: set[str] = set()
