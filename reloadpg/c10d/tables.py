@@ -229,12 +229,13 @@ def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
     """Put ``proxy`` in the place of ``inner`` in c10d's tables and in the C++ name registry."""
     if HAS_TORCHCOMMS:
         own_communicators(inner)
-    tables, by_group = _c10d._world, tables_by_group()
-    name, tag = by_group["pg_names"][inner], by_group["pg_to_tag"].get(inner)
-    for table in by_group.values():
-        if inner in table:
-            table[proxy] = table.pop(inner)
-    tags = tables.tags_to_pg
+    tables = _c10d._world
+    name, tag, tags = tables.pg_names[inner], tables.pg_to_tag.get(inner), tables.tags_to_pg
+    for table_name in _BY_GROUP:
+        table = getattr(tables, table_name)
+        entry = table.pop(inner, None)
+        if entry is not None:
+            table[proxy] = entry
     with _changing_lists:
         for groups in (tags.get("", []), tags.get(tag, []) if tag else []):
             # Torch appends: a new group is the last. Its index does not change here.
@@ -267,7 +268,10 @@ _NAMED_TABLES = (
     *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"),
 )
 _HOOKS = "pg_flight_recorder_hooks"  # the recorder of a group, from 2.15 on
-_BY_GROUP = (*_NAMED_TABLES[:-1], "pg_coalesce_state", _HOOKS)
+_BY_GROUP = (
+    *(*_NAMED_TABLES[:-1], "pg_coalesce_state"),
+    *([_HOOKS] if hasattr(_c10d._world, _HOOKS) else []),
+)
 
 
 class _OfThread(threading.local):
@@ -375,8 +379,8 @@ def discard_generation(inner: ProcessGroup) -> None:
 
 def tables_by_group() -> dict[str, dict[Any, Any]]:
     """The tables whose keys are groups, by name."""
-    return {name: getattr(_c10d._world, name, {}) for name in _BY_GROUP}
+    return {name: getattr(_c10d._world, name) for name in _BY_GROUP}
 
 
 def _flight_recorder_hooks() -> dict[Any, Any]:
-    return tables_by_group()[_HOOKS]
+    return getattr(_c10d._world, _HOOKS, {})

@@ -62,13 +62,10 @@ def group_order(name: str) -> Order:
     return (1, 0, int(name)) if name.isdecimal() else (1, 1, name)
 
 
-_ONLY_INTEGERS = frozenset({int})
-
-
 def _copied(value: Any) -> Any:
     """Copy a value that can hold ranks; return any other value unchanged. Drains iterators."""
-    if isinstance(value, list) and _ONLY_INTEGERS.issuperset(map(type, value)):
-        return value.copy()  # 20 times as fast as element by element
+    if isinstance(value, list) and value and type(value[0]) is int:
+        return value.copy()  # ranks: 20 times as fast as element by element
     if isinstance(value, list):
         return [_copied(item) for item in value]
     if isinstance(value, tuple):
@@ -114,7 +111,7 @@ class Call(NamedTuple):
     ) -> Call:
         return cls(
             function,
-            tuple(map(_copied, args)),
+            tuple([_copied(value) for value in args]),
             MappingProxyType({name: _copied(value) for name, value in kwargs.items()})
             if kwargs
             else _NO_KEYWORDS,

@@ -106,7 +106,6 @@ class ReloadableProcessGroup(Dispatch):
         self._desc = construction.desc
         self.names_in_store = [construction.name]
         self._backend_name = inner.name()
-        self._devices = inner._device_types
         device = inner.bound_device_id
         if device is not None:
             # The C++ getter is not virtual, so the proxy's C++ object must hold the device.
@@ -160,7 +159,11 @@ class ReloadableProcessGroup(Dispatch):
     @property
     def _device_types(self) -> list[Any]:
         # Torch's creating functions read WORLD's backends; a replay needs none.
-        return [] if c10d.is_creating() else list(self._devices)
+        if c10d.is_creating():
+            return []
+        if self.is_live:
+            return list(self._current._device_types)
+        return [torch.device(device) for device in self.construction.devices]
 
     def _bind_device(self, device: Any) -> None:
         _BOUND_DEVICE.__set__(self, device)
@@ -312,7 +315,6 @@ class ReloadableProcessGroup(Dispatch):
         self.detach(GroupState.FAILED, "This process replaces one that has ended.")
         self._current.kept = None
         self._current.remedy = "Call reloadpg.rejoin() once all groups are created."
-        self._devices = [torch.device(device) for device in made.devices]
         self._backend_name = next(iter(made.devices.values()))
         timeout = made.timeout or c10d.default_timeout(made.backend)
         self._timeouts = dict.fromkeys(made.devices, timeout)

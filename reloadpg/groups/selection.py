@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -104,16 +104,11 @@ class Selection:
         """Return the device types whose backend is released; empty for a group that bypasses."""
         if size < self.min_size:
             return ()
-        names = self.backends
+        pairs = devices.items()
+        names: Collection[str] | None = self.backends
         if names is None:
-            names = frozenset(
-                [
-                    backend
-                    for device, backend in devices.items()
-                    if device != "cpu" and backend not in BYPASS
-                ]
-            )
-        return tuple([device for device, backend in devices.items() if backend in names])
+            names = {name for device, name in pairs if device != "cpu" and name not in BYPASS}
+        return tuple([device for device, name in pairs if name in names])
 
     def excluded_by(self, name: str, desc: str) -> str:
         """Return the ``exclude`` pattern that matches the group, or an empty string."""

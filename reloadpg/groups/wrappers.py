@@ -179,7 +179,7 @@ def _manage(
         return made
     if call is None:
         call = Call.capture(function, args, kwargs)
-    bare = not c10d.has_backends(made) and replaces()
+    bare = replaces() and not c10d.has_backends(made)
     parents: tuple[object, Any] = (None, None)
     if function.__name__ == "split_group":  # torch has copied the parent's options
         timeouts = c10d.get_timeouts(made, selected).values()
@@ -205,7 +205,9 @@ def _manage(
 
 
 def _obstacle(group: ProcessGroup, size: int) -> str:
-    if callable(getattr(group, "configure", None)):  # no group of torch has it
+    if type(group) is ProcessGroup:
+        return ""
+    if callable(getattr(group, "configure", None)):
         return "its configure() recreates its communicators, like torchft's: it manages itself"
     try:
         stated = group.size()
