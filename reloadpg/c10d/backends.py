@@ -28,34 +28,6 @@ from ..errors import GroupDestroyedError, GroupOffloadedError
 from .tables import device_backends, known_groups, label_of
 from .torchcomms import TORCHCOMMS_RECOVERY, is_torchcomm, uses_torchcomms
 
-__all__ = [
-    "abort_all",
-    "abort_groups",
-    "aborted_groups",
-    "add_backends",
-    "await_peers",
-    "completed_work",
-    "drop_inherited_connections",
-    "get_timeouts",
-    "group_of_backends",
-    "is_communication_error",
-    "is_connected",
-    "live_backends",
-    "memory_stats",
-    "nccl_is_concerned",
-    "nccl_version",
-    "options_of",
-    "raise_for_aborted",
-    "recovery_settings",
-    "release_cautions",
-    "resume",
-    "set_timeouts",
-    "suspend",
-    "shut_connections",
-    "suspend_obstacle",
-]
-
-
 _GLOO = getattr(_c10d, "ProcessGroupGloo", None)
 
 

@@ -21,24 +21,6 @@ from torch.distributed import distributed_c10d as _c10d
 from .backends import live_backends
 from .tables import Asked, create_without_backends, ranks_of, store_of
 
-__all__ = [
-    "CreationByMembers",
-    "batch_coalesced",
-    "batching_refuses_subclasses",
-    "check_batch",
-    "complete_ranks",
-    "create_world",
-    "creator_modules",
-    "creators_outside_tables",
-    "forget_parent",
-    "is_creating",
-    "non_member",
-    "original",
-    "owner_of",
-    "part_of_split",
-    "sorts_ranks",
-]
-
 
 def creator_modules() -> tuple[ModuleType, ...]:
     """Return torch's modules that bind the creating functions."""

@@ -12,8 +12,6 @@ import torch
 
 from ..errors import counted
 
-__all__ = ["current_index", "empty_cache", "name_devices", "runtime", "synchronize", "use_index"]
-
 
 def runtime() -> ModuleType | None:
     """``torch.cuda`` or the module of another accelerator; None if none is in use."""

@@ -16,16 +16,6 @@ from torch.distributed import distributed_c10d as _c10d
 
 from .tables import tables_by_group
 
-__all__ = [
-    "is_coalescing",
-    "on_collective_error",
-    "register_debug_handler",
-    "registered",
-    "skip_in_compiled_code",
-    "table_sizes",
-    "unfinished_collectives",
-]
-
 _LASTING_NS = 5_000_000_000
 """Age from which an operation in the flight recorder is listed, in nanoseconds."""
 

@@ -20,8 +20,6 @@ _HAS_NCCL2 = hasattr(_c10d, "ProcessGroupNCCL2")
 _PAIRS_UP_TO = 16
 """In larger groups, such as data-parallel ones, keys of pairs are not deleted: they rarely send."""
 
-__all__ = ["clone_store", "is_store_host", "rendezvous_keys", "root_store", "root_store_of_job"]
-
 
 def root_store(group: ProcessGroup) -> Store:
     """Return the store beneath the group's own name prefix, which all groups share."""

@@ -23,38 +23,6 @@ from torch.distributed import distributed_c10d as _c10d
 from ..errors import described
 from .torchcomms import HAS_TORCHCOMMS, own_communicators
 
-__all__ = [
-    "Asked",
-    "Unseen",
-    "backend_class",
-    "backend_of",
-    "close_coalescing",
-    "create_without_backends",
-    "default_timeout",
-    "desc_of",
-    "device_backends",
-    "discard_generation",
-    "drop_generation",
-    "entry_of",
-    "has_backends",
-    "has_peers",
-    "is_initialized",
-    "is_known",
-    "is_non_member",
-    "known_backends",
-    "known_groups",
-    "label_of",
-    "labels_of",
-    "name_freed",
-    "name_of",
-    "ranks_of",
-    "store_of",
-    "take_generation",
-    "take_place",
-    "world",
-]
-
-
 _changing_lists = threading.Lock()
 """Held while a list of groups is changed in several steps. Torch appends to it in one step, from
 any thread that creates a group, so a list is never replaced by a copy."""

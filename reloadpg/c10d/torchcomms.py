@@ -14,17 +14,6 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 
-__all__ = [
-    "HAS_TORCHCOMMS",
-    "TORCHCOMMS_RECOVERY",
-    "TORCHCOMMS_SUPPORT",
-    "abort_part",
-    "is_torchcomm",
-    "own_communicators",
-    "torchcomms_obstacle",
-    "uses_torchcomms",
-]
-
 HAS_TORCHCOMMS = hasattr(_c10d, "_BackendWrapper")
 """Whether torch has found the package, enabled or not."""
 

@@ -18,22 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .tables import ranks_of
 
-__all__ = [
-    "copy_tensors",
-    "held_gradients",
-    "leaves_of",
-    "parameters_of",
-    "refuse_unfinished",
-    "remake_step",
-    "replicas_of",
-    "reset_pipeline",
-    "reset_step",
-    "scaler_stages",
-    "set_scaler_stages",
-    "step_flags",
-    "training_obstacle",
-]
-
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _CONTEXT_FLAGS = ("is_last_backward", "manual_backward_finalization")  # the latter from 2.15 on
