@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
@@ -13,12 +12,13 @@ import threading
 import types
 import warnings
 from datetime import timedelta
-from pathlib import Path
 
+import early_bindings
 import pytest
 import torch
 import torch.distributed as dist
 import wrapt
+from early_bindings import CREATORS
 from jobs import one_cycle
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -29,20 +29,8 @@ from reloadpg.cli.doctor import diagnose
 from reloadpg.groups.patches import note_loaded_modules
 from reloadpg.groups.registry import registry
 
-CREATORS = ("new_group", "split_group", "init_process_group")
 HOMES = (dist, distributed_c10d, device_mesh)
 TIMEOUT = timedelta(seconds=20)
-
-
-def _early_alias():
-    """A module that bound the creating functions by ``from torch.distributed import ...``."""
-    spec = importlib.util.spec_from_file_location(
-        "early_alias", Path(__file__).parents[1] / "helpers" / "early_alias.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["early_alias"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _bound():
@@ -64,8 +52,8 @@ def test_every_name_is_patched_once_and_restored():
     """Also names in modules that imported the function before ``install``, or imported the wrapper
     after it. Collectives and queries are not wrapped.
     """
-    early, before = _early_alias(), _bound()
-    aliases = {name: vars(early)[name] for name in ("new_group", "split_group", "start")}
+    before, early = _bound(), vars(early_bindings)
+    aliases = {name: early[name] for name in CREATORS}
     reloadpg.install()
     after = _bound()
     assert len(after) >= 6
@@ -73,7 +61,7 @@ def test_every_name_is_patched_once_and_restored():
         assert value is not before[key]
         assert isinstance(value, wrapt.FunctionWrapper)
         assert not isinstance(value.__wrapped__, wrapt.ObjectProxy)
-    assert all(vars(early)[name] is not original for name, original in aliases.items())
+    assert all(early[name] is not original for name, original in aliases.items())
     for name in ("all_reduce", "get_rank", "barrier", "destroy_process_group"):
         assert not isinstance(getattr(dist, name), wrapt.ObjectProxy)
     late = types.ModuleType("late_alias")
@@ -81,24 +69,24 @@ def test_every_name_is_patched_once_and_restored():
     sys.modules["late_alias"] = late
     reloadpg.uninstall()
     _assert_torchs_own(before)
-    assert all(vars(early)[name] is original for name, original in aliases.items())
+    assert all(early[name] is original for name, original in aliases.items())
     assert vars(late)["new_group"] is dist.new_group
 
 
 @pytest.mark.ranks(1)
 def test_names_that_a_noted_module_gets_later_are_patched():
     """Before ranks are forked, ``run_ranks`` notes the modules without a function to patch."""
-    early, noted = _early_alias(), types.ModuleType("noted")
-    sys.modules["noted"] = noted
+    sys.modules["noted"] = noted = types.ModuleType("noted")
     note_loaded_modules()
     noted.new_group, original = dist.new_group, dist.new_group
     sys.modules["loaded_later"] = later = types.ModuleType("loaded_later")
     later.new_group = original
     reloadpg.install()
-    for module in (dist, early, noted, later):
+    modules = (dist, early_bindings, noted, later)
+    for module in modules:
         assert isinstance(module.new_group, wrapt.FunctionWrapper)
     reloadpg.uninstall()
-    for module in (dist, early, noted, later):
+    for module in modules:
         assert module.new_group is original
 
 
@@ -126,18 +114,21 @@ def test_second_install():
     [
         ({"backends": {"gloo", "nosuch"}}, "nosuch.*gloo"),
         ({"backends": set()}, "backends"),
+        *(({"world": world}, "world") for world in ("no", 0, None)),
         ({"strategy": "wishful"}, "wishful.*recreate"),
         ({"strategy": ["recreate"]}, "strategy"),
         *(({"min_size": size}, "min_size") for size in (0, True, 2.5)),
         *(({"timeout": timeout}, "timeout") for timeout in (timedelta(0), "300")),
         *(({"exclude": names}, "exclude") for names in (["TP", ""], [re.compile("TP")])),
+        *(({"sets": rules}, "sets") for rules in ("vllm.*", {"engine": 3}, {"engine": [""]})),
+        *(({"sets": rules}, "sets") for rules in ({3: "vllm"}, {"": "vllm"}, {None: None})),
     ],
 )
 def test_invalid_options_install_nothing(options, said):
     before = _bound()
-    with pytest.raises(ValueError, match=f"(?s){said}") as caught:
+    with pytest.raises(reloadpg.InvalidOptionError, match=f"(?s){said}") as caught:
         reloadpg.install(**options)
-    assert isinstance(caught.value, reloadpg.ReloadpgError)
+    assert "; nothing was" in str(caught.value)
     assert not reloadpg.is_installed()
     _assert_torchs_own(before)
 

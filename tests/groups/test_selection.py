@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from reloadpg import InvalidOptionError
 from reloadpg.groups.selection import Selection
 
 NCCL, GLOO = {"cuda": "nccl"}, {"cpu": "gloo", "cuda": "gloo"}
@@ -42,11 +41,3 @@ def test_selected_backends(options, devices, size, selected):
 
 def test_a_string_is_one_backend():
     assert Selection.of("gloo", 2, True) == Selection.of({"gloo"}, 2, True)
-
-
-@pytest.mark.parametrize("backends", [None, {"gloo"}])
-@pytest.mark.parametrize("world", ["no", 0, None])
-def test_world_is_true_or_false(backends, world):
-    """Not any truthy value: ``world="no"`` would make the default group reloadable."""
-    with pytest.raises(InvalidOptionError, match=r"install\(world=.*nothing was installed"):
-        Selection.of(backends, 2, world)
