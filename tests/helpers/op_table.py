@@ -715,19 +715,18 @@ def functional(
     call: Callable[[Any, Case], Any],
     expect: Callable[[Case], Value],
     *covers: str,
-    waits: bool = True,
 ) -> None:
-    """Add a function of ``fc``, or an operator; it returns tensors to wait for."""
+    """Add a function of ``fc``, or an operator; if it returns tensors, they are waited for."""
     space, _, attribute = name.partition("[")[0].rpartition(".")
 
-    def run(case: Case) -> Value:
-        found = call(getattr(SPACES[space], attribute), case)
-        if not waits:
-            return plain(found)
+    def waited(found: Any) -> Any:
+        if isinstance(found, list):
+            return [waited(one) for one in found]
         wait = fc.wait_tensor if space == "fc" else OPS.wait_tensor
-        return (
-            [wait(t).tolist() for t in found] if isinstance(found, list) else wait(found).tolist()
-        )
+        return wait(found) if isinstance(found, torch.Tensor) else found
+
+    def run(case: Case) -> Value:
+        return plain(waited(call(getattr(SPACES[space], attribute), case)))
 
     row(name, run, expect, *covers, ways=FUNCTIONAL_WAYS if space == "fc" else ("name",))
 
@@ -749,15 +748,8 @@ def filled(tensors: Any, call: Callable[[Any], object]) -> Any:
 
 
 functional("fc.all_reduce", lambda f, c: f(c.own(), "sum", c.handle), summed)
-functional(
-    "fc.all_reduce[implicit wait]",
-    lambda f, c: f(c.own(), "sum", c.handle) + 0,
-    summed,
-    waits=False,
-)
-functional(
-    "fc.all_reduce[ranks]", lambda f, c: f(c.own(), "sum", [*c.members]) + 0, summed, waits=False
-)
+functional("fc.all_reduce[implicit wait]", lambda f, c: f(c.own(), "sum", c.handle) + 0, summed)
+functional("fc.all_reduce[ranks]", lambda f, c: f(c.own(), "sum", [*c.members]) + 0, summed)
 functional("fc.all_reduce[avg]", lambda f, c: f(c.own(), "avg", c.handle), average)
 functional("fc.all_reduce_coalesced", lambda f, c: f(twice(c), "sum", c.handle), two_sums)
 for _name in ("all_gather_tensor", "all_gather_single"):
@@ -766,7 +758,6 @@ for _name in ("all_gather_tensor", "all_gather_single"):
         f"fc.{_name}_autograd",
         lambda f, c: gradient(c, c.own(), lambda t: f(t, 0, c.handle) + 0),
         weighted(flat, all_weights),
-        waits=False,
     )
 for _name in ("all_gather_into_tensor_coalesced", "all_gather_single_coalesced"):
     functional(f"fc.{_name}", lambda f, c: f(twice(c), c.handle), two_flat)
@@ -781,13 +772,11 @@ for _name in ("reduce_scatter_tensor", "reduce_scatter_single"):
         f"fc.{_name}_autograd",
         lambda f, c: gradient(c, parts(c), lambda t: f(t, "sum", 0, c.handle) + 0),
         weighted(part, each_weight),
-        waits=False,
     )
 functional(
     "fc.all_gather_tensor[dim 1]",
     lambda f, c: f(c.own().view(2, 1), 1, c.handle) + 0,
     lambda c: [[numbers[k] for numbers in c.each()] for k in (0, 1)],
-    waits=False,
 )
 functional("fc.all_to_all_single", lambda f, c: f(parts(c), None, None, c.handle), flat_exchanged)
 functional(
@@ -805,45 +794,36 @@ functional(
     "fc.all_to_all_single_autograd",
     lambda f, c: gradient(c, parts(c), lambda t: f(t, [2] * c.size, [2] * c.size, c.handle) + 0),
     weighted(flat_exchanged, each_weight),
-    waits=False,
 )
 
 # The forms into which torch.compile rewrites functions of torch.distributed.
 functional(
-    "fc.all_reduce_inplace",
-    lambda f, c: filled(c.own(), lambda t: f(t, "sum", c.handle)),
-    summed,
-    waits=False,
+    "fc.all_reduce_inplace", lambda f, c: filled(c.own(), lambda t: f(t, "sum", c.handle)), summed
 )
 functional(
     "fc.all_gather_tensor_inplace",
     lambda f, c: filled(zeros(-2)(c), lambda t: f(t, c.own(), c.handle)),
     flat,
-    waits=False,
 )
 functional(
     "fc.reduce_scatter_tensor_inplace",
     lambda f, c: filled(torch.zeros(2), lambda t: f(t, parts(c), "sum", c.handle)),
     part,
-    waits=False,
 )
 functional(
     "fc.reduce_scatter_inplace",
     lambda f, c: filled(torch.zeros(2), lambda t: f(t, chunks(c), "sum", c.handle)),
     part,
-    waits=False,
 )
 functional(
     "fc.all_to_all_inplace",
     lambda f, c: filled(zeros(-2)(c), lambda t: f(t, parts(c), group=c.handle)),
     flat_exchanged,
-    waits=False,
 )
 functional(
     "fc.all_gather_inplace",
     lambda f, c: filled(many(zeros(2))(c), lambda t: f(t, c.own(), c.handle)),
     each,
-    waits=False,
 )
 row(
     "fc.isend_inplace",
@@ -870,8 +850,8 @@ def p2p_batch(function: Any, case: Case, tag: int) -> Value:
     return tensor.tolist()
 
 
-functional("fc.batch_p2p_ops_inplace", lambda f, c: p2p_batch(f, c, 9), previous, waits=False)
-functional("ops.batch_p2p_ops", lambda f, c: p2p_batch(f, c, 11), previous, waits=False)
+functional("fc.batch_p2p_ops_inplace", lambda f, c: p2p_batch(f, c, 9), previous)
+functional("ops.batch_p2p_ops", lambda f, c: p2p_batch(f, c, 11), previous)
 row(
     "ops.isend",
     lambda c: in_ring(
@@ -894,16 +874,12 @@ functional(
     "ops.wait_tensor",
 )
 functional(
-    "ops.wait_tensors",
-    lambda f, c: f(OPS.all_reduce_coalesced(twice(c), "sum", c.name)),
-    two_sums,
-    waits=False,
+    "ops.wait_tensors", lambda f, c: f(OPS.all_reduce_coalesced(twice(c), "sum", c.name)), two_sums
 )
 functional(
     "ops.all_reduce_",
     lambda f, c: filled(c.own(), lambda t: OPS.wait_tensor(f(t, "sum", c.name))),
     summed,
-    waits=False,
 )
 functional("ops.all_reduce_coalesced", lambda f, c: f(twice(c), "sum", c.name), two_sums)
 functional("ops.all_reduce_coalesced_", lambda f, c: f(twice(c), "sum", c.name), two_sums)
@@ -937,13 +913,11 @@ functional(
     "ops.broadcast_",
     lambda f, c: filled(c.own(), lambda t: OPS.wait_tensor(f(t, 1, c.name))),
     of_root,
-    waits=False,
 )
 functional(
     "ops_autograd.all_gather_into_tensor",
     lambda f, c: gradient(c, c.own(), lambda t: f(t, c.size, c.name)),
     weighted(flat, all_weights),
-    waits=False,
 )
 functional(
     "ops_autograd.reduce_scatter_tensor",
@@ -954,7 +928,6 @@ functional(
     "ops_autograd.all_to_all_single",
     lambda f, c: gradient(c, parts(c), lambda t: f(t, [2] * c.size, [2] * c.size, c.name)),
     weighted(flat_exchanged, each_weight),
-    waits=False,
 )
 
 
