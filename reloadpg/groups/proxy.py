@@ -94,15 +94,12 @@ class ReloadableProcessGroup(Dispatch):
     _symm_mem: Any = None
 
     def __init__(self, inner: ProcessGroup, construction: Construction) -> None:
-        rank, size = construction.rank, len(construction.members)
+        rank, self._size = construction.rank, len(construction.members)
         # The (store, rank, size) form, the only one in torch's stubs, fails for subclasses.
-        ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg, arg-type]
+        ProcessGroup.__init__(self, rank, self._size)  # type: ignore[call-arg, arg-type]
         self._current: Any = inner
         self._inner = inner
         self.construction = construction
-        self._name = construction.name
-        self._rank = rank
-        self._size = size
         self._desc = construction.desc
         self.names_in_store = [construction.name]
         self._backend_name = inner.name()
@@ -127,7 +124,7 @@ class ReloadableProcessGroup(Dispatch):
     # -- identity: available in every state -------------------------------------------------
 
     def rank(self) -> int:
-        return self._rank
+        return self.construction.rank
 
     def size(self) -> int:
         return self._size
@@ -138,7 +135,7 @@ class ReloadableProcessGroup(Dispatch):
     getSize = ProcessGroup.__dict__["size"]  # noqa: N815
 
     def getGroupName(self) -> str:  # noqa: N802 - looked up by C++
-        return self._name
+        return self.construction.name
 
     def getGroupDesc(self) -> str:  # noqa: N802 - looked up by C++
         return self._desc
@@ -189,7 +186,7 @@ class ReloadableProcessGroup(Dispatch):
         return c10d.store_of(self)
 
     def _set_group_name(self, name: str) -> None:
-        if name != self._name:
+        if name != self.construction.name:
             raise ValueError(
                 f"the name of {self!r} is fixed for the life of the job (meshes and compiled code "
                 "find the group by it); create a new group for another name"
@@ -216,7 +213,7 @@ class ReloadableProcessGroup(Dispatch):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return find_group, (self._name, self.construction.ranks)
+        return find_group, (self.construction.name, self.construction.ranks)
 
     def __repr__(self) -> str:
         ranks = self.construction.ranks
@@ -225,7 +222,7 @@ class ReloadableProcessGroup(Dispatch):
         if desc not in ("", "undefined"):  # torch's default description
             shown = f"({desc}) {shown}"
         return (
-            f"<ReloadableProcessGroup {self._name!r} {shown} "
+            f"<ReloadableProcessGroup {self.construction.name!r} {shown} "
             f"{self.construction.backend} {self.state} generation {self.generation}>"
         )
 

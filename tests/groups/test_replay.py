@@ -176,6 +176,10 @@ def test_world_is_created_with_the_arguments_of_init_process_group(received):
 # what was changed on the live group
 
 
+SYMMETRIC_MEMORY = hasattr(dist.ProcessGroup, "use_pg_for_symm_mem_rendezvous")
+"""Whether the installed torch lets symmetric memory use a group."""
+
+
 def _timeout(group):
     backend = group._get_backend(worlds.device_of(group))
     return backend.options._timeout.total_seconds()
@@ -183,8 +187,10 @@ def _timeout(group):
 
 @pytest.mark.matrix
 @pytest.mark.ranks(2)
-def test_timeout_and_description_changed_on_the_live_group_hold():
-    """As Megatron changes them with _set_pg_timeout; read from the rebuilt backend (failure 9)."""
+def test_what_was_set_on_the_live_group_holds():
+    """Timeouts, as Megatron changes them with _set_pg_timeout, are read from the rebuilt backend
+    (failure 9); description, and the use of the group by symmetric memory.
+    """
     install()
     worlds.init(timeout=timedelta(seconds=61))
     pair = dist.new_group([0, 1], timeout=timedelta(seconds=62), group_desc="before")
@@ -194,15 +200,19 @@ def test_timeout_and_description_changed_on_the_live_group_hold():
     c10d._set_pg_timeout(timedelta(seconds=71), dist.group.WORLD)
     c10d._set_pg_timeout(timedelta(seconds=72), pair)
     pair._set_group_desc("after")
+    if SYMMETRIC_MEMORY:
+        pair.use_pg_for_symm_mem_rendezvous = True
     assert [_timeout(group) for group in groups] == [71, 72, 63]
     for cycle in range(3):
         c10d._set_pg_timeout(timedelta(seconds=80 + cycle), kept)
         reloadpg.offload()
         assert [entry.timeout_s for entry in reloadpg.status().groups] == [71, 72, 80 + cycle]
         assert pair.group_desc == "after"
+        assert not SYMMETRIC_MEMORY or pair.use_pg_for_symm_mem_rendezvous
         reloadpg.reload()
         assert [_timeout(group) for group in groups] == [71, 72, 80 + cycle]
         assert pair.communicator.group_desc == "after"
+        assert not SYMMETRIC_MEMORY or pair.communicator.use_pg_for_symm_mem_rendezvous
 
 
 # ---------------------------------------------------------------------------------------------
