@@ -75,7 +75,8 @@ def recover(
 
     Afterwards all groups are live, also those that were offloaded. Each has run a small all-reduce,
     checked by value. The results of unfinished collectives are lost: the caller restores the state
-    from before the step and repeats it. Groups that bypass are unchanged.
+    from before the step and repeats it. A group whose ``abort()`` or ``shutdown()`` the program has
+    called is rebuilt, unless it was destroyed. Groups that bypass are unchanged.
 
     Args:
         reason: the reason for the reports and logs of all ranks: text or an exception; if None, the

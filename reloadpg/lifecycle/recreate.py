@@ -246,10 +246,11 @@ def abort(
 
     A communicator is recorded in the job before it is detached. If an interrupt ends this function,
     the next call continues with the recorded ones. With ``whole``, the backends that stay alive in
-    an offload are aborted too. Returns the running aborts.
+    an offload are aborted too, and groups that the program has shut down or aborted, and not
+    destroyed, are marked as well. Returns the running aborts.
     """
     for group in groups:
-        if group.state is GroupState.DESTROYED:
+        if group.state is GroupState.DESTROYED and not whole:
             continue
         if group.communicator is not None:
             if group not in job.doomed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import did_you_mean
-from ..groups.proxy import GroupState
 from ..groups.registry import Job, Options, Position, registry
 from ..groups.sets import TRAINER, Chosen
 from ..rendezvous.plan import GroupPlan, Plan
@@ -73,7 +72,6 @@ class Transaction:
             )
             for group in self.groups
             if not (made := group.construction).is_handed_over
-            and not (recovers and group.state is GroupState.DESTROYED)
         )
         return Plan(self._name, dict(settings), groups, options)
 

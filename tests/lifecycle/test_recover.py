@@ -76,6 +76,13 @@ def work_pending(job: Job) -> None:
         job.pending = dist.all_reduce(torch.ones(1), group=job.ring, async_op=True)  # type: ignore[attr-defined]
 
 
+def groups_aborted(job: Job) -> None:
+    """The program aborts the default group and another one on one rank."""
+    if job.rank == FAULTY:
+        for group in (dist.group.WORLD, job.ring):
+            group.abort()
+
+
 def offloaded(job: Job) -> None:
     """All groups are offloaded."""
     reloadpg.offload()
@@ -150,7 +157,7 @@ def abort_raises(job: Job) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Job], None], ...]] = {
-    "core": (connections_cut, collective_skipped, offloaded, offload_half_way),
+    "core": (connections_cut, groups_aborted, collective_skipped, offloaded, offload_half_way),
     "more": (work_pending, epochs_differ, coalescing_left_open, stopped),
     "sim": (collective_raises, collective_stalls, abort_raises),
 }
