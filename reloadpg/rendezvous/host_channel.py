@@ -7,6 +7,7 @@ method raises: a message that cannot be sent or received is the protocol's conce
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 import select
@@ -43,6 +44,7 @@ class HostChannel:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._listener: socket.socket | None = None
+        self._full = False  # whether this process has no file descriptor for another connection
         self._leader: socket.socket | None = None
         self._others: dict[int, socket.socket] = {}  # by file descriptor
         self._expected: set[int] = set()
@@ -123,14 +125,15 @@ class HostChannel:
     def pause(self, seconds: float) -> None:
         """Sleep until there is a message."""
         poll = select.poll()
-        for one in (self._leader, self._listener, *list(self._others.values())):
+        listener = None if self._full else self._listener  # it would end the sleep at once
+        for one in (self._leader, listener, *list(self._others.values())):
             with suppress(OSError, ValueError):
                 if one is not None:
                     poll.register(one, select.POLLIN)
         poll.poll(max(0.0, seconds * 1e3))
 
     def _drain(self) -> None:
-        with suppress(OSError):
+        try:
             while self._listener is not None:
                 other = self._listener.accept()[0]
                 other.setblocking(False)
@@ -139,6 +142,8 @@ class HostChannel:
                     self._others[other.fileno()] = other
                 else:
                     other.close()
+        except OSError as error:
+            self._full = error.errno in (errno.EMFILE, errno.ENFILE)
         for number, one in list(self._others.items()):
             while (message := _receive(one)) is not None:
                 if message == "":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import resource
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -74,6 +77,31 @@ def test_a_leader_does_not_wait_for_a_rank_that_the_store_counted(
     assert leader.gather("b", 0.0) == (1, True)
     leader.spread("b", OK)
     assert leader.gather("c", 0.0) == (0, False)
+
+
+def test_a_leader_without_file_descriptors_sleeps_between_polls(
+    pair: tuple[HostChannel, HostChannel],
+) -> None:
+    """It cannot accept a connection, and accepts it later."""
+    leader, follower = pair
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    taken = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        assert leader.gather("a", 0.0) == (0, False)
+        begun = time.monotonic()
+        leader.pause(0.2)
+        assert time.monotonic() - begun > 0.19
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for one in taken:
+            os.close(one)
+    assert follower.hand("a", 17)
+    assert leader.gather("a", SOON) == (17, True)
 
 
 def test_a_rank_without_a_leader_sends_nothing() -> None:
