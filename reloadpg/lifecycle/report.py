@@ -157,27 +157,25 @@ class Report:
         return next((source for source in self.memory.get("before", ()) if source != "rss"), "")
 
     @property
+    def moved_bytes(self) -> int | None:
+        """``released_bytes`` of an offload, ``restored_bytes`` of a reload; None if unknown."""
+        source, after = self.memory_source, self.memory.get("after", {})
+        if source not in after or self.operation == "recover":
+            return None
+        change = after[source] - self.memory["before"][source]
+        return -change if self.operation == "offload" else change
+
+    @property
     def released_bytes(self) -> int | None:
         """Bytes that were released on this rank; None for a reload, or if unknown."""
-        return self._change() if self.operation == "offload" else None
+        return self.moved_bytes if self.operation == "offload" else None
 
     @property
     def restored_bytes(self) -> int | None:
         """Bytes that the reload allocated on this rank; None for an offload, or if unknown.
         Communicators that connect at their first use allocate later.
         """
-        change = self._change() if self.operation == "reload" else None
-        return None if change is None else -change
-
-    @property
-    def moved_bytes(self) -> int | None:
-        """``released_bytes`` of an offload, ``restored_bytes`` of a reload."""
-        return self.released_bytes if self.operation == "offload" else self.restored_bytes
-
-    def _change(self) -> int | None:
-        source = self.memory_source
-        before, after = self.memory.get("before", {}), self.memory.get("after", {})
-        return before[source] - after[source] if source and source in after else None
+        return self.moved_bytes if self.operation == "reload" else None
 
     def to_dict(self) -> dict[str, float | int | str | bool]:
         """Scalars with flat names (``offload/total_ms``), for metrics loggers.

@@ -586,26 +586,25 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _send(value: Any, to: int) -> None:
-    file = io.BytesIO()
+    """Send a value to a rank: first all but its tensors, then each tensor."""
+    file, device = io.BytesIO(), _device()
     pickler = _Pickler(file)
     pickler.dump(value)
-    header = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-    device = _device()
-    for tensor in (torch.tensor([len(header)]), header, *pickler.tensors):
+    dist.send_object_list([file.getvalue()], to, device=device)
+    for tensor in pickler.tensors:
         dist.send(tensor.to(device).contiguous(), to)
 
 
 def _receive(source: int) -> Any:
-    device = _device()
+    device, given = _device(), [b""]
 
     def receive(tensor: Tensor) -> Tensor:
         into = tensor.to(device)
         dist.recv(into, source)
         return into.cpu()
 
-    size = int(receive(torch.zeros(1, dtype=torch.int64)))
-    header = receive(torch.empty(size, dtype=torch.uint8))
-    return _Unpickler(io.BytesIO(header.numpy().tobytes()), receive).load()
+    dist.recv_object_list(given, source, device=device)
+    return _Unpickler(io.BytesIO(given[0]), receive).load()
 
 
 def _device() -> torch.device:

@@ -74,14 +74,19 @@ class Decision:
     ) -> ReloadpgError:
         """Build the error that ``rank`` raises for a decision that ends the operation. Pure."""
         if self.kind == "disagree":
+            recovers = operation == "recover"
+            without = "Every group is without a communicator."
             return DisagreementError(
-                f"{operation}: the ranks do not agree: {self.text}. {_unchanged(operation)} "
+                f"{operation}: the ranks do not agree: {self.text}. "
+                f"{without if recovers else 'Nothing was changed on any rank.'} "
                 f"When the ranks agree, {_next_step(operation)}."
             )
         if self.kind == "recover":
+            unchanged = operation != "recover" and phase == "enter"
+            state = "Nothing was changed by this call" if unchanged else "See reloadpg.status()"
             return PeerFailedError(
-                f"{operation}: rank {self.rank} has called recover(): {self.text}. "
-                f"{_state_after_call(operation, phase)}; call reloadpg.recover() on this rank too.",
+                f"{operation}: rank {self.rank} has called recover(): {self.text}. {state}; call "
+                "reloadpg.recover() on this rank too.",
                 rank=self.rank,
                 phase=phase,
             )
@@ -202,12 +207,6 @@ def store_lost(operation: str, phase: str, cause: Exception) -> ReloadpgError:
     )
 
 
-def _state_after_call(operation: str, phase: str) -> str:
-    if operation != "recover" and phase == "enter":
-        return "Nothing was changed by this call"
-    return "See reloadpg.status()"
-
-
 def _replace(operation: str) -> str:
     if operation == "recover":
         return (
@@ -224,12 +223,6 @@ def _host(operation: str) -> str:
         " The process that hosts the store cannot be replaced. If the store is in another process, "
         "every rank can (docs/recovery.md)."
     )
-
-
-def _unchanged(operation: str) -> str:
-    if operation == "recover":
-        return "Every group is without a communicator."
-    return "Nothing was changed on any rank."
 
 
 def _next_step(operation: str) -> str:

@@ -46,7 +46,8 @@ def _reported(what: str, name: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # some libraries end the process when they are imported
-        text = " ".join(f"{type(error).__name__}: {error}".split())
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        text = " ".join(f"{kind}{error}".split())
         with suppress(Exception):  # stderr may be closed
             sys.stderr.write(
                 f"reloadpg: {what} ({name}={value!r}): {text} Torch is not "
