@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore
 
-from reloadpg.errors import PeerFailedError, ReloadpgError
+from reloadpg.errors import ReloadpgError
 from reloadpg.rendezvous.predecessor import Predecessor, job_keys
 from reloadpg.rendezvous.round import Rendezvous
 from reloadpg.rendezvous.worker_thread import Wait
@@ -42,12 +39,16 @@ def test_a_new_job_has_no_predecessor() -> None:
 
 
 def test_the_mark_of_another_process_is_found_once() -> None:
-    """The first process that searches the last job on the store takes the mark."""
+    """The first process that searches the last job on the store takes the mark.
+
+    It does not take part in the recoveries that have begun.
+    """
     store = HashStore()
     for _ in range(2):
         begin(store)
     leave_mark(store, instance=2)
-    assert Predecessor.find(store, 0, 2) == Predecessor(2, 0)
+    job_keys(store, 2).add("recovery", 3)
+    assert Predecessor.find(store, 0, 2) == Predecessor(2, 3)
     assert Predecessor.find(store, 0, 2) is None
 
 
@@ -72,42 +73,3 @@ def test_a_replacement_starts_no_operation_before_it_has_rejoined() -> None:
     rank = begin(HashStore(), predecessor=Predecessor(1, 0))
     with pytest.raises(ReloadpgError, match=r"Call reloadpg\.rejoin\(\) first"):
         rank.open("offload", ["enter"], FAR)
-
-
-def test_a_predecessor_that_was_counted_is_not_counted_again() -> None:
-    """It had arrived at a barrier. The ranks that wait there leave and meet in a new recovery."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stores = [server.clone() for _ in range(4)]
-    ranks = [begin(store, rank, 3) for rank, store in enumerate(stores[:3])]
-    ended: list[object] = []
-
-    def arrive(rendezvous: Rendezvous) -> None:
-        try:
-            rendezvous.recover(["enter"], "test", "{}", FAR).barrier("enter")
-            ended.append("met")
-        except PeerFailedError as error:
-            ended.append(error.rank)
-
-    def started(*chosen: Rendezvous) -> list[threading.Thread]:
-        threads = [threading.Thread(target=arrive, args=(one,)) for one in chosen]
-        for thread in threads:
-            thread.start()
-        return threads
-
-    waiting = started(ranks[0], ranks[2])
-    count = job_keys(server, 1)
-    end = time.monotonic() + FAR
-    while count.add("1.0/enter/count", 0) < 2 and time.monotonic() < end:
-        time.sleep(0.01)
-    leave_mark(server, 2)
-    place = Predecessor.find(stores[3], 2, 3)
-    assert place == Predecessor(1, 1)
-    new = begin(stores[3], 2, 3, predecessor=place)
-    joining = started(new)
-    for thread in waiting:
-        thread.join(FAR)
-    assert ended == [2, 2]
-    for thread in [*started(ranks[0], ranks[1]), *joining]:
-        thread.join(FAR)
-    assert ended == [2, 2, "met", "met", "met"]
-    assert {one.state.epoch for one in (*ranks[:2], new)} == {2}

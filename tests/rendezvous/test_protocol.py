@@ -16,7 +16,7 @@ from explorer import Explorer, Scenario, World
 from reloadpg.rendezvous import protocol
 from reloadpg.rendezvous.decision import Decision
 from reloadpg.rendezvous.plan import Proposal
-from reloadpg.rendezvous.protocol import Delete, State
+from reloadpg.rendezvous.protocol import State
 
 OPERATION = ("enter", "released")
 MEET = (OPERATION, "recover")
@@ -394,69 +394,6 @@ def test_requests_of_ten_barriers(name: str) -> None:
 
 # -- mutations that must be detected --------------------------------------------------------------
 
-Step = tuple[State, Any]
-
-
-def late_replies_count(state: State, event: Any) -> Step:
-    """The late reply to an abandoned request changes the rank's state."""
-    if isinstance(event, protocol.Reply) and state.at is not None:
-        return state.at(state, event.value)
-    return original_step(state, event)
-
-
-def keys_go_early(state: State, decision: Decision, then: protocol.Then) -> Step:
-    """A decision is deleted before the other rank reads it."""
-    state, command = original_pass(state, decision, then)
-    return state._replace(spent=()), Delete(state.spent[0]) if state.spent else command
-
-
-def no_time_to_answer(state: State, text: str | None) -> Step:
-    """A rank does not wait for the others' responses."""
-    return original_roll(state, text) if text else protocol._collect(state)
-
-
-def interrupts_are_written_only_at_the_barrier(state: State, event: protocol.Fail) -> Step:
-    """The other ranks begin a recovery and never read the interrupt."""
-    return original_fail(state, event._replace(decision=replace(event.decision, kind="failed")))
-
-
-def jobs_are_counted_by_each_rank(state: State, text: str | None) -> Step:
-    """After the initialisation of one rank fails, the ranks do not meet in the retry."""
-    return protocol._idle(state)
-
-
-def a_rank_trusts_itself(state: State, text: str) -> Step:
-    """A rank acts on the decision that it proposed, not on the stored one."""
-    return protocol._known(state, state.text)
-
-
-def responses_are_counted_twice(state: State) -> Step:
-    """A second interrupt makes a rank respond again."""
-    return original_answer(state._replace(answered=False))
-
-
-def a_leader_counts_itself_again(state: State, found: tuple[int, bool]) -> Step:
-    """A leader counts itself each time it collects arrivals."""
-    return original_gathered(state._replace(counted=False), found)
-
-
-def a_rank_is_handed_and_counted(state: State, _: bool) -> Step:
-    """A rank is counted by itself and by its leader."""
-    return protocol._add(state, 1)
-
-
-def the_list_of_a_host_stays(state: State, local: tuple[int, ...]) -> Step:
-    """No rank deletes the list of a host."""
-    return protocol._idle(state._replace(local=local))
-
-
-original_gathered = protocol._gathered
-original_step = protocol.step
-original_pass = protocol._pass
-original_roll = protocol._roll_read
-original_fail = protocol._fail
-original_answer = protocol._count_answer
-
 
 @contextmanager
 def changed(name: str, function: Callable[..., Any]) -> Iterator[None]:
@@ -480,26 +417,75 @@ def is_caught(names: tuple[str, ...], most: int = MOST) -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    ("name", "function", "scenario"),
-    [
-        ("step", late_replies_count, "a late reply"),
-        ("_pass", keys_go_early, "two operations"),
-        ("_roll_read", no_time_to_answer, "a failure of one of three"),
-        ("_fail", interrupts_are_written_only_at_the_barrier, "an interrupt while others recover"),
-        ("_instance_read", jobs_are_counted_by_each_rank, "a job that one rank registered twice"),
-        ("_decided", a_rank_trusts_itself, "a stall"),
-        ("_count_answer", responses_are_counted_twice, "two interrupts"),
-        ("_gathered", a_leader_counts_itself_again, "a crash on one of two hosts"),
-        ("_handed", a_rank_is_handed_and_counted, "two hosts"),
-        ("_met", the_list_of_a_host_stays, "ranks of a host that meet"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_a_mutation_of_the_protocol_is_detected(
-    name: str, function: Callable[..., Any], scenario: str
-) -> None:
+ORIGINAL = {name: value for name, value in vars(protocol).items() if callable(value)}
+MUTATIONS: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "a late reply to an abandoned request counts": (
+        "step",
+        lambda state, event: (
+            state.at(state, event.value)
+            if isinstance(event, protocol.Reply) and state.at is not None
+            else ORIGINAL["step"](state, event)
+        ),
+        "a late reply",
+    ),
+    "a decision is deleted before the other rank reads it": (
+        "_pass",
+        lambda state, decision, then: ORIGINAL["_pass"](
+            state._replace(spent=state.spent + state.owned, owned=()), decision, then
+        ),
+        "two operations",
+    ),
+    "a rank does not wait for the responses of others": (
+        "_roll_read",
+        lambda state, text: (
+            ORIGINAL["_roll_read"](state, text) if text else protocol._collect(state)
+        ),
+        "a failure of one of three",
+    ),
+    "an interrupt is not written where recoveries read it": (
+        "_fail",
+        lambda state, event: ORIGINAL["_fail"](
+            state, event._replace(decision=replace(event.decision, kind="failed"))
+        ),
+        "an interrupt while others recover",
+    ),
+    "each rank counts its jobs alone": (
+        "_instance_read",
+        lambda state, text: protocol._idle(state),
+        "a job that one rank registered twice",
+    ),
+    "a rank acts on the decision that it proposed": (
+        "_decided",
+        lambda state, text: protocol._known(state, state.text),
+        "a stall",
+    ),
+    "a rank responds twice": (
+        "_count_answer",
+        lambda state: ORIGINAL["_count_answer"](state._replace(answered=False)),
+        "two interrupts",
+    ),
+    "a leader counts itself again": (
+        "_gathered",
+        lambda state, found: ORIGINAL["_gathered"](state._replace(counted=False), found),
+        "a crash on one of two hosts",
+    ),
+    "a rank is counted by itself and by its leader": (
+        "_handed",
+        lambda state, is_handed: protocol._add(state, 1),
+        "two hosts",
+    ),
+    "no rank deletes the list of a host": (
+        "_met",
+        lambda state, local: protocol._idle(state._replace(local=local)),
+        "ranks of a host that meet",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_mutation_of_the_protocol_is_detected(mutation: str) -> None:
     """Defects that the protocol once had, and others."""
+    name, function, scenario = MUTATIONS[mutation]
     with changed(name, function):
         assert is_caught((scenario,), 40_000)
 

@@ -134,43 +134,6 @@ def test_a_job_of_one_rank_needs_no_store() -> None:
     assert round_.agree("enter", PLAN, proposals, ["b", "c"]) == {"b": "2"}
 
 
-def test_keys_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After any number of operations, only the keys of two barriers and of the job are left."""
-    monkeypatch.setenv(LOG_WAIT, str(FAR))  # a long wait leaves more keys
-    store, *others = clients(3)
-    job = job_on([store, *others])
-
-    def operation(rdv: Rendezvous) -> None:
-        round_ = rdv.open("offload", ("enter", "quiesced", "released"), FAR)
-        proposals = [Proposal("of all", "x"), Proposal(f"of {rdv.rank}", "x", yields=True)]
-        assert round_.agree("enter", PLAN, proposals, ["of all"]) == {"of all": "x"}
-        round_.run("quiesced", lambda *_: None, lambda: "nothing")
-        round_.barrier("quiesced")
-        round_.barrier("released")
-
-    counts = []
-    for _ in range(6):
-        assert job.run(operation) == [None] * 3
-        store.add("reloadpg/1/progress", 0)  # a rank that works for long creates this key
-        counts.append(store.num_keys())
-    # A barrier has two shared keys and one per rank, and an agreement one more. Each rank has one
-    # key for its count of jobs; there is one for their progress, and a TCPStore adds another.
-    assert max(counts) <= 2 * (2 + 3) + 1 + 3 + 2
-    assert counts[2:] == [counts[2]] * 4
-
-
-def test_a_rank_reads_the_proposals_that_it_asks_for() -> None:
-    job = tcp_job(3)
-    proposals = [[Proposal("a", "1")], [Proposal("b", "2"), Proposal("c", "3")], []]
-    asks = [["b", "d"], [], ["c", "a"]]
-    results = job.run(
-        lambda rdv: rdv.open("reload", ("enter",), FAR).agree(
-            "enter", PLAN, proposals[rdv.rank], asks[rdv.rank]
-        )
-    )
-    assert results == [{"b": "2"}, {}, {"c": "3", "a": "1"}]
-
-
 # -- timeouts --------------------------------------------------------------------------------------
 
 
@@ -179,52 +142,6 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait only a short time for the responses of ranks that do not respond."""
     for name, seconds in SILENCE.items():
         monkeypatch.setenv(name, seconds)
-
-
-@pytest.mark.usefixtures("silence")
-@pytest.mark.parametrize("absent", [[0], [1, 2, 6]])
-def test_a_timeout_names_the_missing_ranks(absent: list[int]) -> None:
-    """All ranks that arrived raise the same error when the first of them times out."""
-    present = [rank for rank in range(8) if rank not in absent]
-    last, others = present[-1], threading.Event()
-    job = tcp_job(8, signals_arrival(others, *present[:-1]))
-
-    def arrive(rdv: Rendezvous) -> None:
-        assert rdv.rank != last or others.wait(SOON)
-        begun = time.monotonic()
-        with pytest.raises(RendezvousTimeoutError) as caught:
-            timeout = 0.5 if rdv.rank == last else FAR
-            rdv.open("reload", ("enter",), timeout).agree("enter", PLAN)
-        assert rdv.rank != last or time.monotonic() - begun >= 0.5
-        raise caught.value
-
-    for rank, error in zip(present, job.run(arrive, present), strict=True):
-        assert isinstance(error, TimeoutError)
-        assert (error.phase, error.seconds) == ("enter", 0.5 if rank == last else FAR)
-        assert (error.arrived, error.missing) == (len(present), tuple(absent))
-        assert f"{len(present)} of 8 ranks arrived" in str(error)
-        assert "A missing rank has not called reload()" in str(error)
-
-
-@pytest.mark.usefixtures("silence")
-def test_a_timeout_distinguishes_unfinished_work_from_missing_ranks() -> None:
-    job = tcp_job(3, meet_after("rebuilt/answer", 0, 1))  # the grace period begins then
-    release = threading.Event()
-
-    def body(rdv: Rendezvous) -> None:
-        rdv.open("reload", ("enter",), FAR).agree("enter", PLAN)
-        if rdv.rank < 2:
-            round_ = rdv.open("reload", ("rebuilt",), 0.7)
-            round_.run("rebuilt", lambda *_: release.wait(FAR), lambda: "the group of tests")
-
-    *errors, absent_rank = job.run(body)
-    release.set()
-    assert absent_rank is None
-    for error in errors:
-        assert isinstance(error, RendezvousTimeoutError)
-        assert error.missing == (2,)
-        assert "Ranks 0-1 did not finish their own work" in str(error)
-        assert "the group of tests" in str(error)
 
 
 @pytest.mark.parametrize("end", ["timeout", "interrupt", "second interrupt"])
@@ -398,26 +315,9 @@ def test_a_failure_is_raised_on_all_ranks_before_the_timeout(
 
 
 @pytest.mark.usefixtures("silence")
-def test_a_rank_that_does_not_respond_to_a_failure_is_named() -> None:
-    job = tcp_job(4, meet_after("answer", 0, 1, 3))  # the grace period begins then
-    own = ReloadpgError("connection reset")
-
-    def body(rdv: Rendezvous) -> None:
-        round_ = rdv.open("reload", ("enter", "rebuilt"), FAR)
-        if rdv.rank == 0:
-            round_.fail(own)
-            raise own
-        round_.agree("enter", PLAN)
-
-    errors = job.run(body, ranks=[0, 1, 3])
-    assert all("No response since then from rank 2" in str(error) for error in errors)
-    assert [error.missing for error in errors[1:]] == [(2,), (2,)]
-
-
-@pytest.mark.usefixtures("silence")
-def test_a_second_failure_names_the_first() -> None:
+def test_an_error_names_ranks_that_failed_before_and_ranks_that_do_not_respond() -> None:
     """The abort of a rank breaks the collectives of others before they read its failure."""
-    job = tcp_job(2)
+    job = tcp_job(4, meet_after("answer", 0, 1, 3))  # the grace period begins then
     failed = threading.Event()
     own = ReloadpgError("connection closed by peer")
 
@@ -428,31 +328,47 @@ def test_a_second_failure_names_the_first() -> None:
             failed.set()
             return
         assert failed.wait(SOON)
-        round_.fail(own)
-        raise own
+        if rdv.rank == 1:
+            round_.fail(own)
+            raise own
+        round_.agree("enter", PLAN)
 
-    _, error = job.run(body)
-    assert str(error).splitlines() == [
-        "connection closed by peer",
-        "Rank 0 failed first: KeyboardInterrupt: by the user",
-    ]
+    _, second, error = job.run(body, ranks=[0, 1, 3])
+    first, *more = str(second).splitlines()
+    assert first == "connection closed by peer"
+    assert more[0] == "Rank 0 failed first: KeyboardInterrupt: by the user"
+    assert "No response since then from rank 2" in more[1]
+    assert (error.rank, error.missing) == (0, (2,))
+
+
+TIMEOUT = Decision("timeout", 2, missing=(1, 3), stuck=(2,), doing="the rebuild of group 7")
+FAILED = Decision("failed", 1, text="broken")
 
 
 @pytest.mark.parametrize(
-    ("operation", "step"),
+    ("decision", "operation", "said"),
     [
-        ("reload", "call reload() again on all ranks"),
-        ("barrier 'the data'", "call barrier() again on all ranks"),
-        ("exit", "restart the job: its process groups are aborted"),
+        (TIMEOUT, "reload", "rank 2 waited 3 s without progress in phase 'enter'; 1 of 4 ranks"),
+        (TIMEOUT, "reload", "missing: ranks 1, 3. Rank 2 did not finish its own work"),
+        (TIMEOUT, "reload", "rank 2 was in: the rebuild of group 7"),
+        (TIMEOUT, "reload", "A missing rank has not called reload()"),
+        (TIMEOUT, "reload", "call reload() again on all ranks"),
+        (TIMEOUT, "reload", "raise install(timeout=...)"),
+        (TIMEOUT, "barrier 'the data'", "call barrier() again on all ranks"),
+        (FAILED, "reload", "call reload() again on all ranks"),
+        (FAILED, "exit", "restart the job: its process groups are aborted"),
     ],
 )
-@pytest.mark.parametrize("kind", ["failed", "timeout"])
-def test_an_error_names_the_next_call(kind: str, operation: str, step: str) -> None:
-    decision = Decision(kind, 1, text="broken", missing=(1,))
-    error = decision.error(operation, "arrive", seconds=3, rank=0, size=2)
-    assert step in str(error)
-    raised = "raise install(timeout=...)" in str(error)
-    assert raised is (kind == "timeout" and operation == "reload")
+def test_an_error_names_ranks_and_the_next_call(
+    decision: Decision, operation: str, said: str
+) -> None:
+    error: Any = decision.error(operation, "enter", seconds=3, rank=0, size=4)
+    assert said in str(error)
+    assert error.phase == "enter"
+    if decision is TIMEOUT:
+        assert (error.seconds, error.arrived, error.missing) == (3, 1, (1, 3))
+    else:
+        assert "timeout" not in str(error)
 
 
 def test_the_rank_that_hosts_the_store_raises_last() -> None:
@@ -493,31 +409,6 @@ def test_a_lost_store_is_an_error_on_every_rank_and_in_each_operation() -> None:
             assert isinstance(error, ReloadpgError)
             assert "rendezvous store" in str(error)
             assert "Restart the job" in str(error)
-
-
-@pytest.mark.usefixtures("silence")
-def test_a_store_that_does_not_respond_is_an_error_at_the_timeout() -> None:
-    """Ranks that wait and ranks that work name the ranks whose state is unknown."""
-    job, stores = silent_job(3)
-    hold = threading.Event()
-
-    def body(rdv: Rendezvous) -> None:
-        rdv.open("reload", ("enter",), FAR).agree("enter", PLAN)
-        round_ = rdv.open("reload", ("rebuilt",), 1.5)
-        stores[rdv.rank].silent.set()
-        if rdv.rank == 2:
-            round_.run("rebuilt", lambda *_: hold.wait(FAR), lambda: "a group")
-        round_.barrier("rebuilt")
-
-    errors = job.run(body)
-    hold.set()
-    assert job.run(two_barriers) == ["passed"] * 3  # with new clients
-    for store in stores:
-        store.ended.set()
-    for rank, error in enumerate(errors):
-        assert isinstance(error, RendezvousTimeoutError), error
-        assert error.unknown == tuple(other for other in range(3) if other != rank)
-        assert "does not respond" in str(error)
 
 
 def test_a_recovery_request_is_seen_after_the_store_did_not_respond() -> None:
