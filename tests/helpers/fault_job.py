@@ -404,6 +404,13 @@ def eventually(condition: Callable[[], object]) -> bool:
     return found
 
 
+def join_operations() -> None:
+    """Wait until all operations of this process that run in threads have ended."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("reloadpg-") and not thread.daemon:
+            thread.join(PATIENCE.total_seconds())
+
+
 def sockets() -> set[int]:
     """The descriptors of this process's sockets."""
     found = set()

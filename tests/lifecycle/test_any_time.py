@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import sys
 import threading
 import time
 
@@ -13,8 +11,6 @@ import torch.distributed as dist
 from worlds import start, summed
 
 import reloadpg
-from reloadpg.lifecycle.operation import Operation
-from reloadpg.lifecycle.transaction import Transaction
 from reloadpg.testing import simulated
 
 
@@ -90,73 +86,6 @@ def test_the_status_describes_a_running_operation(rank, world, tmp_path):
         assert (running.operation, running.phase, running.doing) == ("offload", "enter", "")
         assert running.since >= running.started_at
         assert line.startswith("offload is running, before barrier 'enter': waiting for other")
-
-
-@pytest.mark.ranks(1)
-def test_an_interrupt_at_any_call_leaves_no_operation_running(rank):
-    """The operation ends even if the traceback, and so its frames, is kept."""
-    start("unbound")
-    held = []
-    for count in range(0, 400, 7):
-        left = [count]
-
-        def trace(frame, event, argument, left=left):
-            if threading.current_thread() is not threading.main_thread():
-                return None
-            if "/reloadpg/" in frame.f_code.co_filename:
-                left[0] -= 1
-                if left[0] == 0:
-                    raise KeyboardInterrupt
-            return None
-
-        sys.settrace(trace)
-        try:
-            with reloadpg.offloaded():
-                pass
-        except BaseException as error:
-            sys.settrace(None)
-            held.append(error)  # keeps the frames
-        finally:
-            sys.settrace(None)
-        reloadpg.reload()  # never "offload is running in this process"
-    assert len(held) > 20
-    assert (reloadpg.status().state, summed(None, rank)) == ("live", 1.0)
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize(
-    ("name", "state", "went_on"),
-    [("offload", "offloaded", (1, 0)), ("reload", "live", (0, 1)), ("recover", "live", (0, 1))],
-)
-def test_an_interrupted_commit_is_completed(rank, name, state, went_on):
-    """The other ranks have completed the operation, so this one does, after any line."""
-    start("unbound", min_size=1)
-    lines, left = 0, [0]
-    while left[0] <= 0:  # until the commit has fewer lines
-        lines += 1
-        left[0] = lines
-
-        def trace(frame, event, argument):
-            commits = frame.f_code in (Operation.complete.__code__, Transaction.commit.__code__)
-            if event == "line" and commits:
-                left[0] -= 1
-                if left[0] == 0:
-                    raise KeyboardInterrupt
-            return trace if commits else None
-
-        if name == "reload":
-            reloadpg.offload()
-        before = reloadpg.status()
-        sys.settrace(trace)
-        with contextlib.suppress(KeyboardInterrupt):
-            getattr(reloadpg, name)()
-        sys.settrace(None)
-        after = reloadpg.status()
-        assert after.state == state
-        assert (after.cycles - before.cycles, after.generation - before.generation) == went_on
-        reloadpg.reload()
-    assert lines > 6
-    assert summed(None, rank) == 1.0
 
 
 @pytest.mark.ranks(2)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection
-from types import CodeType, FrameType
-from typing import Any
+import warnings
 
 import pytest
-from fault_job import FAR, Job, attempt, base_store
+import worlds
+from fault_job import FAR, Job, attempt, base_store, join_operations
+from interrupting import interrupt_at, interrupted_at_call
 
 import reloadpg
 from reloadpg.lifecycle import offload, recover, recreate, reload
@@ -41,23 +41,7 @@ CYCLE = {
     "reload": (reload._restore.__code__, recreate.rebuild.__code__, *BARRIERS),
 }
 """The functions that an operation passes in the caller's thread once its barriers are known."""
-
-
-def interrupt_at(line: int, code: Collection[CodeType]) -> list[int]:
-    """Raise a KeyboardInterrupt at a line of these functions, counted from their first call."""
-    left = [line]
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code not in code:
-            return None
-        if event in ("line", "return"):
-            left[0] -= 1
-            if left[0] == 0:
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    return left
+COMMIT = Operation.complete.__code__, Transaction.commit.__code__
 
 
 @pytest.mark.ranks(2)
@@ -108,3 +92,59 @@ def test_an_interrupt_ends_the_operation_alike_on_all_ranks(rank: int, name: str
         job.assert_live()
         job.meet(f"live {line}")
     assert line > 50
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("name", "state", "counts"),
+    [("offload", "offloaded", (1, 0)), ("reload", "live", (0, 1)), ("recover", "live", (0, 1))],
+)
+def test_an_interrupted_commit_is_completed(name: str, state: str, counts: tuple[int, int]) -> None:
+    """The other ranks have completed the operation, so this one does, after any line."""
+    worlds.start("unbound", min_size=1)
+    line, left = 0, [0]
+    while left[0] <= 0:  # until the commit has fewer lines
+        line += 1
+        if name == "reload":
+            reloadpg.offload()
+        before = reloadpg.status()
+        left = interrupt_at(line, COMMIT)
+        attempt(getattr(reloadpg, name))
+        sys.settrace(None)
+        after = reloadpg.status()
+        assert after.state == state
+        assert (after.cycles - before.cycles, after.generation - before.generation) == counts
+        reloadpg.reload()
+    assert line > 6
+    assert worlds.summed(None, 0) == 1.0
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("pending", [False, True])
+def test_an_interrupt_at_any_call_leaves_no_operation_running(pending: bool) -> None:
+    """The operation ends even if the traceback, and so its frames, is kept.
+
+    A pending one has not started, or completes without a handle.
+    """
+    worlds.start("unbound", min_size=1)
+    warnings.simplefilter("ignore")  # deleted handles warn
+    held = []
+
+    def cycle() -> None:
+        if pending:
+            reloadpg.offload(wait=False).result()
+            reloadpg.reload(wait=False).result()
+        else:
+            with reloadpg.offloaded():
+                pass
+
+    for number in range(1, 200, 3) if pending else range(0, 400, 7):
+        try:
+            with interrupted_at_call(number):
+                cycle()
+        except KeyboardInterrupt as error:
+            held.append(error)  # keeps the frames
+        join_operations()
+        reloadpg.reload()  # never "offload is running in this process"
+    assert len(held) > 20
+    assert (reloadpg.status().state, worlds.summed(None, 0)) == ("live", 1.0)

@@ -40,13 +40,6 @@ def test_members_agree_on_the_strongest_proposal():
         assert results == {strongest}
 
 
-def test_proposals_that_other_members_do_not_change():
-    """A proposal that is the only one stays, and ``recreate`` keeps its reason."""
-    assert conclude(Choice("suspend"), None) == Choice("suspend")
-    for theirs in (Choice("skip", "x"), Choice("recreate", "y")):
-        assert conclude(Choice("recreate"), theirs) == Choice("recreate")
-
-
 @pytest.mark.parametrize(
     ("name", "desc", "wanted"),
     [

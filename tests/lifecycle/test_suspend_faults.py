@@ -94,29 +94,6 @@ def test_groups_of_a_rank_without_cumem_are_recreated(rank: int) -> None:
     assert job.sums()
 
 
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("case", ["suspended", "failed", "created while offloaded"])
-def test_other_ranks_replay_only_what_members_rebuild(rank: int, case: str) -> None:
-    """With TORCH_DIST_INIT_BARRIER=1 torch needs all ranks in a creation. Ranks that are no members
-    take part for a group that is recreated, but not for one that is resumed or was live.
-    """
-    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
-    strategy = "recreate" if case.startswith("created") else "suspend"
-    job = Job("sim", strategy=strategy, subgroups=((0, 1),))
-    reloadpg.offload()
-    if case == "failed":
-        if rank == 1:
-            simulated.inject(simulated.Fault("resume", group="g0"))
-        with pytest.raises(reloadpg.RebuildError if rank == 1 else reloadpg.PeerFailedError):
-            reloadpg.reload()
-    if case.startswith("created"):
-        late = dist.new_group([0, 1], group_desc="late")
-        if rank < 2:
-            job.add(late)
-    reloadpg.reload()
-    job.assert_live()
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("when", ["offload", "reload"])
 @pytest.mark.parametrize("strategy", ["recreate", "suspend"])
