@@ -24,7 +24,7 @@ from .callbacks import register
 logger = logging.getLogger("reloadpg")
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_CACHE_WORTH_SAYING = 256 << 20
+_LARGE_CACHE = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def warnings(released: bool, chosen: Chosen = ALL) -> list[str]:
     runtime = devices.runtime()
     if released and runtime is not None and hasattr(runtime, "memory_reserved"):
         cached = runtime.memory_reserved() - runtime.memory_allocated()
-        if cached >= _CACHE_WORTH_SAYING:
+        if cached >= _LARGE_CACHE:
             found.append(
                 f"torch's caching allocator holds {cached / 2**20:.0f} MiB of unused memory; "
                 "torch.cuda.empty_cache() returns it to the device"

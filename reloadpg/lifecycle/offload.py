@@ -14,7 +14,7 @@ from ..groups.sets import ALL, Chosen
 from .failure import await_unfinished, perform
 from .operation import Operation
 from .pending import Pending
-from .record import why_nothing
+from .record import nothing_released
 from .recreate import Releases
 from .report import Report
 from .strategy import bytes_kept
@@ -84,7 +84,7 @@ def release(op: Operation, collect: bool = False) -> Report:
         and "nothing to release" not in registry.warned
     ):
         registry.warned.add("nothing to release")
-        for text in why_nothing(op.options):
+        for text in nothing_released(op.options):
             warnings.warn(f"reloadpg.offload(): {text}", stacklevel=3)
     return report
 

@@ -86,7 +86,7 @@ class Record:
                 for text in _by_reason(registry.unmanaged())
             ]
             if registry.options is not None and not registry.managed():
-                warnings += why_nothing(registry.options)
+                warnings += nothing_released(registry.options)
         warnings += [f"{one}: its memory is not free" for one in unfinished]
         return Report(
             self.operation,
@@ -125,7 +125,7 @@ def publish(report: Report) -> None:
             logger.exception("a callback registered with reloadpg.on_report failed")
 
 
-def why_nothing(options: Options) -> list[str]:
+def nothing_released(options: Options) -> list[str]:
     """Return why an offload releases nothing if no group is reloadable. Local."""
     bypassed = registry.bypassed()
     if not bypassed:

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -249,8 +248,7 @@ def _steps(items: Iterator[T], rules: _Rules) -> Iterator[Step[T]]:
         while not loops.is_passed(loop):
             progress = _Progress(loops, loop, number, rules)
             try:
-                with progress.telling():
-                    item = next(items)
+                item = next(items)
             except StopIteration:
                 if loops.resumes is None:
                     return
@@ -264,9 +262,12 @@ def _steps(items: Iterator[T], rules: _Rules) -> Iterator[Step[T]]:
             except Exception as error:  # handled like an error in the block
                 progress.fail(error, repeats=False)
                 raise
+            except BaseException as error:
+                progress.notify_interrupt(error)
+                raise
             progress.complete = not loops.reached(loop, number)
             while not progress.complete:
-                if not progress.prepare():
+                if not progress.run(progress.prepare):
                     continue
                 step = Step(item, number, progress.failed + 1, progress, _replaced())
                 try:
@@ -320,7 +321,7 @@ class Step(Generic[T]):
             self._progress.loops.step = self
             job = registry.job("retrying")
             if job is not None and devices.runtime() is not None:
-                Task(partial(_abort_if_called, job, self._block_ended), "step")
+                Task(partial(_abort_on_request, job, self._block_ended), "step")
         return self.value
 
     def _refuse_second(self, loops: _Loops) -> None:
@@ -346,14 +347,10 @@ class Step(Generic[T]):
             return False
         try:
             if error is not None and not isinstance(error, Exception):
-                progress.tell(error)
+                progress.notify_interrupt(error)
                 return False
             if error is None:
-                try:
-                    with progress.telling():
-                        progress.commit()
-                except Exception as failed:
-                    progress.fail(failed)
+                progress.run(progress.commit)
                 return False
             progress.fail(error)
             return True
@@ -374,23 +371,27 @@ class _Progress:
         self._rules = rules
         self._round: Round | None = None  # whose barrier this rank has not passed
         self._ended = False
-        self._owed = ""  # why this rank must repeat the step
+        self._repeat_reason = ""  # why this rank must repeat the step; empty if it need not
         self._thread = threading.get_ident()
 
-    def prepare(self) -> bool:
-        """Restore the state from the beginning of the step, or take a snapshot. Collective.
+    def run(self, part: Callable[[], object]) -> bool:
+        """Run a part of the step that is outside of its block. Collective.
 
+        An error is handled like one in the block, and an interrupt is notified to the other ranks.
         Returns False if this attempt has failed on all ranks.
         """
         try:
-            with self.telling():
-                self._prepare()
+            part()
         except Exception as error:
             self.fail(error)
             return False
+        except BaseException as error:
+            self.notify_interrupt(error)
+            raise
         return True
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
+        """Restore the state from the beginning of the step, or take a snapshot. Collective."""
         snapshot, replaced = self._rules.state, _replaced()
         if snapshot is None:
             return
@@ -400,7 +401,7 @@ class _Progress:
         elif not new:
             snapshot.take()
         if replaced:
-            snapshot.hand_over(replaced)
+            snapshot.transfer(replaced)
         if new:
             snapshot.take()
         if replaced:  # a state that is lost ends the loop before any rank repeats the step
@@ -408,9 +409,8 @@ class _Progress:
 
     def commit(self) -> None:
         """Wait until all ranks have finished the step. Collective, blocking, with a timeout."""
-        await_device(
-            recovery_requested
-        )  # a collective that fails on the device belongs to this step
+        # A collective that fails on the device belongs to this step.
+        await_device(recovery_requested)
         job = registry.job("retrying")
         if job is not None:
             self._barrier()
@@ -428,20 +428,9 @@ class _Progress:
             self._ended = round_.decision is not None and round_.decision.kind == "cancelled"
         self._round = None
 
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """A block whose interrupt is notified to the other ranks; see :meth:`tell`."""
-        try:
-            yield
-        except Exception:
-            raise
-        except BaseException as error:
-            self.tell(error)
-            raise
-
-    def tell(self, error: BaseException) -> None:
+    def notify_interrupt(self, error: BaseException) -> None:
         """Notify the waiting ranks of this rank's interrupt. Local; waits a limited time."""
-        self._owed = ""
+        self._repeat_reason = ""
         job = registry.job("retrying")
         if job is not None:
             round_ = self._round or job.rendezvous.open("step", ["enter"], _seconds())
@@ -453,12 +442,12 @@ class _Progress:
         A generator that is closed cannot raise in the function that leaves the loop, so the error
         is raised at that function's next line.
         """
-        if not self._owed or threading.get_ident() != self._thread or sys.is_finalizing():
+        if not self._repeat_reason or threading.get_ident() != self._thread or sys.is_finalizing():
             return
         error: Exception = ReloadpgError(
             f"the loop of retrying() was left (break, return or an error) at step {self._number}, "
-            f"which must be repeated: {self._owed}. All groups are live, but the step's results "
-            "are unreliable. Leave the loop only if `step.complete` is true after the block."
+            f"which must be repeated: {self._repeat_reason}. All groups are live, but the results "
+            "of the step are unreliable. Leave the loop only if `step.complete` is true after it."
         )
         try:
             self.fail(error, repeats=False)
@@ -469,7 +458,7 @@ class _Progress:
 
     def fail(self, error: Exception, *, repeats: bool | None = None) -> None:
         """Recover. Return if the step must be repeated, or is complete elsewhere; else raise."""
-        self._owed = ""
+        self._repeat_reason = ""
         self._round = None
         if self._ended:
             raise error
@@ -498,7 +487,7 @@ class _Progress:
             if isinstance(error, PeerFailedError):
                 raise self._peer_failed(faults) from error
             raise error
-        self._owed = "; ".join(map(str, faults)) or f"{type(error).__name__}: {error}"
+        self._repeat_reason = "; ".join(map(str, faults)) or f"{type(error).__name__}: {error}"
         if self._rules.state is None:
             c10d.refuse_unfinished()
 
@@ -560,7 +549,7 @@ class _Progress:
         )
 
 
-def _abort_if_called(job: Job, block_ended: threading.Event) -> None:
+def _abort_on_request(job: Job, block_ended: threading.Event) -> None:
     """Abort this rank's communicators if a peer requests a recovery during a step. Blocking.
 
     A collective whose peer has aborted stays on the device until its own timeout, and a program

@@ -72,7 +72,7 @@ class Snapshot:
             return [*self._objects.items()]
         return [*enumerate(self._objects)]
 
-    def hand_over(self, replaced: Sequence[int]) -> None:
+    def transfer(self, replaced: Sequence[int]) -> None:
         """Send the state to replacement processes, from ranks that hold it. Collective over both.
 
         Random generators are not sent, since they differ between ranks.

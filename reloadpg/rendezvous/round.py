@@ -378,7 +378,7 @@ class Rendezvous:
             hooks = barrier_hooks if isinstance(event, Arrive) else ()
             while command is not None:
                 if hooks and self.state.is_waiting:
-                    _come_to("waiting", wait.operation, wait.phase, self.rank)
+                    _run_hooks("waiting", wait.operation, wait.phase, self.rank)
                     hooks = ()
                 reply = perform(root, command, wait, pause_s, self.peers, detail)
                 number, command = self._step(Reply(number, reply))
@@ -530,7 +530,7 @@ class Round:
             raise ReloadpgError(f"barrier {phase!r} is not the next of {self._state.phases}")
         wait = Wait(self.operation, self.seconds, phase)
         self.since = time.time()
-        _come_to("before", self.operation, phase, self._rendezvous.rank)
+        _run_hooks("before", self.operation, phase, self._rendezvous.rank)
         self._rendezvous.drive(arrival, wait)
         passed = self._conclude(phase)
         wait.log_end()
@@ -620,7 +620,7 @@ class Round:
             this rank, if all ranks had just arrived at its barrier. None if all ranks have passed
             the last barrier: the operation is then complete in spite of the error.
         """
-        _come_to("failing", self.operation, self.phase, self._rendezvous.rank)
+        _run_hooks("failing", self.operation, self.phase, self._rendezvous.rank)
         try:
             self._abandon()  # a second interrupt may have prevented it
             open_ = self._is_current and (self.phase or cancels)
@@ -660,7 +660,7 @@ class Round:
 
     def _conclude(self, phase: str, doing: str = "") -> Decision:
         """Continue to the next barrier, or raise the error of the decision."""
-        _come_to("after", self.operation, phase, self._rendezvous.rank)
+        _run_hooks("after", self.operation, phase, self._rendezvous.rank)
         self._close(doing, waits=True)
         self.since = time.time()
         decision = self._state.decision
@@ -716,7 +716,7 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")[:4000]
 
 
-def _come_to(moment: str, operation: str, phase: str, rank: int) -> None:
+def _run_hooks(moment: str, operation: str, phase: str, rank: int) -> None:
     for hook in barrier_hooks:
         hook(moment, operation, phase, rank)
 
