@@ -7,7 +7,6 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -26,10 +25,8 @@ from fault_job import (
     base_store,
     connections,
     cut,
-    die,
     eventually,
     impatience,
-    survivors,
 )
 from sampling import sampled
 from torch.torch_version import TorchVersion
@@ -280,35 +277,6 @@ def test_consecutive_recoveries(rank: int) -> None:
     reloadpg.recover("the next collective hangs")
     reloadpg.recover("so does the one after")
     check("end", 10)
-
-
-def loop_where_one_dies(rank: int, size: int) -> None:
-    """A loop in whose second step one rank dies."""
-    os.environ |= worlds.SILENCE
-    reloadpg.install(backends={worlds.BACKEND}, timeout=BOUND)
-    worlds.init(timeout=timedelta(seconds=5))
-    recoveries: list[str] = []
-    reloadpg.on_report(lambda report: recoveries.append(report.operation))
-    attempts = []
-
-    def loop() -> None:
-        for step in reloadpg.retrying(range(3)):
-            with step:
-                attempts.append((step.number, step.attempt))
-                if rank == 2 and step.number == 1:
-                    die()
-                dist.all_reduce(torch.ones(1))
-
-    seen = attempt(loop)
-    assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (2,)), seen
-    assert attempts == [(0, 1), (1, 1)]
-    assert recoveries == ["recover"]
-
-
-@pytest.mark.slow
-def test_a_loop_ends_when_a_rank_has_died() -> None:
-    """It recovers once, with the timeout of a recovery, and the error names the rank."""
-    survivors(loop_where_one_dies, 4, dead=2)
 
 
 @pytest.mark.ranks(2)
