@@ -1,4 +1,4 @@
-"""Runs an operation to its end. If it does not complete, it ends the same on all ranks."""
+"""Runs an operation to its end. If it does not complete, it ends in the same way on all ranks."""
 
 from __future__ import annotations
 

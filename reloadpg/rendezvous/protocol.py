@@ -7,8 +7,8 @@ event from its caller. :class:`~.round.Rendezvous` performs the commands on a st
 
 A rank has at most one outstanding command. ``State.at`` is the function that handles its reply, and
 ``State.asked`` its number. A reply to an earlier, abandoned command changes nothing. The table has
-these functions, in the order in which an event passes them; those in brackets not always. ``sent``
-handles the replies to commands whose values do not matter.
+these functions, in the order in which an event passes them; those in brackets may be skipped.
+``sent`` handles the replies to commands whose values do not matter.
 
 =========  =====================================================================================
 event      actions of the rank, and the replies that it handles

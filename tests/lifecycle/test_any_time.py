@@ -1,4 +1,4 @@
-"""Events at any moment: signals, interrupts, and status requests."""
+"""Signal handlers and status requests at any moment, and what users change between operations."""
 
 from __future__ import annotations
 
