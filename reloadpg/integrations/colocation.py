@@ -7,12 +7,6 @@
         with rollout:  # all ranks
             samples = engine.generate(batch)
         train(samples)
-
-At entry: synchronize, release the trainer's groups (``reloadpg.on_offload`` callbacks first),
-collect and empty the allocator's cache, pause the memory saver, reload the engine's groups, wake
-the engine. At exit: put the engine to sleep, release its groups, resume the saver, empty the cache,
-reload the trainer's groups and, while that runs, copy the weights back. If a step at exit fails,
-the later ones are still run, and every failure is reported.
 """
 
 from __future__ import annotations
@@ -50,8 +44,7 @@ class ColocationError(ReloadpgError):
 
     Attributes:
         failures: the failed steps by name, with their errors, in order; the first is chained.
-        colocation: the object that ``colocated`` returned; its ``restore()`` retries the remaining
-            steps.
+        colocation: what ``colocated`` returned; its ``restore()`` retries the remaining steps.
     """
 
     def __init__(
@@ -65,9 +58,14 @@ class ColocationError(ReloadpgError):
 class colocated:  # noqa: N801 - used like a function
     """A context manager for a rollout: offloads the trainer and wakes the engine.
 
+    At entry: synchronize, release the trainer's groups, collect and empty the allocator's cache,
+    pause the memory saver, reload the engine's groups, wake the engine. At exit: put the engine to
+    sleep, release its groups, resume the saver, empty the cache, reload the trainer's groups and,
+    while that runs, copy the weights back. If a step at exit fails, the later ones are still run,
+    and every failure is reported.
+
     Local. Entering and leaving the block are collective over all ranks of the job, with the
-    timeouts of :func:`reloadpg.offload` and :func:`reloadpg.reload`. A rank that leaves its block
-    early waits for the others, within the timeout. Reusable, but not reentrant.
+    timeouts of :func:`reloadpg.offload` and :func:`reloadpg.reload`. Reusable, but not reentrant.
 
     Args:
         engine: the rollout engine, asleep; None on ranks without one. Either vLLM's methods
@@ -75,7 +73,6 @@ class colocated:  # noqa: N801 - used like a function
             ``resume_memory_occupation(tags)``). They must block: an asynchronous engine (vLLM's
             ``AsyncLLM``, the handle of a Ray actor) is an error.
         saver: a memory saver, or a :class:`MemorySaver` around one; None without.
-        saver_tags: the trainer's tags, if ``saver`` is not a :class:`MemorySaver`.
         wake_tags: the parts of the engine to wake at entry: None for all, ``()`` for none, or tags
             such as ``["weights"]``. Wake the rest with :meth:`wake_up` within the block before the
             engine generates: vLLM's ``generate`` does not return while the engine is partly asleep.
@@ -84,10 +81,9 @@ class colocated:  # noqa: N801 - used like a function
         collect: also run a full garbage collection before the cache is emptied.
         copy_back: copies the trainer's weights back to the device, for example
             ``lambda: model.load_state_dict(weights)``; None for none. Called in the caller's thread
-            after the engine sleeps and the saver is resumed, while the groups are reloaded
-            (:func:`reloadpg.reload` with ``wait=False``). It must not call a collective: groups
-            refuse them until the reload has ended. It may be called again after a failure, also
-            after a failed entry. Need not be given on all ranks.
+            while the groups are reloaded. It must not call a collective: groups refuse them until
+            the reload has ended. It may be called again after a failure. Need not be given on all
+            ranks.
         engine_groups: the set of the engine's groups, if it runs in the trainer's processes; see
             ``install(sets=...)`` and :class:`reloadpg.region`. These groups are live in the block
             and offloaded outside of it; all others belong to the trainer. Equal on all ranks. If
@@ -109,7 +105,6 @@ class colocated:  # noqa: N801 - used like a function
         engine: Any = None,
         *,
         saver: Any = None,
-        saver_tags: Sequence[str] | None = None,
         wake_tags: Sequence[str] | None = None,
         sleep_level: int = 1,
         connect: Connect = "none",
@@ -137,24 +132,18 @@ class colocated:  # noqa: N801 - used like a function
         self._engine_groups = engine_groups
         names = frozenset() if engine_groups is None else frozenset([engine_groups])
         self._trainer_sets = Chosen(names, others=True)
-        wrapped = isinstance(saver, MemorySaver)
-        if wrapped and names and saver.sets.overlaps(Chosen(names, others=False)):
+        if saver is not None and not isinstance(saver, MemorySaver):
+            saver = MemorySaver(saver, sets=self._trainer_sets)
+        elif saver is not None and names and saver.sets.overlaps(Chosen(names, others=False)):
             raise InvalidOptionError(
                 f"colocated(engine_groups={engine_groups!r}): the memory saver also checks that "
                 'set; nothing was changed. Create it with MemorySaver(saver, sets="trainer").'
             )
-        if saver_tags is not None and (saver is None or wrapped):
-            raise InvalidOptionError(
-                f"colocated(saver_tags={saver_tags!r}): `saver` is not a plain memory saver; "
-                "nothing was changed. Pass the tags to MemorySaver(saver, tags=...)."
-            )
-        if saver is not None and not wrapped:
-            saver = MemorySaver(saver, tags=saver_tags, sets=self._trainer_sets)
         self._saver: MemorySaver | None = saver
         self._copied = True
         self._pending: Pending | None = None
         self._block = Block(self._trainer_sets)
-        self._engine_live = self._warned = self._inside = self._awake = False
+        self._engine_live = self._inside = self._awake = False
         self.steps: list[tuple[str, float]] = []
         self.offload_report: Report | None = None
         self.reload_report: Report | None = None
@@ -184,12 +173,9 @@ class colocated:  # noqa: N801 - used like a function
     def groups_live(self) -> Iterator[Report]:
         """Within this block the trainer's groups work: a weight update during a rollout.
 
-        Collective over all ranks, within the colocated block. The trainer's memory stays paused,
-        and a memory saver does not see what the communicators allocate, if they connect in their
-        first collective: do not bind them to a device.
-
-        Yields:
-            The report of the reload.
+        Collective over all ranks, within the colocated block; yields the report of the reload. The
+        trainer's memory stays paused, and a memory saver does not see what the communicators
+        allocate, if they connect in their first collective: do not bind them to a device.
 
         Raises:
             ReloadpgError: called outside the colocated block; nothing was changed.
@@ -213,7 +199,7 @@ class colocated:  # noqa: N801 - used like a function
     def restore(self) -> None:
         """Run the remaining steps of a failed exit. Idempotent.
 
-        Collective if groups are still offloaded: then call it on all ranks.
+        Collective if groups are still offloaded.
 
         Raises:
             ColocationError: a step failed again.
@@ -313,17 +299,8 @@ class colocated:  # noqa: N801 - used like a function
         devices.empty_cache()
 
     def _wake_engine(self) -> None:
-        if self.wake_up(self._wake_tags) is not False:
-            return
-        if self._wake_tags is None:
+        if self.wake_up(self._wake_tags) is False and self._wake_tags is None:
             raise ReloadpgError("wake_up() without tags left the engine partly asleep")
-        if "weights" not in self._wake_tags and not self._warned:  # ["weights"] is a usual start
-            self._warned = True
-            logger.warning(
-                "colocated(wake_tags=%s): the engine is partly asleep, and vLLM's generate() does "
-                "not return in this state. Call wake_up() for the rest within the block.",
-                self._wake_tags,
-            )
 
     def _reload_engine_groups(self) -> None:
         self._engine_live = True  # after a failed reload, too, it must be offloaded
@@ -443,8 +420,6 @@ class _Engine:
     def _call(self, method: str, options: dict[str, Any]) -> Any:
         result = getattr(self._engine, method)(**options)
         if inspect.isawaitable(result):
-            if inspect.iscoroutine(result):
-                result.close()
             raise self._asynchronous(f"{method}()")
         return result
 
@@ -465,6 +440,3 @@ def _takes_tags(method: Callable[..., Any]) -> bool:
     except ValueError:  # it has no signature
         return True
     return True
-
-
-"""The type of what ``colocated(...)`` returns."""

@@ -24,15 +24,14 @@ __all__ = ["offloaded"]
 class offloaded:  # noqa: N801 - used like a function
     """Offload the groups for a block of code, and reload them afterwards, also after an exception.
 
-    Collective, like :class:`reloadpg.offloaded`; call it between steps. Before the offload, the
-    engine's ``empty_partition_cache()`` waits for the parameters that ZeRO-3 is prefetching and
-    releases the gathered ones, whose handles belong to the communicators to be released. The next
-    forward pass gathers them again, bit for bit the same. Reusable.
+    Collective, like :class:`reloadpg.offloaded`; call it between steps. Reusable. Before the
+    offload, the engine's ``empty_partition_cache()`` waits for the parameters that ZeRO-3 is
+    prefetching and releases the gathered ones, whose handles belong to the communicators to be
+    released. The next forward pass gathers them again, bit for bit the same.
 
     Args:
         engine: the engine that ``deepspeed.initialize`` returned; of any ZeRO stage.
-        block: the context manager for the groups; by default a :class:`reloadpg.offloaded`, or
-            for example the result of :class:`reloadpg.integrations.colocated`.
+        block: another context manager than :class:`reloadpg.offloaded` for the groups.
 
     Raises:
         InvalidOptionError: not a DeepSpeed engine; nothing was changed.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from . import framework
 from .optimizers import OffloadedPhase
@@ -20,7 +20,6 @@ from .optimizers import OffloadedPhase
 __all__ = ["offloaded_phase"]
 
 When = Literal["train_batch_end", "train_epoch_end", "validation_end"]
-MOMENTS = ("train_batch_end", "train_epoch_end", "validation_end")
 HOMES = ("lightning.pytorch", "pytorch_lightning")
 """The two packages of Lightning, which have separate classes."""
 
@@ -42,11 +41,10 @@ def offloaded_phase(
         phase: called with the trainer and the module. It must not use the groups.
         when: after a batch (with or without an optimizer step, if gradients are accumulated), a
             training epoch, or a validation.
-        every: run at each n-th of these moments.
-        block: the context manager around it; see :class:`OffloadedPhase`.
+        every, block: see :class:`OffloadedPhase`.
 
     Returns:
-        The callback, with the attributes ``calls`` and ``cycles`` of :class:`OffloadedPhase`.
+        The callback, which is an :class:`OffloadedPhase`.
 
     Raises:
         InvalidOptionError: an argument is invalid.
@@ -62,5 +60,7 @@ def offloaded_phase(
         names = sorted(HOMES, key=lambda name: name not in sys.modules)
         return framework("Lightning", "'reloadpg[lightning]'", *names).Callback
 
-    options: Any = {"phase": phase, "every": every, "block": block}
-    return OffloadedPhase.as_callback(base, when, MOMENTS, call, **options)
+    moments = get_args(When)
+    return OffloadedPhase.as_callback(
+        base, when, moments, call, phase=phase, every=every, block=block
+    )

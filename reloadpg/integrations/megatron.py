@@ -2,14 +2,12 @@
 
 ``parallel_state.destroy_model_parallel()`` drops most of its groups without destroying them: they
 keep their communicators, stay in c10d's tables, and take part in every later offload and reload.
-The functions here destroy them. Timeouts that megatron-core sets later (``update_pg_timeout``) are
-kept by a reload.
+The functions here destroy them.
 """
 
 from __future__ import annotations
 
-import logging
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import fields
 from datetime import timedelta
 from importlib import import_module
@@ -24,8 +22,6 @@ from ..errors import ReloadpgError
 from . import framework
 
 __all__ = ["ModelParallel", "destroy_model_parallel", "groups", "initialize_model_parallel"]
-
-logger = logging.getLogger("reloadpg")
 
 _TIMEOUT = timedelta(minutes=5)
 
@@ -109,9 +105,8 @@ def destroy_model_parallel(timeout: timedelta | float = _TIMEOUT) -> int:
 
     Collective over all ranks: they wait for each other first, since the creation of a gloo group
     fails if another rank already destroys it. Blocking, with a timeout; idempotent; works while the
-    groups are offloaded. Every group that ``parallel_state.create_group`` created for this rank is
-    destroyed, in reverse order of creation, and remaining references in megatron-core are dropped.
-    Other groups, such as WORLD, are unchanged.
+    groups are offloaded. Groups that ``parallel_state.create_group`` did not create, such as WORLD,
+    are unchanged.
 
     Args:
         timeout: how long to wait for the other ranks, in seconds or as a timedelta.
@@ -121,7 +116,7 @@ def destroy_model_parallel(timeout: timedelta | float = _TIMEOUT) -> int:
 
     Raises:
         RendezvousTimeoutError: ranks are missing; it names them, and nothing was destroyed.
-        ReloadpgError: a group could not be destroyed; the others were. The first cause is chained.
+        Exception: torch's error if a group could not be destroyed; the others were.
     """
     state = _parallel_state()
     if not state.is_initialized() and not state._global_process_group_list:
@@ -131,28 +126,20 @@ def destroy_model_parallel(timeout: timedelta | float = _TIMEOUT) -> int:
 
 
 def _destroy(state: Any) -> int:
-    """Like :func:`destroy_model_parallel`, without waiting for other ranks. Local."""
+    """Destroy the parallel state without waiting for other ranks. Local."""
     made = [g for g in state._global_process_group_list or () if isinstance(g, ProcessGroup)]
     mine = [group for group in made if c10d.is_known(group) and group is not c10d.world()]
     state.destroy_model_parallel()  # destroys some of its gloo groups itself
-    failed: list[tuple[ProcessGroup, Exception]] = []
-    for group in reversed(mine):
-        if not c10d.is_known(group):
-            continue
-        try:
-            dist.destroy_process_group(group)
-        except Exception as error:  # the other groups must be destroyed anyway
-            failed.append((group, error))
-            logger.error("destroy_model_parallel: %r could not be destroyed: %s", group, error)
-    _forget(state, made)
-    if failed:
-        group, cause = failed[0]
-        raise ReloadpgError(
-            f"destroy_model_parallel: {len(failed)} of {len(mine)} groups could not be destroyed, "
-            f"first {group!r}: {type(cause).__name__}: {cause}. The others were destroyed, and the "
-            "parallel state is empty. Destroy these groups with destroy_process_group()."
-        ) from cause
+    with ExitStack() as stack:  # in reverse order, and all of them if one raises
+        stack.callback(_forget, state, made)
+        for group in mine:
+            stack.callback(_destroy_known, group)
     return len(mine)
+
+
+def _destroy_known(group: ProcessGroup) -> None:
+    if c10d.is_known(group):
+        dist.destroy_process_group(group)
 
 
 def _forget(state: Any, made: list[ProcessGroup]) -> None:

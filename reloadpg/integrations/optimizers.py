@@ -4,10 +4,9 @@
 
     every(8, generate)  # once, before or after the optimizers are created
 
-It uses ``torch.optim.Optimizer.register_step_post_hook``, so it needs no hook of the training
-framework. For ``transformers``, ``lightning`` and others there are separate modules with hooks at
-other moments. If a trainer waits for its gradients, no collective is in flight after a step. Do not
-assume this for an optimizer that starts collectives within its ``step``.
+It needs no hook of the training framework. If a trainer waits for its gradients, no collective is
+in flight after a step. Do not assume this for an optimizer that starts collectives within its
+``step``.
 """
 
 from __future__ import annotations
@@ -68,12 +67,11 @@ class OffloadedPhase:
     """Run a phase within an offloaded block at every n-th call.
 
     Args:
-        phase: the function to run while the groups are offloaded, for example a rollout or an
-            evaluation by another engine. It must not use the groups. None only offloads and
-            reloads.
+        phase: the function to run while the groups are offloaded, such as a rollout. It must not
+            use the groups. None only offloads and reloads.
         every: run it at each n-th call.
         block: the context manager to run it in; by default a :class:`reloadpg.offloaded`, or for
-            example the result of :class:`reloadpg.integrations.colocated`. It is entered each time.
+            example a :class:`reloadpg.integrations.colocated`. It is entered each time.
 
     Attributes:
         calls: number of calls.
@@ -112,9 +110,8 @@ class OffloadedPhase:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Count the call, and at each n-th call run the phase with these arguments.
 
-        An n-th call is collective over all ranks of the job, like :func:`reloadpg.offload` and
-        :func:`reloadpg.reload`: all ranks must make the same number of calls. An exception of the
-        phase propagates after the groups are reloaded.
+        An n-th call is collective over all ranks of the job, so all ranks must make the same number
+        of calls. An exception of the phase propagates after the groups are reloaded.
         """
         self.calls += 1
         if self.calls % self._every:
@@ -147,13 +144,10 @@ class OffloadedPhase:
 
 
 class Every(OffloadedPhase):
-    """Handle of a hook of :func:`every`; as a context manager it removes the hook at the end.
-
-    Attributes:
-        remove: removes the hook. Local; idempotent.
-    """
+    """Handle of a hook of :func:`every`; as a context manager it removes the hook at the end."""
 
     remove: Callable[[], None]
+    """Removes the hook. Local; idempotent."""
 
     def __enter__(self) -> Every:
         return self
@@ -172,16 +166,16 @@ def every(
     """Run a phase with the groups offloaded after every n-th step of an optimizer.
 
     Local; call it on every rank. Each n-th step then ends with an offload, the phase and a reload,
-    which are collective over all ranks. So the optimizer must make the same number of steps on all
-    ranks. Not for compiled steps or CUDA graphs, since hooks run in Python.
+    which are collective: the optimizer must make the same number of steps on all ranks. Not for
+    compiled steps or CUDA graphs, since hooks (``Optimizer.register_step_post_hook``) run in
+    Python.
 
     Args:
         steps: number of steps between two phases.
-        phase: the function to run while the groups are offloaded; None for none.
         optimizer: the optimizer whose steps count. None means the first optimizer of the process
             that steps from now on, while it exists; then the next one. Name it if there are
             several, unless each rank steps them in the same order.
-        block: as for :class:`OffloadedPhase`.
+        phase, block: see :class:`OffloadedPhase`.
 
     Returns:
         A handle that can remove the hook.

@@ -9,20 +9,10 @@
     generate()
     reload_all(trainers)
 
-The index of an actor in the list is its rank: pass the same list to each function. With
-``RELOADPG_AUTOINSTALL=1`` in ``runtime_env={"env_vars": ...}`` the actors need no ``install``.
-
-An actor that died is replaced, in a job whose actors call ``reloadpg.install(recoverable=True)``::
-
-    job = setup_actors(trainers, store="driver")  # so that the actor of rank 0 can be replaced
-    ...
-    replace_actor(job, rank, Trainer.remote())
-    job.actors[rank].train.remote()  # the same program: it calls reloadpg.rejoin()
-
-Each function first checks that the actors respond: a dead or busy actor is named before any group
-is changed. Do not assume that the actors abandon a call that the driver has abandoned: Ray runs
-submitted calls, and later calls queue behind them. Ray (2.60) is imported when one of these
-functions is called; no other module of reloadpg needs it.
+The index of an actor in the list is its rank: pass the same list to each function. Each function
+first checks that the actors respond: a dead or busy actor is named before any group is changed. Do
+not assume that the actors abandon a call that the driver has abandoned: Ray runs submitted calls,
+and later calls queue behind them. Ray (2.60) is imported when one of these functions is called.
 """
 
 from __future__ import annotations
@@ -121,17 +111,15 @@ def setup_actors(
 ) -> ActorJob:
     """Make the actors the ranks of one job, with the environment variables that torchrun sets.
 
-    Afterwards, ``init_process_group`` and ``reloadpg.init_distributed`` find rank, size and address
-    in each actor. Blocking; call it in the driver, before the actors create groups. The job's store
-    is opened immediately in the process of rank 0, on its node's address and a port that the system
-    picks, so no other program can take the port.
+    Blocking; call it in the driver, before the actors create groups. The job's store is opened
+    immediately, on a port that the system picks, so no other program can take the port.
 
     Args:
         actors: one handle per rank, in rank order; actors of any class, on any nodes.
         timeout: timeout of the whole call, a timedelta or seconds; includes the scheduling of the
             actors.
         store: the process that hosts the job's store. With ``driver``, the actor of rank 0 can be
-            replaced, too; the actors must then reach the driver's node.
+            replaced, too; all actors must reach the driver's node.
 
     Returns:
         The job, for :func:`replace_actor`. It holds the handles.
@@ -165,10 +153,9 @@ def replace_actor(
 ) -> None:
     """Replace an actor that died or hangs by a new one, while the others keep running.
 
-    The old actor is killed if it is still running. The new actor gets the variables of its rank.
-    The caller then runs the same program in it as in the others: ``install(recoverable=True)``,
-    ``init_process_group``, the same groups, ``rejoin``. The others must call ``recover``, as
-    ``retrying`` does; this function does not call them. Blocking; call it in the driver.
+    The old actor is killed if it is still running. The caller then runs the same program in the new
+    one: ``install(recoverable=True)``, ``init_process_group``, the same groups, ``rejoin``. The
+    others must call ``recover``, as ``retrying`` does. Blocking; call it in the driver.
 
     Args:
         job: the result of :func:`setup_actors`, which is updated with the new actor.
@@ -239,15 +226,9 @@ def offload_all(
 def reload_all(
     actors: Sequence[Any], *, timeout: timedelta | float = 600.0, connect: Connect = "none"
 ) -> Reports:
-    """Call ``reloadpg.reload`` in all actors of a job, and wait for all.
+    """Call ``reloadpg.reload`` in all actors of a job; ``connect`` is its argument.
 
-    Blocking; called in the driver; idempotent; may be called again after a failure.
-
-    Args:
-        actors, timeout: see :func:`offload_all`.
-        connect: as for ``reload``.
-
-    Returns, raises: as :func:`offload_all`.
+    As :func:`offload_all`; may be called again after a failure.
     """
     from ..lifecycle.connect import validate
     from ..lifecycle.report import Reports
@@ -278,8 +259,7 @@ def job_variables(nodes: Sequence[str], address: str, port: int) -> list[dict[st
     return [{**one.variables(), **AGENT_STORE} for one in environments]
 
 
-# ---------------------------------------------------------------------------------------------
-# in the actors; the first argument is the actor object
+# -- in the actors; the first argument is the actor object --------------------------------------
 
 
 def _place(_: object) -> tuple[str, str]:
@@ -320,8 +300,7 @@ def _reload(_: object, connect: Connect) -> Report:
     return reload(connect=connect)
 
 
-# ---------------------------------------------------------------------------------------------
-# in the driver
+# -- in the driver ------------------------------------------------------------------------------
 
 UNTOUCHED = "Nothing was changed in any actor: call {what}() again once all of them respond"
 TOUCHED = "Groups that were changed have no communicator: call reload_all() once all actors respond"

@@ -19,21 +19,14 @@ __all__ = ["EngineServer"]
 class EngineServer:
     """An engine behind HTTP. Blocking; no proxy is used.
 
-    Args:
-        url: address of the server, such as ``"http://127.0.0.1:8000"``.
-        timeout: longest wait for a response, a timedelta or seconds.
-        route: a route to read at once.
-        remedy: what to do if the server does not have this route.
-
-    Attributes:
-        found: the decoded response of that route.
-
-    Raises:
-        InvalidOptionError: an argument is invalid, or the server has no such route.
-        ReloadpgError: the server did not respond.
+    A subclass names a route that only its servers have; the constructor reads it.
     """
 
-    def __init__(self, url: str, timeout: timedelta | float, *, route: str, remedy: str) -> None:
+    ROUTE: str
+    REMEDY: str
+    """What to do if the server does not have the route."""
+
+    def __init__(self, url: str, *, timeout: timedelta | float = 600.0) -> None:
         if not isinstance(url, str) or not url.startswith(("http://", "https://")):
             raise InvalidOptionError(
                 f"Server({url!r}): not an address; nothing was changed. Pass one such as "
@@ -43,37 +36,29 @@ class EngineServer:
         self._timeout = as_timedelta(timeout, "timeout", "nothing was changed").total_seconds()
         self._open = request.build_opener(request.ProxyHandler({})).open
         try:
-            self.found = self.get(route)
+            self._found = self._get(self.ROUTE)
         except ReloadpgError as error:
             if not isinstance(error.__cause__, HTTPError) or error.__cause__.code != 404:
                 raise
             raise InvalidOptionError(
-                f"Server({url!r}): it has no /{route}; nothing was changed. {remedy}"
+                f"Server({url!r}): it has no /{self.ROUTE}; nothing was changed. {self.REMEDY}"
             ) from error
 
-    def get(self, route: str) -> Any:
-        """Return the decoded response of a route.
-
-        Raises:
-            ReloadpgError: the request failed, or the response is not JSON.
-        """
+    def _get(self, route: str) -> Any:
+        """The decoded response of a route."""
         body = self._request("GET", route)
         try:
             return json.loads(body)
         except ValueError as error:
             raise ReloadpgError(f"GET {self._url}/{route}: the response is not JSON") from error
 
-    def post(
+    def _post(
         self,
         route: str,
         body: Mapping[str, object] | None = None,
         **query: int | str | list[str],
     ) -> None:
-        """Post a request, with values in the query or with a body, which is sent as JSON.
-
-        Raises:
-            ReloadpgError: the request failed; whether it took effect is unknown.
-        """
+        """Post a request, with values in the query or with a body, which is sent as JSON."""
         encoded = urlencode(query, doseq=True)
         self._request("POST", route + (f"?{encoded}" if encoded else ""), body)
 

@@ -3,12 +3,11 @@
 ::
 
     engine = Server("http://127.0.0.1:30000") if rank == 0 else None
-    rollout = colocated(engine, engine_groups="server")  # a set without groups
+    rollout = colocated(engine, engine_groups="server")  # every rank waits for the engine
 
-With that set, every rank waits for the engine that rank 0 drives. SGLang's ``Engine`` in the
-trainer's processes, and its ``HttpServerEngineAdapter``, need no adapter: ``colocated`` takes them.
-SGLang itself is not imported. Written from the source of SGLang 0.5; it has not run with a real
-server.
+SGLang's ``Engine`` in the trainer's processes, and its ``HttpServerEngineAdapter``, need no
+adapter: ``colocated`` takes them. SGLang itself is not imported. Written from the source of SGLang
+0.5; it has not run with a real server.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ from .servers import EngineServer
 __all__ = ["Server"]
 
 
-class Server:
-    """An SGLang server as an engine for ``colocated``.
+class Server(EngineServer):
+    """An SGLang server as an engine for ``colocated``, driven by one rank.
 
-    It posts to ``/release_memory_occupation`` and ``/resume_memory_occupation``. Start the server
-    with ``--enable-memory-saver``, without which they free no memory. One rank drives it. Blocking;
-    no proxy is used.
+    Start the server with ``--enable-memory-saver``, without which it frees no memory. Blocking; no
+    proxy is used.
 
     Args:
         url: address of the server, such as ``"http://127.0.0.1:30000"``.
@@ -40,12 +38,12 @@ class Server:
             another call took effect is unknown.
     """
 
+    ROUTE = "get_server_info"
+    REMEDY = "Pass the address of an SGLang server."
+
     def __init__(self, url: str, *, timeout: timedelta | float = 600.0) -> None:
-        self._server = EngineServer(
-            url, timeout, route="get_server_info", remedy="Pass the address of an SGLang server."
-        )
-        found = self._server.found
-        if isinstance(found, dict) and found.get("enable_memory_saver") is False:
+        super().__init__(url, timeout=timeout)
+        if isinstance(self._found, dict) and self._found.get("enable_memory_saver") is False:
             raise InvalidOptionError(
                 f"Server({url!r}): it has no memory saver and would keep its memory; nothing was "
                 "changed. Start SGLang's server with --enable-memory-saver."
@@ -56,11 +54,11 @@ class Server:
 
         Not idempotent in SGLang: a tag must not be released already.
         """
-        self._server.post("release_memory_occupation", _tagged(tags))
+        self._post("release_memory_occupation", _tagged(tags))
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the engine's memory, or its parts. Only tags that were released."""
-        self._server.post("resume_memory_occupation", _tagged(tags))
+        self._post("resume_memory_occupation", _tagged(tags))
 
 
 def _tagged(tags: Sequence[str] | None) -> dict[str, object]:

@@ -14,19 +14,15 @@ reloaded for a weight update while the trainer sleeps; the default group is rele
 registered (miles never does). Differences from their module:
 
 * ``destroy_process_groups`` and ``reload_process_groups`` are collective over all ranks of the
-  job, as :func:`reloadpg.offload` and :func:`reloadpg.reload`, and return their report.
-* The default group and the gloo groups stay the same objects: no temporary gloo WORLD replaces
-  them, and no group must be looked up again after a wake-up.
+  job, and return the report of :func:`reloadpg.offload` and :func:`reloadpg.reload`.
+* The default group stays the same object: no temporary gloo group replaces it, and while asleep
+  a collective on it raises.
 * Groups of one rank and gloo groups bypass, also if the default group is registered.
-* While asleep, a collective on the default group raises; theirs runs on the temporary group.
 * Memory is not checked before a collective; an error in a collective still gets a memory note.
+* The requested backend is used: ``nccl`` is not replaced by ``mccl`` on MUSA devices.
 
 Code that reads their tables finds ``torch.distributed.old_new_group``, ``old_new_group_dict``,
-``ReloadableProcessGroup.GROUPS``, and ``group_info`` of a group. miles' patch of megatron-core's
-checkpoint loading, ``monkey_patch_dist_checkpointing_merge``, is here too.
-
-slime's patch maps the backend name ``nccl`` to ``mccl`` on MUSA devices; this module uses the
-requested backend.
+``ReloadableProcessGroup.GROUPS``, and ``group_info`` of a group.
 """
 
 from __future__ import annotations
@@ -81,9 +77,8 @@ def monkey_patch_torch_dist(**options: Any) -> None:
     """Make groups created from now on reloadable; the default group only once it is registered.
 
     Local; call it before the groups are created. Idempotent: an existing installation of reloadpg
-    is used unchanged. Errors in a collective, except those of reloadpg, then get a note with the
-    used and free memory (Python 3.11 and later): in torch's functions and in the methods of a
-    reloadable group, but not in ``Work.wait()``. :func:`reloadpg.uninstall` undoes all of this.
+    is used unchanged. Errors in a collective (not in ``Work.wait()``) then get a note with the used
+    and free memory, on Python 3.11 and later. :func:`reloadpg.uninstall` undoes all of this.
 
     Args:
         options: passed to :func:`reloadpg.install`, for example ``backends={"gloo"}`` to test
@@ -170,11 +165,10 @@ def reload_process_groups(*, connect: Connect = "none") -> Report | None:
 def monkey_patch_dist_checkpointing_merge() -> None:
     """Let megatron-core load optimizer states that were saved with another parallel layout.
 
-    Local, idempotent; call it before a checkpoint is loaded. With a different tensor parallelism,
-    the lists of ``param_state`` of a ``dp_reshardable`` optimizer differ in length by the padding
-    at their ends. megatron-core's ``merge`` rejects this (0.16.1) or truncates on one side only.
-    Here the longer list is truncated, with a warning. That the rest is padding is taken from miles
-    and not checked. Other lists are rejected as before.
+    Local, idempotent; call it before a checkpoint is loaded. A patch of miles: with a different
+    tensor parallelism, the lists of ``param_state`` of a ``dp_reshardable`` optimizer differ in
+    length by the padding at their ends, which megatron-core (0.16.1) rejects. Here the longer list
+    is truncated, with a warning; that the rest is padding is not checked.
     """
     from megatron.core.dist_checkpointing import (
         dict_utils,
@@ -244,11 +238,8 @@ class ReloadableProcessGroup(metaclass=_AnyReloadableGroup):
 
 
 def _old_new_group(*args: Any, **kwargs: Any) -> Any:
-    """Create a group without a proxy. Arguments are those of ``torch.distributed.new_group``.
-
-    Calling torch's function is not enough, since it calls another patched function.
-    """
-    with verbatim():
+    """Create a group without a proxy. Arguments are those of ``torch.distributed.new_group``."""
+    with verbatim():  # torch's function calls another patched function
         return c10d.original("new_group")(*args, **kwargs)
 
 

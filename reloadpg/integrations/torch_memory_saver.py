@@ -1,10 +1,9 @@
 """Order of a memory saver and the groups: offload before pause, resume before reload.
 
 A memory saver such as ``torch_memory_saver`` unmaps the device memory of allocations and keeps a
-list of them. If it is preloaded, the list includes the communicators' allocations. Releasing groups
-while their memory is paused frees unmapped memory; building groups while memory is paused mixes
-live and paused allocations. The next ``pause`` or ``resume`` then ends the process ("invalid
-argument", "Cannot resume allocation that is not paused"; slime#1690, #1786, #1895).
+list of them; if it is preloaded, also of the communicators'. If groups are released or rebuilt
+while memory is paused, its next ``pause`` or ``resume`` ends the process ("invalid argument",
+"Cannot resume allocation that is not paused"; slime#1690, #1786, #1895).
 
 :class:`MemorySaver` refuses a wrong order; :class:`~reloadpg.integrations.colocated` keeps the
 right one.
@@ -36,14 +35,12 @@ class MemorySaverError(ReloadpgError):
 
 
 class MemorySaver:
-    """A wrapper around a memory saver that knows the state of the groups.
+    """A wrapper around a memory saver that knows the state of the groups. Not thread-safe.
 
     ``pause`` and ``resume`` have the saver's signatures and record what is paused; all other
     attributes (``region``, ``disable``, settings) are the saver's. While memory of the trainer is
     paused, :func:`reloadpg.offload` and :func:`reloadpg.reload` fail on all ranks. Calls on the
     saver itself are not recorded, so use this object everywhere.
-
-    Not thread-safe.
 
     Args:
         saver: an object with ``pause(tag)`` and ``resume(tag)``; None for the process's
@@ -206,16 +203,16 @@ class MemorySaver:
             except Exception as cause:
                 raise MemorySaverError(
                     f"{name}(tag={tag!r}): the memory saver failed: {type(cause).__name__}: "
-                    f"{cause}. Paused now: {', '.join(self.paused) or 'nothing'}. Once it can, "
-                    "call pause_all() or resume_all() again; each goes on where it stopped."
+                    f"{cause}. Paused now: {', '.join(self.paused) or 'nothing'}. Call "
+                    f"{name}_all() again; it continues where it stopped."
                 ) from cause
 
     @contextmanager
     def outside_account(self) -> Iterator[None]:
         """Within this block groups may be reloaded although memory is paused.
 
-        It runs under the saver's ``disable()``, so that what communicators allocate stays out of
-        its account. That switch is the calling thread's.
+        It runs under the saver's ``disable()``, a switch of the calling thread, so the saver does
+        not record what communicators allocate.
 
         Raises:
             MemorySaverError: memory is paused and the saver has no ``disable()``; nothing was
@@ -234,7 +231,7 @@ class MemorySaver:
         if not hasattr(self._saver, "disable"):
             raise MemorySaverError(
                 f"cannot reload groups while {', '.join(self.paused)} is paused: the memory saver "
-                "has no disable() to keep them out of its account. Nothing was changed. Call "
+                "has no disable(), so it would record their memory. Nothing was changed. Call "
                 "resume_all() first."
             )
         try:
@@ -246,10 +243,9 @@ class MemorySaver:
     def _refuse(self, operation: str) -> None:
         if self.paused and not self._untracked:
             raise MemorySaverError(
-                f"{operation} while {', '.join(self.paused)} is paused would leave the memory "
-                "saver with a wrong account and end the process at its next pause or resume. Call "
-                "resume_all() first; for a weight update in a rollout, the groups_live() of "
-                "colocated()."
+                f"{operation} while {', '.join(self.paused)} is paused: the memory saver would end "
+                "the process at its next pause or resume. Call resume_all() first; for a weight "
+                "update in a rollout, use the groups_live() of colocated()."
             )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from . import framework
 from .optimizers import OffloadedPhase
@@ -20,7 +20,6 @@ from .optimizers import OffloadedPhase
 __all__ = ["offloaded_phase"]
 
 When = Literal["step_end", "epoch_end", "evaluate", "save"]
-MOMENTS = ("step_end", "epoch_end", "evaluate", "save")
 
 
 def offloaded_phase(
@@ -39,11 +38,10 @@ def offloaded_phase(
         phase: called with the trainer's callback arguments: ``phase(args, state, control,
             **kwargs)``; the model is in ``kwargs["model"]``. It must not use the groups.
         when: after an optimizer step, an epoch, an evaluation, or a checkpoint was saved.
-        every: run at each n-th of these moments.
-        block: the context manager around it; see :class:`OffloadedPhase`.
+        every, block: see :class:`OffloadedPhase`.
 
     Returns:
-        The callback, with the attributes ``calls`` and ``cycles`` of :class:`OffloadedPhase`.
+        The callback, which is an :class:`OffloadedPhase`.
 
     Raises:
         InvalidOptionError: an argument is invalid.
@@ -54,5 +52,7 @@ def offloaded_phase(
         package = "transformers"
         return framework(package, "'reloadpg[transformers]'", package).TrainerCallback
 
-    options: Any = {"phase": phase, "every": every, "block": block}
-    return OffloadedPhase.as_callback(base, when, MOMENTS, OffloadedPhase.__call__, **options)
+    moments, hook = get_args(When), OffloadedPhase.__call__
+    return OffloadedPhase.as_callback(
+        base, when, moments, hook, phase=phase, every=every, block=block
+    )

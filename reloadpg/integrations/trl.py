@@ -8,12 +8,9 @@ With TRL's own vLLM in the trainer's processes (``use_vllm=True``, ``vllm_mode="
 
 With a rollout function::
 
-    GRPOTrainer(..., rollout_func=offloaded_rollout(rollout))
+    GRPOTrainer(..., rollout_func=offloaded_rollout(rollout, prepare=send_weights))
 
-TRL (1.16) calls ``rollout_func(prompts, trainer)`` on every rank whenever it needs completions.
-Weights for the engine must be gathered before the groups are offloaded: by TRL with ``use_vllm``,
-or by ``prepare``. Between steps, the callback of ``reloadpg.integrations.transformers`` also works
-in TRL's trainers. TRL is not imported here.
+TRL (1.16) is not imported here.
 """
 
 from __future__ import annotations
@@ -39,17 +36,16 @@ def offloaded_rollout(
 ) -> Callable[[Any, Any], Any]:
     """Wrap a ``rollout_func`` of TRL, so that it runs while the trainer's groups are offloaded.
 
-    Local. The returned function is collective over all ranks, like :func:`reloadpg.offload` and
-    :func:`reloadpg.reload`. An exception of the rollout propagates after the groups are reloaded.
+    Local. The returned function, which TRL calls on every rank, is collective over all ranks, like
+    :func:`reloadpg.offload` and :func:`reloadpg.reload`. An exception of the rollout propagates
+    after the groups are reloaded.
 
     Args:
-        rollout: ``rollout(prompts, trainer)``. If its engine uses groups of this process (tensor
-            parallelism in ``vllm_mode="colocate"``), install with ``sets={"engine": "vllm.*"}`` and
-            pass ``block=reloadpg.swapped(out="trainer", into="engine")``.
+        rollout: ``rollout(prompts, trainer)``.
         prepare: called with the trainer while the groups are still live, to gather parameters and
             pass them to the engine.
-        block: the context manager around the rollout; by default a :class:`reloadpg.offloaded`,
-            or for example the result of :class:`reloadpg.integrations.colocated`.
+        block: the context manager around the rollout; by default a :class:`reloadpg.offloaded`. If
+            the engine uses groups of this process, see :func:`offloaded_generation`.
 
     Raises:
         InvalidOptionError: an argument is invalid.
@@ -79,10 +75,10 @@ def offloaded_generation(
     Local; call it alike on every rank, once the trainer is constructed. From then on each
     generation is collective over all ranks, as :func:`reloadpg.offload` and
     :func:`reloadpg.reload` are. TRL has sent the weights and gathered the prompts by then. With
-    ``vllm_enable_sleep_mode`` the groups are offloaded before the engine allocates its KV cache
-    (``wake_up(["kv_cache"])``), and reloaded after its ``sleep``. With PEFT and tensor parallelism
-    TRL synchronizes the default group in between, so there the groups are offloaded after the KV
-    cache is allocated. What the engine raises goes on, with the groups live.
+    ``vllm_enable_sleep_mode`` the groups are offloaded before the engine allocates its KV cache,
+    and reloaded after its ``sleep``. With PEFT and tensor parallelism TRL synchronizes the default
+    group in between, so there the groups are offloaded after the KV cache is allocated. An
+    exception of the engine propagates, with the groups live.
 
     Args:
         trainer: a trainer of TRL with ``use_vllm=True`` and ``vllm_mode="colocate"``.
@@ -113,7 +109,6 @@ class OffloadedEngine(Rollouts):
     """Handle of the engine that :func:`offloaded_generation` replaced.
 
     Attributes:
-        cycles: number of generations after which the groups were reloaded.
         sleeps: whether TRL puts the engine to sleep after each generation.
         waits_for_peers: whether TRL uses the default group between ``wake_up`` and ``generate``.
     """
@@ -151,7 +146,7 @@ class _Engine(wrapt.ObjectProxy):  # type: ignore[type-arg]
         handle.begin()
         with handle.ends_on_error():
             outputs = self.__wrapped__.generate(*args, **kwargs)
-        if not handle.sleeps:  # else the engine gives its memory back first
+        if not handle.sleeps:  # otherwise the engine releases its memory first
             handle.end()
         return outputs
 

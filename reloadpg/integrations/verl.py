@@ -4,12 +4,6 @@
 
     offloaded_rollouts()  # in each worker process, before its model is built
 
-A module named in ``actor_rollout_ref.model.external_lib`` is imported early enough. verl sends the
-weights to the engine and then allocates the engine's KV cache; the groups are offloaded in between,
-after all parameters are gathered. They are reloaded when the driver next calls a method of the
-worker that runs on all ranks (log probabilities, an update, a checkpoint), even if the generation
-failed. Only methods of these classes are changed in verl.
-
 Based on ``ActorRolloutRefWorker.update_weights`` of ``verl/workers/engine_workers.py`` (0.9.1),
 ``rollout_mode`` and ``trainer_mode`` of ``verl/workers/fsdp_workers.py`` (0.6 and 0.7), and the
 sharding managers of ``verl/workers/sharding_manager`` (up to 0.6), which are entered before a
@@ -53,23 +47,20 @@ def offloaded_rollouts(
 ) -> OffloadedRollouts:
     """Make verl's workers offload the groups of their process during each rollout.
 
-    Local; call it once in every worker process. The end of a weight transfer is then collective
-    over all ranks, like :func:`reloadpg.offload`, and so is the first call of a worker after a
-    rollout, like :func:`reloadpg.reload`. A transfer to an engine that does not share the worker's
-    GPU offloads nothing. Exceptions of verl's methods propagate, with the groups live.
+    Local; call it once in every worker process. The groups are offloaded when the engine has its
+    weights, before it allocates its KV cache. They are reloaded when the driver next calls a method
+    of the worker that runs on all ranks (log probabilities, an update, a checkpoint). Both are
+    collective over all ranks. A transfer to an engine that does not share the worker's GPU offloads
+    nothing. Exceptions of verl's methods propagate, with the groups live.
 
     Args:
         classes: workers of verl or subclasses, or classes of sharding managers; their methods are
             replaced. None: ``ActorRolloutRefWorker`` and ``TrainingWorker`` of verl 0.9. Name all
             workers that share a process, a critic too, in one call.
-        block: the context manager between the two; by default a :class:`reloadpg.offloaded`, else
-            for example what :class:`reloadpg.integrations.colocated` returned. Where the engine has
-            groups in the worker's process (verl up to 0.7; in 0.9 it has separate processes),
-            install with ``sets={"engine": "vllm.*"}`` and pass
+        block: the context manager between the two; by default a :class:`reloadpg.offloaded`. If the
+            engine has groups in the worker's process (verl up to 0.7), install with
+            ``sets={"engine": "vllm.*"}`` and pass
             ``reloadpg.swapped(out="trainer", into="engine")``.
-
-    Returns:
-        A handle that can undo it.
 
     Raises:
         InvalidOptionError: a class has none of the methods, or was already passed; nothing was
@@ -80,11 +71,7 @@ def offloaded_rollouts(
 
 
 class OffloadedRollouts(Rollouts):
-    """Handle of the methods that :func:`offloaded_rollouts` replaced.
-
-    Attributes:
-        cycles: number of reloads.
-    """
+    """Handle of the methods that :func:`offloaded_rollouts` replaced."""
 
     def __init__(
         self, classes: tuple[type, ...], block: AbstractContextManager[Any] | None
@@ -100,8 +87,7 @@ class OffloadedRollouts(Rollouts):
     def remove(self) -> None:
         """Restore the methods of the classes. Idempotent.
 
-        Local between rollouts. During a rollout it is collective over all ranks and reloads the
-        groups.
+        Local between rollouts; during a rollout it reloads the groups, collective over all ranks.
         """
         self.end()
         while self._undo:

@@ -2,27 +2,19 @@
 
 ::
 
-    os.environ["RELOADPG_AUTOINSTALL"] = "1"  # before the engine starts its workers
-    llm = vllm.LLM(model, tensor_parallel_size=2, enable_sleep_mode=True)
-    rollout = colocated(WorkerGroups(llm))
-
-Set ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``, too: vLLM (0.32) asks for it before it passes functions
-to workers. The workers (vLLM's ``mp`` executor) are ranks of a separate job: one call of
-``LLM.collective_rpc`` offloads the groups of all of them, and one reloads them. A server is driven
-by HTTP::
+    rollout = colocated(WorkerGroups(llm))  # workers that were started with RELOADPG_AUTOINSTALL=1
 
     engine = Server("http://127.0.0.1:8000") if rank == 0 else None
-    rollout = colocated(engine, engine_groups="server")  # a set without groups
+    rollout = colocated(engine, engine_groups="server")  # every rank waits for the engine
 
-With that set, every rank waits for the engine that rank 0 drives. vLLM itself is not imported. An
-engine in the trainer's processes needs neither: see ``install(sets=...)``.
+vLLM itself (0.32) is not imported. An engine in the trainer's processes needs neither class: see
+``install(sets=...)``.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 from ..errors import InvalidOptionError
@@ -37,10 +29,13 @@ __all__ = ["Server", "WorkerGroups"]
 class WorkerGroups:
     """A ``vllm.LLM`` whose ``sleep`` also offloads its workers' groups; for ``colocated``.
 
+    The workers (vLLM's ``mp`` executor) are ranks of a separate job; each call reaches all of them
+    by ``LLM.collective_rpc``. Start them with ``RELOADPG_AUTOINSTALL=1`` and
+    ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``, without which vLLM passes no functions to workers.
     Blocking; both calls are idempotent.
 
     Args:
-        llm: the engine, with workers in separate processes, awake or asleep.
+        llm: the engine, awake or asleep.
 
     Raises:
         InvalidOptionError: the object has no ``collective_rpc`` that blocks, or the workers were
@@ -84,7 +79,7 @@ class WorkerGroups:
         return self._llm.wake_up(tags=None if tags is None else list(tags))
 
 
-class Server:
+class Server(EngineServer):
     """A vLLM server as an engine for ``colocated``: its ``/sleep`` and ``/wake_up``.
 
     Start it with ``VLLM_SERVER_DEV_MODE=1``, without which it has neither route, and with
@@ -101,22 +96,17 @@ class Server:
             ``sleep`` or ``wake_up`` took effect is unknown.
     """
 
-    def __init__(self, url: str, *, timeout: timedelta | float = 600.0) -> None:
-        self._server = EngineServer(
-            url,
-            timeout,
-            route="is_sleeping",
-            remedy="Start vLLM's server with VLLM_SERVER_DEV_MODE=1.",
-        )
+    ROUTE = "is_sleeping"
+    REMEDY = "Start vLLM's server with VLLM_SERVER_DEV_MODE=1."
 
     def sleep(self, level: int = 1) -> None:
         """Put the engine to sleep; this aborts its running requests (vLLM's default)."""
-        self._server.post("sleep", level=level)
+        self._post("sleep", level=level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Wake the engine, or its parts; return whether all of it is awake."""
-        self._server.post("wake_up", tags=list(tags or ()))
-        return not self._server.get("is_sleeping")["is_sleeping"]
+        self._post("wake_up", tags=list(tags or ()))
+        return not self._get("is_sleeping")["is_sleeping"]
 
 
 def _is_installed(worker: Any) -> bool:
