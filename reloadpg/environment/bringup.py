@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -354,23 +355,13 @@ def _shown(sizes: Mapping[str, int]) -> str:
 def _environment_of_group() -> DistributedEnvironment:
     """The launcher's environment if it matches the group; otherwise that of the group."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    try:
+    with suppress(DistributedEnvironmentError):
         identity = identify(os.environ)
-    except DistributedEnvironmentError as error:
-        reason = str(error)
-    else:
         if (identity.rank, identity.world_size) == (rank, world_size):
             try:
                 return identity.environment()
             except DistributedEnvironmentError:  # the ranks used no address
                 return identity.environment(has_store=True)
-        reason = f"{identity.source} says rank {identity.rank} of {identity.world_size}"
-    logging.getLogger(__name__).debug(
-        "the adopted group is rank %d of %d, and its nodes are unknown: %s",
-        rank,
-        world_size,
-        reason,
-    )
     place = (rank, None, world_size, None, None, None)
     return DistributedEnvironment("process_group", *place, master_port=None)
 

@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -30,6 +30,9 @@ from .model import DistributedEnvironment
 AGREED = ("world_size", "backend", "mesh_dims", "connect")
 """The fields that must be equal in all claims."""
 
+NO_DECISION = {"differences": [], "missing": [0], "arrived": 0}
+"""The decision of a rank that did not find one in time: rank 0 writes it."""
+
 _RESOLVE_S = 1.0
 """Seconds after the timeout to find out, for the message, whether the address resolves."""
 
@@ -37,7 +40,7 @@ _SETTLE_S = 2.0
 """Seconds after the first difference to wait for further claims, so as to name all ranks."""
 
 _EXIT_S = 5.0
-"""Seconds that rank 0, which hosts the store, waits for the others to read a failed decision."""
+"""Seconds that rank 0, which hosts the store, waits for the others to read a decision to fail."""
 
 _PAUSE_S = 0.1
 """Seconds between two checks of the clock at the end of a wait. Time in which this process did not
@@ -206,39 +209,31 @@ def find_differences(claims: Sequence[Claim]) -> list[str]:
     """Describe the differences between claims, with values and ranks. Pure."""
     found = []
     claims = sorted(claims, key=lambda claim: claim.rank)
-    for field in AGREED:
-        holders: dict[Any, list[int]] = {}
+
+    def by(field: str) -> Iterable[tuple[Any, list[Claim]]]:
+        holders: dict[Any, list[Claim]] = {}
         for claim in claims:
-            holders.setdefault(getattr(claim, field), []).append(claim.rank)
-        if len(holders) > 1:
-            listed = "; ".join(
-                f"{value} on {named_ranks(ranks)}" for value, ranks in holders.items()
+            holders.setdefault(getattr(claim, field), []).append(claim)
+        return holders.items()
+
+    for field in AGREED:
+        values = [f"{value} on {named_ranks(c.rank for c in some)}" for value, some in by(field)]
+        if len(values) > 1:
+            found.append(f"{field} is {'; '.join(values)}")
+    for rank, takers in by("rank"):
+        if len(takers) > 1:
+            hosts = ", ".join(f"{one.host} (local rank {one.local_rank})" for one in takers)
+            found.append(f"rank {rank} was taken by {len(takers)} processes: on {hosts}")
+    for device, users in by("exclusive"):
+        if device and len({one.rank for one in users}) > 1:
+            places = ("not set" if one.local_rank is None else str(one.local_rank) for one in users)
+            found.append(
+                f"{users[0].device} on host {users[0].host} ({device}) is the device of "
+                f"{named_ranks(one.rank for one in users)}, whose local ranks are "
+                f"{', '.join(places)}: assign a separate device to each rank, with LOCAL_RANK or "
+                f"through the launcher's visible devices"
             )
-            found.append(f"{field} is {listed}")
-    takers: dict[int, list[str]] = {}
-    for claim in claims:
-        takers.setdefault(claim.rank, []).append(f"{claim.host} (local rank {claim.local_rank})")
-    found += [
-        f"rank {rank} was taken by {len(hosts)} processes: on {', '.join(hosts)}"
-        for rank, hosts in takers.items()
-        if len(hosts) > 1
-    ]
-    users: dict[str, list[Claim]] = {}
-    for claim in claims:
-        if claim.exclusive:
-            users.setdefault(claim.exclusive, []).append(claim)
-    found += [_shared(sharing) for sharing in users.values() if len({c.rank for c in sharing}) > 1]
     return found
-
-
-def _shared(claims: Sequence[Claim]) -> str:
-    first = claims[0]
-    locals_ = ", ".join("not set" if c.local_rank is None else str(c.local_rank) for c in claims)
-    return (
-        f"{first.device} on host {first.host} ({first.exclusive}) is the device of "
-        f"{named_ranks(claim.rank for claim in claims)}, whose local ranks are {locals_}: assign "
-        f"a separate device to each rank, with LOCAL_RANK or through the launcher's visible devices"
-    )
 
 
 def agree(store: Store, mine: Claim, timeout: timedelta) -> None:
@@ -247,18 +242,16 @@ def agree(store: Store, mine: Claim, timeout: timedelta) -> None:
     exchange = partial(_exchange, mine, seconds)
     wait = _wait(seconds + _SETTLE_S + _EXIT_S)
     try:
-        outcome, slot = StoreClient(lambda: store).ask(exchange, wait)
+        decision, slot = StoreClient(lambda: store).ask(exchange, wait)
     except StoreSilent:
-        raise _silent(mine, seconds) from None
+        decision, slot = NO_DECISION, 0
     except StoreLost as error:
         raise ReloadpgError(
             f"init_distributed: rank {mine.rank} lost the store before the ranks had agreed: "
             f"{error}. No group was created. Rank 0, or the launcher's agent, has ended. See its "
             f"output, then restart the job."
         ) from error
-    if outcome["kind"] == "silent":
-        raise _silent(mine, seconds)
-    _conclude(outcome, slot, mine, seconds)
+    _conclude(decision, slot, mine, seconds)
 
 
 def _exchange(mine: Claim, seconds: float, store: Store) -> tuple[dict[str, Any], int]:
@@ -268,13 +261,13 @@ def _exchange(mine: Claim, seconds: float, store: Store) -> tuple[dict[str, Any]
     """
     slot = store.add("arrivals", 1)
     store.set(f"claim/{slot}", json.dumps(asdict(mine)))
-    if mine.rank == 0 and store.add("judges", 1) == 1:
+    if mine.rank == 0 and store.add("coordinators", 1) == 1:
         return _decide(mine, seconds, store, slot), slot
-    if not _await(store, "outcome", _wait(seconds + _SETTLE_S), mine.world_size):
-        return {"kind": "silent"}, slot
-    outcome = dict(json.loads(store.get("outcome")))
+    if not _await(store, "decision", _wait(seconds + _SETTLE_S), mine.world_size):
+        return NO_DECISION, slot
+    decision = dict(json.loads(store.get("decision")))
     store.set(f"read/{slot}", "1")
-    return outcome, slot
+    return decision, slot
 
 
 def _decide(mine: Claim, seconds: float, store: Store, slot: int) -> dict[str, Any]:
@@ -296,19 +289,14 @@ def _decide(mine: Claim, seconds: float, store: Store, slot: int) -> dict[str, A
     differences = find_differences(claims)
     here.update(claim.rank for claim in claims)
     missing = [rank for rank in range(mine.world_size) if rank not in here]
-    if differences:
-        outcome: dict[str, Any] = {"kind": "differ", "text": ". ".join(differences)}
-    elif missing:
-        outcome = {"kind": "missing", "ranks": missing, "arrived": len(here)}
-    else:
-        outcome = {"kind": "agreed", "arrived": len(claims)}
-    store.set("outcome", json.dumps(outcome))
-    if outcome["kind"] != "agreed":
+    decision = {"differences": differences, "missing": missing, "arrived": len(claims)}
+    store.set("decision", json.dumps(decision))
+    if differences or missing:
         wait = _wait(_EXIT_S)
         for other in range(1, len(claims) + 1):
             if other != slot:
                 _await(store, f"read/{other}", wait, mine.world_size)
-    return outcome
+    return decision
 
 
 def _wait(seconds: float) -> Wait:
@@ -335,38 +323,28 @@ def _claim(store: Store, slot: int) -> Claim:
     return Claim(**json.loads(store.get(f"claim/{slot}")))
 
 
-def _conclude(outcome: Mapping[str, Any], slot: int, mine: Claim, seconds: float) -> None:
-    if outcome["kind"] == "differ":
+def _conclude(decision: Mapping[str, Any], slot: int, mine: Claim, seconds: float) -> None:
+    """Raise the error of a decision, unless this rank is one of those that have agreed."""
+    arrived, missing = int(decision["arrived"]), tuple(decision["missing"])
+    if decision["differences"]:
         raise DisagreementError(
-            f"init_distributed: the ranks do not agree: {outcome['text']}. No group was created "
-            f"on any rank. Start all ranks with the same launcher and arguments."
+            f"init_distributed: the ranks do not agree: {'. '.join(decision['differences'])}. No "
+            f"group was created on any rank. Start all ranks with the same launcher and arguments."
         )
-    if outcome["kind"] == "missing":
-        missing = list(outcome["ranks"])
+    if missing:
         raise RendezvousTimeoutError(
-            f"init_distributed: {outcome['arrived']} of {mine.world_size} ranks arrived within "
-            f"{seconds:g} s; missing: {named_ranks(missing)}. No group was created. See the "
-            f"output of those ranks; raise init_timeout if they are only slow.",
+            f"init_distributed: rank {mine.rank} of {mine.world_size} waited {seconds:g} s; "
+            f"missing: {named_ranks(missing)}. No group was created. See the output of those "
+            f"ranks; raise init_timeout if they are only slow.",
             phase="agree",
             seconds=seconds,
-            arrived=int(outcome["arrived"]),
+            arrived=arrived,
             missing=missing,
         )
-    if slot > int(outcome["arrived"]):
+    if slot > arrived:
         raise DisagreementError(
-            f"init_distributed: {outcome['arrived']} ranks have agreed without this process, "
-            f"which is rank {mine.rank} of {mine.world_size} (host {mine.host}, local rank "
-            f"{mine.local_rank}). No group was created here. A rank was started twice, or another "
-            f"job uses this store: set a separate MASTER_PORT for each job."
+            f"init_distributed: {arrived} ranks have agreed without this process, which is rank "
+            f"{mine.rank} of {mine.world_size} (host {mine.host}, local rank {mine.local_rank}). "
+            f"No group was created here. A rank was started twice, or another job uses this store: "
+            f"set a separate MASTER_PORT for each job."
         )
-
-
-def _silent(mine: Claim, seconds: float) -> RendezvousTimeoutError:
-    return RendezvousTimeoutError(
-        f"init_distributed: rank {mine.rank} of {mine.world_size} waited {seconds:g} s, but rank 0 "
-        f"did not respond; missing: rank 0. No group was created. See the output of rank 0; raise "
-        f"init_timeout if it is only slow.",
-        phase="agree",
-        seconds=seconds,
-        missing=(0,),
-    )

@@ -181,6 +181,25 @@ ROWS = [
         ["SLURM_STEP_TASKS_PER_NODE=4 sums to 4", "SLURM_STEP_NUM_TASKS=8"]),
     Row("SLURM node without tasks", SLURM + " SLURM_STEP_TASKS_PER_NODE=4(x2),0",
         ["'0' is not a count as 4 or 4(x2)"]),
+    *(
+        Row(f"SLURM nodes {nodes}", f"{SLURM} SLURM_STEP_NODELIST={nodes}",
+            (*SLURM_IS[:-2], host, SLURM_PORT))
+        for nodes, host in {
+            "node1": "node1",
+            "node[1-3,7]-ib": "node1-ib",
+            "rack[1-2]node[3-4]": "rack1node3",
+            "n[08-11]": "n08",
+            "n[1,03,5-6].site": "n1.site",
+            "login,n[1-2],gpu[3]x": "login",
+            "n[5],m[1-2]": "n5",
+            "10.0.0.[1-2]": "10.0.0.1",
+        }.items()
+    ),
+    *(
+        Row(f"SLURM malformed nodes {nodes}", f"{SLURM} SLURM_STEP_NODELIST={nodes}",
+            [f"SLURM_STEP_NODELIST={nodes.replace('<blank>', ' ')!r}"])
+        for nodes in (",", "n[1-2", "n1-2]", "n[[1]]", "n[]", "n[a-b]", "n[1]x<blank>y")
+    ),
     # -- LSF
     Row("jsrun, launch node first",
         JSM + " LSB_MCPU_HOSTS=batch5<blank>1<blank>h1<blank>42<blank>h2<blank>42",

@@ -420,7 +420,6 @@ class WithoutTags:
         ({"engine": WithoutTags(), "wake_tags": ["kv_cache"]}, "takes no tags; nothing was chang"),
         ({"engine": object()}, "neither vLLM's sleep"),
         ({"connect": "always"}, "reload\\(connect='always'\\)"),
-        ({"saver_tags": ["default"]}, "not a plain memory saver"),
         ({"saver": object()}, "no pause"),
         ({"wake_tags": "kv_cache"}, "wake_tags='kv_cache'.: not a sequence of tags"),
         ({"wake_tags": 3}, "wake_tags=3.: not a sequence of tags"),

@@ -50,7 +50,8 @@ def train(stage, weights):
             with offloaded(engine):
                 assert states(model) <= {"", "NOT_AVAILABLE"}, states(model)
                 results.phase()
-    with deepspeed.zero.GatheredParameters(list(model.parameters())) if stage == 3 else no_op():
+    parameters = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(parameters, enabled=stage == 3):
         weights += [parameter.detach().clone() for parameter in model.parameters()]
     return losses
 
@@ -73,14 +74,6 @@ def prefetch(engine):
     except KeyError:
         pass
     handle.remove()
-
-
-class no_op:
-    def __enter__(self):
-        return None
-
-    def __exit__(self, *_):
-        return None
 
 
 if __name__ == "__main__":
