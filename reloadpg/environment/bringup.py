@@ -141,8 +141,8 @@ def init_distributed(
         ReloadpgError: this rank failed; names the group, its ranks and the interface.
     """
     name_rank_in_records()
-    bound = as_timedelta(timeout, "timeout") if timeout is not None else None
-    init_bound = as_timedelta(init_timeout, "init_timeout")
+    timeout = None if timeout is None else as_timedelta(timeout, "timeout")
+    init_timeout = as_timedelta(init_timeout, "init_timeout")
     settings, how = validate_network(network), validate(connect, "init_distributed")
     if seed is not None:
         seed_for(seed, {}, {}, ())
@@ -150,43 +150,35 @@ def init_distributed(
         raise InvalidOptionError(
             f"store={store!r} is not a store. Nothing was started. Pass a torch.distributed store."
         )
-    own, world = OwnGroups(init_bound), c10d.world()
+    own, world, mesh = OwnGroups(init_timeout), c10d.world(), None
     if world is not None:
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, dist.get_world_size())
         used = parse_device(device) or _device_of(world)
         if not adopt:
-            _warn_of_differences(world, backend, bound)
+            _warn_of_differences(world, backend, timeout)
         environment = _environment_of_group()
-        mesh = None
         if sizes is not None:
-            round_ = job_round("init_distributed", ("agree", "connected"), init_bound)
+            round_ = job_round("init_distributed", ("agree", "connected"), init_timeout)
             plan = Plan("init_distributed", {"mesh_dims": _shown(sizes), "connect": how})
             round_.agree("agree", plan)
-            lasting = bound or _timeout_of(world) or c10d.default_timeout(c10d.backend_of(world))
-            mesh = _Creation(dist.get_rank(), sizes, used, lasting, how, own).within(round_)
-        context = DistributedContext(environment, used, mesh, False, own)
+            timeout = timeout or _timeout_of(world) or c10d.default_timeout(c10d.backend_of(world))
+            mesh = _Creation(dist.get_rank(), sizes, used, timeout, how, own).within(round_)
     else:
         environment = identify(os.environ).environment(has_store=store is not None)
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, environment.world_size)
         local_rank = 0 if external_gpu_device_mapping else environment.local_rank
         placement = choose_placement(backend, device, device_id, local_rank)
+        used = placement.device
         if environment.world_size > 1:
             apply_network(settings)
         try:
             mesh = bring_up(
-                environment,
-                placement,
-                bound,
-                init_bound,
-                sizes,
-                connect=how,
-                given=store,
-                stream=stream,
+                environment, placement, timeout, init_timeout, sizes, how, store, stream
             )
         except BaseException:
             restore_network()
             raise
-        context = DistributedContext(environment, placement.device, mesh, True, own)
+    context = DistributedContext(environment, used, mesh, world is None, own)
     if seed is not None:
         set_seed(seed, context.mesh)
     return context
@@ -200,8 +192,7 @@ def bring_up(
     placement: Placement,
     timeout: timedelta | None,
     init_timeout: timedelta,
-    sizes: Mapping[str, int] | None,
-    *,
+    sizes: Mapping[str, int] | None = None,
     connect: Connect = "none",
     given: Store | None = None,
     stream: bool = False,
@@ -210,19 +201,20 @@ def bring_up(
 
     If it raises, this process has no group.
     """
-    bound = c10d.default_timeout(placement.backend) if timeout is None else timeout
+    if timeout is None:
+        timeout = c10d.default_timeout(placement.backend)
     store = open_store(environment, init_timeout, given)
     placement.use(stream=stream)
-    alone = environment.world_size == 1
+    rank, size = environment.rank, environment.world_size
+    alone = size == 1
     options = registry.options
     if not alone and options is not None and options.recoverable:
         # The other ranks have done all this; its groups are connected when it rejoins.
-        alone = Predecessor.exists(store, environment.rank, environment.world_size)
+        alone = Predecessor.exists(store, rank, size)
         connect = "none" if alone else connect
     # If a peer dies between agreement and connection, this rank would wait for all of ``timeout``,
     # which may be hours. So the groups are created within a round.
     root = None if alone else partial(PrefixStore, "barriers", store)
-    rank, size = environment.rank, environment.world_size
     rendezvous = Rendezvous(root, rank, size, watches=True)
     if root is not None:
         rendezvous.count_job(root())  # before the others can count on this process
@@ -239,7 +231,7 @@ def bring_up(
         )
         agree(store, claim, init_timeout)
     round_ = rendezvous.open("init_distributed", ("connected",), init_timeout.total_seconds())
-    creation = _Creation(rank, sizes, placement.device, bound, connect, OwnGroups())
+    creation = _Creation(rank, sizes, placement.device, timeout, connect, OwnGroups())
 
     def create_world() -> None:
         creation.at = f"creating the default group ({placement.backend})"
@@ -248,20 +240,20 @@ def bring_up(
             store=store,
             rank=rank,
             world_size=size,
-            timeout=bound,
+            timeout=timeout,
             device_id=placement.device_id,
         )
 
     mesh = creation.within(round_, create_world)
-    store.set_timeout(bound)
+    store.set_timeout(timeout)
     logging.getLogger(__name__).info(
         "rank %d of %d (%s): created the default group with %s on %s, timeout %g s",
-        environment.rank,
-        environment.world_size,
+        rank,
+        size,
         environment.source,
         placement.backend,
         placement.device,
-        bound.total_seconds(),
+        timeout.total_seconds(),
     )
     return mesh
 

@@ -44,8 +44,8 @@ def ensure_process_group(
         DisagreementError, RendezvousTimeoutError, PeerFailedError: as ``init_distributed``.
     """
     name_rank_in_records()
-    bound = as_timedelta(timeout, "timeout")
-    init_bound = as_timedelta(init_timeout, "init_timeout")
+    timeout = as_timedelta(timeout, "timeout")
+    init_timeout = as_timedelta(init_timeout, "init_timeout")
     if is_initialized() or "WORLD_SIZE" not in os.environ:
         return False
     read = Variables(os.environ, "torchrun")
@@ -71,5 +71,5 @@ def ensure_process_group(
     from .device import choose_placement
 
     placement = choose_placement("gloo", "cpu", None, environment.local_rank)
-    bring_up(environment, placement, bound, init_bound, None)
+    bring_up(environment, placement, timeout, init_timeout)
     return True

@@ -101,7 +101,7 @@ def barrier(timeout: timedelta | float, reason: str, group: ProcessGroup | None 
         ReloadpgError: this process replaces another one and must call ``rejoin`` first.
         InvalidOptionError: the timeout or the group is invalid. Also a ValueError.
     """
-    bound = as_timedelta(timeout, "timeout")
+    seconds = as_timedelta(timeout, "timeout").total_seconds()
     if c10d.is_non_member(group) and group is not None:
         return
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -113,16 +113,15 @@ def barrier(timeout: timedelta | float, reason: str, group: ProcessGroup | None 
     if chosen is None:
         return
     _check_rejoined(f"barrier({reason!r})")
-    seconds = bound.total_seconds()
     round_ = _rendezvouses.of(chosen, "barrier").open(f"barrier {reason!r}", ("arrive",), seconds)
     with _in_job_ranks(chosen, f"barrier {reason!r}"):
         round_.barrier("arrive")
 
 
-def job_round(purpose: str, phases: tuple[str, ...], bound: timedelta) -> Round:
+def job_round(purpose: str, phases: tuple[str, ...], timeout: timedelta) -> Round:
     """Open a round of all ranks of the job for one purpose. Local; equal order on all ranks."""
     _check_rejoined(purpose)
-    return rendezvous_of(None, purpose).open(purpose, phases, bound.total_seconds())
+    return rendezvous_of(None, purpose).open(purpose, phases, timeout.total_seconds())
 
 
 def _check_rejoined(what: str) -> None:
@@ -132,14 +131,14 @@ def _check_rejoined(what: str) -> None:
 
 
 def leave_together(
-    bound: timedelta, group: ProcessGroup | None = None, purpose: str = "exit"
+    timeout: timedelta, group: ProcessGroup | None = None, purpose: str = "exit"
 ) -> None:
     """Reach a last barrier with all ranks of a group, or of the job.
 
     Collective, blocking, with a timeout. For the job, rank 0, which hosts the store, leaves last:
     otherwise the store could end with its process before other ranks have read the decision.
     """
-    rendezvous, seconds = rendezvous_of(group, purpose), bound.total_seconds()
+    rendezvous, seconds = rendezvous_of(group, purpose), timeout.total_seconds()
     round_ = rendezvous.open(purpose, ("arrive",), seconds)
     with _in_job_ranks(group, purpose):
         round_.barrier("arrive")
@@ -149,7 +148,7 @@ def leave_together(
 
     def leave(store: Store) -> None:
         if rendezvous.rank == 0:
-            store.wait([all_left], bound)
+            store.wait([all_left], timeout)
         elif store.add(count, 1) == rendezvous.size - 1:
             store.set(all_left, "1")
 
@@ -186,12 +185,12 @@ def rank_zero_first(timeout: timedelta | float = timedelta(minutes=30)) -> Itera
         PeerFailedError: the body raised on rank 0; it does not run on the other ranks.
         GroupNotInitializedError: several ranks, but no group yet.
     """
-    bound = as_timedelta(timeout, "timeout")
+    timeout = as_timedelta(timeout, "timeout")
     world = _group_or_world(None, "rank_zero_first()")
     if world is None:
         yield
         return
-    round_ = job_round("rank_zero_first", ("rank 0 is done",), bound)
+    round_ = job_round("rank_zero_first", ("rank 0 is done",), timeout)
     if dist.get_rank() == 0:
         try:
             yield
