@@ -51,19 +51,15 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> DistributedE
     3. LSF's jsrun; 4. OpenMPI's mpirun; 5. PMI (MPICH, Intel MPI, Cray);
     6. a single process: rank 0 of 1.
 
-    ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK`` and ``GROUP_WORLD_SIZE`` are read if set.
-    Otherwise they are inferred if that is certain: in a world of 1, if the ranks meet on the
-    loopback interface, and from another launcher with the same rank and world size. If not, these
-    fields are None.
+    Local and node ranks that are not set are inferred if that is certain: in a world of 1, if the
+    ranks meet on the loopback interface, and from another launcher with the same rank and world
+    size. Otherwise they are None. Some of torch's variables together with another launcher's (a
+    script that exports ``RANK`` and ``WORLD_SIZE`` from SLURM's) must agree with it.
 
-    Some of torch's variables together with another launcher's (a script that exports ``RANK`` and
-    ``WORLD_SIZE`` from SLURM's) are valid if they agree, and an error if they do not.
-
-    ``MASTER_ADDR`` and ``MASTER_PORT`` are each used if set, with any launcher. Otherwise, under
-    SLURM, the ranks meet on the first host of the step's node list, at a port derived from job and
-    step id. Under LSF, they meet on the first host of its host list. OpenMPI and PMI provide no
-    address: on one host the ranks meet on the loopback interface; on several, ``MASTER_ADDR`` must
-    be set. A world of 1 has port 0: any free port.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` are each used if set, with any launcher. Otherwise the ranks
+    meet on the first host of the list of SLURM or LSF, at a port derived from the ids of job and
+    step. OpenMPI and PMI provide no address: on one host the ranks meet on the loopback interface;
+    on several, ``MASTER_ADDR`` must be set. A world of 1 has port 0: any free port.
 
     Warns if the ranks of a node are not consecutive.
 

@@ -131,9 +131,8 @@ def set_seed(
     """Seed Python, NumPy's legacy generator (if installed), torch's CPU and all its devices.
 
     Local, non-blocking, idempotent; not thread-safe, since the generators belong to the process.
-    Ranks that differ in a distinct dimension get different seeds; all others get equal seeds, so
-    data-parallel replicas initialize equally. Devices that torch has not initialized are seeded
-    when they are.
+    Ranks that differ in a distinct dimension get different seeds; all others get equal seeds.
+    Devices that torch has not initialized are seeded when they are.
 
     Args:
         seed: from 0 to 2**64 - 1, equal on all ranks. NumPy gets it modulo 2**32.

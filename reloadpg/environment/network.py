@@ -55,10 +55,10 @@ def configure_network_environment(
     Local, idempotent. Call it before groups are created, or use
     ``init_distributed(network="auto")``. Preset variables are kept. If there is a usable InfiniBand
     interface, both use it, ``NCCL_IB_DISABLE`` is 0 and ``NCCL_NET_GDR_LEVEL`` 2; otherwise nothing
-    is set. A preset ``NCCL_SOCKET_IFNAME`` is copied to ``GLOO_SOCKET_IFNAME`` if it is one
-    interface name. NCCL also accepts ``^docker`` (exclude), ``=eth0`` (exact), lists and prefixes,
-    which gloo would look up as an interface name. ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is not set:
-    the value 1 breaks the flight recorder's dumps; a preset 0 is kept with a warning.
+    is set. A preset ``NCCL_SOCKET_IFNAME`` is copied to ``GLOO_SOCKET_IFNAME`` if it is one name:
+    NCCL's forms for exclusion, exact match, lists and prefixes are not gloo's.
+    ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is not set: 1 breaks the flight recorder's dumps; a preset 0
+    is kept with a warning.
 
     Args:
         environ: the variables; ``os.environ`` if None.

@@ -85,9 +85,8 @@ def barrier(timeout: timedelta | float, reason: str, group: ProcessGroup | None 
     Collective over the group, whose ranks must call it in the same order; blocking, with a timeout;
     handles signals. The ranks meet on the rendezvous store, so the barrier also works while groups
     are offloaded, and it never starts an accelerator's first collective, whose timeout NCCL ignores
-    (pytorch#124950). It does not wait for work queued on devices. A rank that arrives after the
-    timeout of the others raises the same error immediately. A process without launcher and group
-    returns immediately.
+    (pytorch#124950). It does not wait for work queued on devices. A rank that arrives too late
+    raises the same error. A process without launcher and group returns immediately.
 
     Args:
         timeout: how long to wait; a timedelta, or seconds.
@@ -173,9 +172,8 @@ def rendezvous_of(group: ProcessGroup | None, purpose: str) -> Rendezvous:
 def rank_zero_first(timeout: timedelta | float = timedelta(minutes=30)) -> Iterator[None]:
     """Run the body on rank 0 first, then on the other ranks.
 
-    Collective over all ranks of the job; blocking. The ranks wait on the rendezvous store, so it
-    works while groups are offloaded and never starts an accelerator's communicator. In a world of
-    1, the body runs immediately.
+    Collective over all ranks of the job; blocking. The ranks wait on the rendezvous store, as in
+    :func:`barrier`. In a world of 1, the body runs immediately.
 
     Args:
         timeout: how long the others wait for rank 0; a timedelta, or seconds.

@@ -48,9 +48,8 @@ def process_group_scope(*, timeout: timedelta | float = EXIT_TIMEOUT) -> OwnGrou
 
     * no exception: a barrier on the store with a timeout, then an orderly destroy;
     * any exception (also KeyboardInterrupt and SystemExit): rank and traceback are logged, peers
-      that wait at their exit are notified, and the groups are aborted. An orderly destroy would
-      wait for peers in a collective that this rank never joins. The exception propagates; errors
-      of the clean-up are logged.
+      that wait at their exit are notified, and the groups are aborted, since an orderly destroy
+      can wait for peers. The exception propagates; errors of the clean-up are logged.
 
     Collective over the members of the groups that it destroys. Scopes nest: the innermost scope
     around its creation owns a group, also across offload and reload. A scope may end while groups

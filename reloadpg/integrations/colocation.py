@@ -159,11 +159,7 @@ class colocated:  # noqa: N801 - used like a function
             InvalidOptionError: ``tags`` is not a sequence of tags; nothing was changed.
         """
         chosen = _listed(tags, "wake_up(tags")
-        if not self._inside:
-            raise ReloadpgError(
-                "wake_up: the trainer's groups and memory are not released; nothing was changed. "
-                "Call it within the colocated() block."
-            )
+        self._check_inside("wake_up")
         if self._engine is not None:
             self._awake = True  # after a failure, too, the engine must be put to sleep
             return self._engine.wake_up(chosen)
@@ -182,11 +178,7 @@ class colocated:  # noqa: N801 - used like a function
             MemorySaverError: memory is paused and the saver has no ``disable()``; nothing was
                 changed.
         """
-        if not self._inside:
-            raise ReloadpgError(
-                "groups_live: the trainer's groups are not offloaded; nothing was changed. Call it "
-                "within the colocated() block."
-            )
+        self._check_inside("groups_live")
         offloaded = self._groups_offloaded()  # not in a block within another
         with nullcontext() if self._saver is None else self._saver.outside_account():
             report = restore(Operation("reload", self._trainer_sets))
@@ -195,6 +187,13 @@ class colocated:  # noqa: N801 - used like a function
             finally:
                 if offloaded:
                     release(Operation("offload", self._trainer_sets))
+
+    def _check_inside(self, what: str) -> None:
+        if not self._inside:
+            raise ReloadpgError(
+                f"{what}: the trainer's groups and memory are not released; nothing was changed. "
+                "Call it within the colocated() block."
+            )
 
     def restore(self) -> None:
         """Run the remaining steps of a failed exit. Idempotent.
