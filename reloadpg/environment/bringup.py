@@ -33,7 +33,7 @@ from .launchers import identify
 from .mesh import build_mesh, resolve_mesh_dims, seed_for, set_seed
 from .model import DistributedEnvironment, DistributedEnvironmentError
 from .network import apply_network, interface_in_use, restore_network, validate_network
-from .store import Claim, agree, open_store
+from .store import Place, open_store, take_place
 from .store_barrier import job_round
 from .teardown import OwnGroups
 
@@ -215,22 +215,28 @@ def bring_up(
     # If a peer dies between agreement and connection, this rank would wait for all of ``timeout``,
     # which may be hours. So the groups are created within a round.
     root = None if alone else partial(PrefixStore, "barriers", store)
-    rendezvous = Rendezvous(root, rank, size, watches=True)
+    rendezvous, seconds = Rendezvous(root, rank, size, watches=True), init_timeout.total_seconds()
+    difference = ""
     if root is not None:
-        rendezvous.count_job(root())  # before the others can count on this process
-        claim = Claim(
-            rank=rank,
-            world_size=size,
-            backend=placement.backend,
-            mesh_dims="none" if sizes is None else _shown(sizes),
-            host=socket.gethostname(),
-            local_rank=environment.local_rank,
-            device=str(placement.device),
-            exclusive=placement.exclusive(),
-            connect=connect,
+        place = Place(
+            rank,
+            size,
+            socket.gethostname(),
+            environment.local_rank,
+            str(placement.device),
+            placement.exclusive(),
         )
-        agree(store, claim, init_timeout)
-    round_ = rendezvous.open("init_distributed", ("connected",), init_timeout.total_seconds())
+        difference = take_place(store, place, seconds)
+        if difference:  # not counted: its job is the first one on this store
+            rendezvous.state = rendezvous.state._replace(instance=1)
+        else:
+            rendezvous.count_job(root())  # before the others can count on this process
+    round_ = rendezvous.open("init_distributed", ("agree", "connected"), seconds)
+    if difference:
+        round_.disagree("agree", difference)
+    mesh_dims = "none" if sizes is None else _shown(sizes)
+    settings = {"backend": placement.backend, "mesh_dims": mesh_dims, "connect": connect}
+    round_.agree("agree", Plan("init_distributed", settings))
     creation = _Creation(rank, sizes, placement.device, timeout, connect, OwnGroups())
 
     def create_world() -> None:

@@ -1,9 +1,9 @@
-"""The store on which ranks meet before any group exists, and their agreement there.
+"""The store on which ranks meet before any group exists, and the place of each rank there.
 
-Rank 0 reads the claims in order of arrival and writes one decision that all ranks read. This cannot
-be a barrier of :mod:`reloadpg.rendezvous`, which assumes that all ranks have the same world size
-and different ranks. Here neither is certain: with WORLD_SIZE 2 on one rank and 3 on the other,
-torch succeeds on one rank and times out much later on the other.
+A barrier of :mod:`reloadpg.rendezvous` assumes that all ranks have the same world size and
+different ranks. Here neither is certain: with WORLD_SIZE 2 on one rank and 3 on the other, torch
+succeeds on one rank and times out much later on the other. So each process first takes its place,
+by a compare-and-set.
 """
 
 from __future__ import annotations
@@ -13,41 +13,26 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from uuid import uuid4
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from ..errors import DisagreementError, ReloadpgError, RendezvousTimeoutError, named_ranks
+from ..errors import RendezvousTimeoutError, named_ranks
+from ..rendezvous.decision import store_lost, store_silent
 from ..rendezvous.store_client import StoreClient, StoreLost, StoreSilent
 from ..rendezvous.worker_thread import Task, Wait
 from .model import DistributedEnvironment
 
-AGREED = ("world_size", "backend", "mesh_dims", "connect")
-"""The fields that must be equal in all claims."""
-
-NO_DECISION = {"differences": [], "missing": [0], "arrived": 0}
-"""The decision of a rank that did not find one in time: rank 0 writes it."""
-
 _RESOLVE_S = 1.0
 """Seconds after the timeout to find out, for the message, whether the address resolves."""
-
-_SETTLE_S = 2.0
-"""Seconds after the first difference to wait for further claims, so as to name all ranks."""
-
-_EXIT_S = 5.0
-"""Seconds that rank 0, which hosts the store, waits for the others to read a decision to fail."""
 
 _PAUSE_S = 0.1
 """Seconds between two checks of the clock at the end of a wait. Time in which this process did not
 run is not counted."""
-
-_LAST_S = 5.0
-"""Last seconds of a wait, in which the store is polled. Before, a blocking wait is used."""
 
 _opened: dict[tuple[int, str, int], tuple[TCPStore, Iterator[int]]] = {}
 """The open stores by process, host and port, each with the numbers of its uses. Kept until the
@@ -186,165 +171,71 @@ def _unresolvable(address: str, port: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """The configuration of one rank.
+class Place:
+    """The place of one process in the job.
 
     Attributes:
-        mesh_dims: the resolved mesh, as text.
         exclusive: identifier of the device that no other rank may use; empty if there is none.
+        process: identifier of the process.
     """
 
     rank: int
     world_size: int
-    backend: str
-    mesh_dims: str
     host: str
     local_rank: int | None
     device: str = "cpu"
     exclusive: str = ""
-    connect: str = "none"
+    process: str = field(default_factory=lambda: uuid4().hex)
 
 
-def find_differences(claims: Sequence[Claim]) -> list[str]:
-    """Describe the differences between claims, with values and ranks. Pure."""
-    found = []
-    claims = sorted(claims, key=lambda claim: claim.rank)
+def take_place(store: Store, mine: Place, seconds: float) -> str:
+    """Take a place in the job. Local, blocking, with a timeout.
 
-    def by(field: str) -> Iterable[tuple[Any, list[Claim]]]:
-        holders: dict[Any, list[Claim]] = {}
-        for claim in claims:
-            holders.setdefault(getattr(claim, field), []).append(claim)
-        return holders.items()
+    A rank can be counted at a barrier only if its rank is unique and all world sizes are equal.
 
-    for field in AGREED:
-        values = [f"{value} on {named_ranks(c.rank for c in some)}" for value, some in by(field)]
-        if len(values) > 1:
-            found.append(f"{field} is {'; '.join(values)}")
-    for rank, takers in by("rank"):
-        if len(takers) > 1:
-            hosts = ", ".join(f"{one.host} (local rank {one.local_rank})" for one in takers)
-            found.append(f"rank {rank} was taken by {len(takers)} processes: on {hosts}")
-    for device, users in by("exclusive"):
-        if device and len({one.rank for one in users}) > 1:
-            places = ("not set" if one.local_rank is None else str(one.local_rank) for one in users)
-            found.append(
-                f"{users[0].device} on host {users[0].host} ({device}) is the device of "
-                f"{named_ranks(one.rank for one in users)}, whose local ranks are "
-                f"{', '.join(places)}: assign a separate device to each rank, with LOCAL_RANK or "
-                f"through the launcher's visible devices"
-            )
-    return found
-
-
-def agree(store: Store, mine: Claim, timeout: timedelta) -> None:
-    """Wait until all ranks agree. Collective over the job, blocking, with a timeout."""
-    seconds = timeout.total_seconds()
-    exchange = partial(_exchange, mine, seconds)
-    wait = _wait(seconds + _SETTLE_S + _EXIT_S)
-    try:
-        decision, slot = StoreClient(lambda: store).ask(exchange, wait)
-    except StoreSilent:
-        decision, slot = NO_DECISION, 0
-    except StoreLost as error:
-        raise ReloadpgError(
-            f"init_distributed: rank {mine.rank} lost the store before the ranks had agreed: "
-            f"{error}. No group was created. Rank 0, or the launcher's agent, has ended. See its "
-            f"output, then restart the job."
-        ) from error
-    _conclude(decision, slot, mine, seconds)
-
-
-def _exchange(mine: Claim, seconds: float, store: Store) -> tuple[dict[str, Any], int]:
-    """Return the decision, and this rank's position in the order of arrival.
-
-    Raises only exceptions of the store.
+    Returns:
+        The difference to the place that another process has taken before; empty if there is none.
     """
-    slot = store.add("arrivals", 1)
-    store.set(f"claim/{slot}", json.dumps(asdict(mine)))
-    if mine.rank == 0 and store.add("coordinators", 1) == 1:
-        return _decide(mine, seconds, store, slot), slot
-    if not _await(store, "decision", _wait(seconds + _SETTLE_S), mine.world_size):
-        return NO_DECISION, slot
-    decision = dict(json.loads(store.get("decision")))
-    store.set(f"read/{slot}", "1")
-    return decision, slot
+
+    def take(store: Store) -> str:
+        for key in ("first", f"rank/{mine.rank}", f"device/{mine.exclusive}"):
+            taken = store.compare_set(f"place/{key}", "", json.dumps(asdict(mine)))
+            found = _difference(Place(**json.loads(taken)), mine)
+            if found:
+                return found
+        return ""
+
+    try:
+        return StoreClient(lambda: store).ask(take, Wait("init_distributed", seconds, "agree"))
+    except StoreSilent:
+        raise store_silent(
+            "init_distributed", "agree", seconds=seconds, rank=mine.rank, size=mine.world_size
+        ) from None
+    except StoreLost as error:
+        raise store_lost("init_distributed", "agree", error) from error
 
 
-def _decide(mine: Claim, seconds: float, store: Store, slot: int) -> dict[str, Any]:
-    claims: list[Claim] = []
-    here: set[int] = set()
-    wait, settles = _wait(seconds), False
-    while len(here) < mine.world_size:
-        if not _await(store, f"claim/{len(claims) + 1}", wait, mine.world_size):
-            break
-        with wait.pause(0.0):  # the process may be stopped in the request
-            claims.append(_claim(store, len(claims) + 1))
-        differs = any(getattr(claims[-1], f) != getattr(mine, f) for f in AGREED)
-        if not settles and (differs or claims[-1].rank in here):
-            wait, settles = _wait(min(_SETTLE_S, wait.left)), True
-        here.add(claims[-1].rank)
-    # Unexpected arrivals: a rank with a larger world, or a duplicate rank.
-    while store.check([f"claim/{len(claims) + 1}"]):
-        claims.append(_claim(store, len(claims) + 1))
-    differences = find_differences(claims)
-    here.update(claim.rank for claim in claims)
-    missing = [rank for rank in range(mine.world_size) if rank not in here]
-    decision = {"differences": differences, "missing": missing, "arrived": len(claims)}
-    store.set("decision", json.dumps(decision))
-    if differences or missing:
-        wait = _wait(_EXIT_S)
-        for other in range(1, len(claims) + 1):
-            if other != slot:
-                _await(store, f"read/{other}", wait, mine.world_size)
-    return decision
-
-
-def _wait(seconds: float) -> Wait:
-    return Wait("init_distributed", seconds, "agree")
-
-
-def _await(store: Store, key: str, wait: Wait, world_size: int) -> bool:
-    """Whether the key exists before the wait ends."""
-    # Limits the requests of all ranks of a large job to some thousand per second.
-    pause = max(_PAUSE_S, world_size / 2000)
-    if wait.left > _LAST_S:
-        with suppress(RuntimeError), wait.pause(wait.left - _LAST_S) as seconds:
-            store.wait([key], timedelta(seconds=seconds))
-    with wait.pause(0.0):  # the process may be stopped in the request, too
-        found = bool(store.check([key]))  # raises if the store itself is gone
-    while not found and wait.left:
-        with wait.pause(pause) as seconds:
-            time.sleep(seconds)
-            found = store.check([key])
-    return found
-
-
-def _claim(store: Store, slot: int) -> Claim:
-    return Claim(**json.loads(store.get(f"claim/{slot}")))
-
-
-def _conclude(decision: Mapping[str, Any], slot: int, mine: Claim, seconds: float) -> None:
-    """Raise the error of a decision, unless this rank is one of those that have agreed."""
-    arrived, missing = int(decision["arrived"]), tuple(decision["missing"])
-    if decision["differences"]:
-        raise DisagreementError(
-            f"init_distributed: the ranks do not agree: {'. '.join(decision['differences'])}. No "
-            f"group was created on any rank. Start all ranks with the same launcher and arguments."
+def _difference(one: Place, other: Place) -> str:
+    """Describe why two places cannot be in one job; empty if they can. Pure."""
+    if one.process == other.process:
+        return ""
+    one, other = sorted((one, other), key=lambda place: place.rank)
+    if one.world_size != other.world_size:
+        sizes = (f"{place.world_size} on rank {place.rank}" for place in (one, other))
+        return f"world_size is {'; '.join(sizes)}"
+    if one.rank == other.rank:
+        hosts = (f"{place.host} (local rank {place.local_rank})" for place in (one, other))
+        return (
+            f"rank {one.rank} was taken by 2 processes: on {', '.join(hosts)}: start each rank "
+            f"once, and set a separate MASTER_PORT for each job"
         )
-    if missing:
-        raise RendezvousTimeoutError(
-            f"init_distributed: rank {mine.rank} of {mine.world_size} waited {seconds:g} s; "
-            f"missing: {named_ranks(missing)}. No group was created. See the output of those "
-            f"ranks; raise init_timeout if they are only slow.",
-            phase="agree",
-            seconds=seconds,
-            arrived=arrived,
-            missing=missing,
+    if one.exclusive and one.exclusive == other.exclusive:
+        ranks = (place.local_rank for place in (one, other))
+        locals_ = ("not set" if rank is None else str(rank) for rank in ranks)
+        return (
+            f"{one.device} on host {one.host} ({one.exclusive}) is the device of "
+            f"{named_ranks((one.rank, other.rank))}, whose local ranks are {', '.join(locals_)}: "
+            f"assign a separate device to each rank, with LOCAL_RANK or through the launcher's "
+            f"visible devices"
         )
-    if slot > arrived:
-        raise DisagreementError(
-            f"init_distributed: {arrived} ranks have agreed without this process, which is rank "
-            f"{mine.rank} of {mine.world_size} (host {mine.host}, local rank {mine.local_rank}). "
-            f"No group was created here. A rank was started twice, or another job uses this store: "
-            f"set a separate MASTER_PORT for each job."
-        )
+    return ""

@@ -18,6 +18,7 @@ TIMEOUT_SETTING = {
     "offload": "install(timeout=...)",
     "reload": "install(timeout=...)",
     "recover": "recover(timeout=...)",
+    "init_distributed": "init_timeout",
 }
 """The setting that holds the timeout of an operation, by its name; others take an argument."""
 

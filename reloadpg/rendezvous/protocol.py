@@ -23,8 +23,8 @@ Arrive     arrives at the next barrier and waits for its decision: (sent, publis
            From then on, ranks of one host arrive together, see below: handed, heard, or gathered,
            counted, woken, decision_read, sent
 Poll       reads the decision before it has arrived, as in a long wait
-Decide     writes a decision other than ``ok``, because its own work reached the timeout or another
-           rank's process has ended: decided
+Decide     writes a decision other than ``ok``, because its own work reached the timeout, another
+           rank's process has ended, or this process cannot take part: decided
 Close      ends the operation after such a decision: responds (sent, answered), waits until all
            ranks have responded (roll_read, roll_paused), or finds out which have not (absent_read,
            stuck_read, doing_read, plans_read) and writes the result (called), and leaves (sent,
@@ -235,7 +235,9 @@ class Poll(NamedTuple):
 
 
 class Decide(NamedTuple):
-    """Write a decision: ``timeout`` of a working rank, or ``failed`` for an ended process."""
+    """Write a decision: ``timeout`` of a working rank, ``failed`` for an ended process, or
+    ``disagree`` with its text.
+    """
 
     decision: Decision
 
@@ -753,8 +755,8 @@ def _close(state: State, event: Close) -> Step:
     if state.arrived:
         answer = (Set(state.key("arrived", state.rank), "1"), *answer)
     state = state._replace(event=event, restart=True)
-    if decision.kind == "cancelled":  # the rank is known and will not respond
-        return _leave(state)
+    if decision.kind == "cancelled" or (decision.kind == "disagree" and decision.text):
+        return _leave(state)  # the rank is known; it will not respond, or is not one of the job's
     return _send(state, answer, _count_answer)
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
@@ -518,6 +518,20 @@ class Round:
             return {subject: text for subject, text in found.items() if text is not None}
 
         return rendezvous.ask(look_up, Wait(self.operation, self.seconds, phase))
+
+    def disagree(self, phase: str, text: str) -> NoReturn:
+        """End the operation at a barrier at which this process cannot be counted. Local.
+
+        Waits a limited time for the other ranks, which raise the same error unless they have passed
+        the barrier.
+
+        Raises:
+            DisagreementError: with this text.
+        """
+        rank, size = self._rendezvous.rank, self._rendezvous.size
+        decision = Decision("disagree", rank, text)
+        self._decide(decision, phase, "")
+        raise decision.error(self.operation, phase, seconds=self.seconds, rank=rank, size=size)
 
     def barrier(self, phase: str, arrival: Arrive = Arrive()) -> Decision:  # noqa: B008 - immutable
         """Wait until all ranks arrive. Collective, blocking, with a timeout.

@@ -8,12 +8,10 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,15 +20,10 @@ import torch.distributed as dist
 import worlds
 from fault_job import meet
 from in_turn import variables
-from watched_store import WatchedStore
 
 import reloadpg
 from reloadpg import environment
 from reloadpg.environment import DistributedEnvironmentError, GroupNotInitializedError
-from reloadpg.environment import store as bringup_store
-from reloadpg.environment.store import Claim, find_differences
-from reloadpg.rendezvous import worker_thread
-from reloadpg.rendezvous.worker_thread import Task
 from reloadpg.testing import run_ranks, simulated
 
 LIMIT = 150.0
@@ -274,11 +267,11 @@ TP, FLAT = (
 DISAGREEMENTS: dict[str, list[dict[str, Any]]] = {
     "rank 1 was taken by 2 processes: on ": [{}, {}, {"env": {"RANK": "1"}}],
     "world_size is 2 on rank 0; 3 on rank 1": [{}, {"env": {"WORLD_SIZE": "3"}}],
-    "world_size is 3 on rank 0; 2 on rank 1": [{"env": {"WORLD_SIZE": "3"}}, {}],
-    "mesh_dims is dp_shard=1 x tp=2 on rank 0; dp_shard=2 on rank 1": [TP, FLAT],
-    "mesh_dims is dp_shard=1 x tp=2 on rank 0; none on rank 1": [TP, {}],
-    "backend is gloo on rank 0; cpu:gloo on rank 1": [{}, {"options": {"backend": "cpu:gloo"}}],
-    "connect is eager on rank 0; none on rank 1": [{}, {"options": {"connect": "none"}}],
+    "world_size is 3 on rank 0; 2 on rank 1": [{"env": {"WORLD_SIZE": "3", **worlds.SILENCE}}, {}],
+    "mesh_dims is dp_shard=1 x tp=2 on rank 0 and dp_shard=2 on rank 1": [TP, FLAT],
+    "mesh_dims is dp_shard=1 x tp=2 on rank 0 and none on rank 1": [TP, {}],
+    "backend is gloo on rank 0 and cpu:gloo on rank 1": [{}, {"options": {"backend": "cpu:gloo"}}],
+    "connect is eager on rank 0 and none on rank 1": [{}, {"options": {"connect": "none"}}],
 }
 """By message, what differs on each rank."""
 
@@ -299,20 +292,8 @@ def test_ranks_that_disagree_raise_on_all_ranks_with_ranks_and_values(
             assert not dist.is_initialized()
 
 
-def test_a_disagreement_of_many_ranks_is_grouped_by_value() -> None:
-    """Likewise a rank that was taken twice, with the places of both."""
-    claims = [Claim(rank, 4, "gloo", "none", f"n{rank // 2}", rank % 2) for rank in range(4)]
-    assert find_differences(claims) == []
-    claims[3] = Claim(3, 4, "nccl", "none", "n1", 1)
-    assert find_differences(claims) == ["backend is gloo on ranks 0-2; nccl on rank 3"]
-    claims[3] = Claim(2, 4, "gloo", "none", "n1", 1)
-    assert find_differences(claims) == [
-        "rank 2 was taken by 2 processes: on n1 (local rank 0), n1 (local rank 1)"
-    ]
-
-
-def wait_for_claim() -> dist.TCPStore:
-    """Wait until another rank has written its claim in bring-up; return a client of the store."""
+def wait_for_arrival() -> dist.TCPStore:
+    """Wait until another rank has arrived in bring-up; return a client of the store."""
     serves = os.environ["RANK"] == "0" and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -321,16 +302,26 @@ def wait_for_claim() -> dist.TCPStore:
         wait_for_workers=False,
         multi_tenant=True,  # bring-up's own store at this address has the same server
     )
-    store.wait(["reloadpg/bringup/0/1/claim/1"], timedelta(seconds=LIMIT))
+    count = "reloadpg/bringup/0/1/barriers/reloadpg/1/0.1/agree/count"
+    store.wait([count], timedelta(seconds=LIMIT))
     return store
 
 
-def test_a_process_that_comes_after_the_agreement_is_refused() -> None:
+@pytest.mark.ranks(2)
+def test_a_process_that_comes_after_the_agreement_is_refused(rank: int) -> None:
     """Such as a rank that was started twice, or one of another job on the same store."""
-    store, claim = dist.HashStore(), Claim(0, 1, "gloo", "none", "host", 0)
-    bringup_store.agree(store, claim, timedelta(seconds=LIMIT))
-    with pytest.raises(reloadpg.DisagreementError, match="have agreed without this process"):
-        bringup_store.agree(store, claim, timedelta(seconds=LIMIT))
+    code = "import reloadpg; reloadpg.init_distributed(init_timeout=60)"
+    with reloadpg.init_distributed(init_timeout=LIMIT):
+        if rank == 1:
+            late = subprocess.run(
+                [sys.executable, "-c", code],
+                capture_output=True,
+                text=True,
+                timeout=LIMIT,
+            )
+            assert "rank 1 was taken by 2 processes: on " in late.stderr
+            assert late.returncode == 1
+        assert summed(rank) == 1
 
 
 @pytest.mark.parametrize(
@@ -351,7 +342,8 @@ def test_a_missing_rank_is_named_by_the_others_at_the_timeout(absent: int, rank:
     serves = absent == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
     last = rank == (2 if absent == 0 else 0)
     timeout = 1.5 if last or serves else 10.0 if absent == 0 else 60.0
-    store = wait_for_claim() if last and not serves else None
+    os.environ["RELOADPG_GRACE_S"] = "10"  # in which the ranks that are here respond
+    store = wait_for_arrival() if last and not serves else None
     with pytest.raises(reloadpg.RendezvousTimeoutError, match=f" {timeout:g} s") as caught:
         reloadpg.init_distributed(init_timeout=timeout)
     assert (caught.value.phase, caught.value.missing) == (
@@ -363,21 +355,14 @@ def test_a_missing_rank_is_named_by_the_others_at_the_timeout(absent: int, rank:
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("polled", [5.0, LIMIT], ids=["one request", "many requests"])
-def test_time_in_which_the_machine_stands_still_does_not_count_for_the_timeout(
-    polled: float, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A long wait is one request to the store, its last seconds are many.
-
-    A loaded machine does not reach the timeout.
-    """
+def test_time_in_which_the_machine_stands_still_does_not_count_for_the_timeout(rank: int) -> None:
+    """A loaded machine does not reach the timeout."""
     timeout, stopped = 30.0, 35.0
-    monkeypatch.setattr(bringup_store, "_LAST_S", polled)
     between = dist.FileStore(os.path.join(os.environ["TMPDIR"], "between"), 2)
     if rank == 0:
         between.set("rank 0", str(os.getpid()))
     else:
-        wait_for_claim()
+        wait_for_arrival()
         clock = [time.monotonic()] * 2  # before the stop, which may begin at once
         worlds.stop_for(stopped, after=0.0, pids=[int(between.get("rank 0")), os.getpid()])
         while clock[1] - clock[0] < stopped - 2:  # until both processes run again
@@ -385,30 +370,6 @@ def test_time_in_which_the_machine_stands_still_does_not_count_for_the_timeout(
             clock = [clock[1], time.monotonic()]
     with reloadpg.init_distributed(init_timeout=timeout if rank == 0 else 60):
         assert dist.get_world_size() == 2
-
-
-def test_a_stop_in_a_request_for_a_claim_does_not_count_for_the_timeout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The clock of rank 0 is ahead by more than the timeout when it has read its own claim."""
-    ahead, late = [0.0], threading.Event()
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
-    monkeypatch.setattr(worker_thread, "time", clock)
-
-    def answered(method: str, key: str) -> None:
-        if method == "get" and not late.is_set():
-            ahead[0] = 10 * LIMIT
-            late.set()
-
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stores = WatchedStore(server.clone(), answered=answered), server.clone()
-    claims = [Claim(rank, 2, "gloo", "none", "host", rank) for rank in range(2)]
-    timeout = timedelta(seconds=LIMIT)
-    first = Task(lambda: bringup_store.agree(stores[0], claims[0], timeout), "agree")
-    assert late.wait(LIMIT)
-    bringup_store.agree(stores[1], claims[1], timeout)
-    assert first.wait(LIMIT)
-    first.result()
 
 
 SECOND = {"RANK": "1", "LOCAL_RANK": "1"}
