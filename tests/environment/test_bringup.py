@@ -313,12 +313,8 @@ def test_a_process_that_comes_after_the_agreement_is_refused(rank: int) -> None:
     code = "import reloadpg; reloadpg.init_distributed(init_timeout=60)"
     with reloadpg.init_distributed(init_timeout=LIMIT):
         if rank == 1:
-            late = subprocess.run(
-                [sys.executable, "-c", code],
-                capture_output=True,
-                text=True,
-                timeout=LIMIT,
-            )
+            command = [sys.executable, "-c", code]
+            late = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
             assert "rank 1 was taken by 2 processes: on " in late.stderr
             assert late.returncode == 1
         assert summed(rank) == 1
@@ -337,11 +333,11 @@ def test_a_missing_rank_is_named_by_the_others_at_the_timeout(absent: int, rank:
     """Also where the missing rank is the one with the store."""
     if rank == absent:
         return
-    # Rank 0 decides for all; without it, each rank does. The last rank that comes waits for the
-    # others first, since only its timeout is short.
+    # Without a store, each rank reaches its timeout. Otherwise one does, which first waits for the
+    # other, and decides for both.
     serves = absent == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
     last = rank == (2 if absent == 0 else 0)
-    timeout = 1.5 if last or serves else 10.0 if absent == 0 else 60.0
+    timeout = 1.5 if last or serves else 60.0
     os.environ["RELOADPG_GRACE_S"] = "10"  # in which the ranks that are here respond
     store = wait_for_arrival() if last and not serves else None
     with pytest.raises(reloadpg.RendezvousTimeoutError, match=f" {timeout:g} s") as caught:
