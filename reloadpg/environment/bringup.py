@@ -159,10 +159,9 @@ def init_distributed(
         environment = _environment_of_group()
         if sizes is not None:
             round_ = job_round("init_distributed", ("agree", "connected"), init_timeout)
-            plan = Plan("init_distributed", {"mesh_dims": _shown(sizes), "connect": how})
-            round_.agree("agree", plan)
-            timeout = timeout or _timeout_of(world) or c10d.default_timeout(c10d.backend_of(world))
-            mesh = _Creation(dist.get_rank(), sizes, used, timeout, how, own).within(round_)
+            has = c10d.backend_of(world)
+            timeout = timeout or _timeout_of(world) or c10d.default_timeout(has)
+            mesh = _Creation(has, dist.get_rank(), sizes, used, timeout, how, own).within(round_)
     else:
         environment = identify(os.environ).environment(has_store=store is not None)
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, environment.world_size)
@@ -206,6 +205,7 @@ def bring_up(
     store = open_store(environment, init_timeout, given)
     placement.use(stream=stream)
     rank, size = environment.rank, environment.world_size
+    backend, device = placement.backend, placement.device
     alone = size == 1
     options = registry.options
     if not alone and options is not None and options.recoverable:
@@ -218,14 +218,8 @@ def bring_up(
     rendezvous, seconds = Rendezvous(root, rank, size, watches=True), init_timeout.total_seconds()
     difference = ""
     if root is not None:
-        place = Place(
-            rank,
-            size,
-            socket.gethostname(),
-            environment.local_rank,
-            str(placement.device),
-            placement.exclusive(),
-        )
+        host, local_rank = socket.gethostname(), environment.local_rank
+        place = Place(rank, size, host, local_rank, str(device), placement.exclusive())
         difference = take_place(store, place, seconds)
         if difference:  # not counted: its job is the first one on this store
             rendezvous.state = rendezvous.state._replace(instance=1)
@@ -234,15 +228,12 @@ def bring_up(
     round_ = rendezvous.open("init_distributed", ("agree", "connected"), seconds)
     if difference:
         round_.disagree("agree", difference)
-    mesh_dims = "none" if sizes is None else _shown(sizes)
-    settings = {"backend": placement.backend, "mesh_dims": mesh_dims, "connect": connect}
-    round_.agree("agree", Plan("init_distributed", settings))
-    creation = _Creation(rank, sizes, placement.device, timeout, connect, OwnGroups())
+    creation = _Creation(backend, rank, sizes, device, timeout, connect, OwnGroups())
 
     def create_world() -> None:
-        creation.at = f"creating the default group ({placement.backend})"
+        creation.at = f"creating the default group ({backend})"
         dist.init_process_group(
-            placement.backend,
+            backend,
             store=store,
             rank=rank,
             world_size=size,
@@ -257,8 +248,8 @@ def bring_up(
         rank,
         size,
         environment.source,
-        placement.backend,
-        placement.device,
+        backend,
+        device,
         timeout.total_seconds(),
     )
     return mesh
@@ -273,6 +264,7 @@ class _Creation:
         at: the current work, for messages.
     """
 
+    backend: str
     rank: int
     sizes: Mapping[str, int] | None
     device: torch.device
@@ -282,7 +274,13 @@ class _Creation:
     at: str = "creating groups"
 
     def within(self, round_: Round, first: Callable[[], object] | None = None) -> DeviceMesh | None:
-        """Call ``first``, create the mesh and wait for all ranks; on failure, abort the groups."""
+        """Agree, call ``first``, create the mesh and wait for all ranks.
+
+        On failure, the groups are aborted.
+        """
+        mesh_dims = "none" if self.sizes is None else _shown(self.sizes)
+        settings = {"backend": self.backend, "mesh_dims": mesh_dims, "connect": self.connect}
+        round_.agree("agree", Plan("init_distributed", settings))
         made: list[DeviceMesh | None] = []
 
         def run(attempt: Attempt, _: int) -> None:
