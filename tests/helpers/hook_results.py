@@ -21,6 +21,15 @@ HOOK = "hook" in sys.argv[2:]
 STEPS = 8
 EVERY = 2
 
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+"""The sizes of a small ``LlamaConfig``."""
+
 _seen: list[dict[str, Any]] = []
 
 

@@ -9,15 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 def main():
     transformers.set_seed(7)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        attention_dropout=0.1,
-    )
+    config = LlamaConfig(vocab_size=32, attention_dropout=0.1, **results.SIZES)
     model = LlamaForCausalLM(config)
     data = TensorDataset(torch.randint(32, (64, 12)))
     callbacks = []

@@ -20,19 +20,8 @@ def main():
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
     )
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(WORDS),
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=32,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=1,
-        )
-    )
+    tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), **tokens, **results.SIZES))
     rollout_func = rollout
     if results.HOOK:
         from reloadpg.integrations.trl import offloaded_rollout
