@@ -192,7 +192,7 @@ def _recover(
     with op.record.timed("device"):
         devices.empty_cache()
     gone = [g for g in op.changes.groups if g.state is not GroupState.DESTROYED]
-    rebuild(op, job, gone, "canary", whole=True)
+    rebuild(op, job, gone, "canary")
 
 
 def _join(op: Operation, job: Job, reason: str, report: str, seconds: float) -> None:

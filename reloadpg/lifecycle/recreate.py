@@ -69,16 +69,15 @@ class Releases:
 
 
 class Rebuilds:
-    """The communicators that one reload creates; ``whole``: also those that an offload keeps."""
+    """The communicators that one reload or recovery creates."""
 
-    def __init__(self, op: Operation, job: Job, connect: Connect, *, whole: bool) -> None:
+    def __init__(self, op: Operation, job: Job, connect: Connect) -> None:
         self._world = op.world
         self._stores = job.creation_stores  # an abandoned thread must not use those that follow
         self._generation = op.changes.generation
         self._label = op.round.label
         self._notified = op.round.notified
         self._connect = connect
-        self._whole = whole
         self._created: dict[ReloadableProcessGroup, threading.Event] = {}
         self._after: dict[ReloadableProcessGroup, threading.Event] = {}
 
@@ -128,8 +127,8 @@ class Rebuilds:
         if device is not None and device.type not in made.devices:
             device = None  # torch binds a split to the default group's device
         with c10d.Unseen(), c10d.name_freed(group) if made.is_handed_over else nullcontext():
-            whole = self._whole or group.kept is None  # None after a failed recovery
-            inner = made.replay(self._name(group), store, device, whole=whole)
+            # A recovery also aborts the backends that stay alive in an offload.
+            inner = made.replay(self._name(group), store, device, whole=group.kept is None)
         if made.is_handed_over and (
             not isinstance(inner, ProcessGroup)
             or isinstance(inner, ReloadableProcessGroup)
@@ -171,15 +170,13 @@ def rebuild(
     connect: Connect,
     *,
     kept: Sequence[ReloadableProcessGroup] = (),
-    whole: bool = False,
 ) -> None:
     """Rebuild the groups in ``gone``, call the callbacks, and commit. Collective, with timeouts.
 
-    With ``whole``, also the backends that stay alive in an offload. ``kept`` are groups that were
-    resumed, which may need to be connected.
+    ``kept`` are groups that were resumed, which may need to be connected.
     """
-    rebuilds = Rebuilds(op, job, connect, whole=whole)
-    _delete_spent_keys(op, job, gone, whole=whole)
+    rebuilds = Rebuilds(op, job, connect)
+    _delete_spent_keys(op, job, gone)
     rebuilds.prepare(gone)
     back = [g for g in op.changes.groups if g in gone or (connect != "none" and g in kept)]
     op.each("rebuilt", back, rebuilds.rebuild, parallelism=op.creators)
@@ -194,10 +191,8 @@ def rebuild(
     op.complete("" if op.record.groups else "no reloadable group here")
 
 
-def _delete_spent_keys(
-    op: Operation, job: Job, groups: Sequence[ReloadableProcessGroup], *, whole: bool
-) -> None:
-    spent = [key for group in groups for key in spent_keys(group, op.world, whole=whole)]
+def _delete_spent_keys(op: Operation, job: Job, groups: Sequence[ReloadableProcessGroup]) -> None:
+    spent = [key for group in groups for key in spent_keys(group, op.world)]
     if not spent or job.rendezvous.alone:
         return
 
@@ -210,16 +205,14 @@ def _delete_spent_keys(
         job.rendezvous.ask_root(delete, Wait(op.name, op.round.seconds, op.round.phase))
 
 
-def spent_keys(
-    group: ReloadableProcessGroup, world: ProcessGroup, *, whole: bool = False
-) -> list[str]:
+def spent_keys(group: ReloadableProcessGroup, world: ProcessGroup) -> list[str]:
     """List the keys in the job's store that no rank reads any more, each once.
 
     Call it before a rebuild, when no member uses the earlier generations.
     """
     names, group.names_in_store = group.names_in_store, []
     made = group.construction
-    backends = made.devices if whole or group.kept is None else made.released
+    backends = made.devices if group.kept is None else made.released
     if len(set(made.devices.values())) == 1:  # torch creates one backend, for the first device
         backends = dict(list(backends.items())[:1])
     under = "" if made.is_world else f"{c10d.name_of(world)}//"
