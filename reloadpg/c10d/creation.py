@@ -172,7 +172,6 @@ class _Hooks:
         if creation is not None and creation.name is not None:
             store = creation.store or store
             kwargs["device_id"] = creation.device
-            kwargs["pg_tag"] = None  # otherwise torch returns the group that has this tag
         if creation is not None and creation.without_backends is not None:
             if not ranks:
                 store = _of_this_start(store)

@@ -271,7 +271,7 @@ class Unseen:
                 tables.__class__ = type("_World", (type(tables),), properties)
             Unseen._users += 1
         seen = {name: ChainMap({}, getattr(tables, name)) for name in _NAMED_TABLES}
-        # Torch appends to the lists that it finds there.
+        # Torch returns a group that has the same tag, and appends to the lists that it finds there.
         self._of_thread.tables = {**seen, "tags_to_pg": {}}
 
     def __exit__(self, *_: object) -> None:
