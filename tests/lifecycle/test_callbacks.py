@@ -7,13 +7,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import faulty_gloo
 import pytest
 import torch.distributed as dist
 import worlds
 from fault_job import attempt, base_store
 
 import reloadpg
-from reloadpg.testing import run_ranks
+from reloadpg.testing import run_ranks, simulated
+from reloadpg.testing.simulated import Fault
 
 
 @pytest.mark.parametrize("where", ["on_offload", "on_reload", "on_report"])
@@ -50,3 +52,38 @@ def test_a_rank_that_was_late_in_a_callback_is_named() -> None:
     assert "Rank 1 failed first" in late or "rank 1 failed" in late
     assert "This rank responded too late" in late
     assert "No response" not in late
+
+
+def _reload(rank: int, size: int) -> bool:
+    """Rank 1 is held in its rebuild until rank 0 has finished its own; whether it was live."""
+    faulty_gloo.register()
+    reloadpg.install(backends={"faulty"})
+    dist.init_process_group("faulty")
+    store, found = base_store().clone(), []
+
+    def held() -> None:
+        store.wait(["rank 0 is done"], timedelta(minutes=2))
+        store.set("rank 1 is done", "")
+
+    def done(_: Any = None) -> None:
+        store.set("rank 0 is done", "")
+
+    def callback() -> None:
+        found.append(store.check(["rank 1 is done"]))
+        done()
+
+    reloadpg.on_reload(callback)
+    reloadpg.offload()
+    if rank == 1:
+        faulty_gloo.inject("created", held)
+        reloadpg.reload()
+    else:
+        with simulated.inject(
+            Fault("barrier", "call", operation="reload.rebuilt", moment="before", call=done)
+        ):
+            reloadpg.reload()
+    return found[0]
+
+
+def test_a_callback_after_a_reload_runs_once_all_groups_are_live_on_all_ranks() -> None:
+    assert run_ranks(_reload, 2, timeout=240) == [True, True]
