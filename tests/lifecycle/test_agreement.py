@@ -50,15 +50,23 @@ def a_pair_destroyed_on_one_member(job: Job) -> Difference:
 
 
 def other_options_on_one_rank(job: Job) -> Difference:
-    def install(timeout: float) -> None:
+    """Each one that differs is named."""
+
+    def install(**options: Any) -> None:
         if job.rank == 0:
             reloadpg.uninstall()
-            backends = {worlds.BACKEND, faulty_gloo.NAME}
-            reloadpg.install(backends=backends, timeout=timeout)
+            reloadpg.install(backends={worlds.BACKEND, faulty_gloo.NAME}, **options)
 
-    install(10)
-    yield reloadpg.offload, "10.0 on rank 0 and 100.0 on ranks 1-2"
-    install(FAR)
+    install(timeout=10, exclude="none", min_size=1, parallelism=3, sets={"none": "none"})
+    differences = {
+        "exclude": "['none'] on rank 0 and [] on ranks 1-2",
+        "min_size": "1 on rank 0 and 2 on ranks 1-2",
+        "parallelism": "3 on rank 0 and 8 on ranks 1-2",
+        "sets": "{'none': ('none',)} on rank 0 and {} on ranks 1-2",
+        "timeout_s": "10.0 on rank 0 and 100.0 on ranks 1-2",
+    }
+    yield reloadpg.offload, "; ".join(f"{name} is {text}" for name, text in differences.items())
+    install(timeout=FAR)
 
 
 def other_creations_on_one_rank(job: Job) -> Difference:
