@@ -67,7 +67,7 @@ class _Inner(ProcessGroup):
 
 
 RECORDED = {"shutdown", "abort", "_wait_for_pending_works", "_register_on_completion_hook"}
-RECORDED |= {"_start_coalescing", "_end_coalescing"}
+RECORDED |= {"_start_coalescing", "_end_coalescing", "_enable_collectives_timing"}
 
 for _name in (dispatch.COLLECTIVES & NAMES) | RECORDED:
 
@@ -139,6 +139,23 @@ def test_a_batch_on_a_reloadable_group_is_coalesced():
     assert len(dist.batch_isend_irecv(_batch(group))) >= 1
     reloadpg.uninstall()
     assert dist.batch_isend_irecv is early
+
+
+@pytest.mark.ranks(1)
+def test_hooks_and_timing_of_the_live_group_are_set_on_each_generation():
+    _start()
+    group = dist.new_group([0, 1], backend="inner")
+    group._enable_collectives_timing()
+    group._register_on_completion_hook(lambda _: None)
+    for _ in range(2):
+        before = group.communicator.calls
+        reloadpg.offload()
+        reloadpg.reload()
+        assert group.communicator.calls is not before
+        assert group.communicator.calls == [
+            "_enable_collectives_timing",
+            "_register_on_completion_hook",
+        ]
 
 
 @pytest.mark.ranks(1)
