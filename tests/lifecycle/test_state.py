@@ -351,8 +351,7 @@ def replaced(rank: int, size: int, kind: str, dies: bool) -> Any:
     return [found, buffers, schedule.get_last_lr()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "hsdp"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("hsdp", marks=pytest.mark.slow)])
 def test_a_new_process_gets_the_state(kind: str) -> None:
     """Another rank with the same state sends it; the result is bit-identical."""
     found = run_replaced(replaced, kind, True)
