@@ -18,6 +18,7 @@ without, they are those of reloadpg's simulated accelerator, whose communicators
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -202,6 +203,11 @@ class ColocatedJob:
         named = self.policy.named_parameters()
         return {name: parameter.detach().full_tensor() for name, parameter in named}
 
+    def digest(self) -> str:
+        """A hash of the weights: equal for equal bits."""
+        values = [value.cpu().numpy().tobytes() for value in self.weights().values()]
+        return hashlib.sha256(b"".join(values)).hexdigest()
+
     def train(self, rollouts: Rollouts) -> list[tuple[float, float]]:
         """Take some optimizer steps; this rank's loss and the gradient norm of each."""
         rewards = rollouts.rewards()
@@ -252,7 +258,7 @@ class ColocatedJob:
 
     def log(self, iteration: int, loss: float, evaluation: float, reward: float) -> None:
         if dist.get_rank() == 0:
-            numbers = f"reward {reward:.3f}, loss {loss:+.9f}, evaluation {evaluation:.9f}"
+            numbers = f"reward {reward:.3f}, loss {loss!r}, evaluation {evaluation!r}"
             print(f"iteration {iteration}: {numbers}", flush=True)
 
 
@@ -282,9 +288,13 @@ def main() -> None:
     device = join(offload=not options.no_offload)
     job = ColocatedJob(device, offload=not options.no_offload)
     job.run(options.iterations)
+    digest = job.digest()
+    if dist.get_rank() == 0:
+        print(f"weights: SHA-256 {digest}")
     if job.report is not None and dist.get_rank() == 0:
-        freed = (job.report.released_bytes or 0) / 2**20
-        print(f"each rollout: {len(job.report.groups)} groups offloaded, {freed:.0f} MiB freed")
+        freed, ms = (job.report.released_bytes or 0) / 2**20, job.report.total_ms
+        groups = f"{len(job.report.groups)} groups offloaded in {ms:.0f} ms"
+        print(f"last rollout: {groups}, {freed:.0f} MiB freed on this rank")
     dist.destroy_process_group()
 
 

@@ -155,7 +155,7 @@ def test_a_closed_pipe_is_exit_code_141(tmp_path, arguments):
     [
         (["bench", "--groups", "0"], "argument --groups: 0 is less than 1"),
         (["demo", "--ranks", "two"], "argument --ranks: 'two' is not a whole number"),
-        (["demo", "--json", "/no/such/directory/x"], "is not a file name in an existing directory"),
+        (["trace", "-o", "/no/such/place/x.svg"], "is not a file name in an existing directory"),
         (["explain", "x.py", "--world-size", "2", "--rank", "-1"], "-1 is less than 0"),
         (["explain", "x.py", "--world-size", "2", "--timeout", "nan"], "is not between 0 and"),
         (["doctor", "no_such_file.py"], "there is no file 'no_such_file.py'"),
