@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 from pathlib import Path
 from typing import Any
 
-import torch
+from reloadpg.cli.bench import machine
 
-
-def machine() -> dict[str, Any]:
-    """Versions, cores, and the load average of the last minute: others' work shows in figures."""
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 2),
-    }
+__all__ = ["machine", "write_json"]
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:

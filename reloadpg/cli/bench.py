@@ -10,31 +10,25 @@ import json
 import os
 import platform
 import statistics
-import sys
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import counted
-from .console import (
-    CommandError,
-    Line,
-    Page,
-    positive,
-    progress,
-    say,
-    seconds,
-    show,
-    tabled,
-)
+from .console import CommandError, Line, Page, positive, progress, say, show, tabled
 
 if TYPE_CHECKING:
     from ..lifecycle.report import Report
-    from ..testing import RanksFailedError
 
-_RANKS = 2
-_FIGURES = ("ms", "group_ms", "wait_ms", "own_ms", "bytes")
+_TIMEOUT_S = 600.0
+_COLUMNS = {
+    "ms": "total ms",
+    "group_ms": "group ms",
+    "wait_ms": "waiting ms",
+    "own_ms": "own ms",
+    "mib": "MiB a rank",
+}
+"""The figures of an operation, and their names on the page."""
 
 
 def add(subcommands: Any) -> None:
@@ -62,10 +56,7 @@ def add(subcommands: Any) -> None:
         default="auto",
         help="auto: nccl if there is a GPU, otherwise gloo; sim: the simulated accelerator",
     )
-    parser.add_argument(
-        "--timeout", type=seconds, default=600.0, metavar="S", help="in seconds (default: 600)"
-    )
-    parser.add_argument("--json", action="store_true", help="all figures as JSON")
+    parser.add_argument("--json", action="store_true", help="the figures as JSON")
     parser.set_defaults(run=_run, needs={"torch": "cli", "rich": "cli"})
 
 
@@ -81,37 +72,36 @@ def _run(options: argparse.Namespace) -> int:
     backend = options.backend
     if backend == "auto":
         backend = "nccl" if devices else "gloo"
-    ranks = options.ranks or (devices if backend == "nccl" else _RANKS)
+    ranks = options.ranks or (devices if backend == "nccl" else 2)
     if backend == "nccl" and ranks > devices:
         raise CommandError(
             f"--ranks {ranks}, but there are {devices} GPUs; nothing was started. NCCL needs one "
             "per rank."
         )
     cycles, groups = counted(options.cycles, "cycle"), counted(options.groups, f"{backend} group")
-    what = f"{cycles} of {groups} on {counted(ranks, 'rank')}"
+    what = f"{groups} on {counted(ranks, 'rank')}, {cycles}"
+    given = (backend, options.groups, options.cycles)
+    env = {"RELOADPG_AUTOINSTALL": None}  # the ranks install with other options
     try:
         with progress(what):
-            given = (backend, options.groups, options.cycles)
-            seen = run_ranks(_rank, ranks, args=given, timeout=options.timeout)
+            seen = run_ranks(_rank, ranks, args=given, timeout=_TIMEOUT_S, env=env)
     except RanksFailedError as error:
-        raise CommandError(_failure(error, options.timeout), 1) from None
-    except KeyboardInterrupt:
-        say("\nreloadpg bench: interrupted; all ranks have been ended", sys.stderr)
-        return 130
+        head, _, details = str(error).partition("\n")
+        # Without the advice for callers of run_ranks.
+        raise CommandError(f"{head.partition('. ')[0]}.\n{details}", 1) from None
     result = {
         "backend": backend,
         "ranks": ranks,
         "groups": options.groups,
         "cycles": options.cycles,
-        "machine": _machine(),
-        "memory_source": seen[0][0]["memory_source"],
-        "medians": {op: medians_of(op, seen) for op in ("offload", "reload")},
-        "by_rank": seen,
+        "machine": machine(),
+        "memory_source": seen[0][0][0].memory_source,
+        "medians": medians_of(seen),
     }
     if options.json:
         say(json.dumps(result, indent=1))
     else:
-        show(_page(result))
+        show(_page(what, result))
     return 0
 
 
@@ -124,21 +114,12 @@ def cuda_devices() -> int:
     return torch.cuda.device_count() if usable else 0
 
 
-def _failure(error: RanksFailedError, timeout: float) -> str:
-    """The error without the advice for direct callers of ``run_ranks``."""
-    head, _, details = str(error).partition("\n")
-    advice = ""
-    if any(outcome.timed_out for outcome in error.outcomes):
-        advice = f" To wait longer than {timeout:g} s, use --timeout."
-    return f"{head.partition('. ')[0]}.{advice}\n{details}"
-
-
 # -- the ranks --------------------------------------------------------------------------------
 
 
 def _rank(
     rank: int, world_size: int, backend: str, groups: int, cycles: int
-) -> list[dict[str, Any]]:
+) -> list[tuple[Report, Report]]:
     import torch
     import torch.distributed as dist
 
@@ -152,25 +133,21 @@ def _rank(
         from ..testing import simulated
 
         simulated.register()
-    reloadpg.uninstall()  # RELOADPG_AUTOINSTALL=1 may have installed it with other options
-
     with reloadpg.install(backends={backend}, min_size=1):
         dist.init_process_group(backend)
-        device = "cuda" if backend == "nccl" else "cpu"
-        rows = measure(groups, cycles, device=device)
+        reports = measure(groups, cycles, device="cuda" if backend == "nccl" else "cpu")
         dist.destroy_process_group()
-    return rows
+    return reports
 
 
-def measure(groups: int, cycles: int, *, device: str | None = None) -> list[dict[str, Any]]:
+def measure(groups: int, cycles: int, *, device: str | None = None) -> list[tuple[Report, Report]]:
     """Offload and reload groups of all ranks, including WORLD. Collective, blocking.
 
     Requires a default group and an installation of reloadpg. The first cycle, which opens
     connections and fills caches, does not count. With a device, an all-reduce of a tensor there
     uses each group before each offload, so that its communicator exists; the sum is checked.
 
-    Returns one dictionary per cycle: milliseconds and bytes from this rank's reports, and
-    ``reload_cpu_ms``.
+    Returns the reports of the offload and of the reload of each cycle.
     """
     import torch.distributed as dist
 
@@ -178,21 +155,20 @@ def measure(groups: int, cycles: int, *, device: str | None = None) -> list[dict
 
     world = dist.group.WORLD
     held = [dist.new_group() for _ in range(groups - 1)]
-    rows = []
+    cycle_reports = []
     for _ in range(cycles + 1):
         _use([world, *held], device)
-        offload, begun = reloadpg.offload(), time.process_time()
-        reload, cpu_s = reloadpg.reload(), time.process_time() - begun
-        for report in (offload, reload):
+        reports = reloadpg.offload(), reloadpg.reload()
+        for report in reports:
             if len(report.groups) != groups:
                 raise RuntimeError(f"{report} is not about {groups} groups")
-        rows.append({**_figures(offload), **_figures(reload), "reload_cpu_ms": cpu_s * 1e3})
+        cycle_reports.append(reports)
     _use([world, *held], device)
     if world is not dist.group.WORLD:
         raise RuntimeError("the default group is another object after a reload")
     for group in held:
         dist.destroy_process_group(group)
-    return rows[1:]
+    return cycle_reports[1:]
 
 
 def _use(groups: Sequence[Any], device: str | None) -> None:
@@ -206,35 +182,43 @@ def _use(groups: Sequence[Any], device: str | None) -> None:
             raise RuntimeError(f"a sum over {group.size()} ranks was {tensor.item()}")
 
 
-def _figures(report: Report) -> dict[str, Any]:
-    return {
-        f"{report.operation}_ms": report.total_ms,
-        f"{report.operation}_group_ms": statistics.median([group.ms for group in report.groups]),
-        f"{report.operation}_wait_ms": report.wait_ms,
-        f"{report.operation}_own_ms": report.overhead_ms,
-        f"{report.operation}_bytes": report.moved_bytes,
-        "memory_source": report.memory_source,
-    }
-
-
 # -- the result -------------------------------------------------------------------------------
 
 
 def medians_of(
-    operation: str, seen: Sequence[Sequence[Mapping[str, Any]]]
-) -> dict[str, float | None]:
-    """Medians over the cycles, of the slowest rank (for memory: of the smallest value)."""
-    medians: dict[str, float | None] = {}
-    for figure in _FIGURES:
-        name = f"{operation}_{figure}"
-        pick = min if figure == "bytes" else max
-        known = [[rank[name] for rank in cycle] for cycle in zip(*seen, strict=True)]
-        values = [pick(cycle) for cycle in known if None not in cycle]
-        medians[figure] = statistics.median(values) if values else None
-    return medians
+    seen: Sequence[Sequence[tuple[Report, Report]]],
+) -> dict[str, dict[str, float | None]]:
+    """Medians over the cycles, of the slowest rank (for memory: of the smallest value).
+
+    The reports are by rank and cycle; the medians are by operation and figure.
+    """
+    found: dict[str, dict[str, float | None]] = {}
+    for index, operation in enumerate(("offload", "reload")):
+        found[operation] = {}
+        for name in _COLUMNS:
+            slowest = min if name == "mib" else max
+            cycles = [
+                [figures(both[index])[name] for both in ranks] for ranks in zip(*seen, strict=True)
+            ]
+            known = [slowest(values) for values in cycles if None not in values]
+            found[operation][name] = statistics.median(known) if known else None
+    return found
 
 
-def _machine() -> dict[str, Any]:
+def figures(report: Report) -> dict[str, Any]:
+    """The figures of one report, by the names of the columns."""
+    moved = report.moved_bytes
+    return {
+        "ms": report.total_ms,
+        "group_ms": statistics.median([group.ms for group in report.groups]),
+        "wait_ms": report.wait_ms,
+        "own_ms": report.overhead_ms,
+        "mib": None if moved is None else round(moved / (1 << 20)),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Versions, cores, and the load average of the last minute: others' work shows in figures."""
     import torch
 
     return {
@@ -245,24 +229,13 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _page(result: Mapping[str, Any]) -> Page:
-    machine = result["machine"]
-    groups = counted(result["groups"], f"{result['backend']} group")
-    head = (
-        f"reloadpg bench: {groups} on {counted(result['ranks'], 'rank')}, "
-        f"{counted(result['cycles'], 'cycle')}; torch {machine['torch']}, "
-        f"{machine['cores']} cores, load {machine['load']}"
-    )
-    rows: list[list[object]] = []
-    for operation, medians in result["medians"].items():
-        size = medians["bytes"]
-        row: list[object] = [operation, *(medians[figure] for figure in _FIGURES[:-1])]
-        rows.append([*row, None if size is None else round(size / (1 << 20))])
-    header = ["", "total ms", "group ms", "waiting ms", "own ms", "MiB a rank"]
+def _page(what: str, result: Mapping[str, Any]) -> Page:
+    here = "torch {torch}, {cores} cores, load {load}".format(**result["machine"])
+    rows = [[name, *figures.values()] for name, figures in result["medians"].items()]
     lines = [
-        Line(head, "head"),
+        Line(f"reloadpg bench: {what}; {here}", "head"),
         Line(""),
-        *tabled(header, rows),
+        *tabled(["", *_COLUMNS.values()], rows),
         Line(""),
         Line("Medians over the cycles, for the slowest rank."),
         Line("group: its median group; waiting: for other ranks; own: the library's share."),
