@@ -209,48 +209,6 @@ class JobView:
     def not_installed(self) -> list[int]:
         return [record.rank for record in self.ranks if not record.installed]
 
-    @property
-    def last_operation(self) -> list[RankRecord]:
-        """The ranks whose last report is of the latest operation.
-
-        Other ranks may not have reported it yet.
-        """
-        reported = [one for one in self.ranks if one.report.started_at]
-        if not reported:
-            return []
-        newest = max(reported, key=lambda one: one.report.started_at)
-        return [one for one in reported if _call(one) == _call(newest)]
-
-    @property
-    def skew(self) -> dict[str, Any] | None:
-        """Skew of the ranks in the last operation; None before two ranks have reported one.
-
-        ``entered_ms`` compares the clocks of the hosts, ``total_ms`` does not.
-        """
-        reported = self.last_operation
-        if len(reported) < 2:
-            return None
-        begun = [one.report.started_at for one in reported]
-        totals = {one.rank: one.report.total_ms for one in reported}
-        slowest = max(totals, key=totals.__getitem__)
-        return {
-            "operation": reported[0].report.operation,
-            "ranks": len(reported),
-            "entered_ms": (max(begun) - min(begun)) * 1e3,
-            "fastest_ms": min(totals.values()),
-            "slowest_ms": totals[slowest],
-            "slowest_rank": slowest,
-        }
-
-    @property
-    def slowest_group(self) -> dict[str, Any] | None:
-        parts = [(one, group) for one in self.last_operation for group in one.report.groups]
-        if not parts:
-            return None
-        record, group = max(parts, key=lambda part: part[1].ms)
-        where = {"operation": record.report.operation, "ms": group.ms, "rank": record.rank}
-        return {"name": group.name, "desc": group.desc, **where}
-
     def findings(self) -> list[Finding]:
         """Findings about the job as a whole, the running operation first."""
         return [*self.running_findings(), *self.lasting_findings()]
@@ -260,14 +218,13 @@ class JobView:
         return [] if running is None else [*running.findings(self.ranks)]
 
     def lasting_findings(self) -> list[Finding]:
-        """Findings about the ranks, and about the last operation."""
+        """Findings about the ranks."""
         unreadable = [Finding("unreadable", "warning", one) for one in self.reading.failures]
         if not self.ranks:
             absence = Finding("directory", "problem", self.reading.absence, self.reading.remedy)
             return [absence, *unreadable]
-        ranks = (*self._of_generations(), *self._of_sets(), *self._of_ranks(), *self._of_absent())
-        ended = (*self._of_collectives(), *self._of_errors(), *self._of_last_operation())
-        return [*ranks, *ended, *unreadable]
+        states = (*self._of_generations(), *self._of_sets(), *self._of_ranks(), *self._of_absent())
+        return [*states, *self._of_collectives(), *self._of_errors(), *unreadable]
 
     def _of_generations(self) -> Iterator[Finding]:
         generations = self.generations
@@ -299,6 +256,9 @@ class JobView:
         if failed := [record.rank for record in self.ranks if record.state == "failed"]:
             remedy = "fix the cause, then call reload() on all ranks"
             yield Finding("failed", "problem", _ranks(failed), remedy)
+        if left_over := self.reading.left_over:
+            what = f"{_ranks(left_over)} of an earlier, larger job: their files are ignored"
+            yield Finding("left over", "note", what)
 
     def _of_errors(self) -> Iterator[Finding]:
         known = {one.rank: one.error for one in self.ranks if one.error}
@@ -366,19 +326,6 @@ class JobView:
             remedy += f" whose clock is behind: {_py_spy(longest)}"
             yield Finding("silent", "problem", what, remedy)
 
-    def _of_last_operation(self) -> Iterator[Finding]:
-        if left_over := self.reading.left_over:
-            words = "of an earlier, larger job: their files are ignored"
-            yield Finding("left over", "note", f"{_ranks(left_over)} {words}")
-        if skew := self.skew:
-            said = "{ranks} ranks entered the last {operation} within {entered_ms:.0f} ms; it took "
-            said += "{fastest_ms:.0f} to {slowest_ms:.0f} ms (longest on rank {slowest_rank})"
-            yield Finding("skew", "", said.format(**skew))
-        if slowest := self.slowest_group:
-            called = " ".join(filter(None, (slowest["name"], slowest["desc"])))
-            said = "{ms:.1f} ms in the last {operation} on rank {rank}".format(**slowest)
-            yield Finding("slowest group", "", f"{called}: {said}")
-
     def to_dict(self) -> dict[str, Any]:
         running = self.in_progress
         return {
@@ -387,33 +334,15 @@ class JobView:
             "operation": None if running is None else asdict(running),
             "world_size": self.reading.world_size,
             "generations": {str(g): ranks for g, ranks in self.generations.items()},
-            "generation_is_equal": len(self.generations) == 1,
             "sets": self.sets,
             "missing_ranks": self.reading.missing,
-            "left_over": list(self.reading.left_over),
-            "not_installed": self.not_installed,
-            **{
-                why: [one.rank for one in self.absent(why)]
-                for why in ("exited", "gone", "stopped", "silent")
-            },
-            "skew": self.skew,
-            "slowest_group": self.slowest_group,
-            "unreadable": list(self.reading.failures),
+            "findings": [asdict(finding) for finding in self.findings()],
             "ranks": [
                 {
-                    "rank": record.rank,
-                    "host": record.host,
-                    "pid": record.pid,
-                    "installed": record.installed,
+                    **record.raw,
                     "state": record.state,
-                    "generation": record.status.generation,
                     "age_s": record.age_s,
-                    "running": record.raw.get("running"),
-                    "offload_ms": record.last_ms.get("offload"),
-                    "reload_ms": record.last_ms.get("reload"),
                     "last_error": record.error,
-                    "status": record.raw.get("status") or {},
-                    "last_report": record.raw.get("last_report") or {},
                 }
                 for record in self.ranks
             ],
@@ -422,11 +351,6 @@ class JobView:
 
 def _rank(record: RankRecord) -> int:
     return record.rank
-
-
-def _call(record: RankRecord) -> tuple[str, int]:
-    """Key of an operation, equal on all ranks."""
-    return record.report.operation, record.report.generation
 
 
 def _by(ranks: Iterable[int], key: Callable[[int], _Key]) -> dict[_Key, list[int]]:

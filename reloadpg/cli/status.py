@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from .console import (
     Line,
     Page,
     follow,
-    positive,
     say,
     seconds,
     show,
@@ -55,9 +53,6 @@ def add(subcommands: Any) -> None:
         "--interval", type=seconds, default=1.0, metavar="S", help="of --watch (default: 1 s)"
     )
     parser.add_argument(
-        "--frames", type=positive, metavar="N", help="with --watch: stop after N updates"
-    )
-    parser.add_argument(
         "--json", action="store_true", help="all values as JSON; one line per update"
     )
     parser.set_defaults(run=_run, needs={"rich": "cli"})
@@ -74,15 +69,14 @@ def _run(options: argparse.Namespace) -> int:
         raise CommandError(
             f"no job was named. Pass its status directory, or set {STATUS_DIR} to it."
         )
-    frames = options.frames if options.watch else 1
     job = JobView(Reading(""))
 
     def looks() -> Iterator[JobView]:
         nonlocal job
-        for number in count(1):
+        while True:
             job = JobView(read_directory(directory))
             yield job
-            if number == frames:
+            if not options.watch:
                 return
             time.sleep(options.interval)
 

@@ -122,7 +122,7 @@ class Shown:
     @property
     def missing(self) -> Any:
         """The ranks that the operation in progress waits for, by the reason."""
-        return self.job.to_dict()["operation"]["missing"]
+        return self.job.in_progress.missing
 
 
 def test_ranks_for_which_an_operation_waits_are_named(
@@ -148,7 +148,6 @@ def test_ranks_for_which_an_operation_waits_are_named(
         stopped = Shown.of(job)
         stopped.check_problem("2 in reload, 1 stopped", "waits for: rank 1: its process is stopped")
         assert stopped.missing == {"stopped": [1]}
-        assert stopped.job.to_dict()["stopped"] == [1]
         assert f"kill -CONT {stopped.job.ranks[1].pid}" in stopped.page
         job.send(signal.SIGCONT, 1)
         job.call("reload", 1)
@@ -181,11 +180,11 @@ def check_first_offload(shown: Shown) -> None:
     assert lines[5].startswith('-> rank 1 is at File "')
     assert "in next_call" in " ".join(lines[5:8])
     assert "unknown" not in shown.page
-    data = shown.job.to_dict()
-    operation = data["operation"]
-    assert (operation["operation"], operation["phase"]) == ("offload", "enter")
-    assert (operation["waiting"], operation["stuck"]) == ([0, 2], True)
-    assert operation["waited_s"] >= WAITING_S
-    assert operation["missing"] == {"it has not called offload()": [1]}
-    assert data["generations"] == {"0": [0, 1, 2]}
-    assert [len(one["status"]["groups"]) for one in data["ranks"]] == [2, 2, 2]
+    operation = shown.job.in_progress
+    assert operation is not None
+    assert (operation.operation, operation.phase) == ("offload", "enter")
+    assert (operation.waiting, operation.stuck) == ([0, 2], True)
+    assert operation.waited_s >= WAITING_S
+    assert operation.missing == {"it has not called offload()": [1]}
+    assert shown.job.generations == {0: [0, 1, 2]}
+    assert [len(one.status.groups) for one in shown.job.ranks] == [2, 2, 2]
