@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ..errors import counted, format_ranks
 from .console import Finding
-from .records import RankRecord, Reading, typed
+from .records import RankRecord, Reading
 
 WAITING_S = 3.0
 """Seconds after which a wait for ranks that have not arrived is a problem. Each rank reports its
@@ -99,7 +99,7 @@ class InProgress:
             min(running.started_at for _, running in inside),
             min((running.since for _, running in waits), default=None),
             waited,
-            typed(float, latest.status.options.get("timeout_s")),
+            latest.status.options.get("timeout_s"),
             sum(running.groups_done for _, running in inside),
             sum(running.groups for _, running in inside),
         )

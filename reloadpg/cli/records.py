@@ -1,9 +1,8 @@
 """Read the records of the ranks of a running job, from outside the job.
 
 Each rank keeps one file in the status directory (``RELOADPG_STATUS_DIR`` in the job). A record is
-decoded into the dataclasses that it was written from. It may come from another version or from a
-failing job: values that are missing or of the wrong type are omitted, and invalid records never
-raise.
+decoded into the dataclasses that it was written from. A file that does not fit them is unreadable:
+it is named with the reason, and the other ranks are shown.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ import errno
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -32,7 +30,7 @@ LATE_S = 2.5
 SILENT_S = 5.0
 """Seconds without an update after which a rank is called silent; it updates each second."""
 
-UNREADABLE = (OSError, ValueError, RecursionError)
+UNREADABLE = (OSError, ValueError, TypeError, OverflowError, RecursionError)
 """The exceptions of reading and decoding a file."""
 
 _LARGEST = 64 << 20
@@ -44,48 +42,42 @@ def decoded(data: bytes) -> Any:
 
 
 def typed(kind: Any, value: Any) -> Any:
-    """Convert a decoded value to this type, without parts of wrong types; None if impossible.
+    """Convert a decoded value to this type.
 
     The type is a scalar, ``Any``, a dataclass, ``Mapping[str, kind]``, ``tuple[kind, ...]`` or
-    ``kind | None``. Missing fields of a dataclass get their default, or else the empty value.
+    ``kind | None``. Missing fields of a dataclass have their default; unknown ones are omitted.
+
+    Raises:
+        ValueError, TypeError, OverflowError: a value is missing or does not fit.
     """
     if kind is Any:
         return value
-    if kind in (str, int):
-        return value if type(value) is kind else None
-    if kind is bool:
-        return bool(value) if isinstance(value, int) else None
-    if kind is float:
-        finite = type(value) in (int, float) and abs(value) <= sys.float_info.max
-        return float(value) if finite else None
     if is_dataclass(kind):
-        return _typed_fields(kind, value) if isinstance(value, dict) else None
+        return _typed_fields(kind, _of_type(dict, value))
     inner = get_args(kind)
     if get_origin(kind) is tuple:
-        parts = [typed(inner[0], one) for one in value] if isinstance(value, list) else []
-        return tuple(one for one in parts if one is not None)
+        return tuple(typed(inner[0], one) for one in _of_type(list, value))
     if get_origin(kind) is Mapping:
-        pairs = value.items() if isinstance(value, dict) else ()
-        return {k: part for k, one in pairs if (part := typed(inner[1], one)) is not None}
-    return typed(inner[0], value)
+        return {key: typed(inner[1], one) for key, one in _of_type(dict, value).items()}
+    if inner:
+        return None if value is None else typed(inner[0], value)
+    return float(value) if kind is float and type(value) is int else _of_type(kind, value)
 
 
-def _typed_fields(kind: Any, data: dict[str, Any]) -> Any:
-    parts = ((name, typed(part, data.get(name)), empty) for name, part, empty in _fields(kind))
-    return kind(**{name: empty if value is None else value for name, value, empty in parts})
+def _typed_fields(kind: Any, given: dict[str, Any]) -> Any:
+    fields = [(name, part) for name, part in _types(kind).items() if name in given]
+    return kind(**{name: typed(part, given[name]) for name, part in fields})
 
 
 @cache
-def _fields(of: Any) -> list[tuple[str, Any, Any]]:
-    """Name, type and default value of each field of a dataclass."""
-    types, found = get_type_hints(of), []
-    for one in fields(of):
-        kind, empty = types[one.name], one.default
-        if empty is MISSING:
-            scalar = kind in (str, bool, int, float)
-            empty = kind() if scalar else typed(kind, {} if is_dataclass(kind) else None)
-        found.append((one.name, kind, empty))
-    return found
+def _types(of: Any) -> dict[str, Any]:
+    return get_type_hints(of)
+
+
+def _of_type(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{json.dumps(value)[:50]} is not of type {kind.__name__}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -98,8 +90,8 @@ class Collectives:
     unfinished: tuple[str, ...] = ()
 
 
-_DERIVED = dict.fromkeys(("age_s", "raw", "process"))
-"""Fields of a record that a file does not set."""
+_NO_STATUS = json.loads(Status(False, False, None, None, "", 0, 0, {}, (), 0).to_json())
+"""In place of the status that a process has not read yet."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,7 @@ class RankRecord:
     Attributes:
         world_size: size of its job, None if it does not know yet.
         time: Unix time of its last update, in seconds.
-        report: the report of its last operation; empty before the first.
+        report: the report of its last operation; None before the first.
         last_ms: wall time of its last operation of each kind.
         exited: whether this is the last record of a process that has exited.
         age_s: age of the last update when it was read, in seconds.
@@ -125,7 +117,7 @@ class RankRecord:
     pid: int | None
     time: float | None
     status: Status
-    report: Report
+    report: Report | None
     running: OperationStatus | None
     exited: bool
     collectives: Collectives
@@ -135,13 +127,15 @@ class RankRecord:
     process: str = ""
 
     @classmethod
-    def of(cls, data: Any, now: float) -> RankRecord | None:
-        """Build it from a decoded record; None if it names no rank."""
-        rank = typed(int, data.get("rank")) if isinstance(data, dict) else None
-        if rank is None or rank < 0:
-            return None
-        read = {**data, "report": data.get("last_report"), **_DERIVED}
-        record: RankRecord = typed(cls, read)
+    def of(cls, data: Any, now: float) -> RankRecord:
+        """Build it from a decoded record.
+
+        Raises:
+            ValueError, TypeError, OverflowError: it is not a record of a rank.
+        """
+        given = _of_type(dict, data)
+        status, report = given.get("status") or _NO_STATUS, given.get("last_report")
+        record: RankRecord = typed(cls, {**given, "status": status, "report": report})
         # The clock of another host may be ahead of this one.
         age_s = None if record.time is None else max(0.0, now - record.time)
         return replace(record, raw=data, age_s=age_s)
@@ -179,7 +173,7 @@ class RankRecord:
 
     @property
     def error(self) -> str:
-        found = [self.status.last_error, self.report.error]
+        found = [self.status.last_error, self.report.error if self.report else ""]
         found += [group.last_error for group in self.status.groups]
         return next((error.strip().splitlines()[0] for error in found if error.strip()), "")
 
@@ -253,10 +247,7 @@ def _read(file: Path) -> RankRecord:
             f"written by another version of reloadpg (format {version!r}, not {VERSION}); use the "
             "version of the job"
         )
-    record = RankRecord.of(data, time.time())
-    if record is None:
-        raise ValueError("names no rank")
-    return record.looked_up()
+    return RankRecord.of(data, time.time()).looked_up()
 
 
 def _own_file(path: Path) -> bytes:

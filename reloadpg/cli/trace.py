@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,6 @@ from .timeline import Run, clusters, draw
 
 _OPERATION = "reloadpg,operation"
 """Category of the events that :mod:`reloadpg.observability.trace` writes for operations."""
-
-
-@dataclass(frozen=True)
-class _Event:
-    cat: str
-    args: Report
 
 
 def read_runs(path: Path) -> tuple[list[Run], set[int], list[str]]:
@@ -44,17 +37,19 @@ def read_runs(path: Path) -> tuple[list[Run], set[int], list[str]]:
         files = sorted(one for one in path.glob("*.json") if not one.match("rank-*.json"))
     for file in files:
         try:
-            data = decoded(file.read_bytes())
+            found += map(_of_report, _reports(decoded(file.read_bytes())))
         except UNREADABLE as error:
             failures.append(f"{file.name}: {error}")
-            continue
-        events = data.get("traceEvents") if isinstance(data, dict) else None
-        if isinstance(events, list):
-            operations = [one for one in typed(tuple[_Event, ...], events) if one.cat == _OPERATION]
-            found += [_of_report(one.args) for one in operations if one.args.started_at]
-        elif not path.is_dir():
-            failures.append(f"{file.name}: not a trace file of reloadpg")
     return found, ranks | {run.rank for run in found}, failures
+
+
+def _reports(trace: Any) -> list[Report]:
+    """The reports in a trace file."""
+    events = trace.get("traceEvents") if isinstance(trace, dict) else None
+    if not isinstance(events, list):
+        raise ValueError("not a trace file of reloadpg")
+    events = [one for one in events if isinstance(one, dict) and one.get("cat") == _OPERATION]
+    return [typed(Report, one.get("args")) for one in events]
 
 
 def _in_progress(record: RankRecord) -> Iterator[Run]:

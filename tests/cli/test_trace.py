@@ -178,9 +178,7 @@ def test_unreadable_files_are_named(tmp_path, capsys, content):
     assert main(["trace", str(tmp_path), "-o", str(output)]) == 1
     said = capsys.readouterr().err
     assert "no offload or reload was found" in said
-    assert ("unreadable: other.json: " in said) == (content == b"{")
-    assert main(["trace", str(tmp_path / "other.json"), "-o", str(output)]) == 1
-    said = capsys.readouterr().err
+    assert ("unreadable: other.json: " in said) == (b"traceEvents" not in content)
     assert ("other.json: not a trace file of reloadpg" in said) == (content == b"[1]")
     assert not output.exists()
 

@@ -61,17 +61,14 @@ def running(**values):
 
 
 def report(**values):
-    groups = [
-        {"name": "0", "desc": "default_pg", "ms": 12.0},
-        {"name": "7", "desc": "TENSOR", "ms": 5.0},
-    ]
     return {
         "operation": "reload",
+        "changed": True,
         "generation": 3,
         "started_at": 1000.0,
         "total_ms": 40.0,
         "error": "",
-        "groups": groups,
+        "groups": [],
         **values,
     }
 
@@ -86,6 +83,9 @@ def record(rank, size, **values):
         "world_size": size,
         "host": "node0",
         "time": time.time() + 600,
+        "exited": False,
+        "running": None,
+        "collectives": {},
         "installed": values.get("status", {}).get("installed", installed),
         "status": status(rank, size, installed=installed),
         "last_report": report() if installed else None,
