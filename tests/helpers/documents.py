@@ -1,4 +1,4 @@
-"""Extracts the examples of the documents: code blocks and commands."""
+"""Extracts the code blocks of the documents."""
 
 from __future__ import annotations
 
@@ -55,9 +55,3 @@ def docstring_blocks() -> list[Block]:
         )
         for block in blocks
     ]
-
-
-def readme_commands() -> list[str]:
-    """The two shell commands of the README that set up an environment."""
-    lines = README.read_text().splitlines()
-    return [line.strip() for line in lines if line.startswith("    python3 -m venv ")]
