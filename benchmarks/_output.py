@@ -1,17 +1,28 @@
-"""What the benchmarks share: where they ran, and where their figures go."""
+"""What the benchmarks share: their options, the description of the machine, and the JSON file."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 from reloadpg.cli.bench import machine
 
-__all__ = ["machine", "write_json"]
+__all__ = ["command_line", "machine", "write_json"]
+
+
+def command_line(description: str | None, *, check: bool = True) -> argparse.ArgumentParser:
+    """A parser with the options of all benchmarks; the first line of the description is shown."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures here")
+    parser.add_argument("--quick", action="store_true", help="a short run, without valid figures")
+    if check:
+        parser.add_argument("--check", action="store_true", help="exit code 1 over a limit")
+    return parser
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
-    """Write the figures, if a path was asked for."""
+    """Write the figures, if a path was given."""
     if path is not None:
         path.write_text(json.dumps(result, indent=1) + "\n")

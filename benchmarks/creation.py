@@ -26,13 +26,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from time import process_time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _output import machine, write_json
+from _output import command_line, machine, write_json
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
@@ -102,7 +101,7 @@ def _timed(create: Callable[[list[int]], Any], lists: Sequence[list[int]]) -> tu
 def process(ranks: int, number: int, rounds: int) -> dict[str, Any]:
     """What one fresh process measures: each kind, after one that is not counted."""
     gc.disable()
-    measured(64, "torch", 1)  # imports and caches of torch's own, which whoever is first would pay
+    measured(64, "torch", 1)  # torch's imports and caches, which the first call would include
     kinds = KINDS if number % 2 == 0 else KINDS[::-1]
     return {kind: measured(ranks, kind, rounds) for kind in kinds}
 
@@ -148,11 +147,8 @@ def check_limits(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it and print the table."""
-    parser = argparse.ArgumentParser(description="Cost of creating groups.")
-    parser.add_argument("--check", action="store_true", help="exit code 1 over a limit")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures here")
+    parser = command_line(__doc__)
     parser.add_argument("--processes", type=int, default=9, help="fresh processes of each size")
-    parser.add_argument("--quick", action="store_true", help="a try-out: figures mean nothing")
     parser.add_argument("--job", type=int, nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.job:

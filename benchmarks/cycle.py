@@ -1,6 +1,6 @@
 """Time and memory of a cycle against destroying and creating the same groups by hand.
 
-By number of groups: four ranks, each a member of as many pairs, on the simulated accelerator
+By number of groups: four ranks, each a member of this number of pairs, on the simulated accelerator
 (``sim``: a communicator takes 20 ms to create and 10 ms to release and holds 4 MiB) and on gloo. A
 cycle is a release of all pairs and their rebuild, between two barriers:
 
@@ -27,20 +27,18 @@ Usage: python benchmarks/cycle.py [--json PATH] [--cycles N] [--quick]
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _output import machine, write_json
+from _output import command_line, machine, write_json
 from reload import JOB_SIZES, by_job_size, resident_mb
 
 import reloadpg
@@ -98,7 +96,7 @@ def _cycles(way: str, count: int, cycles: int) -> dict[str, float]:
 
     rows = []
     for _ in range(cycles + 1):
-        for group in held:  # communicators come into being at their first use
+        for group in held:  # creates its communicator
             dist.all_reduce(torch.ones(1), group=group)
         before = resident_mb()
         release_ms = _between_barriers(release)
@@ -149,10 +147,8 @@ def _print(rows: Sequence[dict[str, Any]], *columns: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it and print the tables."""
-    parser = argparse.ArgumentParser(description="Time and memory of a cycle.")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures here")
+    parser = command_line(__doc__, check=False)
     parser.add_argument("--cycles", type=int, default=5, help="measured cycles of each row")
-    parser.add_argument("--quick", action="store_true", help="a try-out: figures mean nothing")
     options = parser.parse_args(arguments)
     cycles = 1 if options.quick else options.cycles
     result = {

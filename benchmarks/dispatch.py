@@ -21,7 +21,6 @@ Usage: python benchmarks/dispatch.py [--check] [--json PATH] [--rounds N] [--qui
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
@@ -32,13 +31,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat, starmap
-from pathlib import Path
 from time import thread_time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _output import machine, write_json
+from _output import command_line, machine, write_json
 from torch.distributed import _functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -328,12 +326,9 @@ def usable(todo: Sequence[Case]) -> tuple[list[Case], dict[str, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Cost of a call: reloadable against native group.")
-    parser.add_argument("--check", action="store_true", help="exit code 1 over a limit")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures here")
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=120, help="blocks of each side of a case")
     parser.add_argument("--calls", type=int, default=30, help="calls of a block")
-    parser.add_argument("--quick", action="store_true", help="a try-out: figures mean nothing")
     options = parser.parse_args(arguments)
     rounds, calls = (2, 5) if options.quick else (max(2, options.rounds), options.calls)
 

@@ -10,16 +10,14 @@ Usage: python benchmarks/parallel.py [--check] [--json PATH] [--quick] [--cycles
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from _output import machine, write_json
+from _output import command_line, machine, write_json
 
 import reloadpg
 from reloadpg.errors import table
@@ -37,7 +35,7 @@ OVERLAP_LIMIT = 1.3
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds from a moment at which all ranks are there to the return of a call."""
+    """Duration of a call in seconds."""
     begun = time.perf_counter()
     call()
     return time.perf_counter() - begun
@@ -48,7 +46,7 @@ def groups_of(count: int) -> list[Any]:
 
 
 def reloads(rank: int, size: int, width: int, groups: int, creation: float, cycles: int) -> float:
-    """The median of some reloads, WORLD and so many groups."""
+    """The median time of a reload of WORLD and this number of groups."""
     start(width)
     groups_of(groups)
     simulated.configure(creation_seconds=creation)
@@ -60,7 +58,7 @@ def reloads(rank: int, size: int, width: int, groups: int, creation: float, cycl
 
 
 def torch_alone(rank: int, size: int, groups: int, creation: float) -> float:
-    """Creating as many groups without the library, one of them in the place of WORLD."""
+    """Time to create the same number of groups without the library, one in place of WORLD."""
     simulated.register()
     dist.init_process_group(simulated.NAME)
     simulated.configure(creation_seconds=creation, bytes_per_communicator=1 << 20)
@@ -100,17 +98,14 @@ def start(width: int) -> None:
 
 
 def longest(function: Callable[..., Any], *args: Any) -> Any:
-    """What the slowest rank measured."""
+    """The result of the slowest rank."""
     return max(run_ranks(function, RANKS, args=args, timeout=500))
 
 
 def main() -> int:
     """Run it and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="exit with 1 above a limit")
+    parser = command_line(__doc__)
     parser.add_argument("--cycles", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="few and short: to see that it runs")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     groups, creation, copy, cycles = GROUPS, CREATION_S, COPY_S, options.cycles
     if options.quick:

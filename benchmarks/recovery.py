@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _output import machine, write_json
+from _output import command_line, machine, write_json
 
 RANKS = 4
 WIDTH = 256
@@ -109,7 +109,7 @@ def retry_steps(folder: Path, steps: int, faults: Sequence[int]) -> None:
 
 
 def step_from_checkpoint(folder: Path, steps: int, faults: Sequence[int]) -> None:
-    """The loop without it: go on from the last checkpoint that all ranks have written."""
+    """The loop without the library: continue from the last checkpoint of all ranks."""
     training = Training(folder, faults)
     mine = folder / f"checkpoint.{training.rank}"
     begin = torch.tensor(-1)
@@ -134,14 +134,14 @@ def step_from_checkpoint(folder: Path, steps: int, faults: Sequence[int]) -> Non
 
 @contextmanager
 def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A launcher, which ends with this block, and all that it has started."""
+    """A launcher. It and its processes end with this block."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
-                # Else ranks that are started again read the addresses of those before: gloo's
+                # Otherwise restarted ranks read the addresses of the earlier ones: gloo's
                 # connections are refused (seen on torch 2.13).
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             },
@@ -188,11 +188,8 @@ def steps_of(faults: int) -> tuple[int, list[int]]:
 
 def main() -> int:
     """Run it and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="exit with 1 above the limit")
+    parser = command_line(__doc__)
     parser.add_argument("--faults", type=int, default=5, help="in each way")
-    parser.add_argument("--quick", action="store_true", help="one fault: to see that it runs")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -2,18 +2,18 @@
 
 By number of groups: 1 to 100 groups (WORLD is one of them) on two gloo ranks, which connect for
 real, and on the fake backend, where nothing but the library's and torch's own Python remains.
-``own`` is ``Report.overhead_ms``: the total less groups, device work and waiting. ``torch`` is
-what destroying and creating as many groups costs without the library. A group's own time holds
-some of the library's work too, so the fake backend's total less torch's bounds it from above.
+``own`` is ``Report.overhead_ms``: the total without groups, device work and waiting. ``torch`` is
+the time to destroy and create the same number of groups without the library. A group's time
+includes some of the library's work, so the difference of the two totals on the fake backend is an
+upper limit of it.
 
 By job size: the groups of one rank of a Megatron-style trainer (two models) in jobs of 64 to
-16,384 ranks, on the fake backend, made as Megatron makes them: every rank calls ``new_group`` for
-every group of the job. ``reload`` rebuilds what the rank is a member of. ``replay all`` is what is
-compared with: destroy the rank's groups and call ``new_group`` again for every group of the job.
-``torch`` is what creating the rank's own groups costs without the library. ``wide`` adds groups
-whose size is a quarter of the job's: torch's ``new_group`` walks the rank list, so they cost more
-the larger the job is. One process a size. Times are CPU time of the process here, since nothing
-waits for anything.
+16,384 ranks, on the fake backend, created as Megatron creates them: every rank calls ``new_group``
+for every group of the job. ``reload`` rebuilds the groups of which the rank is a member. ``replay
+all`` is the baseline: destroy the rank's groups and call ``new_group`` again for every group of the
+job. ``torch`` is the time to create the rank's own groups without the library. ``wide`` adds groups
+whose size is a quarter of the job's: torch's ``new_group`` iterates over the ranks, so their cost
+grows with the job. One process for each size. Times are CPU times, since nothing waits.
 
 Usage: python benchmarks/reload.py [--check] [--json PATH] [--cycles N] [--quick]
 """
@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _megatron import rank_lists
-from _output import machine, write_json
+from _output import command_line, machine, write_json
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
@@ -61,7 +61,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def cycles_of(groups: int, cycles: int) -> dict[str, Any]:
-    """Offload and reload of so many groups of all ranks, WORLD one of them; medians."""
+    """Medians of an offload and a reload of this number of groups of all ranks, including WORLD."""
     with counted_collections() as collections:
         reports = measure(groups, cycles)
     medians = {
@@ -79,7 +79,7 @@ def cycles_of(groups: int, cycles: int) -> dict[str, Any]:
 
 
 def torch_alone(groups: int, cycles: int) -> dict[str, float]:
-    """What destroying and creating as many groups costs without the library; medians.
+    """Medians of destroying and creating the same number of groups without the library.
 
     WORLD cannot be destroyed alone: one more subgroup stands for it.
     """
@@ -115,7 +115,7 @@ def gloo_rank(rank: int, world_size: int, wrapped: bool, counts: list[int], cycl
 
 
 def by_groups_gloo(counts: Sequence[int], cycles: int) -> list[dict[str, Any]]:
-    # The ranks differ in how long they wait, not in what they do: the first one's figures.
+    # All ranks do the same and differ only in their waits, so the figures of rank 0 are used.
     ours, torchs = (
         run_ranks(gloo_rank, 2, args=(wrapped, list(counts), cycles), timeout=TIME_LIMIT_S)[0]
         for wrapped in (True, False)
@@ -178,7 +178,7 @@ def _members_only(world_size: int, rank: int, cycles: int, *, wide: bool) -> dic
 
 
 def _torch_members(world_size: int, rank: int, cycles: int, *, wide: bool) -> float:
-    """What creating the rank's own groups costs with torch alone."""
+    """Time to create the rank's own groups with torch alone."""
     mine = [
         ranks for ranks in job_groups(world_size, wide=wide) if rank in ranks and len(ranks) > 1
     ]
@@ -193,7 +193,7 @@ def _torch_members(world_size: int, rank: int, cycles: int, *, wide: bool) -> fl
 
 
 def _replay_all(world_size: int, rank: int, cycles: int) -> dict[str, float]:
-    """The baseline: keep every call of the job, and make every one of them again."""
+    """The baseline: record all calls of the job, and repeat all of them."""
     times = []
     with fake_job(world_size, rank):
         before = resident_mb()
@@ -218,7 +218,7 @@ def job_groups(world_size: int, *, wide: bool = False) -> Iterator[list[int]]:
 
 
 def by_job_size(sizes: Sequence[int], cycles: int) -> list[dict[str, Any]]:
-    """One fresh process a size, so that memory and caches are the job's own."""
+    """One fresh process for each size, so that sizes share no memory or caches."""
     rows = []
     for size in sizes:
         done = subprocess.run(
@@ -247,7 +247,7 @@ def fake_job(world_size: int, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def counted_collections() -> Iterator[list[int]]:
-    """The full garbage collections that somebody asks for in this block."""
+    """The full garbage collections within this block."""
     found: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
@@ -276,11 +276,8 @@ def resident_mb() -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Time of offload and reload.")
-    parser.add_argument("--check", action="store_true", help="exit code 1 over a limit")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures here")
+    parser = command_line(__doc__)
     parser.add_argument("--cycles", type=int, default=9, help="measured cycles of each row")
-    parser.add_argument("--quick", action="store_true", help="a try-out: figures mean nothing")
     parser.add_argument("--job", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -9,15 +9,13 @@ Usage: python benchmarks/snapshot.py [--json PATH] [--quick]
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from _output import machine, write_json
+from _output import command_line, machine, write_json
 
 from reloadpg.lifecycle.snapshot import Snapshot
 
@@ -33,9 +31,7 @@ def milliseconds(call: Callable[[], object], times: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="a small model, few times")
+    parser = command_line(__doc__, check=False)
     options = parser.parse_args()
     width, times = (128, 3) if options.quick else (1024, 15)
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(12)))

@@ -1,30 +1,27 @@
 """What the library costs a program before it is used: its import, and ``install()``.
 
-``import``: ``import reloadpg`` in a fresh interpreter without torch; torch must not be loaded by
-it. ``install``: the call in a process that has torch and, all in all, 3,000 modules loaded, one of
-which has an early alias of ``new_group`` under another name that the call must find. Modules of
-one's own are generated to make up the number, with as many names as the loaded ones have on
-average, functions and classes. ``load`` is what the first use of a name of the
-library takes before ``install`` runs, given torch: without a limit, and part of no other figure.
+``import``: ``import reloadpg`` in a fresh interpreter, which must not load torch. ``install``: the
+call in a process with torch and 3,000 loaded modules, one of which has an early alias of
+``new_group`` under another name that the call must find. Generated modules fill up the number; they
+have as many functions and classes as loaded modules have names on average. ``load`` is the time of
+the first use of a name of the library before ``install``, with torch loaded; it has no limit.
 
-Each figure is the median of fresh processes. The limits are on CPU time, since nothing here waits
-for anything: that is what the wall time is on a machine that has nothing else to do.
+Each figure is the median of fresh processes. The limits are on CPU time, since nothing here waits:
+on an idle machine it equals the wall time.
 
 Usage: python benchmarks/startup.py [--check] [--json PATH] [--processes N] [--quick]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from _output import machine, write_json
+from _output import command_line, machine, write_json
 
 from reloadpg.errors import table
 
@@ -91,7 +88,7 @@ print(json.dumps({
 
 
 def measured(code: str, processes: int, *arguments: str) -> list[dict[str, Any]]:
-    """What each of some fresh processes has measured."""
+    """The figures of some fresh processes."""
     figures = []
     for _ in range(processes):
         done = subprocess.run(
@@ -147,11 +144,8 @@ def check_limits(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it and print the table."""
-    parser = argparse.ArgumentParser(description="Cost of the import and of install().")
-    parser.add_argument("--check", action="store_true", help="exit code 1 over a limit")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures here")
+    parser = command_line(__doc__)
     parser.add_argument("--processes", type=int, default=9, help="fresh processes of each figure")
-    parser.add_argument("--quick", action="store_true", help="a try-out: figures mean nothing")
     options = parser.parse_args(arguments)
     processes = 1 if options.quick else options.processes
     imports = measured(IMPORT, processes)
