@@ -23,7 +23,7 @@ from torch.distributed import DistBackendError, ProcessGroup, ProcessGroupGloo
 from reloadpg import c10d
 from reloadpg.groups import dispatch
 
-from ._sim_state import FaultTable, Ledger, Record, Settings, SimState
+from ._sim_state import Device, Record, Settings, SimState
 
 NAME = "sim"
 DEVICES = ("cpu", "privateuseone")
@@ -42,27 +42,21 @@ class Communicator:
     """
 
     def __init__(
-        self,
-        record: Record,
-        store: Store,
-        settings: Settings,
-        ledger: Ledger,
-        faults: FaultTable,
+        self, record: Record, store: Store, settings: Settings, accelerator: Device
     ) -> None:
         self.record = record
         self._store = store
         self._settings = settings
-        self._ledger = ledger
-        self._faults = faults
+        self._accelerator = accelerator
         self._early = _gloo("_Options")()
-        self._early._timeout = record.timeout
+        self._early._timeout = record.info.timeout
         self._gloo: Any = None
         self._group: ProcessGroup | None = None
         self._suspended: ProcessGroup | None = None
         self._barriers = 0
         self._connecting = threading.Lock()
         self._changing = threading.RLock()  # a collection may release it while we hold this
-        ledger.open(record)
+        accelerator.open(record)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -82,8 +76,8 @@ class Communicator:
     def use(self, operation: str) -> ProcessGroup:
         """The transport for one operation; connects at the first."""
         group = self.transport(operation)
-        self._faults.check("collective", operation, self.record)
-        self._ledger.used(self.record)
+        self._accelerator.check("collective", operation, self.record)
+        self._accelerator.used(self.record)
         return group
 
     def transport(self, operation: str) -> ProcessGroup:
@@ -105,8 +99,8 @@ class Communicator:
         record = self.record
         if not record.is_open:
             raise DistBackendError(
-                f"{operation} on group {record.name!r} ({record.desc}) of the simulated "
-                f"accelerator: its communicator was {record.state}. Create a new group."
+                f"{operation} on {record} of the simulated accelerator: its communicator was "
+                f"{record.info.state}. Create a new group."
             )
 
     def _connect(self, operation: str, *, eager: bool) -> ProcessGroup:
@@ -115,35 +109,38 @@ class Communicator:
         if self._suspended is not None:
             # NCCL does not prevent this use; its behaviour is undefined.
             raise DistBackendError(
-                f"an illegal memory access was encountered: {operation} on group "
-                f"{record.name!r} ({record.desc}), whose communicator is suspended"
+                f"an illegal memory access was encountered: {operation} on {record}, whose "
+                "communicator is suspended"
             )
-        self._faults.check("connect", operation, record)
+        self._accelerator.check("connect", operation, record)
         options = _gloo("_Options")()
         options._devices = [_device(lazy=not eager)]
         options._timeout = self._early._timeout
         # A separate connection: gloo waits in it for its peers, and a wait locks the store client.
         store = c10d.clone_store(self._store)
-        gloo = ProcessGroupGloo(store, record.rank, record.size, options)
-        group = c10d.group_of_backends(
-            record.rank, record.size, self._store, dict.fromkeys(DEVICES, ("gloo", gloo))
-        )
-        cast(Any, group)._set_group_name(record.name)
+        rank, size = record.info.rank, record.info.size
+        gloo = ProcessGroupGloo(store, rank, size, options)
+        backends = dict.fromkeys(DEVICES, ("gloo", gloo))
+        group = c10d.group_of_backends(rank, size, self._store, backends)
+        cast(Any, group)._set_group_name(record.info.name)
         with self._changing:
             self.check_alive(operation)  # it may have been aborted while this thread waited
-            size = self._settings.bytes_per_communicator or 0
-            self._ledger.connect(record, size, int(size * self._settings.persistent_share))
+            held = self._settings.bytes_per_communicator or 0
+            self._accelerator.connect(record, held, int(held * self._settings.persistent_share))
             self._gloo, self._group = gloo, group
-        self._faults.check("connect", operation, record, "after")
+        self._accelerator.check("connect", operation, record, "after")
         return group
+
+    def rename(self, **names: str) -> None:
+        self._accelerator.rename(self.record, **names)
 
     # -- the backend's methods ------------------------------------------------------------------
 
     def rank(self) -> int:
-        return self.record.rank
+        return self.record.info.rank
 
     def size(self) -> int:
-        return self.record.size
+        return self.record.info.size
 
     def name(self) -> str:
         return NAME
@@ -178,13 +175,13 @@ class Communicator:
         self._used("suspend")
         if self._suspended is not None:
             raise self._misuse("suspend", "suspended already")
-        self._faults.check("suspend", "suspend", self.record)
+        self._accelerator.check("suspend", "suspend", self.record)
         self._barrier("suspend")
         with self._changing:
             self.check_alive("suspend")
             self._suspended, self._group = self._group, None
-            self._ledger.suspend(self.record, works=self._settings.suspend_works)
-        self._faults.check("suspend", "suspend", self.record, "after")
+            self._accelerator.suspend(self.record, works=self._settings.suspend_works)
+        self._accelerator.check("suspend", "suspend", self.record, "after")
 
     def resume(self) -> None:
         """Allocate the memory again. Collective over the members, without a timeout.
@@ -194,15 +191,15 @@ class Communicator:
         self._used("resume")
         if self._suspended is None:
             raise self._misuse("resume", "not suspended")
-        self._faults.check("resume", "resume", self.record)
+        self._accelerator.check("resume", "resume", self.record)
         with self._changing:
             self.check_alive("resume")
-            self._ledger.resume(self.record)
+            self._accelerator.resume(self.record)
         self._barrier("resume")
         with self._changing:
             self.check_alive("resume")
             self._group, self._suspended = self._suspended, None
-        self._faults.check("resume", "resume", self.record, "after")
+        self._accelerator.check("resume", "resume", self.record, "after")
 
     def _used(self, operation: str) -> None:
         self.check_alive(operation)
@@ -210,10 +207,8 @@ class Communicator:
             raise self._misuse(operation, "not initialized: it was never used")
 
     def _misuse(self, operation: str, what: str) -> DistBackendError:
-        record = self.record
         return DistBackendError(
-            f"invalid usage: {operation} on group {record.name!r} ({record.desc}), whose "
-            f"communicator is {what}"
+            f"invalid usage: {operation} on {self.record}, whose communicator is {what}"
         )
 
     def _barrier(self, operation: str) -> None:
@@ -223,7 +218,7 @@ class Communicator:
         self._barriers += 1
         key = f"sim/{operation}/{self._barriers}"
         store.add(key, 1)
-        while store.add(key, 0) < self.record.size:
+        while store.add(key, 0) < self.record.info.size:
             self.check_alive(operation)
             time.sleep(0.002)
 
@@ -231,13 +226,13 @@ class Communicator:
         """Free the memory and drop the transport; waits for operations in flight. Idempotent."""
         if self._begin_release("shutdown"):
             self._take(SimState.RELEASED)
-            self._faults.check("release", "shutdown", self.record, "after")
+            self._accelerator.check("release", "shutdown", self.record, "after")
 
     def abort(self) -> None:
         """Like :meth:`shutdown`, but waits for nothing. Idempotent."""
         if self._begin_release("abort"):
             _drop_later(self._take(SimState.RELEASED))
-            self._faults.check("release", "abort", self.record, "after")
+            self._accelerator.check("release", "abort", self.record, "after")
 
     def collected(self) -> None:
         """The group object was collected: a leak, unless a release was attempted."""
@@ -249,7 +244,7 @@ class Communicator:
         if not self.record.is_open:
             return False
         self.record.releasing = True
-        self._faults.check("release", operation, self.record)
+        self._accelerator.check("release", operation, self.record)
         time.sleep(self._settings.release_seconds)
         return True
 
@@ -257,7 +252,7 @@ class Communicator:
         with self._changing:
             parts: list[Any] = [self._gloo, self._group or self._suspended]
             self._gloo = self._group = self._suspended = None
-            self._ledger.close(self.record, state)
+            self._accelerator.close(self.record, state)
         return parts
 
 
@@ -315,8 +310,8 @@ class SimulatedProcessGroup(ProcessGroup):
 
     def __init__(self, communicator: Communicator, store: Store) -> None:
         # The (store, rank, size) form, the only one in torch's stubs, fails for subclasses.
-        record = communicator.record
-        super().__init__(record.rank, record.size)  # type: ignore[call-arg, arg-type]
+        info = communicator.record.info
+        super().__init__(info.rank, info.size)  # type: ignore[call-arg, arg-type]
         self._communicator = communicator
         self._store = store.underlying_store if isinstance(store, PrefixStore) else store
         self._listed = False
@@ -327,20 +322,20 @@ class SimulatedProcessGroup(ProcessGroup):
         return NAME  # not "gloo": DDP's logger would look for a gloo backend in the C++ object
 
     def _get_name(self) -> str:
-        return self._communicator.record.name
+        return self._communicator.record.info.name
 
     def _get_desc(self) -> str:
-        return self._communicator.record.desc
+        return self._communicator.record.info.desc
 
     name = getBackendName = _get_backend_name  # noqa: N815 - C++ looks this and the next ones up
     getGroupName, getGroupDesc = _get_name, _get_desc  # noqa: N815
     group_name, group_desc = property(_get_name), property(_get_desc)  # type: ignore[assignment]
 
     def _set_group_name(self, name: str) -> None:
-        self._communicator.record.name = name
+        self._communicator.rename(name=name)
 
     def _set_group_desc(self, desc: str) -> None:
-        self._communicator.record.desc = desc
+        self._communicator.rename(desc=desc)
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -390,11 +385,9 @@ class SimulatedProcessGroup(ProcessGroup):
         self._communicator.abort()
 
     def __repr__(self) -> str:
-        record = self._communicator.record
-        return (
-            f"<SimulatedProcessGroup {record.name!r} ({record.desc}) rank {record.rank} of "
-            f"{record.size} {record.state}>"
-        )
+        info = self._communicator.record.info
+        where = f"rank {info.rank} of {info.size}"
+        return f"<SimulatedProcessGroup {info.name!r} ({info.desc}) {where} {info.state}>"
 
 
 for _name in dispatch.DISPATCHED - {*vars(SimulatedProcessGroup)}:

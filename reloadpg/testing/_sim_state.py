@@ -12,7 +12,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -35,7 +35,7 @@ class Settings:
 
 
 # ---------------------------------------------------------------------------------------------
-# memory and counters
+# groups
 
 
 class SimState(str, Enum):
@@ -104,10 +104,10 @@ class GroupInfo:
     ranks: tuple[int, ...]
     timeout: timedelta
     pg_options: object
-    state: SimState
-    held_bytes: int
-    collectives: int
-    serial: int
+    state: SimState = SimState.CREATED
+    held_bytes: int = 0
+    collectives: int = 0
+    serial: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,151 +125,39 @@ class BarrierInfo:
 
 @dataclass(eq=False)
 class Record:
-    """The internal record of a group; :meth:`info` is its public form."""
+    """The record of a group, with what its communicator holds."""
 
-    name: str
-    rank: int
-    size: int
-    ranks: tuple[int, ...]
-    timeout: timedelta
-    pg_options: object
-    serial: int = 0
-    desc: str = ""
-    state: SimState = SimState.CREATED
-    collectives: int = 0
+    info: GroupInfo
     memory: mmap.mmap | None = None
     persistent: mmap.mmap | None = None
     suspendable_bytes: int = 0
     releasing: bool = False
 
+    def change(self, **values: Any) -> None:
+        """Replace values of ``info``. The device's lock is held."""
+        held_bytes = _length(self.memory) + _length(self.persistent)
+        self.info = replace(self.info, held_bytes=held_bytes, **values)
+
     @property
     def global_rank(self) -> int:
         """Rank of this process in the job; torch passes no ranks for the default group."""
-        return self.ranks[self.rank] if self.ranks else self.rank
-
-    @property
-    def held_bytes(self) -> int:
-        return _length(self.memory) + _length(self.persistent)
+        info = self.info
+        return info.ranks[info.rank] if info.ranks else info.rank
 
     @property
     def is_open(self) -> bool:
-        return self.state in (SimState.CREATED, SimState.CONNECTED, SimState.SUSPENDED)
+        return self.info.state not in (SimState.RELEASED, SimState.LEAKED)
+
+    def __str__(self) -> str:
+        return f"group {self.info.name!r} ({self.info.desc})"
 
     def memory_stats(self) -> dict[str, int]:
         return {
             "suspend": self.suspendable_bytes,
-            "suspended": int(self.state is SimState.SUSPENDED),
+            "suspended": int(self.info.state is SimState.SUSPENDED),
             "persist": _length(self.persistent),
-            "total": self.held_bytes,
+            "total": self.info.held_bytes,
         }
-
-    def info(self) -> GroupInfo:
-        return GroupInfo(**{one.name: getattr(self, one.name) for one in fields(GroupInfo)})
-
-
-class Ledger:
-    """The records of all communicators of this process. Thread-safe."""
-
-    def __init__(self) -> None:
-        # A collection may close a record, or a signal handler read it, while we hold this.
-        self._lock = threading.RLock()
-        self._live: dict[int, Record] = {}
-        self._ended: deque[Record] = deque(maxlen=_KEPT)
-        self._counts = dict.fromkeys((one.name for one in fields(Stats)), 0)
-        self.capacity: int | None = None
-
-    def open(self, record: Record) -> None:
-        with self._lock:
-            self._counts["live"] += 1
-            self._counts["created"] += 1
-            record.serial = self._counts["created"]
-            self._live[record.serial] = record
-
-    @property
-    def free_bytes(self) -> int | None:
-        """Free bytes of the device; None if it has no limit."""
-        with self._lock:
-            return None if self.capacity is None else self.capacity - self._counts["held_bytes"]
-
-    def connect(self, record: Record, size: int, persistent: int) -> None:
-        """Take ``size`` bytes of real memory, of which a suspend leaves ``persistent``."""
-        with self._lock:
-            self._take(size)
-        record.persistent, record.memory = _resident(persistent), _resident(size - persistent)
-        with self._lock:
-            record.suspendable_bytes = size - persistent
-            record.state = SimState.CONNECTED
-            self._counts["connected"] += 1
-
-    def suspend(self, record: Record, *, works: bool) -> None:
-        with self._lock:
-            if works and record.memory is not None:
-                memory, record.memory = record.memory, None
-                self._counts["held_bytes"] -= len(memory)
-                memory.close()
-            record.state = SimState.SUSPENDED
-            self._counts["suspended"] += 1
-
-    def resume(self, record: Record) -> None:
-        with self._lock:
-            missing = record.suspendable_bytes if record.memory is None else 0
-            self._take(missing)
-        memory = _resident(missing)
-        with self._lock:
-            record.memory = memory or record.memory
-            record.state = SimState.CONNECTED
-            self._counts["resumed"] += 1
-
-    def _take(self, size: int) -> None:
-        free = self.free_bytes
-        if free is not None and size > free:
-            raise DistBackendError(
-                f"out of memory: the simulated device has {free} bytes left, and {size} are wanted"
-            )
-        self._counts["held_bytes"] += size
-        self._counts["peak_bytes"] = max(self._counts["peak_bytes"], self._counts["held_bytes"])
-
-    def used(self, record: Record) -> None:
-        with self._lock:
-            record.collectives += 1
-            self._counts["collectives"] += 1
-
-    def close(self, record: Record, state: SimState) -> None:
-        """Return the memory to the operating system. Idempotent: the first state counts."""
-        with self._lock:
-            if not record.is_open:
-                return
-            self._counts["held_bytes"] -= record.held_bytes
-            self._counts["live"] -= 1
-            self._counts[state.value] += 1
-            record.state = state
-            parts = record.memory, record.persistent
-            record.memory = record.persistent = None
-            for memory in parts:
-                if memory is not None:
-                    memory.close()
-            self._ended.append(self._live.pop(record.serial))
-
-    def stats(self) -> Stats:
-        with self._lock:
-            return Stats(**self._counts)
-
-    def groups(self, *, ended: bool) -> tuple[GroupInfo, ...]:
-        with self._lock:
-            records = [*self._ended, *self._live.values()] if ended else list(self._live.values())
-            return tuple(r.info() for r in sorted(records, key=lambda record: record.serial))
-
-
-def _length(memory: mmap.mmap | None) -> int:
-    return len(memory) if memory is not None else 0
-
-
-def _resident(size: int) -> mmap.mmap | None:
-    """Private anonymous memory with every page present, outside malloc."""
-    if size == 0:
-        return None
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    return mmap.mmap(-1, size, flags=flags)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -297,7 +185,7 @@ class Fault:
             operation). On any backend: ``barrier`` (of an offload, a reload or a recovery),
             ``failure`` (this rank is about to notify the others that it has failed).
         action: ``raise`` an :class:`InjectedFaultError`; ``stall`` the calling thread until the
-            fault is cleared or ``seconds`` have passed, then go on; ``exit`` the process with
+            fault is cleared or ``seconds`` have passed, then continue; ``exit`` the process with
             ``exit_code`` and no clean-up; ``kill`` it with SIGKILL; ``call`` a function.
         group: only groups whose name or description matches this pattern (``fnmatch``: ``1@*``
             is every later generation of group ``1``). A group has no description at ``create``.
@@ -342,7 +230,7 @@ class Fault:
         if self.nth < 1 or (self.times is not None and self.times < 1):
             raise ValueError(
                 f"Fault(nth={self.nth}, times={self.times}): events are counted from 1, and at "
-                "least one must go wrong"
+                "least one must fail"
             )
         if (self.action == "call") is not callable(self.call):
             raise ValueError("Fault: the action call and the function call go together")
@@ -367,10 +255,10 @@ class Fault:
             return False
         if self.rank not in (None, record.global_rank):
             return False
-        pattern = self.group
-        if pattern is None or isinstance(record, BarrierInfo):
+        if self.group is None or not isinstance(record, Record):
             return True
-        return any(fnmatchcase(n, pattern) for n in (record.name, record.desc))
+        pattern, info = self.group, record.info
+        return fnmatchcase(info.name, pattern) or fnmatchcase(info.desc, pattern)
 
 
 class InjectedFault:
@@ -382,17 +270,17 @@ class InjectedFault:
         fired: number of failed events so far.
     """
 
-    def __init__(self, fault: Fault, table: FaultTable) -> None:
+    def __init__(self, fault: Fault, remove: Callable[[InjectedFault], None]) -> None:
         self.fault = fault
         self.seen = 0
         self.fired = 0
-        self._table = table
+        self._remove = remove
         self._has_fired = threading.Event()
         self._cleared = threading.Event()
 
     def clear(self) -> None:
         """Remove the fault; stalled threads continue. Idempotent."""
-        self._table.remove(self)
+        self._remove(self)
         self._cleared.set()
 
     def wait_fired(self, timeout: float) -> bool:
@@ -406,7 +294,7 @@ class InjectedFault:
         self.clear()
 
     def strikes(self) -> bool:
-        """Count one matching event; return whether it fails. The table's lock is held."""
+        """Count one matching event; return whether it fails. The device's lock is held."""
         self.seen += 1
         last = None if self.fault.times is None else self.fault.nth + self.fault.times - 1
         if self.seen < self.fault.nth or (last is not None and self.seen > last):
@@ -429,27 +317,131 @@ class InjectedFault:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class FaultTable:
-    """The faults of this process. Thread-safe; the lock is not held while a fault acts."""
+# ---------------------------------------------------------------------------------------------
+# the device
+
+
+class Device:
+    """The simulated device of this process: settings, memory, records of groups, faults.
+
+    Thread-safe. No lock is held while a fault acts.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._injected: list[InjectedFault] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin with no groups and no faults, as in a forked child."""
+        # A collection may close a record, or a signal handler read it, while we hold this.
+        self.lock = threading.RLock()
+        self.settings = Settings()
+        self.capacity: int | None = None
+        self._live: dict[int, Record] = {}
+        self._ended: deque[Record] = deque(maxlen=_KEPT)
+        self._counts = dict.fromkeys((one.name for one in fields(Stats)), 0)
+        self._faults: list[InjectedFault] = []
+
+    # -- memory and counters ---------------------------------------------------------------------
+
+    def open(self, record: Record) -> None:
+        with self.lock:
+            self._counts["live"] += 1
+            self._counts["created"] += 1
+            record.change(serial=self._counts["created"])
+            self._live[record.info.serial] = record
+
+    def rename(self, record: Record, **names: str) -> None:
+        with self.lock:
+            record.change(**names)
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Free bytes; None if the memory has no limit."""
+        with self.lock:
+            return None if self.capacity is None else self.capacity - self._counts["held_bytes"]
+
+    def connect(self, record: Record, size: int, persistent: int) -> None:
+        """Take ``size`` bytes of real memory, of which a suspend leaves ``persistent``."""
+        with self.lock:
+            self._take(size)
+        record.persistent, record.memory = _resident(persistent), _resident(size - persistent)
+        with self.lock:
+            record.suspendable_bytes = size - persistent
+            record.change(state=SimState.CONNECTED)
+            self._counts["connected"] += 1
+
+    def suspend(self, record: Record, *, works: bool) -> None:
+        with self.lock:
+            if works and record.memory is not None:
+                memory, record.memory = record.memory, None
+                self._counts["held_bytes"] -= len(memory)
+                memory.close()
+            record.change(state=SimState.SUSPENDED)
+            self._counts["suspended"] += 1
+
+    def resume(self, record: Record) -> None:
+        with self.lock:
+            missing = record.suspendable_bytes if record.memory is None else 0
+            self._take(missing)
+        memory = _resident(missing)
+        with self.lock:
+            record.memory = memory or record.memory
+            record.change(state=SimState.CONNECTED)
+            self._counts["resumed"] += 1
+
+    def _take(self, size: int) -> None:
+        free = self.free_bytes
+        if free is not None and size > free:
+            raise DistBackendError(
+                f"out of memory: the simulated device has {free} bytes left, and {size} are wanted"
+            )
+        self._counts["held_bytes"] += size
+        self._counts["peak_bytes"] = max(self._counts["peak_bytes"], self._counts["held_bytes"])
+
+    def used(self, record: Record) -> None:
+        with self.lock:
+            record.change(collectives=record.info.collectives + 1)
+            self._counts["collectives"] += 1
+
+    def close(self, record: Record, state: SimState) -> None:
+        """Return the memory to the operating system. Idempotent: the first state counts."""
+        with self.lock:
+            if not record.is_open:
+                return
+            self._counts["held_bytes"] -= record.info.held_bytes
+            self._counts["live"] -= 1
+            self._counts[state.value] += 1
+            parts = record.memory, record.persistent
+            record.memory = record.persistent = None
+            record.change(state=state)
+            for memory in parts:
+                if memory is not None:
+                    memory.close()
+            self._ended.append(self._live.pop(record.info.serial))
+
+    def stats(self) -> Stats:
+        with self.lock:
+            return Stats(**self._counts)
+
+    def groups(self, *, ended: bool) -> tuple[GroupInfo, ...]:
+        with self.lock:
+            records = [*(self._ended if ended else ()), *self._live.values()]
+        return tuple(sorted((one.info for one in records), key=lambda info: info.serial))
+
+    # -- faults ----------------------------------------------------------------------------------
 
     def inject(self, fault: Fault) -> InjectedFault:
-        handle = InjectedFault(fault, self)
-        with self._lock:
-            self._injected.append(handle)
+        handle = InjectedFault(fault, self.remove)
+        with self.lock:
+            self._faults.append(handle)
         return handle
 
     def remove(self, handle: InjectedFault) -> None:
-        with self._lock:
-            self._injected = [other for other in self._injected if other is not handle]
+        with self.lock:
+            self._faults = [other for other in self._faults if other is not handle]
 
-    def clear(self) -> None:
-        with self._lock:
-            handles = list(self._injected)
-        for handle in handles:
+    def clear_faults(self) -> None:
+        for handle in list(self._faults):
             handle.clear()
 
     def check(
@@ -460,18 +452,30 @@ class FaultTable:
         moment: FaultMoment = "before",
     ) -> None:
         """Run the faults that match this event, in the order of their injection."""
-        if not self._injected:
+        if not self._faults:
             return
-        with self._lock:
+        with self.lock:
             due = [
                 handle
-                for handle in self._injected
+                for handle in self._faults
                 if handle.fault.matches(at, operation, record, moment) and handle.strikes()
             ]
-        if isinstance(record, BarrierInfo):
-            where = f"{moment} {at} {operation}"
-        else:
+        if isinstance(record, Record):
             when = "after" if moment == "after" else "at"
-            where = f"{when} {at} of group {record.name!r} ({operation})"
+            where = f"{when} {at} of {record}, in {operation}"
+        else:
+            where = f"{moment} {at} {operation}"
         for handle in due:
-            handle.act(where, record if isinstance(record, BarrierInfo) else record.info())
+            handle.act(where, record.info if isinstance(record, Record) else record)
+
+
+def _length(memory: mmap.mmap | None) -> int:
+    return len(memory) if memory is not None else 0
+
+
+def _resident(size: int) -> mmap.mmap | None:
+    """Private anonymous memory with every page present, outside malloc."""
+    if size == 0:
+        return None
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    return mmap.mmap(-1, size, flags=flags)

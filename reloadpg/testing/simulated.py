@@ -30,7 +30,6 @@ all devices. It cannot be split.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,14 +44,12 @@ from reloadpg.rendezvous.round import barrier_hooks
 from ._sim_group import DEVICES, NAME, Communicator, SimulatedProcessGroup
 from ._sim_state import (
     BarrierInfo,
+    Device,
     Fault,
-    FaultTable,
     GroupInfo,
     InjectedFault,
     InjectedFaultError,
-    Ledger,
     Record,
-    Settings,
     SimState,
     Stats,
 )
@@ -84,36 +81,17 @@ BYTES_VARIABLE = "RELOADPG_SIM_BYTES"
 DEFAULT_BYTES = 32 << 20
 
 
-class _State:
-    """The state of this process; a forked child starts with a new one."""
-
-    hooked = False
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.lock = threading.RLock()
-        self.ledger = Ledger()
-        self.faults = FaultTable()
-        self.settings = Settings()
-
-
-_state = _State()
+_device = Device()
+"""That of this process; a forked child starts with none of its parent's groups and faults."""
 
 
 def register() -> None:
     """Make ``sim`` a backend of ``torch.distributed``. Local, idempotent, thread-safe."""
-    with _state.lock:
-        if not _state.hooked:
-            os.register_at_fork(after_in_child=_state.reset)
-            _state.hooked = True
+    with _device.lock:
         if NAME not in Backend.backend_list:
+            os.register_at_fork(after_in_child=_device.reset)
             Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
-        memory.add_source(
-            "simulated",
-            memory.Source(lambda: stats().held_bytes, lambda: _state.ledger.free_bytes),
-        )
+        memory.add_source("simulated", memory.Source(lambda: stats().held_bytes, _free_bytes))
 
 
 def configure(
@@ -155,24 +133,24 @@ def configure(
                 "was changed"
             )
     if (capacity := given.pop("capacity_bytes", None)) is not None:
-        _state.ledger.capacity = int(capacity) or None
-    _state.settings = replace(_state.settings, **given)
+        _device.capacity = int(capacity) or None
+    _device.settings = replace(_device.settings, **given)
 
 
 @contextmanager
 def configured(**settings: Any) -> Iterator[None]:
     """:func:`configure` within a block; at its end the settings are as before. Local."""
-    before = _state.settings, _state.ledger.capacity
+    before = _device.settings, _device.capacity
     configure(**settings)
     try:
         yield
     finally:
-        _state.settings, _state.ledger.capacity = before
+        _device.settings, _device.capacity = before
 
 
 def stats() -> Stats:
     """Counters and held memory of this process. Local; a signal handler may call it."""
-    return _state.ledger.stats()
+    return _device.stats()
 
 
 def groups(*, ended: bool = False) -> tuple[GroupInfo, ...]:
@@ -181,64 +159,69 @@ def groups(*, ended: bool = False) -> tuple[GroupInfo, ...]:
     Args:
         ended: also the last 1,024 that were released or leaked.
     """
-    return _state.ledger.groups(ended=ended)
+    return _device.groups(ended=ended)
 
 
 def inject(fault: Fault) -> InjectedFault:
-    """Let something go wrong in this process. Local.
+    """Inject a fault into this process. Local.
 
     Returns:
         A handle that counts and clears the fault; also a context manager.
     """
-    if fault.at in ("barrier", "failure") and _come_to not in barrier_hooks:
-        barrier_hooks.append(_come_to)
-    return _state.faults.inject(fault)
+    if fault.at in ("barrier", "failure") and _at_barrier not in barrier_hooks:
+        barrier_hooks.append(_at_barrier)
+    return _device.inject(fault)
 
 
 def clear_faults() -> None:
-    """Remove all faults; threads that they stall go on. Local, idempotent."""
-    _state.faults.clear()
+    """Remove all faults; stalled threads continue. Local, idempotent."""
+    _device.clear_faults()
 
 
-def _come_to(moment: Any, operation: str, phase: str, rank: int) -> None:
-    """A rank comes to a barrier, or fails."""
+def _at_barrier(moment: Any, operation: str, phase: str, rank: int) -> None:
+    """A rank reaches a barrier, or fails."""
     name = f"{operation}.{phase}"
     if moment == "failing":
-        _state.faults.check("failure", name, BarrierInfo(name, rank))
+        _device.check("failure", name, BarrierInfo(name, rank))
     else:
-        _state.faults.check("barrier", name, BarrierInfo(name, rank), moment)
+        _device.check("barrier", name, BarrierInfo(name, rank), moment)
 
 
 def _create(received: Any, options: object) -> SimulatedProcessGroup:
     """The creating function: what torch calls, with what it received from its caller."""
-    record = Record(
+    info = GroupInfo(
         name=str(received.group_id),
+        desc="",
         rank=int(received.group_rank),
         size=int(received.group_size),
         ranks=tuple(received.global_ranks_in_group),
         timeout=received.timeout,
         pg_options=options,
     )
-    settings, ledger, faults = _state.settings, _state.ledger, _state.faults
-    faults.check("create", "create", record)
+    record, settings = Record(info), _device.settings
+    _device.check("create", "create", record)
     time.sleep(settings.creation_seconds)
     works = settings.suspend_works and os.environ.get("NCCL_CUMEM_ENABLE") != "0"
     settings = replace(settings, bytes_per_communicator=_bytes(), suspend_works=works)
-    communicator = Communicator(record, received.store, settings, ledger, faults)
+    communicator = Communicator(record, received.store, settings, _device)
     group = SimulatedProcessGroup(communicator, received.store)
     try:
         if settings.eager:
             communicator.eager_connect_single_device()
-        faults.check("create", "create", record, "after")
+        _device.check("create", "create", record, "after")
     except BaseException:
         group.abort()
         raise
     return group
 
 
+def _free_bytes() -> int | None:
+    return _device.free_bytes
+
+
 def _bytes() -> int:
-    if _state.settings.bytes_per_communicator is not None:
-        return _state.settings.bytes_per_communicator
+    if _device.settings.bytes_per_communicator is not None:
+        return _device.settings.bytes_per_communicator
     text = os.environ.get(BYTES_VARIABLE, "")
     if not text:
         return DEFAULT_BYTES
