@@ -236,7 +236,7 @@ def _console() -> Any:
 
 
 def _raise_again() -> NoReturn:
-    """In place of rich's own exit with code 1, where the reader of stdout has gone."""
+    """Replaces rich's handler, which exits with code 1 when the reader has closed stdout."""
     raise
 
 

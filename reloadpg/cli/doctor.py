@@ -95,8 +95,8 @@ def diagnose(
         modules: modules that are imported first.
         status_dir: the status directory of a running job, whose ranks are compared.
         environ: the variables to look at; ``os.environ`` if None.
-        strategy: the strategy that the job uses; None for what the environment or an installation
-            in this process says. What it does not use is not checked.
+        strategy: the strategy of the job; None reads it from the environment, or from an
+            installation in this process. Settings that it does not use are not checked.
     """
     variables = os.environ if environ is None else environ
     chosen, said_by = _chosen_strategy(strategy, variables)
@@ -167,14 +167,13 @@ def add(subcommands: Any) -> None:
     parser.add_argument(
         "--strategy",
         choices=STRATEGIES,
-        help="the strategy of the job (default: what the environment says, or recreate)",
+        help="the strategy of the job (default: that of the environment, or recreate)",
     )
     parser.add_argument(
         "--report",
         action="store_true",
         help="a block to paste into a bug report: versions, machine, settings and findings",
     )
-    parser.add_argument("--strict", action="store_true", help="exit code 1 on a warning too")
     parser.add_argument("--json", action="store_true", help="all findings as JSON")
     parser.set_defaults(run=_run, needs={"rich": "cli"}, reports_variables=True)
 
@@ -195,8 +194,7 @@ def _run(options: argparse.Namespace) -> int:
         say(bug_report(diagnosis, os.environ))
     else:
         show(_page(diagnosis, options.script))
-    bad = not diagnosis.ok or (options.strict and bool(diagnosis.at("warning")))
-    return 1 if bad else 0
+    return 0 if diagnosis.ok else 1
 
 
 def _page(diagnosis: Diagnosis, script: Path | None = None) -> Page:

@@ -1,9 +1,9 @@
 """Find other patches of the functions that create groups, and modules that imported them early.
 
-Looks at module dictionaries only, as the patching itself does: a module with a hostile
-``__getattr__`` is not asked anything. A function is recognised by the file of its code, which
-``functools.wraps`` does not copy. A script is never run, since it would join its job: what it
-imports at its top level is imported.
+Reads module dictionaries only, as the patching itself does: no ``__getattr__`` of a module is
+called. A function is recognised by the file of its code, which ``functools.wraps`` does not copy. A
+script is never run, since it would join its job; the modules that it imports at its top level are
+imported.
 """
 
 from __future__ import annotations

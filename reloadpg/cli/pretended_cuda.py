@@ -171,7 +171,7 @@ class _PretendedCuda(_MODE):  # type: ignore[misc]
         return pytree.tree_map_only(FakeTensor, _on_host, made)
 
     def _of_kernel(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor; on the device, if a function in C++ made it where it believes to be."""
+        """The tensor. One that C++ has created on ``meta`` is replaced by one on the device."""
         if isinstance(tensor, FakeTensor):
             return tensor
         if not tensor.is_meta:  # torch's conversion of a view would call this mode for its base

@@ -93,7 +93,7 @@ class _Host:
         """Run the ranks until all have succeeded on all hosts, or the job has failed."""
         for local in range(self._options.nproc_per_node):
             self._start(local)
-        told = False
+        reported = False
         while True:
             why = self._ended()
             if why:
@@ -101,11 +101,11 @@ class _Host:
                 return 1
             for local in [*self._ranks]:
                 self._look_at(local)
-            if not self._ranks and not told and not self._ended():
-                told = True
+            if not self._ranks and not reported and not self._ended():
+                reported = True
                 self._store.add(f"{_KEYS}/done", 1)
             # Node 0 hosts the store, which the others need until the last one has ended.
-            if told and (
+            if reported and (
                 not self._first or self._store.add(f"{_KEYS}/done", 0) >= self._options.nnodes
             ):
                 return 0

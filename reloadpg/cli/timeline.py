@@ -46,9 +46,9 @@ _BAR, _STRIP, _WORDS, _PAD = 0.2, 0.24, 0.16, 0.1
 _ALL, _NARROWEST, _WITH_WORDS, _GAP = 9.6, 1.3, 4.8, 0.84
 """Widths: of all axes together, and at least of one, without and with a line of text; of a gap."""
 _LETTER = 0.058
-"""Width of a letter of the smallest text, a wide guess."""
+"""Estimated width of a letter of the smallest text."""
 _CLOSE_S = 0.005
-"""Seconds between the runs of two ranks that may be one operation: their clocks differ."""
+"""Seconds between the runs of two ranks that count as one operation, since clocks differ."""
 
 _INK, _FAINT, _ERROR, _MEMORY, _WORK = "#222222", "#6b7280", "#c0392b", "#6a3d9a", "#d5d9e0"
 _PHASES = {
@@ -68,8 +68,8 @@ _FROM_AXES: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset
 def draw(runs: Sequence[Run], ranks: Collection[int], path: Path, *, note: str = "") -> None:
     """Draw operations, at least one, into a file, whose ending is its format.
 
-    These ranks have a lane each; one that has not called an operation that failed, or has not
-    ended, is marked. ``note`` is a sentence about what is left out.
+    Each of these ranks has a lane. If an operation failed or has not ended, ranks that did not call
+    it are marked. ``note`` says what is left out.
     """
     from matplotlib import rc_context
 
@@ -86,7 +86,7 @@ def _figure(runs: Sequence[Run], ranks: Sequence[int], note: str) -> Any:
 
     operations = clusters(runs)
     spans = [(cluster[0].start, max(run.end for run in cluster)) for cluster in operations]
-    # Longer ones are wider, but not by as much: the shortest must be legible next to them.
+    # The width grows with the root of the time, so that short operations stay legible.
     weights = [max(end - start, 1e-6) ** 0.5 for start, end in spans]
     widths = [
         max(_WITH_WORDS if _troubled(cluster) else _NARROWEST, _ALL * weight / sum(weights))

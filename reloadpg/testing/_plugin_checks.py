@@ -165,10 +165,10 @@ def _text(group: Any) -> str:
 def reloading(
     every_group: bool, options: Mapping[str, Any] | None, timeout: float
 ) -> Iterator[Callable[[], None]]:
-    """Reload before each phase within this block, of a process that ends with it.
+    """Reload before each phase within this block. The patches remain for the life of the process.
 
     Yields a function that offloads and reloads. Raises ``AssertionError`` if the block passed but
-    nothing was offloaded. The arguments are those of the mark, and the seconds that it may take.
+    nothing was offloaded. The arguments are those of the mark, and the timeout of the test.
     """
     phases = _Phases(every_group, options, timeout)
     phases.watch()

@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the marks, for ``--strict-markers``."""
     for line in (
         f"{RANKS}(world_size, *, timeout=None, backend=None, env=None, preload=(), "
-        'start_method=None, store="parent", standins=None): run the body on so many '
+        'start_method=None, store="parent", standins=None): run the body on this number of '
         "real rank processes",
         f"{PHASES}(*, every_group=False, options=None): run the test as it is, and again with an "
         "offload and a reload before each collective phase; needs the mark ranks",

@@ -44,7 +44,6 @@ __all__ = [
     "build",
     "clear_faults",
     "communicators",
-    "current_job",
     "enable",
     "enabled",
     "inject",
@@ -225,15 +224,6 @@ def job(folder: str | os.PathLike[str] | None = None) -> Iterator[Job]:
             time.sleep(0.02)
 
 
-def current_job() -> Job | None:
-    """The job of this process; None without one. Local."""
-    folder = os.environ.get(JOB)
-    if not folder:
-        return None
-    names = ("LD_PRELOAD", JOB)
-    return Job(Path(folder), {name: os.environ[name] for name in names if name in os.environ})
-
-
 def inject(fault: Fault) -> InjectedFault:
     """Call :meth:`Job.inject` of this process's job. Local."""
     return _own_job().inject(fault)
@@ -326,14 +316,15 @@ def _libraries() -> list[str]:
 
 
 def _own_job() -> Job:
-    found = current_job()
-    if found is None:
+    if not os.environ.get(JOB):
         raise StandinsError(
             f"this process does not belong to a job of the stand-ins ({JOB} is not set); "
             "nothing was changed. Start it with run_ranks(..., standins=True) or python -m "
             "reloadpg standins run, or use the Job that standins.job() returns."
         )
-    return found
+    names = ("LD_PRELOAD", JOB)
+    own = {name: os.environ[name] for name in names if name in os.environ}
+    return Job(Path(own[JOB]), own)
 
 
 def _edit(folder: Path, change: Callable[[list[str]], list[str]]) -> None:
