@@ -23,7 +23,6 @@ CREATORS = ("init_process_group", "new_group", "split_group")
 """The functions that are patched."""
 
 _NOT_SEARCHED = frozenset({"torch", "reloadpg", "wrapt"})
-_LARGEST_CONTAINER = 1000
 
 
 def check_foreign_wrappers() -> Iterator[Finding]:
@@ -53,7 +52,11 @@ def check_foreign_wrappers() -> Iterator[Finding]:
 
 
 def check_early_aliases() -> Iterator[Finding]:
-    """Find modules that hold torch's creating functions, by name or inside a value."""
+    """Find modules that hold torch's creating functions by a name.
+
+    A reference inside a value (a class, a closure) is not searched for: a group that is created
+    through it is named in ``Status.unmanaged``.
+    """
     from .. import is_installed
 
     installed, found = is_installed(), 0
@@ -67,11 +70,6 @@ def check_early_aliases() -> Iterator[Finding]:
             if _is_torchs_creator(value):
                 found += 1
                 yield _alias(f"{name}.{attribute}", value, installed)
-                continue
-            for place, held in _inside(name, value):
-                if _is_torchs_creator(held):
-                    found += 1
-                    yield _hidden(f"{name}.{attribute}{place}", held)
     if not found:
         yield Finding("early alias", "ok", "no module holds an unpatched creating function")
 
@@ -84,14 +82,6 @@ def _alias(where: str, function: Any, installed: bool) -> Finding:
         remedy = "use the function of torch.distributed there, or load that module before "
         remedy += "reloadpg.install()"
     return Finding("early alias", "problem" if installed else "warning", message, remedy)
-
-
-def _hidden(where: str, function: Any) -> Finding:
-    message = f"{where} holds torch's own {function.__name__}, which cannot be patched there: "
-    message += "groups created through it are not reloadable"
-    remedy = "look the function up in torch.distributed when it is called, or call "
-    remedy += "reloadpg.install() before that module is imported"
-    return Finding("early alias", "problem", message, remedy)
 
 
 def _layers(value: Any) -> list[Any]:
@@ -118,35 +108,6 @@ def _is_torchs_creator(value: Any) -> bool:
         and value.__module__ == "torch.distributed.distributed_c10d"
         and _is_of("torch", value)
     )
-
-
-def _inside(module: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Values one step inside a value of a module, with their places.
-
-    Class attributes, partial functions, argument defaults, closures, and small containers of the
-    module's own; deeper nesting is not searched.
-    """
-    # The closure of a foreign wrapper holds the wrapped function; that is a separate finding.
-    if type(value) is FunctionType and value.__name__ not in CREATORS:
-        if value.__module__ == module:
-            defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-            yield from (("() as a default", held) for held in defaults)
-            yield from (("() in its closure", _content(cell)) for cell in value.__closure__ or ())
-    elif isinstance(value, type) and value.__module__ == module:
-        for name, held in list(vars(value).items()):
-            yield f".{name}", held.__func__ if isinstance(held, staticmethod) else held
-    elif isinstance(value, functools.partial):
-        yield " (a partial)", value.func
-    elif type(value) in (dict, list, tuple) and len(value) <= _LARGEST_CONTAINER:
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        yield from ((f"[{k!r}]", held) for k, held in list(pairs) if _is_torchs_creator(held))
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return None
 
 
 def _described(wrapper: Any) -> str:

@@ -242,28 +242,6 @@ def test_a_wrapper_over_an_own_wrapper_is_found(monkeypatch):
         assert second.message.startswith("torch.distributed.new_group is <function")
 
 
-def a_class():
-    return type("Holder", (), {"make": staticmethod(dist.new_group), "__module__": "holds_early"})
-
-
-def a_function():
-    def with_default(make=dist.new_group):
-        return make
-
-    with_default.__module__ = "holds_early"
-    return with_default
-
-
-def a_closure():
-    make = dist.new_group
-
-    def closes_over():
-        return make
-
-    closes_over.__module__ = "holds_early"
-    return closes_over
-
-
 def place(monkeypatch, **values):
     """A loaded module with these names."""
     module = types.ModuleType("holds_early")
@@ -274,24 +252,6 @@ def place(monkeypatch, **values):
 def early():
     found = doctor_patches.check_early_aliases()
     return [(one.level, one.message) for one in found if "holds_early" in one.message]
-
-
-@pytest.mark.parametrize(
-    ("holder", "where"),
-    [
-        (a_class, "holds_early.x.make"),
-        (a_function, "holds_early.x() as a default"),
-        (a_closure, "holds_early.x() in its closure"),
-        (lambda: functools.partial(dist.new_group), "holds_early.x (a partial)"),
-        (lambda: {"make": dist.new_group}, "holds_early.x['make']"),
-    ],
-)
-def test_a_reference_that_cannot_be_patched_is_a_problem(monkeypatch, holder, where):
-    """In a class, a default, a closure, a partial function or a dictionary."""
-    place(monkeypatch, x=holder())
-    ((level, message),) = early()
-    assert level == "problem"
-    assert message.startswith(f"{where} holds torch's own new_group")
 
 
 def test_an_alias_that_install_did_not_patch_is_a_problem(monkeypatch):

@@ -1,11 +1,8 @@
-"""The Chrome/Perfetto trace: events, nesting, and files that are valid at any time."""
+"""The Chrome/Perfetto trace: events, nesting, and files."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,6 @@ from reports import group, report
 
 from reloadpg.lifecycle.report import Span
 from reloadpg.observability import TraceWriter, write_trace
-from reloadpg.testing import run_ranks
 
 SECOND_US = 1e6
 
@@ -121,27 +117,3 @@ def test_a_file_keeps_the_latest_operations(tmp_path: Path) -> None:
             writer.add(report(world_size=1, spans=(), groups=(), note=str(generation)))
     notes = [one["args"]["note"] for one in events(tmp_path / "trace.json")]
     assert notes == ["3", "4"]
-
-
-def _write_indefinitely(rank: int, world_size: int, path: Path) -> None:
-    path.with_suffix(".pid").write_text(str(os.getpid()))
-    writer = TraceWriter(path, kept=10**6)
-    while True:
-        writer.add(report(world_size=1))
-
-
-def test_the_file_is_valid_at_any_time(tmp_path: Path) -> None:
-    """While another process writes it, and after that process was killed."""
-    path = tmp_path / "trace.json"
-    with ThreadPoolExecutor() as pool:
-        rank = pool.submit(
-            run_ranks, _write_indefinitely, 1, args=(path,), timeout=120, check=False
-        )
-        sizes: set[int] = set()
-        while len(sizes) < 20 and not rank.done():
-            if path.exists():
-                sizes.add(len(events(path)))
-        os.kill(int(path.with_suffix(".pid").read_text()), signal.SIGKILL)
-        (outcome,) = rank.result()
-    assert outcome.signal == signal.SIGKILL
-    assert len(events(path)) >= max(sizes)
