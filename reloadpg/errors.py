@@ -232,7 +232,7 @@ VARIABLES = frozenset(
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`` (did you mean NAME?)`` for the known name that is nearest; empty if none is. Pure."""
-    near = difflib.get_close_matches(name, sorted(known), n=1)
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.75)
     return f" (did you mean {near[0]}?)" if near else ""
 
 

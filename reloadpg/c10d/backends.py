@@ -385,7 +385,10 @@ _SERVED = re.compile(r"tfd:\s*(\d+).*?data:\s*([0-9a-f]+).*?ino:([0-9a-f]+)").fi
 _MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
 _HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 _RECOVERY_SETTINGS = {
-    _HANDLING: ("2", "the watchdog ends the process after an error, or does not abort it"),
+    _HANDLING: (
+        "2",
+        "after an error the watchdog ends the process, or aborts no communicator",
+    ),
     "TORCH_NCCL_BLOCKING_WAIT": (
         "0",
         "no watchdog runs, so that a collective without a wait() hangs indefinitely",

@@ -132,7 +132,7 @@ class Finding:
 
     Attributes:
         level: ``ok``, ``note``, ``warning`` or ``problem``; empty for a plain statement.
-        remedy: the action to take; empty if none is needed.
+        remedy: the action to take, a line each; empty if none is needed.
     """
 
     check: str
@@ -143,8 +143,8 @@ class Finding:
     def lines(self, head: str) -> Iterator[Line]:
         """Yield the message after a head, and the remedy below it."""
         yield Line(f"{head}{self.message}", LEVELS[self.level], len(head))
-        if self.remedy:
-            yield Line(f"{' ' * len(head)}-> {self.remedy}", "", len(head) + 3)
+        for line in self.remedy.splitlines():
+            yield Line(f"{' ' * len(head)}-> {line}", "", len(head) + 3)
 
 
 class CommandError(Exception):

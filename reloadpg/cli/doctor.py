@@ -288,7 +288,7 @@ def check_nccl() -> Findings:
         yield Finding("nccl", "ok", f"version {_shown(version)}")
     else:
         what = "this torch has no NCCL: gloo and the simulated accelerator only"
-        remedy = "for a machine with GPUs, install a CUDA build of torch"
+        remedy = "on a machine with GPUs, install a CUDA build of torch"
         yield Finding("nccl", "note", what, remedy)
 
 
@@ -398,7 +398,7 @@ def _chosen_strategy(given: str | None, environ: Mapping[str, str]) -> tuple[str
 
         if options := status().options:
             return str(options["strategy"]).partition(" ")[0], "as installed in this process"
-    return "recreate", "the default; --strategy names another"
+    return "recreate", "the default; for another, use --strategy"
 
 
 def check_variables(environ: Mapping[str, str]) -> Findings:
@@ -407,7 +407,8 @@ def check_variables(environ: Mapping[str, str]) -> Findings:
             "variables",
             "problem",
             f"{name} is unknown to reloadpg, which cannot be installed while it is set",
-            f"correct the name or unset it; known are {', '.join(sorted(VARIABLES))}",
+            "correct the name or unset it"
+            + ("" if "did you mean" in name else f"; known are {', '.join(sorted(VARIABLES))}"),
         )
     for error in invalid_values(environ):
         what, _, remedy = error.partition("; nothing was installed. ")

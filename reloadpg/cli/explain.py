@@ -10,7 +10,9 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +37,8 @@ _TRACEBACK, _OUTPUT = 30, 8
 ALONE = "Only this rank ran. Tensors that it would have received are unchanged."
 
 PRETENDED = (
-    "There is no GPU here: the script ran on a pretended one, whose tensors have no values. Values "
-    "that it read were 1, except for small tensors that it had written itself."
+    "There is no GPU here, so the script ran on a pretended GPU with fake tensors. Values that it "
+    "read from them were 1, except for small tensors that it had written itself."
 )
 
 Record = Mapping[str, Any]
@@ -183,7 +185,7 @@ def explain(
     communicators = sum(
         any(one["devices"][device].startswith("nccl") for device in group["selected"])
         for one, group in zip(created, groups, strict=True)
-        if not group["destroyed"]
+        if not group["destroyed"] and len(group["ranks"]) > 1  # one rank connects to none
     )
     least, most = (communicators * size for size in COMMUNICATOR_BYTES)
     return {
@@ -272,19 +274,39 @@ def _last_output(text: str) -> list[str]:
 
 
 def _table(groups: Sequence[Record]) -> list[Line]:
-    rows: list[list[object]] = []
-    several = len({one["set"] for one in groups}) > 1
-    for one in groups:
-        name = one["name"] if len(one["name"]) <= 16 else f"{one['name'][:8]}..."
-        ranks = format_ranks(one["ranks"])
-        ranks = ranks if len(ranks) <= 24 else f"{ranks[:21]}..."
-        outcome = "reloadable" if one["reloadable"] else "bypasses"
-        reason = ", ".join(filter(None, (one["reason"], "destroyed later" * one["destroyed"])))
-        row = [name, one["desc"], len(one["ranks"]), ranks, one["backend"], one["made_by"]]
-        rows.append([*row, *([one["set"] or ""] if several else []), outcome, reason])
+    """The groups as rows, the most important columns first, since a terminal cuts rows off."""
+    columns: dict[str, Callable[[Record], object]] = {
+        "group": lambda one: one["name"] if len(one["name"]) <= 16 else f"{one['name'][:8]}...",
+        "desc": lambda one: one["desc"],
+        "size": lambda one: len(one["ranks"]),
+        "reloadpg": _outcome,
+        "ranks": lambda one: _short_ranks(one["ranks"]),
+        "backend": lambda one: one["backend"],
+        "set": lambda one: one["set"] or "",
+        "created by": lambda one: one["made_by"],
+    }
+    if len({one["set"] for one in groups}) < 2:
+        del columns["set"]
+    rows = [[column(one) for column in columns.values()] for one in groups]
     tones = ["good" if one["reloadable"] else "note" for one in groups]
-    header = ["group", "desc", "size", "ranks", "backend", "made by", *(["set"] if several else [])]
-    return tabled([*header, "reloadpg", "why"], rows, tones)
+    return [replace(line, indent=None) for line in tabled(list(columns), rows, tones)]
+
+
+def _outcome(group: Record) -> str:
+    outcome = "reloadable" if group["reloadable"] else "bypassed"
+    parts = (outcome, group["reason"], "destroyed later" * group["destroyed"])
+    return ", ".join(filter(None, parts))
+
+
+def _short_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as text, at most 24 characters: ``0, 2, ..., 62`` if they have one stride."""
+    text = format_ranks(ranks)
+    if len(text) <= 24:
+        return text
+    strides = {after - before for before, after in pairwise(ranks)}
+    if len(strides) == 1:
+        return f"{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}"
+    return f"{text[:19].rpartition(', ')[0]}, ..."
 
 
 def _summary(result: Record, device: str) -> list[Line]:
@@ -311,7 +333,7 @@ def _summary(result: Record, device: str) -> list[Line]:
         lines.append(
             Line(
                 f"An offload would release about {least:.1f} to {most:.1f} GB of this rank's GPU "
-                f"({communicators}, each used before).",
+                f"({communicators} of 2 or more ranks, if each has been used).",
                 "head",
             )
         )

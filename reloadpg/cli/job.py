@@ -5,6 +5,7 @@ A running operation comes first: which ranks wait at which barrier, since when, 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,15 +27,18 @@ _HANG_S = 5.0
 """Seconds for which the members of a group may differ in their number of collectives."""
 _NAMED = 3
 """Maximum number of ranks whose position is shown, and of errors."""
-_ON_ITS_WAY = "on its way"
+_WORKING = "still working"
 _ABSENT = {
-    "gone": "its process is gone",
-    "stopped": "its process is stopped",
-    "silent": "it does not update its record",
-    "exited": "it has exited",
-    "not seen": "it keeps no record here",
+    "gone": "process gone",
+    "stopped": "process stopped",
+    "silent": "record not updated",
+    "exited": "exited",
+    "not seen": "no record in this directory",
 }
 """Text for why a rank will not arrive."""
+
+_FRAME = re.compile(r'^File "(?:.*site-packages/)?(.*)", line (\d+) in (.*)$')
+"""A frame as faulthandler writes it; the first group is the file, in a package for a library."""
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -115,7 +119,7 @@ class InProgress:
             return
         waiting = f"{_ranks(self.waiting)}, since {_when(self.since)}"
         if self.timeout_s is not None:
-            waiting += f"; the wait ends after {self.timeout_s:g} s without progress on any rank"
+            waiting += f"; timeout: {self.timeout_s:g} s without progress on any rank"
         yield Finding("waiting", "", waiting)
         known = {one.rank: one for one in records}
         for why, ranks in self.missing.items():
@@ -131,8 +135,11 @@ def _stack(record: RankRecord) -> str:
     found = record.collectives
     if not found.stack:
         return f"get the stack of rank {record.rank}: {_py_spy(record)}" if record.pid else ""
-    unfinished = "".join(f"; unfinished there: {one}" for one in found.unfinished[-_NAMED:])
-    return f"rank {record.rank} is at {', called by '.join(found.stack[:4])}{unfinished}"
+    # Of libraries only the innermost frame, since the others are torch's decorators.
+    outer = [frame for frame in found.stack[1:] if "site-packages/" not in frame]
+    frames = (_FRAME.sub(r"\3 (\1:\2)", frame) for frame in (found.stack[0], *outer[:_NAMED]))
+    unfinished = "".join(f"; not completed: {one}" for one in found.unfinished[-_NAMED:])
+    return f"rank {record.rank} is in {', called by '.join(frames)}{unfinished}"
 
 
 def _py_spy(record: RankRecord) -> str:
@@ -142,7 +149,7 @@ def _py_spy(record: RankRecord) -> str:
 def _is_stuck(missing: Mapping[str, Sequence[int]], waited_s: float) -> bool:
     if any(why in _ABSENT for why in missing):
         return True
-    works = all(why.startswith(_ON_ITS_WAY) for why in missing)
+    works = all(why.startswith(_WORKING) for why in missing)
     return bool(missing) and waited_s >= (WORKING_S if works else WAITING_S)
 
 
@@ -153,14 +160,14 @@ def _why_missing(record: RankRecord | None, operation: str, sequence: int) -> st
     if record.absent:
         return record.absent
     if not record.installed:
-        return "reloadpg is not installed there"
+        return "reloadpg not installed"
     other = record.running
     if other is None:
-        return f"it has not called {operation}()"
+        return f"{operation}() not called yet"
     if (other.operation, other.sequence) != (operation, sequence):
         another = "another " if other.operation == operation else ""
-        return f"it is in {another}{other.operation}"
-    return f"{_ON_ITS_WAY}: {other.doing}" if other.doing else _ON_ITS_WAY
+        return f"in {another}{other.operation}"
+    return f"{_WORKING}: {other.doing}" if other.doing else _WORKING
 
 
 @dataclass(frozen=True)
@@ -286,21 +293,22 @@ class JobView:
                 continue
             waiting = sorted({*counts} - {*late})
             known.update(waiting)
-            name = key.split("/")[0]
-            behind = ", ".join(f"rank {rank} {counts[rank]}" for rank in late[:_NAMED])
-            what = f"{_ranks(waiting)} in number {most} of group {name!r}, where others have begun "
-            what += f"fewer: {behind}, for {seconds:.0f} s"
+            behind = ", ".join(f"rank {rank} has begun {counts[rank]}" for rank in late)
+            if len(late) > _NAMED:
+                behind = f"{_ranks(late)} have begun fewer"
+            what = f"{_ranks(waiting)} in collective {most} of group {key.split('/')[0]!r} for "
+            what += f"{seconds:.0f} s; {behind}"
             stacks = (_stack(present[rank]) for rank in (*late[:_NAMED], *waiting[:1]))
-            yield Finding("collective", "problem", what, "; ".join(filter(None, stacks)))
+            yield Finding("collective", "problem", what, "\n".join(filter(None, stacks)))
         pending = {n: one for n, one in present.items() if one.collectives.unfinished}
         waits = [one for rank, one in pending.items() if rank not in known]
         if waits:
             seconds = min(self.reading.time - one.collectives.since for one in waits)
             what = f"{_ranks(map(_rank, waits))} in a collective, send or receive that has not "
-            what += f"completed; none has begun another collective for {seconds:.0f} s"
+            what += f"completed; no new collective for {seconds:.0f} s"
             others = [one for rank, one in present.items() if rank not in pending]
             stacks = (_stack(one) for one in (*waits[:_NAMED], *others[:1]))
-            yield Finding("collective", "warning", what, "; ".join(filter(None, stacks)))
+            yield Finding("collective", "warning", what, "\n".join(filter(None, stacks)))
 
     def _of_absent(self) -> Iterator[Finding]:
         """Findings about ranks that have ended, or that do not update their record."""
@@ -308,12 +316,13 @@ class JobView:
         stopped, silent = self.absent("stopped"), self.absent("silent")
         if exited:
             every = len(exited) == len(self.ranks)
-            what = "the job has ended" if every else "other ranks still run"
+            run = len(exited) + len(gone) < len(self.ranks)
+            what = "the job has ended" if every else "others still run" if run else "no rank runs"
             last = f"the last at {_last_seen(exited)}"
             yield Finding("exited", "warning", f"{_ids(exited)}, {last}; {what}")
         if gone:
             what = f"{_ids(gone)}: the process has ended without an orderly exit; last update at "
-            remedy = "see its log, or the kernel's, for the cause; restart the job"
+            remedy = "look for the cause in the rank's log and in dmesg; restart the job"
             yield Finding("gone", "problem", what + _last_seen(gone), remedy)
         if stopped:
             what = f"{_ids(stopped)}: the process is stopped, by SIGSTOP or by a debugger"

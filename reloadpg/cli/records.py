@@ -214,7 +214,7 @@ def read_directory(directory: Path) -> Reading:
     files: list[Path] = []
     failures: list[str] = []
     absence = f"no rank of a job was found in {directory}"
-    remedy = f"set {STATUS_DIR} to it on every rank, and install reloadpg there"
+    remedy = f"set {STATUS_DIR} to this directory on every rank; reloadpg.install() then writes it"
     try:
         if directory.is_dir():
             files = sorted(directory.glob("rank-*.json"))

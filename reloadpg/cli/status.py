@@ -122,7 +122,7 @@ def _table(job: JobView) -> list[Line]:
         "rank": lambda one: one.rank,
         "state": lambda one: one.state,
         "barrier": _barrier,
-        "seen": lambda one: age(one.age_s),
+        "updated": lambda one: age(one.age_s),
         "host": lambda one: one.host,
         "gen": lambda one: one.status.generation,
         "offload ms": lambda one: _rounded(one.last_ms.get("offload")),
@@ -130,16 +130,26 @@ def _table(job: JobView) -> list[Line]:
         "held MiB": lambda one: _rounded(one.status.memory_bytes, 1 << 20),
         "groups": lambda one: len(one.status.groups),
         # A rank's first source is its best one.
-        "in use MiB": lambda one: _rounded(next(iter(one.status.memory.values()), None), 1 << 20),
+        f"{_source(job)} MiB": lambda one: _rounded(
+            next(iter(one.status.memory.values()), None), 1 << 20
+        ),
     }
     if len({one.host for one in job.ranks}) < 2:
         del columns["host"]
     if not any(one.running and not one.absent for one in job.ranks):
         del columns["barrier"]
+    if all(one.status.memory_bytes is None for one in job.ranks):
+        del columns["held MiB"]
     shown = sorted(job.ranks, key=lambda one: _WORST_FIRST.index(_tone(one)))
     rows = [[column(one) for column in columns.values()] for one in shown]
     lines = tabled(list(columns), rows, [_tone(one) for one in shown])
     return [replace(line, indent=None) for line in lines]
+
+
+def _source(job: JobView) -> str:
+    """The source of the memory in use, if it is the same on all ranks."""
+    sources = {next(iter(one.status.memory), "") for one in job.ranks}
+    return (sources.pop() if len(sources) == 1 else "") or "in use"
 
 
 def _tone(record: RankRecord) -> str:
@@ -156,7 +166,7 @@ def _barrier(record: RankRecord) -> str | None:
     if running is None or record.absent:
         return None
     if running.waiting:
-        return f"{running.phase}: waits"
+        return f"{running.phase}: waiting"
     done = f": {running.groups_done}/{running.groups}" if running.groups else ""
     return f"{running.phase}{done}"
 

@@ -53,10 +53,10 @@ _CLOSE_S = 0.005
 _INK, _FAINT, _ERROR, _MEMORY, _WORK = "#222222", "#6b7280", "#c0392b", "#6a3d9a", "#d5d9e0"
 _PHASES = {
     "groups": ("#0072b2", "groups: communicators"),
-    "device": ("#e69f00", "device: its queued work"),
+    "device": ("#e69f00", "device: queued work"),
     "callbacks": ("#cc79a7", "callbacks"),
     "collect": ("#009e73", "garbage collection"),
-    "store": ("#56b4e9", "store: connecting to it"),
+    "store": ("#56b4e9", "store: connecting"),
 }
 _OTHER_PHASE = ("#8c6d31", "other phase")
 _WAIT: dict[str, Any] = {"facecolor": "white", "edgecolor": _FAINT, "hatch": "//////", "lw": 0}
@@ -142,12 +142,12 @@ def clusters(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def _draw_name(axes: Any, cluster: Sequence[Run]) -> None:
-    """The operation's name above the lanes, with its longest time."""
+    """The operation's name above the lanes, with its time from the first rank to the last."""
     name = " and ".join(dict.fromkeys(run.operation for run in cluster))
     failed = any(run.error for run in cluster)
-    longest = _duration(max(run.end - run.start for run in cluster))
-    text, color = f"{name} {'failed' if failed else longest}", _ERROR if failed else _INK
-    axes.text(axes.get_xlim()[0], -0.08, text, weight="bold", color=color, va="bottom")
+    start, end = axes.get_xlim()
+    text = f"{name} {'failed' if failed else _duration(end - start)}"
+    axes.text(start, -0.08, text, weight="bold", color=_ERROR if failed else _INK, va="bottom")
 
 
 def _draw_ranks(
@@ -220,7 +220,7 @@ def _draw_legend(figure: Any, runs: Sequence[Run]) -> None:
     entries = [entry for name, entry in _PHASES.items() if name in found]
     if any(name not in _PHASES and not name.startswith("wait.") for name in found):
         entries.append(_OTHER_PHASE)
-    entries.append((_WORK, "the library"))
+    entries.append((_WORK, "other work"))
     handles: list[Any] = [Patch(facecolor=color, label=label) for color, label in entries]
     if any(part.is_wait for run in runs for part in run.spans):
         handles.append(Patch(label="waits for other ranks", **_WAIT))

@@ -132,11 +132,15 @@ def test_the_strategy_comes_from_the_option_or_the_environment():
 
 
 def test_unknown_variables_are_a_problem():
-    """The message suggests a name and lists the known ones."""
+    """The message suggests a name that is near, otherwise it lists all."""
     diagnosis = diagnose(environ={"RELOADPG_STATUSDIR": "/tmp", "RELOADPG_BACKENDS": "gloo"})
     (problem,) = [one for one in diagnosis.findings if one.check == "variables"]
     assert problem.level == "problem"
     assert "RELOADPG_STATUSDIR (did you mean RELOADPG_STATUS_DIR?)" in problem.message
+    assert problem.remedy == "correct the name or unset it"
+    diagnosis = diagnose(environ={"RELOADPG_FOO": "1"})
+    (problem,) = [one for one in diagnosis.findings if one.check == "variables"]
+    assert "did you mean" not in problem.message
     assert "RELOADPG_TIMEOUT_S" in problem.remedy
 
 

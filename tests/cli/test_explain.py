@@ -94,6 +94,7 @@ if dist.get_rank() in (8, 9):
     dist.destroy_process_group(dist.new_group([8, 9], group_desc="short"))
 else:
     dist.new_group([8, 9])
+dist.new_group(range(1, 16, 2), group_desc="odd")
 dist.all_gather(list(torch.ones(16, 1)), torch.ones(1))
 
 
@@ -116,15 +117,16 @@ def test_nccl_groups_are_explained_without_a_gpu(tmp_path):
     options = ["--world-size", 16, "--rank", 9, "--timeout", LIMIT]
     code, page = called("explain", script, *options)
     lines = [" ".join(line.split()) for line in page.splitlines()]
-    header = lines.index("group desc size ranks backend made by reloadpg why")
+    header = lines.index("group desc size reloadpg ranks backend created by")
     assert lines[header + 2 : lines.index("", header)] == [
-        "WORLD 16 0-15 cpu:gloo,cuda:nccl __main__ reloadable cpu:gloo stays",
-        "1 control 16 0-15 gloo __main__ bypasses backend gloo serves no accelerator",
-        "2 pair 2 8-9 nccl __main__ reloadable",
-        "3 short 2 8-9 cpu:gloo,cuda:nccl __main__ reloadable cpu:gloo stays, destroyed later",
+        "WORLD 16 reloadable, cpu:gloo stays 0-15 cpu:gloo,cuda:nccl __main__",
+        "1 control 16 bypassed, backend gloo serves no accelerator 0-15 gloo __main__",
+        "2 pair 2 reloadable 8-9 nccl __main__",
+        "3 short 2 reloadable, cpu:gloo stays, destroyed later 8-9 cpu:gloo,cuda:nccl __main__",
+        "4 odd 8 reloadable, cpu:gloo stays 1, 3, ..., 15 cpu:gloo,cuda:nccl __main__",
     ]
-    assert "release about 1.0 to 3.2 GB" in page
-    assert "(2 NCCL communicators, each used before)" in page
+    assert "release about 1.5 to 4.8 GB" in page
+    assert "(3 NCCL communicators of 2 or more ranks, if each has been used)" in page
     assert "This is an estimate: 0.5 to 1.6 GB per communicator" in page
     assert "The script failed: ValueError: broken on purpose" in page
     assert 'raise ValueError("broken on purpose")' in page
@@ -478,3 +480,10 @@ def test_the_memory_estimate_counts_reloadable_nccl_groups():
     assert result["memory"]["least_bytes"] == 1_000_000_000
     assert result["memory"]["most_bytes"] == 3_200_000_000
     json.dumps(result)
+
+
+def test_a_group_of_one_rank_holds_no_memory_of_connections():
+    assert explain([recorded({"cuda": "nccl"}, 2)])["memory"]["communicators"] == 1
+    one = explain([recorded({"cuda": "nccl"}, 1)], min_size=1)
+    assert one["groups"][0]["reloadable"]
+    assert one["memory"]["communicators"] == 0

@@ -79,15 +79,15 @@ error          ranks 1, 5: RebuildError: out of memory
 error          rank 3: E: 3
 error          1 more error: see the status files
 
-rank  state          seen   host   gen  offload ms  reload ms  held MiB  groups  in use MiB
-----  -------------  -----  -----  ---  ----------  ---------  --------  ------  ----------
-   1  failed         0 s    node0    3          20         40       200       2        5120
-   2  not installed  0 s    node0    0          20         40         -       0        5120
-   6  silent         2 min  node0    3          20         40       200       2        5120
-   0  live           0 s    node0    3          20         40       200       2        5120
-   3  live           0 s    node1    2          20         40       200       2        5120
-   5  live           3 s    node0    3          20         40       200       2        5120
-   7  live           0 s    node0    3          20         40       200       2        5120"""
+rank  state          updated  host   gen  offload ms  reload ms  held MiB  groups  device MiB
+----  -------------  -------  -----  ---  ----------  ---------  --------  ------  ----------
+   1  failed         0 s      node0    3          20         40       200       2        5120
+   2  not installed  0 s      node0    0          20         40         -       0        5120
+   6  silent         2 min    node0    3          20         40       200       2        5120
+   0  live           0 s      node0    3          20         40       200       2        5120
+   3  live           0 s      node1    2          20         40       200       2        5120
+   5  live           3 s      node0    3          20         40       200       2        5120
+   7  live           0 s      node0    3          20         40       200       2        5120"""
 
 
 def test_problems_are_shown_with_remedies_above_the_table():
@@ -126,7 +126,7 @@ def test_a_job_without_problems_has_a_short_page():
     job = view(record(0, 2), record(1, 2))
     assert messages(job) == {"generation": "3 on ranks 0-1"}
     header = rendered(job).splitlines()[-4]
-    assert header.split("  ")[:3] == ["rank", "state", "seen"]
+    assert header.split("  ")[:3] == ["rank", "state", "updated"]
     assert "host" not in header
     assert "barrier" not in header
     assert job.ok
@@ -165,10 +165,10 @@ def test_a_long_wait_is_a_problem(waited):
         now=now,
     )
     assert job.in_progress.missing == {
-        "on its way: group 5": [1],
-        "it is in another offload": [2],
-        "it is in reload": [3],
-        "reloadpg is not installed there": [4],
+        "still working: group 5": [1],
+        "in another offload": [2],
+        "in reload": [3],
+        "reloadpg not installed": [4],
     }
     assert job.in_progress.stuck is (waited > WAITING_S)
     assert {f.level for f in job.running_findings()} == (
@@ -318,6 +318,19 @@ def test_a_job_that_has_exited_is_exit_code_1(job, capsys):
     assert levels == {"warning"}
 
 
+def test_whether_other_ranks_still_run_when_some_have_exited():
+    now = time.time()
+    ranks = [RankRecord.of(record(rank, 3, time=now), now) for rank in range(3)]
+    exited, gone = replace(ranks[0], exited=True), replace(ranks[1], process="gone")
+
+    def said(*ranks):
+        return messages(JobView(Reading("", ranks)))["exited"].rpartition("; ")[2]
+
+    assert said(exited, gone, ranks[2]) == "others still run"
+    assert said(exited, gone) == "no rank runs"
+    assert said(exited) == "the job has ended"
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -366,9 +379,7 @@ def test_a_small_terminal_shows_what_matters_most(tmp_path, columns):
         terminal.read_until(lambda seen: seen.text.count("40 of 40 ranks") > 1)
         drawn = terminal.text.split("reloadpg ")[1]
         assert terminal.interrupt() == 0
-    missing = (
-        "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, ... (21 in all): it has not called offload()"
-    )
+    missing = "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, ... (21 in all): offload() not called yet"
     assert missing in " ".join(drawn.split())
     assert drawn.splitlines()[-1].strip() == "..."  # rich's, where the terminal ends
     assert len(drawn.splitlines()) == 40
