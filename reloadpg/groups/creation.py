@@ -199,7 +199,7 @@ class Construction:
 
     @property
     def is_handed_over(self) -> bool:
-        """Whether ``register_group()`` has it; its ranks are not the ranks of the job."""
+        """Whether it was passed to ``register_group()``; its ranks are not those of the job."""
         return self.rebuild is not None
 
     @property

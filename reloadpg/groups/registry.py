@@ -347,7 +347,7 @@ class Registry:
 
 
 def bypass_of(group: ProcessGroup, selection: Selection) -> Bypass | None:
-    """Return why a group that torch created bypasses; None if it is selected."""
+    """Return why a group that torch created is bypassed; None if it is selected."""
     return selection.bypass(
         c10d.device_backends(group),
         len(c10d.ranks_of(group)),

@@ -19,7 +19,7 @@ STRATEGY_NAMES = ("recreate", "suspend")
 
 
 class Bypass(NamedTuple):
-    """Why a group bypasses, and the argument of ``install`` that would make it reloadable."""
+    """Why a group is bypassed, and the argument of ``install`` that would make it reloadable."""
 
     reason: str
     remedy: str
@@ -101,7 +101,7 @@ class Selection:
         return f"backends={backends}, min_size={self.min_size}, world={self.world}{exclude}{sets}"
 
     def selected(self, devices: Mapping[str, str], size: int) -> tuple[str, ...]:
-        """Return the device types whose backend is released; empty for a group that bypasses."""
+        """Return the device types whose backend is released; empty for a bypassed group."""
         if size < self.min_size:
             return ()
         pairs = devices.items()
@@ -118,7 +118,7 @@ class Selection:
         return ""
 
     def set_now(self) -> str | None:
-        """Return the set of a group that this thread creates now; None for a group that bypasses.
+        """Return the set of a group that this thread creates now; None for a bypassed one.
 
         The innermost region decides; without one, the nearest caller that a rule matches.
         """
@@ -145,7 +145,7 @@ class Selection:
         is_world: bool = False,
         in_set: str | None = TRAINER,
     ) -> Bypass | None:
-        """Return why a group bypasses; None if it is selected. A group may be in no set."""
+        """Return why a group is bypassed; None if it is selected. A group may be in no set."""
         if is_world and not self.world:
             return Bypass("install(world=False)", "world=True")
         if self.managed_set(in_set) is None:

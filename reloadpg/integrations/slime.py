@@ -113,7 +113,7 @@ def register_default_process_group(timeout: timedelta | float) -> None:
     """Let the default group be released and rebuilt with the others from now on.
 
     Local; call it on every rank, after ``init_process_group``; idempotent. A call before
-    ``monkey_patch_torch_dist`` takes effect with that. A gloo default group bypasses.
+    ``monkey_patch_torch_dist`` takes effect with that. A gloo default group is bypassed.
 
     Args:
         timeout: timeout of the default group, now and after each reload, in seconds or as a

@@ -317,7 +317,7 @@ class SetStatus:
 
 @dataclass(frozen=True)
 class BypassedGroup:
-    """A group that bypasses by the options of ``install``, with the reason as text."""
+    """A group that the options of ``install`` bypass, with the reason as text."""
 
     name: str
     desc: str

@@ -77,7 +77,7 @@ class TestDeviceMesh(ConsumerTests):
     consumer = Consumer(mesh_program, 4, groups=5)
 
     def test_groups_of_the_mesh_are_reloadable(self) -> None:
-        """Likewise those of ``_flatten`` (failure 8). A dimension of one rank bypasses."""
+        """Likewise those of ``_flatten`` (failure 8). A dimension of one rank is bypassed."""
         for outcome in self.consumer.with_cycles():
             kinds = dict(outcome.facts["kinds"])
             assert kinds.pop("three.cp") == "ProcessGroup"

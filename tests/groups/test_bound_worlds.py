@@ -76,7 +76,7 @@ def test_a_world_can_be_split_before_and_after_a_reload(rank, world, when, tmp_p
 @pytest.mark.ranks(3)
 def test_a_split_is_rebuilt_without_its_parent(rank, tmp_path):
     """With its ranks in their order, timeout and description, also after the parent was destroyed.
-    A part smaller than ``min_size`` bypasses.
+    A part smaller than ``min_size`` is bypassed.
     """
     start("bound", file=str(tmp_path / "store"))
     parent = split([[2, 1, 0]])

@@ -207,7 +207,7 @@ def test_the_proxy_is_the_group_in_every_generation(job, stock):
         missing = expected["in tables"]
         if worlds.WORLD == "torchcomms":  # taken out, so that they end with their group
             expected["lengths"] |= {"comms": facts["snapshots"][0]["lengths"]["comms"]}
-            assert expected["lengths"]["comms"] == 1  # of the group of one rank, which bypasses
+            assert expected["lengths"]["comms"] == 1  # of the group of one rank, which is bypassed
         assert {name for names in missing.values() for name in names} <= {"tags"}
         for snapshot in facts["snapshots"]:
             for what in ("in tables", "lengths", "name", "ranks"):

@@ -13,7 +13,7 @@ from fault_job import PARALLELISM, Job
 import reloadpg
 
 PIPELINE = (
-    *((rank,) for rank in range(4)),  # tensor parallel of one: bypasses
+    *((rank,) for rank in range(4)),  # tensor parallel of one: bypassed
     (0, 1, 2, 3),  # pipeline
     (0, 3),  # embedding: first and last stage
     (0,),  # position embedding: first stage only
