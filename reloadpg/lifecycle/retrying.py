@@ -496,7 +496,7 @@ class _Progress:
         self.loops.steps += 1
 
     def _recover(self, error: Exception, repeats: bool) -> tuple[Report, Position] | None:
-        """Recover, with further attempts if that fails, which it does on all ranks."""
+        """Recover; try again if that fails. A recovery fails on all ranks or on none."""
         loop = self._loop
         _note(Position(self.loops.steps, loop.number, self.failed, self._number, loop.nested))
         if registry.job("retrying") is None:

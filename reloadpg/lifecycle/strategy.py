@@ -28,7 +28,7 @@ class Choice:
     reason: str = ""
 
     def to_proposal(self, group: str) -> Proposal:
-        """For the other members; ``recreate`` overrides ``skip``."""
+        """Return the proposal for the other members; ``recreate`` overrides ``skip``."""
         text = json.dumps([self.strategy, self.reason])
         return Proposal(group, text, yields=self.strategy != "recreate")
 
