@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -142,8 +143,17 @@ class Job:
         self.rendezvous.end()
         self.await_connections()
 
+    def connect_ahead(self, creators: int) -> None:
+        """Connect the store clients of the next reload in the background. Local, non-blocking."""
+        if self.creation_stores is not None:
+            self.connecting = [task for task in self.connecting if not task.ended]
+            with suppress(RuntimeError):  # no thread can be started: the reload connects them
+                self.connecting += self.creation_stores.connect_ahead(creators)
+
     def await_connections(self) -> None:
         """Wait a limited time for connections in progress, which hold rank 0's store."""
+        if self.creation_stores is not None:
+            self.creation_stores.end()
         wait = Wait("the end of the job", _CONNECT_S)
         for task in self.connecting:
             if not task.is_current:  # that thread may have released the last reference
@@ -245,7 +255,6 @@ class Registry:
                 job.connecting += job.rendezvous.connect_ahead()
                 if c10d.has_peers():
                     job.creation_stores = StorePool(c10d.root_store_of_job(world))
-                    job.connecting.append(job.creation_stores.connect_ahead())
                 if isinstance(world, ReloadableProcessGroup):
                     world.before_end = job.end
                 self._job = job

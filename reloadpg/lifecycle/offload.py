@@ -96,14 +96,14 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     # it is the first one.
     calls = bool(op.due(registry.callbacks.offload)) or op.may_suspend
     if not calls:
-        _quiesce(op, job, "enter")
+        _quiesce(op, "enter")
     proposals, subjects = op.changes.strategy.propose(live)
     proposed = op.agree(proposals, subjects, extends=calls)
     op.record.warnings += op.changes.strategy.decide(live, proposed)
     op.call(registry.callbacks.offload)
     live = [group for group in live if group.is_live]  # a callback may destroy groups
     if calls:
-        _quiesce(op, job, "quiesced")
+        _quiesce(op, "quiesced")
     op.barrier("quiesced")
     # From here on, groups change: the operation completes, or sets them all to failed.
     recreated = [group for group in live if group.history.strategy == "recreate"]
@@ -124,15 +124,12 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     op.record.warnings += releases.held()
     op.record.warnings += bytes_kept([g for g in kept if g.history.strategy == "suspend"])
     op.complete("" if live else "no live reloadable group")
+    # Only now: the store's server serves no rank while it looks up the host name of a new client.
+    job.connect_ahead(min(op.creators, len(recreated)))
 
 
-def _quiesce(op: Operation, job: Job, phase: str) -> None:
-    """Wait for work that uses the groups on this rank, and prepare the reload; with a timeout."""
-    stores = job.creation_stores
+def _quiesce(op: Operation, phase: str) -> None:
+    """Wait for work that uses the groups on this rank; with a timeout."""
     with op.record.timed("device"):
         op.do(phase, devices.synchronize, "synchronizing the accelerator")
         c10d.raise_for_aborted()  # the release of the communicators would hide it
-    if stores is not None:  # saves the reload the time to connect
-        with op.record.timed("store", measure=False):
-            connect = partial(stores.connect, min(op.creators, len(op.changes.groups)))
-            op.do(phase, connect, "connecting to the store")

@@ -258,7 +258,9 @@ class StorePool:
 
     def __init__(self, root: Root) -> None:
         self._root = root
+        self._lock = threading.Lock()
         self._connections: dict[int, Task[Store]] = {}
+        self._ended = False
 
     @staticmethod
     def clients_of_a_rank(size: int) -> int:
@@ -267,7 +269,7 @@ class StorePool:
 
     def get(self, index: int) -> Store:
         """Return the client of a thread. Blocking until it is connected, without a timeout."""
-        connection = self.connect_ahead(index)
+        connection = self._connect(index)
         connection.wait(threading.TIMEOUT_MAX)
         try:
             return connection.result()
@@ -276,17 +278,40 @@ class StorePool:
             raise
 
     def connect(self, count: int) -> None:
-        """Connect the first clients now. Blocking, without a timeout; idempotent."""
+        """Connect the first clients, all at once. Blocking, without a timeout; idempotent."""
+        for index in range(count):
+            self._connect(index)
         for index in range(count):
             self.get(index)
 
-    def connect_ahead(self, index: int = 0) -> Task[Store]:
-        """Connect the client of a thread in the background. Local, non-blocking; idempotent."""
-        if index not in self._connections:
-            connect = Task(lambda: c10d.clone_store(self._root()), "connect")
-            self._connections[index] = connect
-        return self._connections[index]
+    def connect_ahead(self, count: int) -> list[Task[None]]:
+        """Connect the first clients in the background, one after the other. Local, non-blocking.
+
+        It stops at :meth:`end` and when the interpreter exits, so that at most one connection is in
+        progress then. Returns the task, if there is a client to connect.
+        """
+
+        def connect() -> None:
+            for index in range(count):
+                if self._ended or not threading.main_thread().is_alive():
+                    return
+                self._connect(index).wait(threading.TIMEOUT_MAX)
+
+        missing = any(index not in self._connections for index in range(count))
+        return [Task(connect, "connect")] if missing else []
+
+    def end(self) -> None:
+        """Connect no further clients in the background. Local, non-blocking; idempotent."""
+        self._ended = True
+
+    def _connect(self, index: int) -> Task[Store]:
+        with self._lock:
+            if index not in self._connections:
+                connect = Task(lambda: c10d.clone_store(self._root()), "connect")
+                self._connections[index] = connect
+            return self._connections[index]
 
     def replaced(self) -> StorePool:
         """Return a pool with new clients, since those of this one may be blocked. Local."""
+        self.end()
         return StorePool(self._root)

@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
+from pathlib import Path
 
 import torch.distributed as dist
+from fault_job import eventually
+from torch.distributed import HashStore
+from watched_store import WatchedStore
 
-from reloadpg.rendezvous.store_client import StoreClient
+import reloadpg
+from reloadpg.rendezvous.store_client import StoreClient, StorePool
 from reloadpg.rendezvous.worker_thread import Wait
 from reloadpg.testing import run_ranks
 
@@ -46,3 +52,65 @@ def _stopped_after_the_deadline(rank, world_size):
 def test_a_stopped_process_does_not_use_up_the_grace_period() -> None:
     """A loaded or suspended machine is not an unresponsive store."""
     assert run_ranks(_stopped_after_the_deadline, 1, timeout=240) == [1]
+
+
+def _connects_in_the_reload(rank, world_size, file):
+    connected, seen = [], []
+
+    def reload_waits():
+        running = reloadpg.status().running
+        return running is not None and (running.operation, running.doing) == (
+            "reload",
+            "connecting to the store",
+        )
+
+    class Slow(WatchedStore):
+        """Connects its first client, that of the barriers, and no other before a reload waits."""
+
+        def clone(self):
+            connected.append(self)
+            if len(connected) > 1:
+                seen.append(eventually(reload_waits))
+            return super().clone()
+
+    reloadpg.install(backends={"gloo"})
+    store = Slow(dist.FileStore(file, world_size))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.new_group([0, 1])
+    reports = reloadpg.offload(), reloadpg.reload()
+    dist.destroy_process_group()
+    return [[span.name for span in one.spans].count("store") > 0 for one in reports], seen
+
+
+def test_a_reload_connects_its_clients_and_an_offload_does_not_wait_for_them(
+    tmp_path: Path,
+) -> None:
+    """The store's server looks up the host name of each new client, and serves none while it does.
+
+    The clients are connected in the background after the offload. A reload that has to wait for
+    them says so, and its report has it as a phase.
+    """
+    found = run_ranks(_connects_in_the_reload, 2, args=(str(tmp_path / "store"),), timeout=240)
+    assert found == [([False, True], [True, True])] * 2
+
+
+def test_clients_are_connected_ahead_one_at_a_time_until_the_job_ends() -> None:
+    """At most one connection is in progress when the interpreter exits."""
+    begun, may_connect, asked = threading.Event(), threading.Event(), []
+
+    def root() -> HashStore:
+        asked.append(len(asked))
+        begun.set()
+        may_connect.wait(60)
+        return HashStore()
+
+    pool = StorePool(root)
+    (connecting,) = pool.connect_ahead(3)
+    assert begun.wait(60)
+    pool.end()
+    may_connect.set()
+    assert connecting.wait(60)
+    assert asked == [0]
+    pool.connect(3)
+    assert len(asked) == 3
+    assert pool.connect_ahead(3) == []
