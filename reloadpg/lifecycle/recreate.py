@@ -180,8 +180,8 @@ def rebuild(
     _delete_spent_keys(op, job, gone)
     if job.creation_stores is not None and gone:
         with op.record.timed("store", measure=False):
-            connect = partial(job.creation_stores.connect, min(op.creators, len(gone)))
-            op.do("rebuilt", connect, "connecting to the store")
+            clients = partial(job.creation_stores.connect, min(op.creators, len(gone)))
+            op.do("rebuilt", clients, "connecting to the store")
     rebuilds.prepare(gone)
     back = [g for g in op.changes.groups if g in gone or (connect != "none" and g in kept)]
     op.each("rebuilt", back, rebuilds.rebuild, parallelism=op.creators)
