@@ -190,21 +190,20 @@ class Registry:
     """The state behind the public functions. One instance per process: :data:`registry`."""
 
     def __init__(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        self.lock = threading.RLock()
-        """Never held across a callback or a collective step."""
-        self.pid = os.getpid()
         self.options: Options | None = None
         self.patches: Any = None
         """The ``Patches`` of the installation; None without one."""
         self.by_environment = False
         """Whether ``RELOADPG_AUTOINSTALL`` made the installation."""
-        self.callbacks = Callbacks()
-        self.warned: set[str] = set()
         self.variables: dict[str, tuple[str, str | None]] = {}
         """Variables of the environment that the installation has set."""
+        self.callbacks = Callbacks()
+        self._begin_process()
+
+    def _begin_process(self) -> None:
+        self.lock = threading.RLock()
+        """Never held across a callback or a collective step."""
+        self.warned: set[str] = set()
         self.left_alone: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
         """Selected groups that cannot be managed, with the reason."""
         self.without_set: WeakSet[ProcessGroup] = WeakSet()
@@ -221,14 +220,11 @@ class Registry:
         The child inherits the parent's groups and their sockets. Using these would corrupt the
         parent's connections, so every operation is refused until the child starts its own job.
         """
-        options, patches, callbacks = self.options, self.patches, self.callbacks
-        by_environment, variables = self.by_environment, self.variables
         if c10d.known_groups():
             c10d.drop_inherited_connections()
-        self._clear()
-        self.options, self.patches, self.by_environment = options, patches, by_environment
-        self.variables = variables
-        self.callbacks.install, self.callbacks.uninstall = callbacks.install, callbacks.uninstall
+        self._begin_process()
+        old = self.callbacks
+        self.callbacks = Callbacks(install=old.install, uninstall=old.uninstall)
         self._inherited = c10d.world()
 
     # -- the job ----------------------------------------------------------------------------
