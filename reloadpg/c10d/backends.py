@@ -408,16 +408,16 @@ _RECOVERY_SETTINGS = {
 """The value of each variable, and why another is refused; empty if it is not."""
 
 if hasattr(_c10d, "ProcessGroupNCCL2"):
-    # Its first dump, with stack traces, goes on in a thread that is left behind. It wants Python's
-    # lock at the exit of the interpreter, which ends the process with SIGABRT (seen on 2.15.0).
+    # A dump with stack traces continues in a thread that is never joined. That thread acquires the
+    # GIL while the interpreter exits, which ends the process with SIGABRT (seen on 2.15.0).
     _RECOVERY_SETTINGS["TORCH_INCLUDE_STACK_TRACE"] = ("0", "")
 
 
 def aborted_groups() -> list[str]:
     """Name the groups of this process whose communicator the watchdog has found broken.
 
-    The engines note an error before they free the device (seen as for :func:`recovery_settings`),
-    so what a device that is idle has computed is right if there is none.
+    The engines record an error before they free the device (seen as for :func:`recovery_settings`).
+    So if there is none, the results of an idle device are correct.
     """
     found = []
     for group in known_groups():
@@ -445,8 +445,8 @@ def release_cautions(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Say which settings make the release of an NCCL communicator unsafe, and what to do. Pure.
 
     By ``ProcessGroupNCCL.cpp`` of torch 2.8 to 2.15: with the allocator's hook, each new segment of
-    memory is registered with every communicator in a table that ``shutdown()`` does not clear, and
-    the dumps that a pipe or a time-out asks for are made by the first default group of the process.
+    memory is registered with every communicator in a table that ``shutdown()`` does not clear. The
+    first default group of the process writes all dumps that a pipe or a timeout requests.
     """
     found = []
     if environ.get("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "0") not in ("", "0"):
@@ -457,8 +457,8 @@ def release_cautions(environ: Mapping[str, str] = os.environ) -> list[str]:
         )
     if environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE"):
         found.append(
-            "TORCH_NCCL_DEBUG_INFO_PIPE_FILE is set: the flight recorder's pipe is served by the "
-            "first default group and is silent after a reload; call "
+            "TORCH_NCCL_DEBUG_INFO_PIPE_FILE is set: only the first default group serves the "
+            "flight recorder's pipe, so nothing serves it after a reload; call "
             "torch._C._distributed_c10d._dump_nccl_trace() instead"
         )
     return found

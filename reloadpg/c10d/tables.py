@@ -98,7 +98,7 @@ def entry_of(
     """Read a new group's name, members, backend string, and backends by device type.
 
     The members are by global rank, in the order of their group ranks. Nothing is copied, since a
-    job creates groups by the thousand; torch changes none of it later.
+    job creates thousands of groups; torch does not change these values later.
     """
     tables = _c10d._world
     ranks = tables.pg_group_ranks.get(group)

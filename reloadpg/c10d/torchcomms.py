@@ -15,11 +15,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 
 HAS_TORCHCOMMS = hasattr(_c10d, "_BackendWrapper")
-"""Whether torch has found the package, enabled or not."""
+"""Whether torch can import the package; it may be disabled."""
 
 TORCHCOMMS_SUPPORT = (
     "TorchComms is enabled: its gloo groups are released, rebuilt and recovered, one at a time, "
-    "and never suspended; with its NCCL backend nothing has run"
+    "and never suspended; its NCCL backend was not tested"
 )
 
 TORCHCOMMS_RECOVERY = {

@@ -34,7 +34,7 @@ thread = _Thread()
 
 
 class verbatim:  # noqa: N801 - a context manager
-    """A block in which this thread's groups come back as torch makes them."""
+    """A block in which the patched functions return this thread's groups as torch makes them."""
 
     def __enter__(self) -> None:
         self._before = thread.verbatim
@@ -143,8 +143,8 @@ class Call(NamedTuple):
 class Construction:
     """The record of one group's creation: everything that a replay needs. It is never changed.
 
-    A job creates groups by the thousand, so what torch has of a group is kept uncopied, and the
-    rest is computed when an operation first reads it. A frozen dataclass takes 7 us in place of 1.
+    A job creates thousands of groups. So torch's own values are kept without a copy, and the rest
+    is computed when an operation first reads it. A frozen dataclass takes 7 us instead of 1.
 
     Attributes:
         name: the group's stable name, as torch gave it the first time.

@@ -353,9 +353,9 @@ class ReloadableProcessGroup(Dispatch):
     def current_timeouts(self) -> dict[str, timedelta]:
         """Return the timeouts by device type: of the live group, or of the next generation."""
         if self.is_live:
-            # Not every backend tells its timeout; one that was set here is known.
-            told = c10d.get_timeouts(self._current, tuple(self.construction.devices))
-            return {**self._timeouts, **told}
+            # Not every backend reports its timeout; a timeout that was set here is known.
+            reported = c10d.get_timeouts(self._current, tuple(self.construction.devices))
+            return {**self._timeouts, **reported}
         return dict(self._timeouts)
 
     def set_timeout(self, timeout: timedelta) -> None:
