@@ -230,31 +230,22 @@ def manage_world(
     world = c10d.world()
     if options is None or world is None or isinstance(world, ReloadableProcessGroup):
         return None
-    devices, ranks = c10d.device_backends(world), c10d.ranks_of(world)
     if bypass_of(world, options.selection) is not None:
         return None
+    name, ranks, backend, devices = c10d.entry_of(world)
     obstacle = _obstacle(world, len(ranks))
     if obstacle:
         registry.left_alone[world] = obstacle
         return None
     selected = options.selection.selected(devices, len(ranks))
-    backend = c10d.backend_of(world)
     defaults: tuple[object, Any] = (None, None)
     if call is None:
         call = Call(c10d.original("init_process_group"), (), {})
         timeout = next(iter(c10d.get_timeouts(world, selected).values()), None)
         defaults = c10d.options_of(world, selected), timeout
+    rank, desc = world.rank(), str(world.group_desc)
     construction = Construction(
-        call,
-        c10d.name_of(world),
-        ranks,
-        backend,
-        devices,
-        selected,
-        world.rank(),
-        str(world.group_desc),
-        defaults,
-        WORLD_ORDER,
+        call, name, ranks, backend, devices, selected, rank, desc, defaults, WORLD_ORDER
     )
     c10d.complete_ranks(world, tuple(devices))
     proxy = ReloadableProcessGroup(world, construction)
