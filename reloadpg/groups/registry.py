@@ -314,6 +314,12 @@ class Registry:
         job = self._job
         return job if job is not None and job.of() is c10d.world() else None
 
+    @property
+    def replaces(self) -> bool:
+        """Whether this process replaces another one and has not rejoined its job. Local, cheap."""
+        job = self._job
+        return job is not None and job.rendezvous.replaces and job is self.known_job
+
     def is_inherited(self, world: ProcessGroup) -> bool:
         """Whether a default group was inherited from the parent process by a fork."""
         return world is self._inherited

@@ -34,12 +34,6 @@ class Places:
         return self.taken is not None
 
 
-def replaces() -> bool:
-    """Whether this process replaces another one and has not rejoined its job."""
-    job = registry.known_job
-    return job is not None and job.rendezvous.replaces
-
-
 def is_without_backends(asked: c10d.Asked) -> bool:
     """Whether to create a group without a backend. Raises for a group that would bypass."""
     if asked.size == 1:

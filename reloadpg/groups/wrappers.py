@@ -18,7 +18,7 @@ from ..rendezvous.predecessor import Predecessor
 from .creation import WORLD_ORDER, Call, Construction, parameters_of, thread, verbatim
 from .proxy import GroupState, ReloadableProcessGroup
 from .registry import bypass_of, registry
-from .replacement import Places, is_without_backends, replaces, split_alone
+from .replacement import Places, is_without_backends, split_alone
 from .sets import TRAINER
 
 Function = Callable[..., Any]
@@ -81,7 +81,7 @@ def _split_group(wrapped: Function) -> Function:
         if thread.verbatim:
             return wrapped(*args, **kwargs)
         call = Call.capture(wrapped, args, kwargs)
-        if replaces():
+        if registry.replaces:
             made = split_alone(call)
         else:
             with verbatim():
@@ -144,7 +144,7 @@ def _create_alone(call: Call) -> Any:
     """Create a group without a parent: WORLD has no communicator to split."""
     for value in (*call.args, *call.kwargs.values()):
         c10d.forget_parent(value)
-    alone = replaces()
+    alone = registry.replaces
     without = is_without_backends if alone else None
     with c10d.CreationByMembers(without_backends=without, waits=not alone):
         return call()
@@ -179,7 +179,7 @@ def _manage(
         return made
     if call is None:
         call = Call.capture(function, args, kwargs)
-    bare = replaces() and not c10d.has_backends(made)
+    bare = registry.replaces and not c10d.has_backends(made)
     parents: tuple[object, Any] = (None, None)
     if function.__name__ == "split_group":  # torch has copied the parent's options
         timeouts = c10d.get_timeouts(made, selected).values()
