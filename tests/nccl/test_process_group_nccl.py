@@ -15,6 +15,7 @@ from nccl_job import (
     CAN_SUSPEND,
     LIMIT,
     Meetings,
+    eventually,
     held,
     left_over,
     on_engines,
@@ -22,6 +23,7 @@ from nccl_job import (
     summed,
     used,
 )
+from torch.distributed.device_mesh import init_device_mesh
 
 import reloadpg
 from reloadpg.testing import standins
@@ -38,6 +40,9 @@ SHORT = timedelta(seconds=5)
 BOUND = timedelta(seconds=10)
 """The timeout of an operation that reaches it."""
 CYCLES = int(os.environ.get("NCCL_CYCLES", "10"))
+WARM = 5
+"""Cycles after which each thread that creates groups has its store client."""
+ROWS, COLUMNS = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
 bound_or_not = pytest.mark.parametrize("bound", [True, False])
 
 
@@ -62,69 +67,81 @@ def test_a_connected_group_is_not_connected_again(
     assert len(memory) == 1
 
 
-@bound_or_not
+def total(ranks: list[list[int]], rank: int) -> float:
+    """The sum of ``rank + 1`` over this rank's part."""
+    return next(sum(part) + 2.0 for part in ranks if rank in part)
+
+
 @pytest.mark.parametrize("how", ["reload", "recover"])
-@on_engines(2)
-def test_cycles_leave_nothing_over(engine: str, how: str, bound: bool, rank: int) -> None:
-    """Communicators, bytes, threads and descriptors are those of the fifth cycle."""
-    start(rank, bound=bound)
-    meetings = Meetings(2)
-    groups = [None, dist.new_group([0, 1]), dist.new_group([0, 1])]
+@pytest.mark.parametrize("made_by", ["new_group", "new_group, bound", "split", "mesh"])
+@on_engines(4)
+def test_cycles_leave_nothing_over(engine: str, made_by: str, how: str, rank: int) -> None:
+    """An offload leaves no communicator; sums and timeouts are right after each cycle.
+
+    Communicators, bytes, threads and descriptors are those of the fifth cycle. So are keys in the
+    store, but for those of the last barriers, which a rank may not have deleted yet. Torch splits
+    the groups of a default group that is bound to a device, and connects them at their creation.
+    """
+    start(rank, bound=made_by != "new_group")
+    if made_by == "mesh":
+        mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("column", "row"))
+        row, column = mesh.get_group("row"), mesh.get_group("column")
+    elif made_by == "split":
+        row, column = (dist.split_group(split_ranks=part) for part in (ROWS, COLUMNS))
+    else:
+        row, column = (dist.new_subgroups_by_enumeration(part)[0] for part in (ROWS, COLUMNS))
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+    set_timeout(timedelta(seconds=71), row)
+    meetings = Meetings(4)
+    store = dist.distributed_c10d._world.pg_map[dist.group.WORLD][1]
+
+    def keys() -> int:
+        return int(store.num_keys()) - 2 * meetings.number  # each meeting leaves two
+
+    def timeout() -> timedelta:
+        backend: Any = row._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+        found: timedelta = backend.options._timeout
+        return found
+
     for cycle in range(1, CYCLES + 1):
         if how == "recover":
             reloadpg.recover("a test")
-        reloadpg.offload()  # each thread that creates groups then has its store client
+        assert timeout() == timedelta(seconds=72 if cycle > WARM else 71)
+        reloadpg.offload()
+        assert standins.communicators() == 0
+        if cycle == WARM:
+            set_timeout(timedelta(seconds=72), row)
         reloadpg.reload()
-        assert [summed(group, rank) for group in groups] == [3.0] * 3
+        sums = [summed(group, rank) for group in (None, row, column)]
+        assert sums == [10.0, total(ROWS, rank), total(COLUMNS, rank)]
         meetings.meet()
-        if cycle == 5:
-            before = held()
+        if cycle == WARM:
+            before, keys_before = held(), keys()
             meetings.meet()
     assert left_over(before) == ""
     assert before.communicators == 3
+    meetings.meet()
+    assert eventually(lambda: keys() < keys_before + 5)
+    assert made_by != "mesh" or mesh.get_group("row") is row
 
 
-@on_engines(2)
-def test_a_timeout_set_after_the_creation_holds(engine: str, rank: int) -> None:
-    """Set on a live group, and on an offloaded one."""
-    start(rank)
-    group: Any = dist.new_group([0, 1])
-
-    def timeout() -> float:
-        return float(group._get_backend(torch.device("cuda")).options._timeout.total_seconds())
-
-    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
-    set_timeout(timedelta(seconds=71), group)
-    assert timeout() == 71
-    reloadpg.offload()
-    reloadpg.reload()
-    assert timeout() == 71
-    reloadpg.recover("a test")
-    assert timeout() == 71
-    reloadpg.offload()
-    set_timeout(timedelta(seconds=72), group)
-    reloadpg.reload()
-    assert timeout() == 72
-    assert summed(group, rank) == 3.0
-
-
-@on_engines(2)
-def test_keys_of_released_communicators_are_deleted(engine: str, rank: int) -> None:
-    """From the second generation on, the number of keys in the store is constant."""
-    start(rank)
-    group = dist.new_group([0, 1])
-    store = dist.distributed_c10d._world.pg_map[dist.group.WORLD][1]
-    # A rank that works for long creates this key.
-    store.underlying_store.add("reloadpg/1/progress", 0)  # type: ignore[attr-defined]
-    keys = []
-    for _ in range(4):
+@pytest.mark.parametrize("when", ["live", "offloaded"])
+@on_engines(4)
+def test_a_split_is_reloaded_after_its_parent_was_destroyed(
+    engine: str, when: str, rank: int
+) -> None:
+    start(rank, bound=True)
+    parent = dist.split_group(split_ranks=[[0, 1, 2, 3]])
+    child = dist.split_group(parent, split_ranks=ROWS)
+    assert summed(child, rank) == total(ROWS, rank)
+    for cycle in range(2):
+        if cycle == 0 and when == "live":
+            dist.destroy_process_group(parent)
         reloadpg.offload()
+        if cycle == 0 and when == "offloaded":
+            dist.destroy_process_group(parent)
         reloadpg.reload()
-        summed(group, rank)
-        summed(None, rank)
-        keys.append(store.num_keys())
-        summed(None, rank)
-    assert len(set(keys[1:])) == 1
+        assert summed(child, rank) == total(ROWS, rank)
 
 
 @on_engines(2)
