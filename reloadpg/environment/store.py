@@ -196,9 +196,10 @@ def take_place(store: Store, mine: Place, seconds: float) -> str:
     Returns:
         The difference to the place that another process has taken before; empty if there is none.
     """
+    device = [f"device/{mine.exclusive}"] if mine.exclusive else []
 
     def take(store: Store) -> str:
-        for key in ("first", f"rank/{mine.rank}", f"device/{mine.exclusive}"):
+        for key in ("first", f"rank/{mine.rank}", *device):
             taken = store.compare_set(f"place/{key}", "", json.dumps(asdict(mine)))
             found = _difference(Place(**json.loads(taken)), mine)
             if found:
@@ -229,7 +230,7 @@ def _difference(one: Place, other: Place) -> str:
             f"rank {one.rank} was taken by 2 processes: on {', '.join(hosts)}: start each rank "
             f"once, and set a separate MASTER_PORT for each job"
         )
-    if one.exclusive and one.exclusive == other.exclusive:
+    if one.exclusive == other.exclusive != "":
         ranks = (place.local_rank for place in (one, other))
         locals_ = ("not set" if rank is None else str(rank) for rank in ranks)
         return (
