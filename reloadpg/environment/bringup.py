@@ -215,16 +215,16 @@ def bring_up(
     # If a peer dies between agreement and connection, this rank would wait for all of ``timeout``,
     # which may be hours. So the groups are created within a round.
     root = None if alone else partial(PrefixStore, "barriers", store)
-    rendezvous, seconds = Rendezvous(root, rank, size, watches=True), init_timeout.total_seconds()
-    difference = ""
+    seconds, difference = init_timeout.total_seconds(), ""
     if root is not None:
         host, local_rank = socket.gethostname(), environment.local_rank
         place = Place(rank, size, host, local_rank, str(device), placement.exclusive())
         difference = take_place(store, place, seconds)
-        if difference:  # not counted: its job is the first one on this store
-            rendezvous.state = rendezvous.state._replace(instance=1)
-        else:
-            rendezvous.count_job(root())  # before the others can count on this process
+    rendezvous = Rendezvous(root, rank, size, watches=not difference)
+    if difference:  # not counted, also on its host: the job is the first one on this store
+        rendezvous.state = rendezvous.state._replace(instance=1)
+    elif root is not None:
+        rendezvous.count_job(root())  # before the others can count on this process
     round_ = rendezvous.open("init_distributed", ("agree", "connected"), seconds)
     if difference:
         round_.disagree("agree", difference)

@@ -307,16 +307,29 @@ def wait_for_arrival() -> dist.TCPStore:
     return store
 
 
+def come_late() -> None:
+    """Start this rank a second time."""
+    code = "import reloadpg; reloadpg.init_distributed('gloo', init_timeout=60)"
+    command = [sys.executable, "-c", code]
+    late = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert late.returncode == 1
+    assert "DisagreementError" in late.stderr
+    assert "rank 1 was taken by 2 processes: on " in late.stderr
+
+
 @pytest.mark.ranks(2)
 def test_a_process_that_comes_after_the_agreement_is_refused(rank: int) -> None:
-    """Such as a rank that was started twice, or one of another job on the same store."""
-    code = "import reloadpg; reloadpg.init_distributed(init_timeout=60)"
-    with reloadpg.init_distributed(init_timeout=LIMIT):
+    """Before the groups are connected, and later. The job continues without it."""
+
+    def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
         if rank == 1:
-            command = [sys.executable, "-c", code]
-            late = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-            assert "rank 1 was taken by 2 processes: on " in late.stderr
-            assert late.returncode == 1
+            come_late()
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    dist.Backend.register_backend("slow", create, devices=["cpu"])
+    with reloadpg.init_distributed("cpu:slow", init_timeout=LIMIT):
+        if rank == 1:
+            come_late()
         assert summed(rank) == 1
 
 
