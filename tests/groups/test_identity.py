@@ -428,6 +428,22 @@ def test_the_store_server_ends_with_the_default_group(rank, world, delay):
     assert getattr(held, "state", "destroyed") == "destroyed"
 
 
+@pytest.mark.ranks(1)
+def test_the_store_of_a_job_is_not_found_after_its_end():
+    """The error is of the kind that a lost store raises, whether or not WORLD is still held."""
+    for held in (True, False):
+        dist.init_process_group("gloo")
+        world = dist.group.WORLD
+        find = store_client.c10d.root_store_of_job(world)
+        find().set("key", "value")
+        dist.destroy_process_group()
+        if not held:
+            del world
+            gc.collect()
+        with pytest.raises(RuntimeError, match="was destroyed"):
+            find()
+
+
 # ---------------------------------------------------------------------------------------------
 # which groups are reloadable, and from when on
 
