@@ -113,6 +113,18 @@ def test_a_rank_without_a_leader_sends_nothing() -> None:
     lone.close()
 
 
+def test_the_lowest_rank_of_a_host_waits_for_the_others() -> None:
+    """Also at the first barrier after they have met."""
+    leader, follower = peers.Peers(3), peers.Peers(5)
+    entries = leader.entry() + follower.entry()
+    assert leader.meet(entries) == follower.meet(entries) == (3, 5)
+    assert leader.channel.gather("a", 0.0) == (0, False)
+    assert follower.channel.hand("a", 7)
+    assert leader.channel.gather("a", SOON) == (7, True)
+    leader.forget()
+    follower.forget()
+
+
 class HostsJob(Job):
     """Ranks on these hosts, which count their requests to the store.
 
