@@ -17,6 +17,7 @@ from replacing import RANKS, VICTIM, all_here, die, incarnation, run_replaced, s
 from torch.distributed.device_mesh import init_device_mesh
 
 import reloadpg
+from reloadpg.lifecycle.recover import longest_wait
 from reloadpg.rendezvous.decision import store_lost, store_silent
 
 STEPS = 3
@@ -100,6 +101,8 @@ def one_replaced(rank: int, size: int, dies: bool) -> list[float]:
     assert len(job.groups) == 6
     for group in [*job.groups.values()][1:4]:
         job.agree(f"{dist.get_process_group_ranks(group)}", group.group_name)
+    # A new process, too, waits as long as a collective may take.
+    assert longest_wait(job.ring) > PATIENCE.total_seconds()
     assert {dist.get_backend(group) for group in job.groups.values()} == {"gloo"}
     assert job.states() == {"failed" if new else "live"}
     if new:
