@@ -252,6 +252,7 @@ def test_detection_returns_one_identity_or_names_variable_and_value(row: Row) ->
 @pytest.mark.parametrize(
     ("environ", "name", "said"),
     [
+        (TORCHRUN, "LOCAL_RANK", "torchrun placed rank 5 as local rank 2"),
         (f"{OMPI2} {MEET}", "OMPI_COMM_WORLD_LOCAL_RANK", "openmpi placed rank 5 as local rank 2"),
         (SLURM, "SLURM_LOCALID", "slurm placed rank 5 as local rank 2"),
     ],
