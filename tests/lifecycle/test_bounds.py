@@ -52,7 +52,7 @@ def test_a_release_that_hangs_is_named_and_aborted(rank, machine):
     seen = attempt(reloadpg.offload)
     assert seen.kind == "RendezvousTimeoutError"
     assert "Rank 1 did not finish its own work; rank 1 was in" in seen.text
-    assert "(g1)" in seen.text
+    assert [f"(g{number})" in seen.text for number in range(3)] == [False, True, False]
     assert "raise install(timeout=...)" in seen.text
     assert seen.seconds < BOUND + ALLOWANCE
     assert eventually(lambda: simulated.stats().held_bytes == 0)
@@ -86,6 +86,41 @@ def test_memory_of_a_stalled_abort_is_reported_as_held(rank):
     job.meet("offloaded")
     reloadpg.reload()
     assert reloadpg.offload().unfinished == ()
+    reloadpg.reload()
+    job.assert_live()
+
+
+@pytest.mark.ranks(2)
+def test_an_operation_waits_for_a_communicator_that_is_still_being_destroyed(rank):
+    """A failed offload on rank 0 has left it."""
+    job = Job("sim", subgroups=[(0, 1)])
+    freed, ended, seen = threading.Event(), threading.Event(), []
+
+    def hold(_):
+        freed.wait(240)
+        ended.set()
+
+    def arrive(_):
+        seen.append(ended.is_set())
+        freed.set()
+
+    if rank == 0:
+        place = {"group": "g0", "call": hold}
+        simulated.inject(simulated.Fault("release", group="g0", operation="shutdown"))
+        simulated.inject(simulated.Fault("release", "call", operation="abort", **place))
+    with contextlib.suppress(reloadpg.ReloadpgError):
+        reloadpg.offload()
+    job.meet("failed")
+    if rank == 0:
+        barrier = {"operation": "offload.enter", "moment": "before", "call": arrive}
+        simulated.inject(simulated.Fault("barrier", "call", **barrier))
+        waits = reloadpg.offload(wait=False)
+        assert eventually(lambda: "still being" in str(reloadpg.status().running) or seen)
+        freed.set()
+        waits.result()
+        assert seen == [True]
+    else:
+        reloadpg.offload()
     reloadpg.reload()
     job.assert_live()
 
