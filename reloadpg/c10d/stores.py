@@ -91,7 +91,7 @@ def rendezvous_keys(name: str, backends: Mapping[str, str], rank: int, size: int
     its source, rank 0 of NCCL writes ``nccl_storekey_<name>``.
     """
     places = {f"{name}//{device}//": backend for device, backend in backends.items()}
-    places[f"{name}//"] = next((one for one in backends.values() if one != "gloo"), "gloo")
+    places[f"{name}//"] = "gloo"
     found = []
     for place, backend in places.items():
         found.append(f"{place}0/{rank}")
