@@ -268,8 +268,8 @@ def join(*, offload: bool) -> torch.device:
         # Groups of one rank hold a communicator too, and small jobs have many of them.
         reloadpg.install(min_size=1)
     if not torch.cuda.is_available():
-        os.environ.setdefault("RELOADPG_SIM_BYTES", str(8 << 20))  # held by each communicator
         simulated.register()
+        simulated.configure(bytes_per_communicator=8 << 20)
         dist.init_process_group(simulated.NAME)
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -221,7 +221,6 @@ VARIABLES = frozenset(
         "RELOADPG_LOG_LEVEL",
         LOG_WAIT,
         "RELOADPG_RANK_LOADING",
-        "RELOADPG_SIM_BYTES",
         STATUS_DIR,
         "RELOADPG_STRATEGY",
         "RELOADPG_TIMEOUT_S",

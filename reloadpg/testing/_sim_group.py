@@ -125,7 +125,7 @@ class Communicator:
         cast(Any, group)._set_group_name(record.info.name)
         with self._changing:
             self.check_alive(operation)  # it may have been aborted while this thread waited
-            held = self._settings.bytes_per_communicator or 0
+            held = self._settings.bytes_per_communicator
             self._accelerator.connect(record, held, int(held * self._settings.persistent_share))
             self._gloo, self._group = gloo, group
         self._accelerator.check("connect", operation, record, "after")

@@ -26,7 +26,7 @@ _KEPT = 1024
 
 @dataclass(frozen=True)
 class Settings:
-    bytes_per_communicator: int | None = None
+    bytes_per_communicator: int = 32 << 20
     persistent_share: float = 0.125
     suspend_works: bool = True
     eager: bool = False

@@ -55,8 +55,6 @@ from ._sim_state import (
 )
 
 __all__ = [
-    "BYTES_VARIABLE",
-    "DEFAULT_BYTES",
     "NAME",
     "BarrierInfo",
     "Fault",
@@ -74,12 +72,6 @@ __all__ = [
     "register",
     "stats",
 ]
-
-BYTES_VARIABLE = "RELOADPG_SIM_BYTES"
-"""Environment variable: bytes that each communicator holds, read when a group is created."""
-
-DEFAULT_BYTES = 32 << 20
-
 
 _device = Device()
 """That of this process; a forked child starts with none of its parent's groups and faults."""
@@ -109,8 +101,8 @@ def configure(
     None leaves a setting unchanged.
 
     Args:
-        bytes_per_communicator: bytes that each communicator holds from its first use (default: the
-            environment variable ``RELOADPG_SIM_BYTES``, or 32 MiB).
+        bytes_per_communicator: bytes that each communicator holds from its first use (default: 32
+            MiB).
         persistent_share: share of them that a suspend does not release (default: 0.125).
         suspend_works: if False, a suspend succeeds but releases nothing, like NCCL's without cuMem;
             the environment variable ``NCCL_CUMEM_ENABLE=0`` does the same (default: True).
@@ -202,7 +194,7 @@ def _create(received: Any, options: object) -> SimulatedProcessGroup:
     _device.check("create", "create", record)
     time.sleep(settings.creation_seconds)
     works = settings.suspend_works and os.environ.get("NCCL_CUMEM_ENABLE") != "0"
-    settings = replace(settings, bytes_per_communicator=_bytes(), suspend_works=works)
+    settings = replace(settings, suspend_works=works)
     communicator = Communicator(record, received.store, settings, _device)
     group = SimulatedProcessGroup(communicator, received.store)
     try:
@@ -217,16 +209,3 @@ def _create(received: Any, options: object) -> SimulatedProcessGroup:
 
 def _free_bytes() -> int | None:
     return _device.free_bytes
-
-
-def _bytes() -> int:
-    if _device.settings.bytes_per_communicator is not None:
-        return _device.settings.bytes_per_communicator
-    text = os.environ.get(BYTES_VARIABLE, "")
-    if not text:
-        return DEFAULT_BYTES
-    if not text.isdecimal():
-        raise ValueError(
-            f"{BYTES_VARIABLE}={text!r}: must be a number of bytes; unset it for 32 MiB"
-        )
-    return int(text)

@@ -9,9 +9,8 @@ from cli_process import command, decoded
 from reloadpg.cli import bench, main
 
 
-def test_offload_and_reload_are_measured(monkeypatch, capsys):
+def test_offload_and_reload_are_measured(capsys):
     """Times and memory, as JSON alone on stdout."""
-    monkeypatch.delenv("RELOADPG_SIM_BYTES", raising=False)
     options = ["--backend", "sim", "--ranks", "2", "--groups", "3", "--cycles", "2", "--json"]
     assert main(["bench", *options]) == 0
     written = capsys.readouterr()

@@ -103,15 +103,14 @@ def test_a_released_group_raises_on_every_path() -> None:
         unused.barrier()
 
 
-@pytest.mark.ranks(1, env={simulated.BYTES_VARIABLE: str(2 * MIB)})
+@pytest.mark.ranks(1)
 def test_a_group_that_is_dropped_without_release_is_counted_as_leaked() -> None:
-    """And its memory is freed. ``RELOADPG_SIM_BYTES`` sets the size of a communicator."""
-    simulated.register()
+    """And its memory is freed."""
     simulated.register()  # idempotent
-    dist.init_process_group("sim")
+    start()
     group = alone()
     use(group)
-    assert held() == 2 * MIB
+    assert held() == HELD
     drop(group)
     del group
     gc.collect()

@@ -201,7 +201,7 @@ def test_sim_settings_are_reset_without_the_fixture():
 
     initialized_alone("sim")
     summed()
-    assert simulated.stats().held_bytes == simulated.DEFAULT_BYTES
+    assert simulated.stats().held_bytes == 32 << 20
     dist.destroy_process_group()
 
 
