@@ -21,13 +21,13 @@ FOREIGN = """
 import functools
 import torch.distributed as dist
 
-def somebodys(function):
+def another_library(function):
     @functools.wraps(function)
-    def wrapper_of_somebody(*args, **kwargs):
+    def wrapper_of_another(*args, **kwargs):
         return function(*args, **kwargs)
-    return wrapper_of_somebody
+    return wrapper_of_another
 
-dist.new_group = somebodys(dist.new_group)
+dist.new_group = another_library(dist.new_group)
 """
 
 
@@ -67,7 +67,7 @@ def test_all_problems_are_reported_at_once(modules, tmp_path):
     # Named by its code, though functools.wraps gave it torch's name and module.
     (message,) = of(found, "foreign wrapper", "problem")
     assert "torch.distributed.new_group" in message
-    assert "wrapper_of_somebody" in message
+    assert "wrapper_of_another" in message
     assert "wraps.py, line 6" in message
     # install() would patch it, so it is a warning.
     (message,) = of(found, "early alias")

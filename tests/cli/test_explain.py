@@ -312,8 +312,8 @@ assert large.argmax(-1).cpu()[kept].numel() == 128
 assert torch.nn.utils.get_total_norm([large, large], foreach=True).is_cuda
 sine = torch.compile(torch.sin, fullgraph=True)
 assert sine(torch.ones(2, device="cuda")).is_cuda
-told = [None] * dist.get_world_size()
-dist.all_gather_object(told, "mine")
+gathered = [None] * dist.get_world_size()
+dist.all_gather_object(gathered, "mine")
 unfinished, length = torch.ones(4, dtype=torch.bool, device="cuda"), 0
 while unfinished.any():  # as a generation ends
     length += 1

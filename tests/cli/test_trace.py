@@ -106,10 +106,10 @@ def test_a_picture_is_written(job, tmp_path, capsys, suffix):
     written = output.read_bytes()
     assert {"svg": b"<svg ", "png": b"PNG"}[suffix] in written
     if suffix == "svg":
-        words = texts(output)
-        assert {"rank 0", "rank 1", "failed", "waits for other ranks", "offload failed"} <= {*words}
-        assert "memory in use (simulated)" in words
-        assert any("ZeroDivisionError" in one for one in words)
+        drawn = texts(output)
+        assert {"rank 0", "rank 1", "failed", "waits for other ranks", "offload failed"} <= {*drawn}
+        assert "memory in use (simulated)" in drawn
+        assert any("ZeroDivisionError" in one for one in drawn)
         assert main(["trace", str(job[0] / "status"), "-o", str(output), "--last", "4"]) == 0
         assert output.read_bytes() == written
 
@@ -124,10 +124,10 @@ def test_a_rank_that_did_not_call_is_marked_in_its_lane(tmp_path):
     failed = [run(rank, 1060.4, 0.4, "reload", error=error * (rank == 2)) for rank in (0, 2)]
     output = tmp_path / "picture.svg"
     draw([*ended, *failed], range(3), output)
-    words = texts(output)
-    assert words["did not call reload"] == pytest.approx(words["rank 1"], abs=5)
-    assert words["rank 2"] < words["RebuildError: <ProcessGroup> & 'others'"]
-    assert {"offload 400 ms", "reload failed", "offloaded", "60.0 s"} <= {*words}
+    drawn = texts(output)
+    assert drawn["did not call reload"] == pytest.approx(drawn["rank 1"], abs=5)
+    assert drawn["rank 2"] < drawn["RebuildError: <ProcessGroup> & 'others'"]
+    assert {"offload 400 ms", "reload failed", "offloaded", "60.0 s"} <= {*drawn}
     draw(ended, range(3), output)
     assert not any("did not call" in one for one in texts(output))
 
@@ -142,10 +142,10 @@ def test_consecutive_operations_have_separate_axes(tmp_path):
     assert clusters([first, at_once, later]) == [[first], [at_once], [later]]
     output = tmp_path / "picture.svg"
     draw([*done, *failed, *again], range(3), output)
-    words = texts(output)
-    assert {"offload 50 ms", "reload failed", "offload failed"} <= {*words}
-    assert {f"First of {rank}" for rank in range(3)} <= {*words}
-    assert words["did not call offload"] == pytest.approx(words["rank 2"], abs=5)
+    drawn = texts(output)
+    assert {"offload 50 ms", "reload failed", "offload failed"} <= {*drawn}
+    assert {f"First of {rank}" for rank in range(3)} <= {*drawn}
+    assert drawn["did not call offload"] == pytest.approx(drawn["rank 2"], abs=5)
 
 
 # -- the files ------------------------------------------------------------------------------------
@@ -164,9 +164,9 @@ def test_an_operation_in_progress_ends_at_the_last_heartbeat(tmp_path):
     assert (second.end, second.spans) == (1009.0, [])
     output = tmp_path / "picture.svg"
     draw([first, second], ranks, output)
-    words = texts(output)
-    assert "not ended" in words
-    assert words["did not call offload"] == pytest.approx(words["rank 2"], abs=5)
+    drawn = texts(output)
+    assert "not ended" in drawn
+    assert drawn["did not call offload"] == pytest.approx(drawn["rank 2"], abs=5)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b'{"traceEvents": [5, {"pid": 0, "ts": "x"}]}'])
@@ -201,6 +201,6 @@ def test_only_the_first_ranks_of_a_large_job_are_drawn(tmp_path, capsys):
     output = tmp_path / "picture.svg"
     assert main(["trace", str(tmp_path), "-o", str(output), "--ranks", "2"]) == 0
     assert "The first 2 of 5 ranks" in capsys.readouterr().out
-    words = texts(output)
-    assert [one for one in words if one.startswith("rank ")] == ["rank 0", "rank 1"]
-    assert any("The first 2 of 5 ranks" in one for one in words)
+    drawn = texts(output)
+    assert [one for one in drawn if one.startswith("rank ")] == ["rank 0", "rank 1"]
+    assert any("The first 2 of 5 ranks" in one for one in drawn)
