@@ -212,10 +212,6 @@ class JobView:
         """Ranks that no longer take part: ``exited``, ``gone``, ``stopped`` or ``silent``."""
         return [one for one in self.ranks if one.absent == why]
 
-    @property
-    def not_installed(self) -> list[int]:
-        return [record.rank for record in self.ranks if not record.installed]
-
     def findings(self) -> list[Finding]:
         """Findings about the job as a whole, the running operation first."""
         return [*self.running_findings(), *self.lasting_findings()]
@@ -257,9 +253,9 @@ class JobView:
             what = f"{_ranks(missing)} of a job of {self.reading.world_size}: no record"
             remedy = "check that it runs, and that reloadpg is installed in it with the same "
             yield Finding("missing", "problem", what, f"{remedy}status directory")
-        if self.not_installed:
+        if without := [record.rank for record in self.ranks if not record.installed]:
             remedy = "call reloadpg.install() on every rank, before the groups are created"
-            yield Finding("not installed", "problem", _ranks(self.not_installed), remedy)
+            yield Finding("not installed", "problem", _ranks(without), remedy)
         if failed := [record.rank for record in self.ranks if record.state == "failed"]:
             remedy = "fix the cause, then call reload() on all ranks"
             yield Finding("failed", "problem", _ranks(failed), remedy)

@@ -328,10 +328,6 @@ class Device:
     """
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin with no groups and no faults, as in a forked child."""
         # A collection may close a record, or a signal handler read it, while we hold this.
         self.lock = threading.RLock()
         self.settings = Settings()

@@ -73,15 +73,22 @@ __all__ = [
     "stats",
 ]
 
-_device = Device()
-"""That of this process; a forked child starts with none of its parent's groups and faults."""
+
+class _Process:
+    """The state of this process. A forked child gets a new device; inherited groups keep theirs."""
+
+    device = Device()
+
+    @classmethod
+    def reset(cls) -> None:
+        cls.device = Device()
 
 
 def register() -> None:
     """Make ``sim`` a backend of ``torch.distributed``. Local, idempotent, thread-safe."""
-    with _device.lock:
+    with _Process.device.lock:
         if NAME not in Backend.backend_list:
-            os.register_at_fork(after_in_child=_device.reset)
+            os.register_at_fork(after_in_child=_Process.reset)
             Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
         memory.add_source("simulated", memory.Source(lambda: stats().held_bytes, _free_bytes))
 
@@ -125,24 +132,24 @@ def configure(
                 "was changed"
             )
     if (capacity := given.pop("capacity_bytes", None)) is not None:
-        _device.capacity = int(capacity) or None
-    _device.settings = replace(_device.settings, **given)
+        _Process.device.capacity = int(capacity) or None
+    _Process.device.settings = replace(_Process.device.settings, **given)
 
 
 @contextmanager
 def configured(**settings: Any) -> Iterator[None]:
     """:func:`configure` within a block; at its end the settings are as before. Local."""
-    before = _device.settings, _device.capacity
+    before = _Process.device.settings, _Process.device.capacity
     configure(**settings)
     try:
         yield
     finally:
-        _device.settings, _device.capacity = before
+        _Process.device.settings, _Process.device.capacity = before
 
 
 def stats() -> Stats:
     """Counters and held memory of this process. Local; a signal handler may call it."""
-    return _device.stats()
+    return _Process.device.stats()
 
 
 def groups(*, ended: bool = False) -> tuple[GroupInfo, ...]:
@@ -151,7 +158,7 @@ def groups(*, ended: bool = False) -> tuple[GroupInfo, ...]:
     Args:
         ended: also the last 1,024 that were released or leaked.
     """
-    return _device.groups(ended=ended)
+    return _Process.device.groups(ended=ended)
 
 
 def inject(fault: Fault) -> InjectedFault:
@@ -162,21 +169,21 @@ def inject(fault: Fault) -> InjectedFault:
     """
     if fault.at in ("barrier", "failure") and _at_barrier not in barrier_hooks:
         barrier_hooks.append(_at_barrier)
-    return _device.inject(fault)
+    return _Process.device.inject(fault)
 
 
 def clear_faults() -> None:
     """Remove all faults; stalled threads continue. Local, idempotent."""
-    _device.clear_faults()
+    _Process.device.clear_faults()
 
 
 def _at_barrier(moment: Any, operation: str, phase: str, rank: int) -> None:
     """A rank reaches a barrier, or fails."""
     name = f"{operation}.{phase}"
     if moment == "failing":
-        _device.check("failure", name, BarrierInfo(name, rank))
+        _Process.device.check("failure", name, BarrierInfo(name, rank))
     else:
-        _device.check("barrier", name, BarrierInfo(name, rank), moment)
+        _Process.device.check("barrier", name, BarrierInfo(name, rank), moment)
 
 
 def _create(received: Any, options: object) -> SimulatedProcessGroup:
@@ -190,17 +197,18 @@ def _create(received: Any, options: object) -> SimulatedProcessGroup:
         timeout=received.timeout,
         pg_options=options,
     )
-    record, settings = Record(info), _device.settings
-    _device.check("create", "create", record)
+    record, device = Record(info), _Process.device
+    settings = device.settings
+    device.check("create", "create", record)
     time.sleep(settings.creation_seconds)
     works = settings.suspend_works and os.environ.get("NCCL_CUMEM_ENABLE") != "0"
     settings = replace(settings, suspend_works=works)
-    communicator = Communicator(record, received.store, settings, _device)
+    communicator = Communicator(record, received.store, settings, device)
     group = SimulatedProcessGroup(communicator, received.store)
     try:
         if settings.eager:
             communicator.eager_connect_single_device()
-        _device.check("create", "create", record, "after")
+        device.check("create", "create", record, "after")
     except BaseException:
         group.abort()
         raise
@@ -208,4 +216,4 @@ def _create(received: Any, options: object) -> SimulatedProcessGroup:
 
 
 def _free_bytes() -> int | None:
-    return _device.free_bytes
+    return _Process.device.free_bytes

@@ -126,6 +126,21 @@ def test_a_group_that_is_dropped_without_release_is_counted_as_leaked() -> None:
     assert (simulated.stats().leaked, held()) == (1, 0)  # its release was attempted
 
 
+@pytest.mark.ranks(1)
+def test_a_forked_child_has_a_new_device() -> None:
+    """Groups of its parent do not count there, also when they end."""
+    start()
+    group = alone()
+    use(group)
+    child = os.fork()
+    if child == 0:
+        before = simulated.stats()
+        group.abort()
+        os._exit(before.live or before.held_bytes or simulated.stats().released)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (held(), use(group)) == (HELD, 1)
+
+
 # ---------------------------------------------------------------------------------------------
 # connecting: lazy, eager, and its timeouts
 
