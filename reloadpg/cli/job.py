@@ -317,11 +317,11 @@ class JobView:
             last = f"the last at {_last_seen(exited)}"
             yield Finding("exited", "warning", f"{_ids(exited)}, {last}; {what}")
         if gone:
-            what = f"{_ids(gone)}: the process has ended without an orderly exit; last update at "
+            what = f"{_ids(gone)}: ended without an orderly exit; last update at "
             remedy = "look for the cause in the rank's log and in dmesg; restart the job"
             yield Finding("gone", "problem", what + _last_seen(gone), remedy)
         if stopped:
-            what = f"{_ids(stopped)}: the process is stopped, by SIGSTOP or by a debugger"
+            what = f"{_ids(stopped)}: stopped, by SIGSTOP or by a debugger"
             remedy = f"continue it: kill -CONT {' '.join(str(one.pid) for one in stopped[:8])}"
             yield Finding("stopped", "problem", what, remedy)
         if silent:

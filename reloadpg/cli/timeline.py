@@ -250,8 +250,8 @@ def _duration(seconds: float) -> str:
     for below, unit, digits in ((9.95e-3, 1e3, 1), (1.0, 1e3, 0)):
         if seconds < below:
             return f"{seconds * unit:.{digits}f} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
+    if seconds < 600:
+        return f"{seconds:.{1 if seconds < 99.95 else 0}f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
