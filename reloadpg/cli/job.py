@@ -37,7 +37,7 @@ _ABSENT = {
 }
 """Text for why a rank will not arrive."""
 
-_FRAME = re.compile(r'^File "(?:.*site-packages/)?(.*)", line (\d+) in (.*)$')
+_FRAME = re.compile(r'^File "(?:.*-packages/)?(.*)", line (\d+) in (.*)$')
 """A frame as faulthandler writes it; the first group is the file, in a package for a library."""
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -136,7 +136,7 @@ def _stack(record: RankRecord) -> str:
     if not found.stack:
         return f"get the stack of rank {record.rank}: {_py_spy(record)}" if record.pid else ""
     # Of libraries only the innermost frame, since the others are torch's decorators.
-    outer = [frame for frame in found.stack[1:] if "site-packages/" not in frame]
+    outer = [frame for frame in found.stack[1:] if "-packages/" not in frame]
     frames = (_FRAME.sub(r"\3 (\1:\2)", frame) for frame in (found.stack[0], *outer[:_NAMED]))
     unfinished = "".join(f"; not completed: {one}" for one in found.unfinished[-_NAMED:])
     return f"rank {record.rank} is in {', called by '.join(frames)}{unfinished}"
