@@ -39,16 +39,16 @@ def test_a_hang_shows_what_the_flight_recorder_has(engine: str, rank: int, tmp_p
     tensor = torch.ones(3, device="cuda")
     dist.all_reduce(tensor)
     remedy = ""
-    while rank == 1 and "rank 0 is at " not in remedy:
+    while rank == 1 and "rank 0 is in " not in remedy:
         found = JobView(read_directory(tmp_path)).lasting_findings()
         remedy = "".join(one.remedy for one in found if one.check == "collective")
         time.sleep(0.2)  # between two looks
     dist.all_reduce(tensor)
     torch.cuda.synchronize()
     end()
-    waiting = remedy.partition("rank 0 is at ")[2]
-    assert rank == 0 or "in synchronize" in waiting
-    unfinished = "; unfinished there: all_reduce [3], number 2 of group '0', scheduled"
+    waiting = remedy.partition("rank 0 is in ")[2]
+    assert rank == 0 or waiting.startswith("synchronize (torch/cuda/__init__.py:")
+    unfinished = "; not completed: all_reduce [3], number 2 of group '0', scheduled"
     assert rank == 0 or unfinished in waiting
 
 
