@@ -316,6 +316,16 @@ class ReloadableProcessGroup(Dispatch):
         timeout = made.timeout or c10d.default_timeout(made.backend)
         self._timeouts = dict.fromkeys(made.devices, timeout)
 
+    def disown(self) -> Any:
+        """In a forked child: refuse the parent's communicator, and return all that refers to it."""
+        found = self._current, self._inner
+        self.under_way = None
+        self.state = GroupState.FAILED
+        self.last_error = "This process was forked, and the communicator is its parent's."
+        self._put(Offloaded(self, None, self.last_error))
+        self._current.remedy = "Use it in the parent, or start the child with the 'spawn' method."
+        return found
+
     @property
     def kept(self) -> ProcessGroup | None:
         """The backends that stay alive while the group is offloaded, if any."""

@@ -198,6 +198,8 @@ class Registry:
         self.variables: dict[str, tuple[str, str | None]] = {}
         """Variables of the environment that the installation has set."""
         self.callbacks = Callbacks()
+        self._disowned: list[Any] = []
+        """The parent's communicators in a forked child: their destructors would wait."""
         self._begin_process()
 
     def _begin_process(self) -> None:
@@ -217,11 +219,14 @@ class Registry:
     def after_fork(self) -> None:
         """In a forked child: keep the patches, drop the parent's job.
 
-        The child inherits the parent's groups and their sockets. Using these would corrupt the
-        parent's connections, so every operation is refused until the child starts its own job.
+        The child inherits the parent's groups and their sockets, but not the threads that serve
+        them: a collective or the end of a group would wait indefinitely. So every operation is
+        refused until the child starts its own job.
         """
         if c10d.known_groups():
             c10d.drop_inherited_connections()
+        inherited = [g for g in c10d.known_groups() if isinstance(g, ReloadableProcessGroup)]
+        self._disowned += [group.disown() for group in inherited]
         self._begin_process()
         old = self.callbacks
         self.callbacks = Callbacks(install=old.install, uninstall=old.uninstall)

@@ -328,6 +328,27 @@ def test_a_forked_child_cannot_offload_the_parents_groups():
     assert dist.group.WORLD.generation == 1
 
 
+@pytest.mark.ranks(2)
+def test_a_forked_child_cannot_use_the_parents_groups(rank):
+    """A collective raises, and destroying them returns: their threads are the parent's."""
+    reloadpg.install(backends={"gloo"}, timeout=TIMEOUT)
+    dist.init_process_group("gloo")
+    group = dist.new_group([0, 1])
+
+    def child():
+        for used in (None, group):
+            with pytest.raises(reloadpg.GroupOffloadedError, match="forked"):
+                dist.all_reduce(torch.ones(1), group=used)
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return summed(None, rank)
+
+    assert _in_forked_child(child) == str(rank + 1.0)
+    assert summed(group, rank) == 3
+    one_cycle()
+    assert summed(group, rank) == 3
+
+
 @pytest.mark.ranks(1)
 def test_a_forked_child_can_start_a_separate_job():
     reloadpg.install(backends={"gloo"}, min_size=1, timeout=TIMEOUT)
