@@ -195,11 +195,17 @@ def run_body(rank: int, world_size: int, test: RankTest, code: bytes) -> tuple[s
                 reloading(test.phases.every_group, test.phases.options, test.timeout)
             )
         function = _load(test, code)
-        for name, settings in test.fixtures.items():
+        contexts = {}
+        if test.fixtures:
             from ._plugin_checks import CONTEXTS
 
-            made[name] = stack.enter_context(CONTEXTS[name](**settings))
+            contexts = {name: CONTEXTS[name](**given) for name, given in test.fixtures.items()}
+        leak_check = contexts.pop("assert_no_group_leaks", None)
+        for name, context in contexts.items():
+            made[name] = stack.enter_context(context)
         stack.enter_context(_default_group(test.backend, test.timeout))
+        if leak_check is not None:  # it ends first: the default group's end destroys all groups
+            made["assert_no_group_leaks"] = stack.enter_context(leak_check)
         try:
             function(**test.values, **{name: made[name] for name in test.arguments})
         except pytest.skip.Exception as skipped:

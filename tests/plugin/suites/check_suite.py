@@ -245,6 +245,11 @@ def test_no_leak_on_ranks(simulated_accelerator, assert_no_group_leaks):
     dist.destroy_process_group(group)
 
 
+@pytest.mark.ranks(2, backend="gloo")
+def test_leak_with_a_default_group(assert_no_group_leaks):
+    dist.new_group([0, 1])
+
+
 @pytest.mark.ranks(1)
 def test_body_failure_with_a_leak(simulated_accelerator, assert_no_group_leaks):
     dist.init_process_group("sim")
