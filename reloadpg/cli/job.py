@@ -250,9 +250,12 @@ class JobView:
 
     def _of_ranks(self) -> Iterator[Finding]:
         if missing := self.reading.missing:
-            what = f"{_ranks(missing)} of a job of {self.reading.world_size}: no record"
+            refused = self.reading.failures
+            what = f"{_ranks(missing)} of a job of {self.reading.world_size}: no "
             remedy = "check that it runs, and that reloadpg is installed in it with the same "
-            yield Finding("missing", "problem", what, f"{remedy}status directory")
+            remedy = "see unreadable below" if refused else f"{remedy}status directory"
+            what += "readable record" if refused else "record"
+            yield Finding("missing", "problem", what, remedy)
         if without := [record.rank for record in self.ranks if not record.installed]:
             remedy = "call reloadpg.install() on every rank, before the groups are created"
             yield Finding("not installed", "problem", _ranks(without), remedy)
@@ -311,11 +314,14 @@ class JobView:
         exited, gone = self.absent("exited"), self.absent("gone")
         stopped, silent = self.absent("stopped"), self.absent("silent")
         if exited:
-            every = len(exited) == len(self.ranks)
-            run = len(exited) + len(gone) < len(self.ranks)
-            what = "the job has ended" if every else "others still run" if run else "no rank runs"
-            last = f"the last at {_last_seen(exited)}"
-            yield Finding("exited", "warning", f"{_ids(exited)}, {last}; {what}")
+            what = f"{_ids(exited)}, the last at {_last_seen(exited)}"
+            if len(exited) + len(gone) < len(self.ranks):
+                what += "; others still run"
+            elif gone:
+                what += "; no rank runs"
+            elif not self.reading.missing:
+                what += "; the job has ended"
+            yield Finding("exited", "warning", what)
         if gone:
             what = f"{_ids(gone)}: ended without an orderly exit; last update at "
             remedy = "look for the cause in the rank's log and in dmesg; restart the job"

@@ -451,3 +451,13 @@ def test_a_record_of_another_version_or_user_or_behind_a_link_is_refused(job, tm
     assert "rank-1.json: written by another version of reloadpg (format 2, " in version
     assert link == "rank-2.json: a link, which is not followed"
     assert user == "rank-3.json: belongs to another user (uid 12345); it was not read"
+    said = messages(JobView(reading))
+    assert said["missing"] == "ranks 1-3 of a job of 4: no readable record"
+
+
+def test_the_job_has_not_ended_if_a_rank_without_a_record_may_still_run():
+    said = messages(view(record(0, 2, exited=True)))["exited"]
+    assert "the job has ended" not in said
+    assert "still run" not in said
+    ended = view(record(0, 2, exited=True), record(1, 2, exited=True))
+    assert messages(ended)["exited"].endswith("; the job has ended")
