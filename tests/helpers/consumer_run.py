@@ -14,6 +14,7 @@ import socket
 import stat
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -116,6 +117,7 @@ class Run:
         released = reloadpg.offload()
         assert len(released.groups) == len(groups)
         assert [name for name, ref in inner.items() if ref() is not None] == []
+        await_connections()
         held = self._held()
         if isinstance(held, int):
             assert held <= self._allowed(len(groups))
@@ -152,6 +154,13 @@ class Run:
         """Maximum number of sockets while this number of groups is offloaded."""
         allowed = STORE_SOCKETS + min(CREATORS, groups) + self.setting.kept_sockets
         return allowed + sockets_of(bypassed()) + sockets_of_splits(groups, len(bypassed()))
+
+
+def await_connections() -> None:
+    """Wait for the store clients of the next reload, which are connected in the background."""
+    for thread in threading.enumerate():
+        if thread.name == "reloadpg-connect":
+            thread.join(120)
 
 
 def managed() -> list[reloadpg.ReloadableProcessGroup]:
