@@ -209,7 +209,7 @@ def store_lost(operation: str, phase: str, cause: Exception) -> ReloadpgError:
 
 
 def _replace(operation: str) -> str:
-    if operation == "recover":
+    if operation.split()[0] in ("offload", "reload", "recover"):
         return (
             "restart the job, or only that process if the job is recoverable: it then joins the "
             "next recover() with reloadpg.rejoin()"

@@ -488,10 +488,15 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def _died(outcome: RankOutcome) -> bool:
+    """Whether the process ended without an exception in Python: by a signal or ``os._exit``."""
+    return outcome.signal is not None or (outcome.exception or "").startswith("exited with code")
+
+
 def _message(outcomes: Sequence[RankOutcome], left: Sequence[int]) -> str:
     failed = [outcome for outcome in outcomes if not outcome.ok]
-    # A rank that crashed is the cause, but its peers' errors are often seen before its end.
-    failed.sort(key=lambda o: (o.timed_out or o.ended, o.signal is None, o.seconds or 0.0))
+    # A process that died is the cause, but its peers' errors are often seen before its end.
+    failed.sort(key=lambda o: (o.timed_out or o.ended, not _died(o), o.seconds or 0.0))
     state = f"processes that could not be killed: {list(left)}" if left else "no process is left"
     first = f"rank {failed[0].rank}: {failed[0].reason}; " if failed else ""
     lines = [
