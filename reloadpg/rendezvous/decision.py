@@ -86,8 +86,8 @@ class Decision:
             unchanged = operation != "recover" and phase == "enter"
             state = "Nothing was changed by this call" if unchanged else "See reloadpg.status()"
             return PeerFailedError(
-                f"{operation}: rank {self.rank} has called recover(): {self.text}. {state}; call "
-                "reloadpg.recover() on this rank too.",
+                f"{operation}: rank {self.rank} has called recover(): {self.text.rstrip('.')}. "
+                f"{state}; call reloadpg.recover() on this rank too.",
                 rank=self.rank,
                 phase=phase,
             )
