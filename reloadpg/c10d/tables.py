@@ -198,12 +198,13 @@ def take_place(inner: ProcessGroup, proxy: ProcessGroup) -> None:
     if HAS_TORCHCOMMS:
         own_communicators(inner)
     tables = _c10d._world
-    name, tag, tags = tables.pg_names[inner], tables.pg_to_tag.get(inner), tables.tags_to_pg
+    moved = {}
     for table_name in _BY_GROUP:
         table = getattr(tables, table_name)
         entry = table.pop(inner, None)
         if entry is not None:
-            table[proxy] = entry
+            table[proxy] = moved[table_name] = entry
+    name, tag, tags = moved["pg_names"], moved.get("pg_to_tag"), tables.tags_to_pg
     with _changing_lists:
         for groups in (tags.get("", []), tags.get(tag, []) if tag else []):
             # Torch appends: a new group is the last. Its index does not change here.
