@@ -283,7 +283,9 @@ def _coalesces(operations: Any) -> bool:
     if not isinstance(group, ReloadableProcessGroup):
         return False
     try:
+        if not group._get_backend(operations[0].tensor.device).supports_coalescing:
+            return False  # torch checks the operations, and issues each one separately
         c10d.check_batch(operations)
     except Exception:
         return False  # torch raises the error
-    return bool(group._get_backend(operations[0].tensor.device).supports_coalescing)
+    return True
