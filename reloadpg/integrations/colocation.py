@@ -419,6 +419,8 @@ class _Engine:
     def _call(self, method: str, options: dict[str, Any]) -> Any:
         result = getattr(self._engine, method)(**options)
         if inspect.isawaitable(result):
+            if inspect.iscoroutine(result):
+                result.close()  # otherwise Python also warns that it was never awaited
             raise self._asynchronous(f"{method}()")
         return result
 

@@ -129,7 +129,7 @@ class StatusRecord:
         self._host = socket.gethostname()
         self._begun: dict[str, int] = {}
         self._begun_at = time.time()
-        self.changed: Callable[[], object] = _nobody
+        self.changed: Callable[[], object] = _ignore
         subscribe("the status record", self._note)
         registry.callbacks.begin.append(self._begin)
 
@@ -194,7 +194,7 @@ class StatusRecord:
 
     def _begin(self) -> None:
         """Record the groups at the start of an operation; no other thread does while it runs."""
-        if self.changed is _nobody:
+        if self.changed is _ignore:
             return
         try:
             self._update()
@@ -206,7 +206,7 @@ class StatusRecord:
         self._report = report
         self._last_ms[report.operation] = report.total_ms
         self._seen = None
-        if self.changed is not _nobody:  # status() takes up to some ms, so only if it is published
+        if self.changed is not _ignore:  # status() takes up to some ms, so only if it is published
             self.reports.append(report)
             self._update()
 
@@ -257,7 +257,7 @@ _MOST_FRAMES, _MOST = 24, 8
 """Maximum number of stack frames, and of flight recorder entries, in a record."""
 
 
-def _nobody() -> None:
+def _ignore() -> None:
     """Do nothing: called for changes while there is no subscriber."""
 
 
