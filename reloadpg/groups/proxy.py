@@ -74,6 +74,7 @@ class ReloadableProcessGroup(Dispatch):
         history: record of its offloads and reloads.
         under_way: the operation whose threads have exclusive use of the group; None if there is
             none.
+        replayed: whether a replay has created its communicator, which never splits another one.
         names_in_store: names of the generations that have keys in the job's store.
         before_end: called before the group is destroyed for good.
     """
@@ -82,6 +83,7 @@ class ReloadableProcessGroup(Dispatch):
     # values of mutable attributes are in the class.
     set_name = TRAINER
     generation = 0
+    replayed = False
     state = _LIVE
     last_error = ""
     under_way: UnderWay | None = None
@@ -304,6 +306,7 @@ class ReloadableProcessGroup(Dispatch):
         for name, args, kwargs in self._calls:
             getattr(inner, name)(*args, **kwargs)
         self._make_live(inner)
+        self.replayed = not self.construction.is_handed_over
         self.generation = generation
 
     def await_members(self) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 
-from ..c10d import uses_torchcomms
+from ..c10d import needs_one_thread, uses_torchcomms
 from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError
 from ..groups.creation import HANDED_OVER
 from ..groups.offloaded import UnderWay
@@ -207,8 +207,10 @@ class Operation:
 
         With a parallelism of N, each of N threads takes the next group when it has finished one.
         All ranks share one order, so all members of the first unfinished group of the job are
-        working on it, and no topology can deadlock. The default group is processed alone, and
-        groups that users rebuild one after the other.
+        working on it, and no topology can deadlock, provided that a thread that waits for peers
+        holds no lock that another one needs (:mod:`reloadpg.c10d.locks`). The default group is
+        processed alone. Groups that users rebuild, and those of a backend whose locks are unknown,
+        are processed one after the other.
 
         Args:
             phase: the barrier after it.
@@ -224,7 +226,10 @@ class Operation:
         most = parallelism or self.options.parallelism
         for order, part in groupby(groups, lambda one: one.construction.order[0]):
             together = list(part)
-            threads = 1 if order == HANDED_OVER[0] else min(most, len(together))
+            alone = order == HANDED_OVER[0] or any(
+                needs_one_thread(group.construction.released.values()) for group in together
+            )
+            threads = 1 if alone else min(most, len(together))
             work = partial(self._work, deque(together), action, self._took)
             with self.record.timed("groups", measure=False):
                 self.round.run(phase, work, self.doing, threads)

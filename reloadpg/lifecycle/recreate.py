@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,12 +31,16 @@ _ASK_S = 0.1
 class Releases:
     """The communicators that one offload destroys.
 
+    Where communicators may share a lock, each is aborted: that releases the same memory and waits
+    for no other rank (:mod:`reloadpg.c10d.locks`). The device is idle, so nothing is lost.
+
     Each is recorded in the job before it is detached, until it is destroyed: if the destruction
     hangs or is interrupted, the communicator is aborted.
     """
 
     job: Job
     released: dict[str, weakref.ref[Any]] = field(default_factory=dict)
+    _aborts: bool = field(default_factory=lambda: _shares_locks(c10d.known_groups()))
 
     def release(self, group: ReloadableProcessGroup, attempt: Attempt, index: int) -> None:
         """Destroy the communicator of a live group. Blocking; an action of an operation."""
@@ -45,6 +49,7 @@ class Releases:
                 return
             inner = group.communicator
             parts = _parts(inner, group.construction)
+            aborts = self._aborts and c10d.shares_lock(communicators(inner, group.construction))
             self.job.doomed[group] = repr(group), parts
             group.detach()
         if group._has_hooks():
@@ -53,7 +58,9 @@ class Releases:
             group.construction.destroy(inner)
         else:
             for part in parts:
-                part.shutdown()
+                if aborts:  # a destroy would wait for peers in a lock that other threads need
+                    c10d.abort_part(part)
+                part.shutdown()  # after an abort, it ends torch's watchdog
         self.job.doomed.pop(group, None)
         if not group.construction.is_mixed:
             self.released[repr(group)] = weakref.ref(inner)
@@ -67,6 +74,18 @@ class Releases:
             for name, inner in self.released.items()
             if inner() is not None
         ]
+
+
+def _shares_locks(groups: Iterable[ProcessGroup]) -> bool:
+    """Whether torch may have split a communicator of this process from another one. Local."""
+    for group in groups:
+        if isinstance(group, ReloadableProcessGroup) and (
+            group.replayed or group.communicator is None
+        ):
+            continue
+        if c10d.shares_lock(c10d.live_backends(group, list(c10d.device_backends(group))).values()):
+            return True
+    return False
 
 
 class Rebuilds:

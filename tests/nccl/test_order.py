@@ -1,0 +1,141 @@
+"""Which NCCL calls may wait for peers at the same time, on each of torch's engines.
+
+``ncclCommDestroy`` of a connected communicator returns when its peers on the node have closed it
+too. An engine that holds one lock for several communicators then lets two ranks wait for each
+other if their threads acquire it in different orders (:mod:`reloadpg.c10d.locks`).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from nccl_job import CAN_SUSPEND, held, left_over, on_engines, start, summed
+
+import reloadpg
+from reloadpg import c10d
+from reloadpg.testing import standins
+from reloadpg.testing.standins import Fault
+
+pytestmark = [
+    pytest.mark.standins,
+    pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA"),
+]
+
+GROUPS = 12
+WARM = 5
+BLOCKED_S = 2.0
+"""Seconds after which a call that has not returned is blocked; it takes milliseconds."""
+bound_or_not = pytest.mark.parametrize("bound", [True, False])
+
+
+class Running:
+    """A call in a thread."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.thread = threading.Thread(target=call, daemon=True)
+        self.thread.start()
+
+    @property
+    def is_blocked(self) -> bool:
+        self.thread.join(BLOCKED_S)
+        return self.thread.is_alive()
+
+
+@bound_or_not
+@pytest.mark.parametrize("reloaded", [False, True])
+@on_engines(2)
+def test_the_lock_of_each_engine(engine: str, reloaded: bool, bound: bool, rank: int) -> None:
+    """While a destroy hangs in one group, another group is blocked only if they share a lock."""
+    start(rank, bound=bound)
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    if reloaded:
+        reloadpg.offload()
+        reloadpg.reload()
+    assert summed(first, rank) == summed(second, rank) == 3.0
+    device = torch.device("cuda", rank)
+    backend = type(second._get_backend(device)).__name__  # type: ignore[attr-defined]
+    shares = not reloaded and c10d.LOCKS[backend] is c10d.Lock.FAMILY
+    with standins.inject(Fault("hang", "destroy", times=1)):
+        destroy = Running(first.communicator.shutdown)  # type: ignore[attr-defined]
+        assert destroy.is_blocked
+        other = Running(lambda: second.allreduce([torch.ones(1, device=device)]))
+        assert other.is_blocked == shares
+    assert not destroy.is_blocked
+    assert not other.is_blocked
+
+
+@bound_or_not
+@pytest.mark.parametrize("how", ["none", "eager", "canary", "recover", "suspend"])
+@on_engines(2)
+def test_any_number_of_connected_groups(engine: str, how: Any, bound: bool, rank: int) -> None:
+    """Cycles of connected groups complete with default options, on any engine.
+
+    With more groups than threads, the threads of two ranks almost never acquire a shared lock in
+    the same order.
+    """
+    if how == "suspend" and not CAN_SUSPEND:
+        pytest.skip("torch 2.12 and later can suspend")
+    strategy = "suspend" if how == "suspend" else "recreate"
+    start(rank, bound=bound, strategy=strategy, timeout=timedelta(seconds=30))
+    groups = [None, *(dist.new_group([0, 1]) for _ in range(GROUPS))]
+    for _ in range(3):
+        assert [summed(group, rank) for group in groups] == [3.0] * len(groups)
+        if how == "recover":
+            reloadpg.recover("a test")
+            continue
+        report = reloadpg.offload()
+        assert report.released_bytes
+        if how != "suspend":
+            assert standins.communicators() == 0
+        reloadpg.reload(connect="none" if how == "suspend" else how)
+        # A group that is created now is split from the rebuilt default group, if it is bound.
+        groups.append(dist.new_group([0, 1]))
+
+
+@on_engines(4)
+def test_overlapping_groups_in_the_background(engine: str, rank: int) -> None:
+    """Ranks that hold different overlapping groups release and rebuild them in the background."""
+    start(rank)
+    groups = [
+        dist.new_group([one, other], group_desc=f"trainer {one} {other}")
+        for one in range(4)
+        for other in range(one + 1, 4)
+    ]
+    mine = [group for group in groups if group != dist.GroupMember.NON_GROUP_MEMBER]
+    for _ in range(2):
+        for group in mine:
+            assert summed(group, rank) > 0
+        reloadpg.offload(wait=False).result()
+        assert standins.communicators() == 0
+        reloadpg.reload(wait=False).result()
+
+
+@on_engines(2)
+def test_a_release_leaves_nothing_over(engine: str, rank: int, tmp_path: Path) -> None:
+    """Communicators of the first generation leave no thread, descriptor, memory or message."""
+    errors = tmp_path / f"{rank}"
+    with errors.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    start(rank)
+    before = held()
+    for cycle in range(WARM + 3):
+        group = dist.new_group([0, 1])
+        assert summed(None, rank) == summed(group, rank) == 3.0
+        reloadpg.offload()
+        if cycle == WARM:  # each thread that creates groups has its store client
+            before = held()
+        elif cycle > WARM:
+            assert left_over(before) == ""
+        reloadpg.reload()
+        dist.destroy_process_group(group)
+    gc.collect()
+    assert "not finalized" not in errors.read_text()
