@@ -27,7 +27,8 @@ calls that wait are made:
   2.15) has one mutex for a communicator and all that were split from it, and torch splits every
   group from WORLD there. Such communicators are aborted. A replay never splits, so each
   communicator that it creates has a separate mutex, and is destroyed.
-* An unknown lock: one group at a time, in the shared order.
+* An unknown lock: one group at a time, in the shared order, unless ``install(parallelism=...)``
+  says otherwise.
 
 ``suspend`` and ``resume`` are called without torch's lock. A call that waits for no rank may be
 made under any lock.
@@ -65,7 +66,7 @@ _KNOWN_NAMES = frozenset({"gloo", "nccl", "nccl-legacy", "nccl2", "nccl-lazy"})
 
 
 def needs_one_thread(names: Iterable[str]) -> bool:
-    """Whether groups of these backends must be created and released one at a time. Pure."""
+    """Whether groups of these backends are best created and released one at a time. Pure."""
     return not _KNOWN_NAMES.issuperset(names)
 
 

@@ -41,8 +41,13 @@ class Options:
     selection: Selection
     strategy: StrategyPolicy
     timeout: timedelta
-    parallelism: int = 8
+    parallelism: int | None = None
     recoverable: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Number of groups that a rank processes in parallel, for backends with known locks."""
+        return 8 if self.parallelism is None else self.parallelism
 
     def settings(self) -> dict[str, Any]:
         """Return the options by name, as plain values. Pure."""
@@ -54,7 +59,7 @@ class Options:
             "world": selection.world,
             "strategy": str(self.strategy),
             "timeout_s": self.timeout.total_seconds(),
-            "parallelism": self.parallelism,
+            "parallelism": "default" if self.parallelism is None else self.parallelism,
             "exclude": list(selection.exclude),
             "sets": dict(selection.sets),
             "recoverable": self.recoverable,

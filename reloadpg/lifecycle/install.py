@@ -63,7 +63,7 @@ def install(
     world: bool = True,
     strategy: str | StrategyPolicy | None = None,
     timeout: timedelta | float | None = None,
-    parallelism: int = Options.parallelism,
+    parallelism: int | None = None,
     exclude: Iterable[str] | str | None = None,
     sets: Mapping[str | None, Iterable[str] | str | None] | None = None,
     recoverable: bool = False,
@@ -90,8 +90,10 @@ def install(
             communicator while no rank makes progress; 5 minutes by default, at most a year. A
             number is in seconds. Time during which this process was stopped does not count.
         parallelism: number of groups that a rank releases, or creates and connects, in parallel.
-            Equal on all ranks. Each creating thread has a separate store client, so jobs of more
-            than 2,048 ranks use fewer threads. TorchComms creates one group at a time.
+            None means 8, and 1 for a backend other than gloo and NCCL: a backend that holds a lock
+            of the process while it waits for other ranks could deadlock. Equal on all ranks. Each
+            creating thread has a separate store client, so jobs of more than 2,048 ranks use fewer
+            threads. TorchComms creates one group at a time.
         exclude: a pattern (``fnmatch``), or several, of the description or name of groups that
             bypass, for example ``"*_SERVICE"``. Matched against the name and description at
             creation. Equal on all ranks.
@@ -139,7 +141,7 @@ def _options(
     world: bool = True,
     strategy: str | StrategyPolicy | None = None,
     timeout: timedelta | float | None = None,
-    parallelism: int = Options.parallelism,
+    parallelism: int | None = None,
     exclude: Iterable[str] | str | None = None,
     sets: Mapping[str | None, Iterable[str] | str | None] | None = None,
     recoverable: bool = False,
@@ -157,7 +159,9 @@ def _options(
     policy = StrategyPolicy.of(read["strategy"] if strategy is None else strategy)
     limit = read["timeout"] if timeout is None else timeout
     limit = as_timedelta(limit, "timeout", "nothing was installed")
-    if isinstance(parallelism, bool) or not isinstance(parallelism, int) or parallelism < 1:
+    if parallelism is not None and (
+        isinstance(parallelism, bool) or not isinstance(parallelism, int) or parallelism < 1
+    ):
         raise InvalidOptionError(
             f"install(parallelism={parallelism!r}): not a positive number; nothing was installed. "
             "Pass 1 to release groups one after the other."

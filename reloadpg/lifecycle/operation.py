@@ -163,7 +163,7 @@ class Operation:
         """Number of threads that create groups, each with a separate store client."""
         if uses_torchcomms():  # it reads rank and size from the environment of the process
             return 1
-        return min(self.options.parallelism, StorePool.clients_of_a_rank(self.world.size()))
+        return min(self.options.threads, StorePool.clients_of_a_rank(self.world.size()))
 
     # -- barriers ---------------------------------------------------------------------------
 
@@ -209,8 +209,8 @@ class Operation:
         All ranks share one order, so all members of the first unfinished group of the job are
         working on it, and no topology can deadlock, provided that a thread that waits for peers
         holds no lock that another one needs (:mod:`reloadpg.c10d.locks`). The default group is
-        processed alone. Groups that users rebuild, and those of a backend whose locks are unknown,
-        are processed one after the other.
+        processed alone. Groups that users rebuild, and by default those of a backend whose locks
+        are unknown, are processed one after the other.
 
         Args:
             phase: the barrier after it.
@@ -223,11 +223,12 @@ class Operation:
         """
         if groups:
             self._took, self._to_do = {}, len(groups)
-        most = parallelism or self.options.parallelism
+        most = parallelism or self.options.threads
         for order, part in groupby(groups, lambda one: one.construction.order[0]):
             together = list(part)
-            alone = order == HANDED_OVER[0] or any(
-                needs_one_thread(group.construction.released.values()) for group in together
+            alone = order == HANDED_OVER[0] or (
+                self.options.parallelism is None
+                and any(needs_one_thread(g.construction.released.values()) for g in together)
             )
             threads = 1 if alone else min(most, len(together))
             work = partial(self._work, deque(together), action, self._took)

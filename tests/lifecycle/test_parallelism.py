@@ -149,7 +149,7 @@ def test_creations_that_wait_for_a_hanging_one_end_when_they_are_abandoned() -> 
 @pytest.mark.ranks(2)
 def test_each_abandoned_creation_is_named_once(rank: int) -> None:
     """The creation that failed last may not have ended yet."""
-    job = Job("sim", subgroups=[(0, 1)] * 4)
+    job = Job("sim", subgroups=[(0, 1)] * 4, parallelism=8)
     reloadpg.offload()
     held = [simulated.inject(simulated.Fault("create", "stall", group=f"{k}@*")) for k in (1, 2, 3)]
     store = base_store().clone()
@@ -207,8 +207,24 @@ def test_a_failure_is_reported_before_other_groups_are_dropped(rank: int) -> Non
     job.assert_live()
 
 
-@pytest.mark.parametrize("given", [0, -1, 1.5, True, "8", None])
+@pytest.mark.parametrize("given", [0, -1, 1.5, True, "8"])
 def test_invalid_parallelism_is_refused(given: Any) -> None:
     with pytest.raises(reloadpg.InvalidOptionError, match=r"install\(parallelism="):
         reloadpg.install(parallelism=given)
     assert not reloadpg.is_installed()
+
+
+@pytest.mark.ranks(2)
+def test_by_default_groups_of_an_unknown_backend_take_turns(rank: int) -> None:
+    """Nothing is known about its locks, so no thread waits for peers while another one does."""
+    job = Job("sim", subgroups=[(0, 1)] * 4)
+    threads = set()
+    for event in ("release", "create"):
+        simulated.inject(
+            simulated.Fault(event, "call", call=lambda _: threads.add(threading.get_ident()))
+        )
+    for operation in (reloadpg.offload, reloadpg.reload):
+        threads.clear()
+        operation()
+        assert len(threads) <= 2  # WORLD is processed alone, before or after the others
+    job.assert_live()
