@@ -96,7 +96,7 @@ def program_of(seed: int) -> Program:
     groups.sort(key=lambda group: len(group[1]), reverse=True)  # a name counts the groups before
     if bound and draw.random() < 0.7:
         groups.insert(0, ("split", everyone))
-    variables = {"RELOADPG_STANDIN_FINALIZE_MEETS": "1"} if draw.random() < 0.3 else {}
+    variables = {}
     if draw.random() < 0.3:
         variables["RELOADPG_STANDIN_PEER_ERRORS"] = "1"
     options = {"parallelism": draw.choice([1, 8])}
@@ -125,18 +125,17 @@ def _part(draw: random.Random, size: int) -> Part:
     )
 
 
-def may_stay(part: Part, program: Program) -> bool:
+def may_stay(part: Part) -> bool:
     """Whether a communicator may be left after a part, with a thread in a call of NCCL.
 
-    A creation that blocks waits for the member whose creation fails, and a finalization that meets
-    its peers waits while torch holds the lock that an abort takes. Torch calls destroy and abort
-    once: a communicator for which they fail is not freed (2.8, 2.13, 2.15).
+    A creation that blocks waits for the member whose creation fails, and a destroy for the member
+    that does not destroy, while torch holds the lock that an abort takes. Torch calls destroy and
+    abort once: a communicator for which they fail is not freed (2.8, 2.13, 2.15).
     """
     call, action = part.fault.call, part.fault.action
-    meets = "RELOADPG_STANDIN_FINALIZE_MEETS" in program.variables
-    if call == "init" or (meets and call in ("finalize", "destroy")):
+    if call in ("init", "finalize", "destroy"):
         return action != "delay"
-    return call in ("destroy", "abort") and action == "fail"
+    return call == "abort" and action == "fail"
 
 
 class Player:
@@ -179,7 +178,7 @@ class Player:
         for part in self._program.parts:
             result = self._play(part)
             self._cycle()
-            if may_stay(part, self._program):
+            if may_stay(part):
                 stuck += len(self._groups)
             seen.append((result, left_over(before, stuck, stores)))
             self._meetings.meet()

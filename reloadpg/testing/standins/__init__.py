@@ -66,7 +66,6 @@ SETTINGS: Mapping[str, str] = {
     "RELOADPG_STANDIN_SUSPENDED_MIB": "what a suspend leaves of it (4)",
     "RELOADPG_STANDIN_INIT_MS": "additional time that a communicator's creation takes (0)",
     "RELOADPG_STANDIN_PEER_ERRORS": "1: aborts and ends of peers are noticed as over sockets (0)",
-    "RELOADPG_STANDIN_FINALIZE_MEETS": "1: ncclCommFinalize waits for all members (0)",
     "RELOADPG_STANDIN_SHARE_DEVICE": "1: members of a communicator may be on one device (0)",
     "RELOADPG_STANDIN_NCCL_VERSION": "what ncclGetVersion returns (the version of torch's build)",
     "RELOADPG_STANDIN_LOG": "file to which each NCCL call is written (none)",

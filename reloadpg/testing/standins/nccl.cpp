@@ -3,9 +3,9 @@
 // The members of a communicator meet in a file of the job's folder, which is unlinked as soon as
 // all have mapped it. An operation waits on its stream: it publishes where its data is, waits for
 // the other members, and reads from their memory (process_vm_readv). Creation, split, suspend and
-// resume wait on the host. As with NCCL over NVLink, ranks do not detect that a member has ended or
-// aborted: they wait until they abort (with RELOADPG_STANDIN_PEER_ERRORS=1 they get
-// ncclRemoteError, as over sockets).
+// resume wait on the host, and so does the destroy of a connected communicator. As with NCCL over
+// NVLink, ranks do not detect that a member has ended or aborted: they wait until they abort (with
+// RELOADPG_STANDIN_PEER_ERRORS=1 they get ncclRemoteError, as over sockets).
 //
 // Differences from NCCL that a program could notice: members that call different collectives get
 // ncclInvalidUsage, where NCCL hangs or mixes up the data; a process may abort an operation that
@@ -173,6 +173,8 @@ struct ncclComm {
 
   long bytes = 0, persistent_bytes = 0;
   bool suspended = false;
+  std::atomic<bool> ended{false};
+  std::set<int> connected;  // members with which an operation has connected it
   std::shared_ptr<int> shares;  // shared by all communicators that splits with splitShare=1 connect
 
   ~ncclComm() {
@@ -486,11 +488,34 @@ bool meet(ncclComm* comm, int color, int key, std::vector<std::pair<int, int>>* 
 
 // ---- end ----
 
+// The first operation with a peer connects the two, in the call.
+void connect(ncclComm* comm, int first, int last) {
+  Lock lock(comm->mutex);
+  for (int rank = first; rank <= last; rank++) comm->connected.insert(rank);
+}
+
 // Wait until launched operations are done and graphs that hold the communicator are destroyed.
 void finish(ncclComm* comm) {
   Lock lock(comm->mutex);
   while (!comm->aborted && (comm->completed < comm->launched || comm->graph_references))
     comm->progress.wait_for(lock, kPoll);
+}
+
+bool closed(Member& member) {
+  return member.presence != kHere || !standin_alive(member.process);
+}
+
+// NCCL's destroy waits for the peers that are connected to the proxy of this rank, which all are on
+// this node here: until each of them has destroyed or aborted the communicator, or is dead. Those
+// that share resources share the proxy: the last of them waits.
+void meet_peers(ncclComm* comm) {
+  if (comm->shares.use_count() > 1) return;
+  auto all_closed = [&] {
+    return std::all_of(comm->connected.begin(), comm->connected.end(), [&](int rank) {
+      return rank == comm->rank || closed(comm->shared->member(rank));
+    });
+  };
+  comm->shared->wait(all_closed, comm->aborted);
 }
 
 ncclResult_t end(const Comm& comm, bool abort) {
@@ -508,7 +533,9 @@ ncclResult_t end(const Comm& comm, bool abort) {
   if (comm->shared) {
     comm->me().presence = abort ? kAborted : kGone;
     comm->shared->changed();
+    if (!abort) meet_peers(comm.get());
   }
+  if (comm->ended.exchange(true)) return ncclSuccess;  // another thread has ended it meanwhile
   give_back_memory(comm.get());
   comm->shares = nullptr;
   forget(comm);
@@ -642,7 +669,6 @@ EXPORT ncclResult_t ncclCommFinalize(ncclComm_t handle) {
   log(comm.get(), "finalize");
   if (ncclResult_t result = fault("finalize", comm)) return result;
   finish(comm.get());
-  if (number("FINALIZE_MEETS", 0)) meet(comm.get(), 0, 0);
   return ncclSuccess;
 }
 
@@ -1127,6 +1153,7 @@ ncclResult_t collective(ncclComm_t handle, Collective what, void* to, cudaStream
     what.factor = found->second;
   }
   log(comm.get(), "%s count %zu type %d", kKindNames[what.kind], what.count, what.type);
+  connect(comm.get(), 0, comm->size - 1);
   auto run = [what, to](ncclComm* raw) { run_collective(raw, what, to); };
   t_pending.push_back({comm, stream, run, {}});
   if (!t_group_depth) launch_pending();
@@ -1139,6 +1166,7 @@ ncclResult_t transfer(ncclComm_t handle, Transfer what, cudaStream_t stream) {
   if (ncclResult_t result = usable(handle, call, &comm)) return in_group(result);
   if (what.peer < 0 || what.peer >= comm->size) return fail(ncclInvalidArgument, "no such peer");
   log(comm.get(), "%s %zu bytes, peer %d", what.send ? "Send" : "Recv", what.bytes, what.peer);
+  connect(comm.get(), what.peer, what.peer);
   t_pending.push_back({comm, stream, nullptr, what});
   if (!t_group_depth) launch_pending();
   return ncclSuccess;
