@@ -1,8 +1,8 @@
-"""The ranks on this host: which of their processes have ended, and messages between them.
+"""The ranks on this host: which of their processes have ended.
 
 Each rank appends its process to a key for its host when it joins a job. The key contains the
 kernel's boot id and the PID and network namespaces, so a rank finds only processes that it can
-watch and connect to. A process is watched with a pidfd (Linux 5.3) and identified by its start
+watch. A process is watched with a pidfd (Linux 5.3) and identified by its start
 time, since PIDs are reused.
 """
 
@@ -14,8 +14,6 @@ import select
 from contextlib import suppress
 from pathlib import Path
 
-from .host_channel import HostChannel
-
 
 class Peers:
     """The other ranks on this host.
@@ -26,7 +24,6 @@ class Peers:
 
     Attributes:
         host: identifier of the host; empty if this rank has no peers.
-        channel: the messages between the ranks of this host.
     """
 
     def __init__(self, rank: int, *, watches: bool = True) -> None:
@@ -34,33 +31,30 @@ class Peers:
         self._pidfds: dict[int, int] = {}  # by rank
         self._ended: set[int] = set()  # ranks whose processes were not found
         self._parent = ""
-        self.channel = HostChannel(rank)
         self.host = _host() if watches and hasattr(os, "pidfd_open") else ""
 
     def entry(self) -> str:
         """Begin an epoch; return the entry of this process in the list of this host. Local."""
         self.forget()
-        address = self.channel.listen()
         pid, parent = os.getpid(), os.getppid()
         self._parent = f"{parent}-{_started(parent)}"
-        return f"{self._rank} {pid} {_started(pid)} {self._parent} {address}\n"
+        return f"{self._rank} {pid} {_started(pid)} {self._parent}\n"
 
-    def meet(self, entries: str, *, connects: bool = True) -> tuple[int, ...]:
-        """Watch the listed processes, and connect to their leader. Local.
+    def meet(self, entries: str) -> tuple[int, ...]:
+        """Watch the listed processes. Local.
 
         A process that is not found has ended if it had the same parent as this one. Otherwise it
         is not reported as ended, since clones of a virtual machine can have the same host name.
 
         Args:
             entries: the list of this host.
-            connects: whether the list is complete; if not, only watch the processes.
 
         Returns:
             Their ranks, in order.
         """
         latest = {int(rank): rest for rank, *rest in map(str.split, entries.splitlines())}
         ranks = tuple(sorted(latest))
-        for rank, (pid, started, parent, _) in latest.items():
+        for rank, (pid, started, parent) in latest.items():
             if int(pid) == os.getpid() or rank in self._pidfds:
                 continue
             try:
@@ -70,12 +64,6 @@ class Peers:
                     self._ended.add(rank)
             except OSError:
                 pass  # not permitted, or no file descriptor left: this rank is not watched
-        if not connects:
-            return ranks
-        if self._rank in ranks[:1]:
-            self.channel.expect(ranks[1:])
-        elif self._rank in ranks:
-            self.channel.follow(latest[ranks[0]][-1])
         return ranks
 
     def dead(self) -> tuple[int, ...]:
@@ -89,12 +77,10 @@ class Peers:
         return tuple(sorted(found | self._ended))
 
     def forget(self) -> None:
-        """Stop watching all processes, and close all connections. Local."""
+        """Stop watching all processes. Local."""
         pidfds, self._pidfds, self._ended = self._pidfds, {}, set()
         for pidfd in pidfds.values():
             os.close(pidfd)
-        channel, self.channel = self.channel, HostChannel(self._rank)
-        channel.close()
 
     def __del__(self) -> None:
         self.forget()

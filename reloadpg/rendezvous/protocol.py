@@ -18,10 +18,7 @@ Join       counts the jobs on the store; the highest count of any rank is the jo
 Arrive     arrives at the next barrier and waits for its decision: (sent, published,) counted; the
            last rank decides: (notes_read,) decided; the others wait: woken, decision_read; a long
            wait polls: (sent,) decision_read, progress_read, number_read, (request_read or
-           newer_read,) paused; at the timeout: decided. After the first barrier of an epoch: met,
-           or at the next one: met_late.
-           From then on, ranks of one host arrive together, see below: handed, heard, or gathered,
-           counted, woken, decision_read, sent
+           newer_read,) paused; at the timeout: decided. After the first barrier of an epoch: met
 Poll       reads the decision before it has arrived, as in a long wait
 Decide     writes a decision other than ``ok``, because its own work reached the timeout, another
            rank's process has ended, or this process cannot take part: decided
@@ -50,20 +47,6 @@ Invariants:
   it has created, after the next barrier: by then all ranks have left this one.
 * A recovery begins a new epoch. A request is written before the old epoch is read, and an interrupt
   is written before the number of recoveries is read, so at least one of them sees the other.
-
-The ranks of one host arrive together. The lowest of them leads: the others hand it their summands
-(Hand) and wait for its message (Hear); it takes these (Gather), adds them to the count in one
-request, and sends on each decision that it learns (Spread). No agreement on who leads is needed:
-
-* Each arrival is added to the count exactly once. A rank counts itself exactly if it could not hand
-  its arrival to the leader, and the leader takes each arrival once, before it adds it.
-* Decisions exist on the store only. A message from the leader is a copy of one. A rank that gets no
-  message polls the store, so it depends on the leader only for being counted.
-* The leader may end, or be interrupted, after it took arrivals and before it has added them. The
-  barrier is then never complete, and ends with ``failed`` or at the timeout. The ranks that are
-  missing are those that do not respond to that decision, whoever was counted.
-* A leader that waits for arrivals polls the store. It blocks there only once all ranks of its host
-  have arrived.
 """
 
 from __future__ import annotations
@@ -148,7 +131,6 @@ class Pause(NamedTuple):
 
     restart: bool  # whether to restart the timeout first
     sleeps: bool = True  # whether to sleep at all
-    listens: bool = False  # whether a message of a rank on this host ends the sleep
 
 
 class Publish(NamedTuple):
@@ -158,49 +140,13 @@ class Publish(NamedTuple):
 
 
 class Meet(NamedTuple):
-    """Read the list of a host and watch its processes; the reply is its ranks, in order.
-
-    ``connects``: to the leader too, since the list is complete.
-    """
+    """Read the list of a host and watch its processes; the reply is its ranks, in order."""
 
     key: str
-    connects: bool = True
 
 
-class Hand(NamedTuple):
-    """Hand an arrival to the leader; the reply is whether that was possible."""
-
-    key: str
-    amount: int
-
-
-class Gather(NamedTuple):
-    """Take the arrivals that were handed to this rank, and were not taken before.
-
-    The reply is their sum, and whether all ranks of the host have arrived. ``waits``: for them,
-    briefly.
-    """
-
-    key: str
-    waits: bool
-
-
-class Spread(NamedTuple):
-    """Send a decision to the other ranks of this host."""
-
-    key: str
-    value: str
-
-
-class Hear(NamedTuple):
-    """The decision that the leader has sent, or None. ``waits``: for it, briefly."""
-
-    key: str
-    waits: bool
-
-
-OnHost = Publish | Meet | Hand | Gather | Spread | Hear
-"""The commands that concern the ranks of this host."""
+OnHost = Publish | Meet
+"""The commands that concern the processes of this host."""
 
 Command = Add | Read | ReadAll | Set | Swap | Await | Absent | Delete | Pause | OnHost
 
@@ -297,15 +243,13 @@ class State(NamedTuple):
     sequence: int = 0  # number of the operation in its epoch
     phases: tuple[str, ...] = ()  # the remaining barriers
     optional: tuple[str, ...] = ()  # barriers omitted unless a rank requests them at the next one
-    host: str = ""  # identifier of this rank's host; empty to arrive alone at every barrier
+    host: str = ""  # identifier of this rank's host; empty to watch no process
     published: bool = False  # whether this process is in the list of its host for this epoch
-    local: tuple[int, ...] = ()  # the ranks of the host, once known in this epoch
+    watches: bool = False  # whether it watches the processes of that complete list
     at: Handler | None = None  # handles the reply to the outstanding command, if there is one
     asked: int = 0  # the number of that command
     lost: bool = False  # whether the store has failed this operation
     arrived: bool = False  # whether this rank may have been counted at the next barrier
-    counted: bool = False  # whether it has begun to add to the count there
-    complete: bool = False  # whether all ranks of the host that it leads have arrived there
     waits_long: bool = False  # whether it has marked its wait there as long
     answered: bool = False  # whether its response there may have been counted
     decision: Decision = UNDECIDED  # that of the next barrier, if it was read and is not ``ok``
@@ -333,19 +277,6 @@ class State(NamedTuple):
         return len(self.members)
 
     @property
-    def leads(self) -> bool:
-        """Whether other ranks of this host may hand this one their arrivals.
-
-        They may know the list of the host before this rank does, so an unknown list counts.
-        """
-        return self.published and self.local != (self.rank,) and not self.follows
-
-    @property
-    def follows(self) -> bool:
-        """Whether this rank hands its arrivals to another one."""
-        return self.rank in self.local[1:]
-
-    @property
     def host_key(self) -> str:
         """The key of the list of this host."""
         return self.key_of(self.epoch, 0, "host", self.host)
@@ -353,7 +284,7 @@ class State(NamedTuple):
     @property
     def is_waiting(self) -> bool:
         """Whether this rank was counted, and its command waits for the decision."""
-        return self.at in (_woken, _decision_read, _heard)
+        return self.at in (_woken, _decision_read)
 
     @property
     def cancelled_key(self) -> str:
@@ -372,7 +303,6 @@ class State(NamedTuple):
             at=None,
             lost=False,
             arrived=False,
-            counted=False,
             waits_long=False,
             answered=False,
             decision=UNDECIDED,
@@ -497,9 +427,7 @@ def _moved(state: State, instance: int) -> tuple[State, tuple[Command, ...]]:
         todo += (Add(f"reloadpg/instance/{state.rank}", behind),)
     if state.mark:
         todo += (Set(f"{base(instance)}/process/{state.rank}", state.mark, stays=True),)
-    state = state._replace(
-        instance=instance, published=bool(state.host), counted=False, waits_long=False
-    )
+    state = state._replace(instance=instance, published=bool(state.host), waits_long=False)
     if state.host:
         todo += (Publish(state.host_key),)
     return state, todo
@@ -522,52 +450,18 @@ def _arrive(state: State, event: Arrive) -> Step:
 def _count(state: State) -> Step:
     if state.host and not state.published:
         return _ask(state, _published, Publish(state.host_key))
-    if state.host and state.passed.ok and not state.local:
-        # It was interrupted after the first barrier, and would not wait for ranks that it leads.
-        return _ask(state, _met_late, Meet(state.host_key))
     state = state._replace(arrived=True)
-    if state.leads:
-        return _ask(state, _gathered, Gather(state.key(), waits=True))
-    if state.follows:
-        return _ask(state, _handed, Hand(state.key(), _summand(state)))
-    return _add(state, _summand(state))
+    amount = 1 + (state.arriving.share << state.size.bit_length())
+    return _ask(state, _counted, Add(state.key("count"), amount))
 
 
 def _published(state: State, _: None) -> Step:
     return _count(state._replace(published=True))
 
 
-def _summand(state: State) -> int:
-    return 1 + (state.arriving.share << state.size.bit_length())
-
-
-def _add(state: State, amount: int) -> Step:
-    return _ask(state._replace(counted=True), _counted, Add(state.key("count"), amount))
-
-
-def _handed(state: State, is_handed: bool) -> Step:
-    if not is_handed:
-        return _add(state, _summand(state))
-    return _ask(state, _heard, Hear(state.key(), waits=True))
-
-
-def _heard(state: State, text: str | None) -> Step:
-    return _read(state) if text is None else _known(state, text)
-
-
-def _gathered(state: State, found: tuple[int, bool]) -> Step:
-    amount, complete = found
-    if not state.counted:
-        amount += _summand(state)
-    state = state._replace(complete=complete)
-    return _add(state, amount) if amount else _read(state)
-
-
 def _counted(state: State, total: int) -> Step:
     bits = state.size.bit_length()
     if total & ((1 << bits) - 1) != state.size:
-        if state.leads and not state.complete:
-            return _read(state)
         return _ask(state, _woken, Await(state.key("decision"), not state.confirmed))
     if not state.arriving.plan:
         return _decide(state, Decision("ok"))
@@ -592,53 +486,39 @@ def _swap(state: State) -> Step:
 def _decided(state: State, text: str) -> Step:
     if text == state.text:
         state = _own(state, state.key("decision"), text)
-    return _known(state, text)
+    return _act(state, text)
 
 
-def _known(state: State, text: str) -> Step:
-    """Send the stored decision to the ranks that this one leads, and act on it."""
-    spread = (Spread(state.key(), text),) if state.leads else ()
-    return _send(state._replace(text=text), spread, _act)
-
-
-def _act(state: State) -> Step:
-    decision, fails = Decision.from_json(state.text), isinstance(state.event, Fail)
+def _act(state: State, text: str) -> Step:
+    """Act on the stored decision."""
+    state, decision = state._replace(text=text), Decision.from_json(text)
     if decision.ok:
-        return _pass(state, decision, _fail_next if fails else _meet)
+        deletes = tuple(Delete(key) for key in state.spent)
+        return _send(_passed(state, decision), deletes, _meet)
     ended = decision.kind == "recover"  # the rank that requests it answers nothing here
     state = state._replace(decision=decision, noted=replace(decision, by=-1), ended=ended)
-    return _see_pending(state) if fails else _idle(state)
-
-
-def _pass(state: State, decision: Decision, then: Then) -> Step:
-    deletes = tuple(Delete(key) for key in state.spent)
-    return _send(_passed(state, decision), deletes, then)
-
-
-def _fail_next(state: State) -> Step:
-    """Fail at the next barrier: all ranks have passed the one at which this rank failed."""
-    return _decide(state, state.event.decision) if state.phases else _see_pending(state)
+    return _see_pending(state) if isinstance(state.event, Fail) else _idle(state)
 
 
 def _meet(state: State) -> Step:
-    """Find the ranks of this host, once per epoch: each was published before it was counted."""
-    if state.local or not state.host:
-        return _idle(state)
+    """Watch the ranks of this host, from the first barrier of an epoch on: all are in its list."""
+    if state.watches or not state.host:
+        return _continue(state)
     return _ask(state, _met, Meet(state.host_key))
 
 
 def _met(state: State, local: tuple[int, ...]) -> Step:
-    return _idle(_with_local(state, local))
-
-
-def _met_late(state: State, local: tuple[int, ...]) -> Step:
-    return _count(_with_local(state, local))
-
-
-def _with_local(state: State, local: tuple[int, ...]) -> State:
-    if state.rank in local[:1]:
+    if state.rank in local[:1]:  # one of them deletes the list
         state = state.owning(state.host_key)
-    return state._replace(local=local if state.rank in local else (state.rank,))
+    return _continue(state._replace(watches=True))
+
+
+def _continue(state: State) -> Step:
+    """Continue after a barrier that all ranks have passed."""
+    if not isinstance(state.event, Fail):
+        return _idle(state)
+    # All ranks have passed the barrier at which this one failed.
+    return _decide(state, state.event.decision) if state.phases else _see_pending(state)
 
 
 def _passed(state: State, decision: Decision) -> State:
@@ -666,7 +546,7 @@ def _poll(state: State, event: Poll) -> Step:
 
 def _decision_read(state: State, text: str | None) -> Step:
     if text is not None:
-        return _known(state, text)
+        return _act(state, text)
     if state.arrived and not state.waits_long:
         mark = Set(state.key("here", state.rank), "1")
         return _send(state._replace(waits_long=True), (mark,), _read_progress)
@@ -719,12 +599,11 @@ def _pause(state: State) -> Step:
     recovery a process that has ended may be replaced.
     """
     joining = state.host and not state.confirmed and not state.epoch
-    return _send(state, (Meet(state.host_key, connects=False),) if joining else (), _sleep)
+    return _send(state, (Meet(state.host_key),) if joining else (), _sleep)
 
 
 def _sleep(state: State) -> Step:
-    listens = state.leads or state.follows
-    return _ask(state, _paused, Pause(state.restart, sleeps=state.arrived, listens=listens))
+    return _ask(state, _paused, Pause(state.restart, sleeps=state.arrived))
 
 
 def _paused(state: State, is_left: bool) -> Step:
@@ -732,10 +611,6 @@ def _paused(state: State, is_left: bool) -> Step:
         return _idle(state)
     if not is_left:
         return _decide(state, Decision("timeout", state.rank))
-    if state.leads:
-        return _ask(state, _gathered, Gather(state.key(), waits=False))
-    if state.follows:
-        return _ask(state, _heard, Hear(state.key(), waits=False))
     return _read(state)
 
 
@@ -968,7 +843,7 @@ def _cancelled_read(state: State, text: str | None) -> Step:
 
 def _begin_epoch(state: State) -> Step:
     state = state._fresh(state.event.phases)
-    state = state._replace(epoch=state.joining, sequence=0, published=False, local=())
+    state = state._replace(epoch=state.joining, sequence=0, published=False, watches=False)
     return _idle(state._replace(passed=UNDECIDED, noted=UNDECIDED))
 
 

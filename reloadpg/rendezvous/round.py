@@ -22,7 +22,6 @@ from torch.distributed import ProcessGroup
 from .. import c10d
 from ..errors import GRACE, ReloadpgError, RendezvousTimeoutError, named_ranks
 from .decision import Decision, store_lost, store_silent
-from .host_channel import GATHER_S
 from .peers import Peers
 from .plan import Plan, Proposal
 from .predecessor import LOST, Predecessor, process_mark
@@ -57,9 +56,8 @@ from .worker_thread import Attempt, Task, Wait, logger, seconds_of
 
 T = TypeVar("T")
 
-_NEXT_S = GATHER_S + 0.25
-"""Seconds in which a late rank checks whether the others have begun the next operation. A leader
-counts them when it has waited for all ranks of its host."""
+_NEXT_S = 1.0
+"""Seconds in which a late rank checks whether the others have begun the next operation."""
 
 _NOTIFY_S = 5.0
 """Shortest time, in seconds, that a failing rank has to notify the others."""
@@ -205,7 +203,7 @@ class Rendezvous:
         # A separate state machine, since an operation may begin while this runs.
         state, wait = self.state._replace(asked=0), Wait("join", _COUNT_S)
         state, command = step(state, Join())
-        # A thread that was abandoned here would publish this process again, and close its channel.
+        # A thread that was abandoned here would publish this process again.
         while command is not None and self._joining is mine:
             reply = perform(root, command, wait, self.pause_s, self.peers)
             state, command = step(state, Reply(state.asked, reply))

@@ -18,11 +18,9 @@ from typing import Any, TypeVar, cast
 from torch._C._distributed_c10d import HashStore, Store
 
 from .. import c10d
-from ..errors import GRACE
 from . import protocol
-from .host_channel import GATHER_S, HEAR_S
 from .peers import Peers
-from .worker_thread import Task, Wait, seconds_of
+from .worker_thread import Task, Wait
 
 T = TypeVar("T")
 
@@ -130,33 +128,20 @@ def perform(
             # on 2.13), so its result is ignored. The next request finds out if the store is lost.
             with suppress(RuntimeError), wait.pause(first) as seconds:
                 store.wait([key], timedelta(seconds=max(0.01, seconds)))
-        case protocol.Pause(restart, sleeps, listens):
+        case protocol.Pause(restart, sleeps):
             if restart:
                 wait.extend()
             if sleeps:
                 if detail is not None:
                     wait.log(partial(detail, store))
-                sleep = peers.channel.pause if listens else time.sleep
                 with wait.pause(pause_s) as seconds:
-                    sleep(seconds)
+                    time.sleep(seconds)
             return wait.left > 0
         case protocol.Publish(key):
             with suppress(NotImplementedError):
                 cast(Any, store).append(key, peers.entry())
-        case protocol.Meet(key, connects):
-            return peers.meet(read(store, key) or "", connects=connects)
-        case protocol.Hand(key, amount):
-            return peers.channel.hand(key, amount)
-        case protocol.Gather(key, waits):
-            most = min(GATHER_S, seconds_of(GRACE) / 2, wait.left / 2)
-            with wait.pause(waits * most) as seconds:
-                return peers.channel.gather(key, seconds)
-        case protocol.Spread(key, value):
-            peers.channel.spread(key, value)
-        case protocol.Hear(key, waits):
-            most = min(HEAR_S, seconds_of(GRACE) * 0.8, wait.left / 2)
-            with wait.pause(waits * most) as seconds:
-                return peers.channel.hear(key, seconds)
+        case protocol.Meet(key):
+            return peers.meet(read(store, key) or "")
     return None
 
 

@@ -30,9 +30,6 @@ from reloadpg.rendezvous.protocol import (
     Delete,
     Event,
     Fail,
-    Gather,
-    Hand,
-    Hear,
     Join,
     Lost,
     Meet,
@@ -46,7 +43,6 @@ from reloadpg.rendezvous.protocol import (
     Recover,
     Reply,
     Set,
-    Spread,
     State,
     Swap,
 )
@@ -140,10 +136,8 @@ class Scenario:
         optional: barriers that are omitted unless a rank requests them.
         extends: the ranks that request them.
         others: the program of ranks that are not victims, if it differs.
-        hosts: the ranks of each host; empty if every rank arrives alone.
-        met: whether the ranks of a host know each other initially.
+        hosts: the ranks of each host; empty if they watch no process.
         lists: whether the store supports the lists of hosts.
-        partial: ranks that cannot connect to their leader.
     """
 
     size: int
@@ -166,9 +160,7 @@ class Scenario:
     extends: tuple[int, ...] = ()
     others: tuple[Any, ...] = ()
     hosts: tuple[tuple[int, ...], ...] = ()
-    met: bool = False
     lists: bool = True
-    partial: tuple[int, ...] = ()
 
 
 class Explorer:
@@ -191,8 +183,6 @@ class Explorer:
             for host in case.hosts:
                 if rank in host:
                     state = state._replace(host=f"h{host[0]}")
-                    if case.met:
-                        state = state._replace(published=True, local=host, confirmed=True)
             program = case.others if case.others and rank not in case.victims else case.program
             if case.joins:
                 state, program = state._replace(instance=0), ("join", *program)
@@ -310,10 +300,6 @@ class Explorer:
         command = rank.command
         if isinstance(command, Await):
             return command.key in dict(world.store)
-        if isinstance(command, Gather | Hear) and command.waits:
-            reply, _ = self._perform_on_host(world, n, command)
-            lone = isinstance(command, Hear) and not self._is_led(world, n)
-            return lone or (reply[1] if isinstance(command, Gather) else reply is not None)
         if isinstance(command, Pause) and command.sleeps:
             return self._poll_has_effect(world, n)
         return command is not None or bool(rank.running or rank.program)
@@ -351,13 +337,9 @@ class Explorer:
     def _perform(self, world: World, n: int, command: Command, *, live: bool) -> tuple[World, Any]:
         if isinstance(command, OnHost):
             reply, store_after = self._perform_on_host(world, n, command)
-            arrived = world.arrived
-            if isinstance(command, Hand) and reply:
-                arrived |= {(command.key.removesuffix("/"), n)}
-            asks = isinstance(command, Meet | Publish) and live
-            if asks and self._is_deleted(world, command.key):
+            if live and self._is_deleted(world, command.key):
                 raise Violation(f"rank {n} uses a deleted key: {command}")
-            return world._replace(store=store_after or world.store, arrived=arrived), reply
+            return world._replace(store=store_after or world.store), reply
         store, deleted = dict(world.store), world.deleted
         keys = [command.key] if not isinstance(command, Absent | ReadAll | Pause) else []
         # A replacement ends barriers of its predecessor. Several ranks delete the same proposal.
@@ -391,16 +373,9 @@ class Explorer:
         newest = protocol.base(int(dict(world.store).get("reloadpg/instance", "1")))
         return key in world.deleted and key.startswith(f"{newest}/")
 
-    def _is_led(self, world: World, n: int) -> bool:
-        """Whether the rank can reach its leader, and the leader is alive and in the same epoch."""
-        state = world.ranks[n].state
-        leader = world.ranks[(state.local or (n,))[0]]
-        same = bool(state.local) and leader.state.epoch == state.epoch
-        return same and leader.life != "dead" and n not in self.scenario.partial
-
     def _perform_on_host(self, world: World, n: int, command: OnHost) -> tuple[Any, Store | None]:
-        """Return the reply to a command within a host, and the store with the ranks' messages."""
-        state, store = world.ranks[n].state, dict(world.store)
+        """Return the reply to a command about the processes of a host, and the changed store."""
+        store = dict(world.store)
         match command:
             case Publish() if not self.scenario.lists:
                 return None, None
@@ -414,28 +389,6 @@ class Explorer:
                 if self.scenario.lists and not self.scenario.faults and n not in found:
                     raise Violation(f"rank {n} has not published itself: {key}")
                 return found, None
-            case Hand(key, amount):
-                if not self._is_led(world, n):
-                    return False, None
-                mine = f"message/{state.local[0]}/{key}{n}"
-                assert mine not in store, "handed twice"
-                store[mine] = str(amount)
-                return True, _frozen(store)
-            case Gather(key, _):
-                found = [one for one in store if one.startswith(f"message/{n}/{key}")]
-                others = [one for one in state.local[1:] if one not in self.scenario.partial]
-                taken = sum(int(store[one]) for one in found)
-                store.update(dict.fromkeys(found, "0"))
-                return (taken, len(found) >= len(others)), _frozen(store)
-            case Spread(key, text):
-                for one in state.local[1:]:
-                    store[f"message/{one}/{key}"] = text
-                for one in [one for one in store if one.startswith(f"message/{n}/{key}")]:
-                    del store[one]
-                return None, _frozen(store)
-            case Hear(key, _):
-                text = store.pop(f"message/{n}/{key}", None)
-                return text, _frozen(store)
 
     def _late(self, world: World, n: int, command: Command) -> World:
         """An abandoned request takes effect, and its late reply is delivered."""
@@ -445,7 +398,7 @@ class Explorer:
 
     def _time(self, world: World) -> Iterator[World]:
         """Advance time to the next timeout that can expire."""
-        waits: list[tuple[Any, Any]] = [(Await | Hear | Gather, None), (Pause, False)]
+        waits: list[tuple[Any, Any]] = [(Await, None), (Pause, False)]
         running = [(n, rank) for n, rank in enumerate(world.ranks) if rank.life == "runs"]
         for kinds, reply in waits:
             found = [
@@ -455,15 +408,10 @@ class Explorer:
             ]
             for n in found:
                 rank = world.ranks[n]
-                if isinstance(rank.command, Hear) and not self.scenario.faults:
-                    raise Violation(f"rank {n} does not receive a message: {rank.command.key}")
                 if isinstance(rank.command, Pause) and not self.scenario.waits:
                     raise Violation(f"rank {n} waits for responses to its timeout: {rank.state.at}")
                 self._check_await(world, n, rank.command)
-                if isinstance(rank.command, Gather | Hear):
-                    yield self._act(world, n)
-                else:
-                    yield self._step(world, n, Reply(rank.state.asked, reply))
+                yield self._step(world, n, Reply(rank.state.asked, reply))
             if found:
                 return
         yield from self._wake(world)
@@ -490,9 +438,6 @@ class Explorer:
             raise Violation(f"rank {n} notices a requested recovery only after its wait expired")
         if not command.brief and int(store.get("reloadpg/instance", "0")) > state.instance:
             raise Violation(f"rank {n} waits long in the abandoned job {state.instance}")
-        handed = [store[one] for one in store if one.startswith(f"message/{n}/{state.key()}")]
-        if state.leads and any(amount != "0" for amount in handed):
-            raise Violation(f"rank {n} blocks on the store instead of collecting arrivals")
 
     def _detections(self, world: World) -> Iterator[World]:
         """A rank detects that a process of its host has died, at a barrier or just after it."""
@@ -532,9 +477,6 @@ class Explorer:
                     yield self._with(abandoned, n, rank._replace(life="dead"))
             elif kind == "stall":
                 yield self._with(world, n, rank._replace(life="stalled"))
-            elif kind == "brief":  # a short wait expires before the message arrives
-                if isinstance(rank.command, Gather | Hear) and rank.command.waits:
-                    yield self._act(world, n)
             elif kind == "silent":
                 for abandoned in self._abandon(world, n):
                     yield self._cut_off(abandoned, n)
@@ -584,8 +526,8 @@ class Explorer:
     def _call(self, world: World, n: int) -> World:
         """Take the next step of the program; the rank has no request in flight."""
         rank, state = world.ranks[n], world.ranks[n].state
-        if not self.scenario.faults and state.host and state.passed.ok and not state.local:
-            raise Violation(f"rank {n} passed a barrier and does not know the ranks of its host")
+        if not self.scenario.faults and state.host and state.passed.ok and not state.watches:
+            raise Violation(f"rank {n} passed a barrier and does not watch the ranks of its host")
         if not rank.running:
             return self._begin(world, n)
         if rank.running == "recover" and not _has_joined(rank):
@@ -759,11 +701,6 @@ class Explorer:
     ) -> None:
         """Check that requests are useful, and that a rank publishes a mark for each long wait."""
         store, replaces = dict(world.store), world.ranks[n].replaces
-        if isinstance(command, Spread) and not before.leads:
-            raise Violation(f"rank {n} sends a decision, but leads no ranks")
-        asks = before.at is protocol._paused and isinstance(command, Read) and before.follows
-        if asks and f"message/{n}/{before.key()}" in store:
-            raise Violation(f"rank {n} polls the store for a decision that its leader has sent")
         if before.phases and after.phases == before.phases and isinstance(after.event, Close):
             self._check_end_of(world, n, before, after)
         self._check_need(world.ranks[n], n, after, command)
@@ -779,8 +716,6 @@ class Explorer:
         before, last = rank.state, rank.command
         if isinstance(command, Await) and command.brief == before.confirmed:
             raise Violation(f"rank {n} uses the wrong timeout: {command}")
-        if isinstance(command, Await) and after.leads and not after.complete:
-            raise Violation(f"rank {n} blocks, but ranks that it leads have not arrived: {command}")
         if isinstance(command, Read) and command.key == "reloadpg/instance" and before.confirmed:
             raise Violation(f"rank {n} checks for a newer job after all ranks have met")
         if isinstance(command, Swap) and "/0.0/" in command.key and not rank.replaces:
@@ -803,16 +738,12 @@ class Explorer:
             raise Violation(f"rank {n} fails a recovery that it has not joined: {command}")
         if len({*after.owned}) < len(after.owned):
             raise Violation(f"rank {n} deletes a key twice: {after.owned}")
-        if isinstance(command, Meet) and command.connects != after.confirmed:
-            raise Violation(f"rank {n} connects to its leader at the wrong time: {command}")
         if isinstance(command, Pause) and after.at is protocol._paused:
             if command.restart != after.restart:
                 raise Violation(f"rank {n} does not restart its deadline on progress: {command}")
             joins = after.host and not after.confirmed and not after.epoch
             if bool(joins) != isinstance(last, Meet):
                 raise Violation(f"rank {n} does not watch the processes of its host: {last}")
-            if command.sleeps and command.listens != (after.leads or after.follows):
-                raise Violation(f"rank {n} sleeps with the wrong value of listens: {command}")
         if after.at is protocol._roll_read and not after.event.waits:
             raise Violation(f"rank {n} waits for responses, although Close.waits is False")
         if isinstance(command, Pause) and after.at is protocol._leave_paused:
@@ -950,7 +881,6 @@ def _stays(key: str, world: World) -> bool:
         or "progress" in key
         or "/process/" in key
         or key.endswith("/recovery")
-        or key.startswith("message/")
     )
 
 

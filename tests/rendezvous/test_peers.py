@@ -47,7 +47,7 @@ def killed(rank: int, size: int, port: int, victim: int, when: str) -> tuple[str
     [(0, "at first"), (2, "at first"), (0, "at a barrier"), (2, "in a rebuild")],
 )
 def test_a_rank_that_is_killed_is_named_as_dead(victim: int, when: str) -> None:
-    """It dies before its first operation, at a barrier, or during a rebuild; rank 0 is a leader."""
+    """It dies before its first operation, at a barrier, or during a rebuild."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     found = survivors(killed, 3, server.port, victim, when, dead=victim)
     for text, missing in found.values():
@@ -93,7 +93,7 @@ def test_a_process_is_identified_by_its_id_and_start_time() -> None:
             peers, deceived = Peers(0), Peers(2)
             entries = peers.entry() + other.stdout.readline()
             assert peers.meet(entries) == (0, 1)
-            deceived.meet(f"{entries}1 {other.pid} 12345 1-1 x\n")  # an earlier process had the id
+            deceived.meet(f"{entries}1 {other.pid} 12345 1-1\n")  # an earlier process had the id
             alive = peers.dead()
         finally:
             other.kill()

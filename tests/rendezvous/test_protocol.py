@@ -21,7 +21,6 @@ from reloadpg.rendezvous.protocol import State
 OPERATION = ("enter", "released")
 MEET = (OPERATION, "recover")
 STEP = (("enter",), "recover")
-HOSTS = ((0, 1), (2, 3))
 
 SCENARIOS = {
     "two operations": Scenario(2, (OPERATION, OPERATION)),
@@ -72,7 +71,7 @@ SCENARIOS = {
         2, STEP, ("interrupt",) * 3, cancels=True, again=True, meets=True
     ),
     "a stall, and a failure of a rank that is behind": Scenario(
-        2, (("enter",),) * 2, ("stall", "failure"), hosts=((0, 1),), met=True, again=True
+        2, (("enter",),) * 2, ("stall", "failure"), again=True
     ),
     "an interrupt while others recover": Scenario(
         2, STEP, ("interrupt",), (1,), cancels=True, waits=False, others=("recover",)
@@ -144,47 +143,28 @@ SCENARIOS = {
     "three ranks of a host that meet": Scenario(
         3, (("enter",),) * 3, hosts=((0, 1, 2),), waits=False
     ),
-    "two hosts": Scenario(4, (OPERATION,), hosts=HOSTS, met=True, waits=False),
-    "two hosts that disagree": Scenario(
-        4, (("enter",),), hosts=HOSTS, met=True, waits=False, shares=(3, -1, -1, -2)
-    ),
-    "a crash on one of two hosts": Scenario(
-        4, (("enter",),), ("crash",), (0, 1), hosts=HOSTS, met=True
-    ),
-    "a crash of a leader that is detected": Scenario(
-        3, (OPERATION,), ("crash",), (0,), hosts=((0, 1, 2),), met=True, waits=False, watches=True
-    ),
-    "a stall on one of two hosts": Scenario(
-        4, (("enter",),), ("stall",), (0, 1), hosts=HOSTS, met=True
+    "a crash on a host that is detected": Scenario(
+        3, (OPERATION,), ("crash",), (0,), hosts=((0, 1, 2),), waits=False, watches=True
     ),
     "a lost connection on a host": Scenario(
-        2, (("enter",), "recover"), ("silent",), hosts=((0, 1),), met=True, meets=True, late=True
+        2, (("enter",), "recover"), ("silent",), hosts=((0, 1),), meets=True, late=True
     ),
     "a lost connection before ranks of a host meet": Scenario(
         2, (("enter",), ("enter",)), ("silent",), hosts=((0, 1),), again=True
     ),
     "an interrupt on a host": Scenario(
-        2, (OPERATION, "recover"), ("interrupt",) * 2, hosts=((0, 1),), met=True, meets=True
-    ),
-    "a failure on a host": Scenario(
-        3, (("enter",),), ("failure",), (0, 1), hosts=((0, 1, 2),), met=True, waits=False
-    ),
-    "a rank that arrives after its leader stopped waiting": Scenario(
-        2, (OPERATION,), ("brief",), hosts=((0, 1),), met=True, waits=False
+        2, (OPERATION, "recover"), ("interrupt",) * 2, hosts=((0, 1),), meets=True
     ),
     "a failure while others recover": Scenario(
         2, STEP, ("failure",), (1,), waits=False, others=("recover",)
     ),
-    "a recovery of ranks of a host": Scenario(2, (STEP[0], "recover"), hosts=((0, 1),), met=True),
+    "a recovery of ranks of a host": Scenario(2, (STEP[0], "recover"), hosts=((0, 1),)),
     "a recovery before ranks of a host meet": Scenario(
         2, ("recover",), ("stall",), (1,), hosts=((0, 1),)
     ),
     "a recovery that one rank joins late": Scenario(2, ("recover",), ("stall",), (1,)),
-    "a leader that is replaced": Scenario(
-        2, (("enter",), "recover"), ("crash", "replace"), (0,), hosts=((0, 1),), met=True
-    ),
-    "a rank that cannot reach its leader": Scenario(
-        3, (OPERATION,), hosts=((0, 1, 2),), met=True, partial=(1,), waits=False
+    "a process of a host that is replaced": Scenario(
+        2, (("enter",), "recover"), ("crash", "replace"), (0,), hosts=((0, 1),)
     ),
 }
 MOST = 5000
@@ -369,17 +349,10 @@ TEN = (OPERATION,) * 5
 REQUESTS = {
     # Each rank adds one, waits and reads. The last one writes, and deletes count and decision.
     "no host": (Scenario(3, TEN), {"Add": 30, "Await": 20, "Read": 20, "Swap": 10, "Delete": 18}),
-    # At the first barrier, each rank arrives alone, publishes itself and reads the list.
+    # At the first barrier, each rank publishes itself and reads the list, which one of them deletes.
     "one host": (
         Scenario(2, TEN, hosts=((0, 1),)),
-        {"Add": 11, "Await": 1, "Read": 1, "Swap": 10, "Delete": 19, "Publish": 2, "Meet": 2}
-        | {"Gather": 11, "Hand": 9, "Hear": 9, "Spread": 11},
-    ),
-    # Without the list, each rank arrives alone at all barriers.
-    "no list": (
-        Scenario(2, TEN, hosts=((0, 1),), lists=False),
-        {"Add": 20, "Await": 10, "Read": 10, "Swap": 10, "Delete": 18, "Publish": 2, "Meet": 2}
-        | {"Gather": 2, "Spread": 2},
+        {"Add": 20, "Await": 10, "Read": 10, "Swap": 10, "Delete": 19, "Publish": 2, "Meet": 2},
     ),
 }
 
@@ -429,9 +402,9 @@ MUTATIONS: dict[str, tuple[str, Callable[..., Any], str]] = {
         "a late reply",
     ),
     "a decision is deleted before the other rank reads it": (
-        "_pass",
-        lambda state, decision, then: ORIGINAL["_pass"](
-            state._replace(spent=state.spent + state.owned, owned=()), decision, then
+        "_act",
+        lambda state, text: ORIGINAL["_act"](
+            state._replace(spent=state.spent + state.owned, owned=()), text
         ),
         "two operations",
     ),
@@ -456,7 +429,7 @@ MUTATIONS: dict[str, tuple[str, Callable[..., Any], str]] = {
     ),
     "a rank acts on the decision that it proposed": (
         "_decided",
-        lambda state, text: protocol._known(state, state.text),
+        lambda state, text: protocol._act(state, state.text),
         "a stall",
     ),
     "a rank responds twice": (
@@ -464,19 +437,9 @@ MUTATIONS: dict[str, tuple[str, Callable[..., Any], str]] = {
         lambda state: ORIGINAL["_count_answer"](state._replace(answered=False)),
         "two interrupts",
     ),
-    "a leader counts itself again": (
-        "_gathered",
-        lambda state, found: ORIGINAL["_gathered"](state._replace(counted=False), found),
-        "a crash on one of two hosts",
-    ),
-    "a rank is counted by itself and by its leader": (
-        "_handed",
-        lambda state, is_handed: protocol._add(state, 1),
-        "two hosts",
-    ),
     "no rank deletes the list of a host": (
         "_met",
-        lambda state, local: protocol._idle(state._replace(local=local)),
+        lambda state, local: protocol._continue(state._replace(watches=True)),
         "ranks of a host that meet",
     ),
 }
@@ -500,9 +463,7 @@ DETECTS = {
     "a stall before a retry": "next_read next_paused",
     "an interrupt while others recover": "pending_read",
     "a lost connection": "request_read recovery_read entered_read cancelled_read",
-    "two hosts": "handed gathered heard",
     "ranks of a host that meet": "published met",
-    "an interrupt before the ranks of a host meet": "met_late",
     "a job that begins": "job_counted",
     "a job that one rank registered twice": "instance_read",
 }
