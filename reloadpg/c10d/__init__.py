@@ -11,6 +11,7 @@ import torch  # noqa: F401 - first: RELOADPG_AUTOINSTALL installs at its end
 from .backends import *
 from .creation import *
 from .inspection import *
+from .saves import *
 from .stores import *
 from .tables import *
 from .torchcomms import *
