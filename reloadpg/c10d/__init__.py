@@ -12,6 +12,7 @@ from .backends import *
 from .creation import *
 from .inspection import *
 from .locks import *
+from .saves import *
 from .stores import *
 from .tables import *
 from .torchcomms import *

@@ -91,6 +91,16 @@ def is_connected(backend: CppBackend) -> bool:
         return False
 
 
+def connects_without_timeout(backend: CppBackend) -> bool:
+    """Whether a backend will connect in its first collective, by a call that nothing can end.
+
+    ``ProcessGroupNCCL`` waits for missing members in ``ncclCommInitRankConfig``. It has no handle
+    of the communicator yet, so no timeout and no ``abort`` ends the wait (2.8.0, and 2.15.0 with
+    ``TORCH_DIST_USE_NCCL2=0``, over stand-ins for NCCL). ``ProcessGroupNCCL2`` can be aborted.
+    """
+    return type(backend).__name__ == "ProcessGroupNCCL" and not is_connected(backend)
+
+
 def suspend_obstacle(backend: CppBackend) -> str:
     """Say why the communicators of a backend cannot be suspended; empty if they can.
 

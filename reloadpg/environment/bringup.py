@@ -143,7 +143,8 @@ def init_distributed(
     name_rank_in_records()
     timeout = None if timeout is None else as_timedelta(timeout, "timeout")
     init_timeout = as_timedelta(init_timeout, "init_timeout")
-    settings, how = validate_network(network), validate(connect, "init_distributed")
+    settings = validate_network(network)
+    validate(connect, "init_distributed")
     if seed is not None:
         seed_for(seed, {}, {}, ())
     if store is not None and not isinstance(store, Store):
@@ -161,7 +162,8 @@ def init_distributed(
             round_ = job_round("init_distributed", ("agree", "connected"), init_timeout)
             has = c10d.backend_of(world)
             timeout = timeout or _timeout_of(world) or c10d.default_timeout(has)
-            mesh = _Creation(has, dist.get_rank(), sizes, used, timeout, how, own).within(round_)
+            creation = _Creation(has, dist.get_rank(), sizes, used, timeout, connect, own)
+            mesh = creation.within(round_)
     else:
         environment = identify(os.environ).environment(has_store=store is not None)
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, environment.world_size)
@@ -172,7 +174,7 @@ def init_distributed(
             apply_network(settings)
         try:
             mesh = bring_up(
-                environment, placement, timeout, init_timeout, sizes, how, store, stream
+                environment, placement, timeout, init_timeout, sizes, connect, store, stream
             )
         except BaseException:
             restore_network()

@@ -6,6 +6,7 @@ torchrun, LSF's jsrun, OpenMPI and PMI; SLURM has a separate module. Does not im
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -61,7 +62,8 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> DistributedE
     step. OpenMPI and PMI provide no address: on one host the ranks meet on the loopback interface;
     on several, ``MASTER_ADDR`` must be set. A world of 1 has port 0: any free port.
 
-    Warns if the ranks of a node are not consecutive.
+    Warns if the ranks of a node are not consecutive, and if torch's variables say that this process
+    is alone while another launcher started several (variables that an earlier job has left).
 
     Args:
         environ: the variables; ``os.environ`` if None.
@@ -101,11 +103,15 @@ def _from_launcher(environ: Mapping[str, str]) -> Identity | None:
 
 def _with_places(own: Identity, environ: Mapping[str, str]) -> Identity:
     """Add the local and node ranks of another launcher with the same rank and world size."""
-    if own.local_rank is not None and own.local_world_size is not None:
+    if own.local_rank is not None and own.local_world_size is not None and own.world_size > 1:
         return own
     try:
         launcher = _from_launcher(environ)
     except DistributedEnvironmentError:
+        return own
+    if launcher is not None and own.world_size == 1 < launcher.world_size:
+        if "TORCHELASTIC_RUN_ID" not in environ:  # torchrun in each task sets it
+            _warn_of_stale_variables(launcher.source, launcher.rank, launcher.world_size)
         return own
     if launcher is None or (launcher.rank, launcher.world_size) != (own.rank, own.world_size):
         return own
@@ -115,6 +121,19 @@ def _with_places(own: Identity, environ: Mapping[str, str]) -> Identity:
         local_world_size=launcher.local_world_size,
         node_rank=launcher.node_rank,
         num_nodes=launcher.num_nodes,
+    )
+
+
+@functools.cache  # once: the rank is looked up often
+def _warn_of_stale_variables(source: str, rank: int, world_size: int) -> None:
+    logging.getLogger(__name__).warning(
+        "RANK=0 and WORLD_SIZE=1 are set, so this process is a job of one, but %s started it as "
+        "task %d of %d. If it belongs to a job of %d ranks, these variables are left from another "
+        "one: unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT before the launcher is called",
+        source,
+        rank,
+        world_size,
+        world_size,
     )
 
 

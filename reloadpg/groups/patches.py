@@ -17,6 +17,7 @@ from typing import Any
 import wrapt
 
 from .. import c10d
+from .registry import registry
 from .wrappers import Wrapper, wrappers
 
 
@@ -85,6 +86,16 @@ class Patches:
             raise
         return applied
 
+    def patch_savers(self) -> None:
+        """Record asynchronous saves from now on, once the module that starts them is loaded."""
+        name, attribute = c10d.SAVER
+        owner = getattr(sys.modules.get(c10d.SAVERS), name, None)
+        if owner is not None and all(patch.owner is not owner for patch in self.patches):
+            original = vars(owner)[attribute]
+            patch = _Patch(owner, attribute, original, c10d.recording_save(original))
+            setattr(owner, attribute, patch.replacement)
+            self.patches.append(patch)
+
     def foreign(self) -> list[str]:
         """List the changed names that no longer hold our wrapper, with their current value."""
         return [
@@ -119,6 +130,18 @@ def _originals(name: str) -> list[Any]:
             found.append(value)
             value = getattr(value, "__wrapped__", None)
     return found
+
+
+@functools.cache
+def patch_savers_when_loaded() -> None:
+    """Patch the module that starts asynchronous saves when it is imported. Local, idempotent."""
+
+    def patch(_: ModuleType) -> None:
+        with registry.lock:
+            if registry.patches is not None:
+                registry.patches.patch_savers()
+
+    wrapt.register_post_import_hook(patch, c10d.SAVERS)
 
 
 _noted: dict[int, tuple[ModuleType, int]] = {}

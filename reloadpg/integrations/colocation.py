@@ -107,14 +107,15 @@ class colocated:  # noqa: N801 - used like a function
         saver: Any = None,
         wake_tags: Sequence[str] | None = None,
         sleep_level: int = 1,
-        connect: Connect = "none",
+        connect: Connect | None = None,
         collect: bool = True,
         copy_back: Callable[[], object] | None = None,
         engine_groups: str | None = None,
     ) -> None:
         self._wake_tags = _listed(wake_tags, "colocated(wake_tags")
         self._engine = None if engine is None else _Engine(engine, sleep_level, self._wake_tags)
-        self._connect: Connect = validate(connect)
+        validate(connect)
+        self._connect = connect
         self._collect = collect
         if copy_back is not None and not callable(copy_back):
             raise InvalidOptionError(

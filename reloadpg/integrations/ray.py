@@ -224,7 +224,10 @@ def offload_all(
 
 
 def reload_all(
-    actors: Sequence[Any], *, timeout: timedelta | float = 600.0, connect: Connect = "none"
+    actors: Sequence[Any],
+    *,
+    timeout: timedelta | float = 600.0,
+    connect: Connect | None = None,
 ) -> Reports:
     """Call ``reloadpg.reload`` in all actors of a job; ``connect`` is its argument.
 
@@ -294,7 +297,7 @@ def _offload(_: object, collect: bool) -> Report:
     return offload(collect=collect)
 
 
-def _reload(_: object, connect: Connect) -> Report:
+def _reload(_: object, connect: Connect | None) -> Report:
     from ..lifecycle.reload import reload
 
     return reload(connect=connect)

@@ -149,7 +149,7 @@ def destroy_process_groups() -> Report | None:
     return offload() if is_installed() else None
 
 
-def reload_process_groups(*, connect: Connect = "none") -> Report | None:
+def reload_process_groups(*, connect: Connect | None = None) -> Report | None:
     """Rebuild all groups: :func:`reloadpg.reload`.
 
     Collective over all ranks; blocking, with a timeout; idempotent; may be called again after a

@@ -35,9 +35,10 @@ class offloaded(ContextDecorator):  # noqa: N801 - used like a function
         InvalidOptionError: an argument cannot be used; nothing was changed.
     """
 
-    def __init__(self, *sets: str, collect: bool = False, connect: Connect = "none") -> None:
+    def __init__(self, *sets: str, collect: bool = False, connect: Connect | None = None) -> None:
         self._chosen = Chosen.of(sets, "offloaded")
-        self._collect, self._connect = collect, validate(connect)
+        validate(connect)
+        self._collect, self._connect = collect, connect
         self._blocks: list[Block] = []  # a decorator is entered repeatedly
 
     def __enter__(self) -> Report:
@@ -76,7 +77,11 @@ class swapped(ContextDecorator):  # noqa: N801 - used like a function
     """
 
     def __init__(
-        self, *, out: Iterable[str] | str, into: Iterable[str] | str, connect: Connect = "none"
+        self,
+        *,
+        out: Iterable[str] | str,
+        into: Iterable[str] | str,
+        connect: Connect | None = None,
     ) -> None:
         self._out, self._into = (Chosen.of(sets, "swapped") for sets in (out, into))
         if self._out.overlaps(self._into):  # no name at all chooses all sets
@@ -84,7 +89,8 @@ class swapped(ContextDecorator):  # noqa: N801 - used like a function
                 f"swapped(out={out!r}, into={into!r}): the sets must differ; nothing was "
                 'changed. Pass for example out="trainer", into="engine".'
             )
-        self._connect = validate(connect)
+        validate(connect)
+        self._connect = connect
         self._blocks: list[Block] = []
 
     def __enter__(self) -> tuple[Report, Report]:
@@ -140,7 +146,7 @@ class Block:
                 state.blocks.add(self)
         return report
 
-    def leave(self, error: BaseException | None, connect: Connect) -> None:
+    def leave(self, error: BaseException | None, connect: Connect | None) -> None:
         try:
             if error is not None:
                 self._reload_logged(connect)
@@ -153,7 +159,7 @@ class Block:
         for state in self._sets.all() if self._sets is not None else ():
             state.blocks.discard(self)
 
-    def _reload_logged(self, connect: Connect) -> None:
+    def _reload_logged(self, connect: Connect | None) -> None:
         if not self.outermost:
             return
         try:

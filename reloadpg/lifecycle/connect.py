@@ -23,13 +23,13 @@ from ..rendezvous.worker_thread import Task
 Connect = Literal["none", "eager", "canary"]
 
 
-def validate(connect: str, caller: str = "reload") -> Connect:
-    if connect not in get_args(Connect):
+def validate(connect: str | None, caller: str = "reload") -> None:
+    """Refuse an unknown value; None is the default of the installation."""
+    if connect is not None and connect not in get_args(Connect):
         raise InvalidOptionError(
             f"{caller}(connect={connect!r}): unknown; nothing was changed. Use 'none', 'eager' "
             "(connect all communicators now) or 'canary' (and check a small all-reduce by value)."
         )
-    return cast(Connect, connect)
 
 
 def connects_alone(group: ReloadableProcessGroup) -> bool:

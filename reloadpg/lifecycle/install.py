@@ -19,7 +19,7 @@ from ..errors import (
     counted,
     refuse_unknown_variables,
 )
-from ..groups.patches import Patches
+from ..groups.patches import Patches, patch_savers_when_loaded
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection, StrategyPolicy
 from ..groups.wrappers import manage_world
@@ -201,6 +201,8 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
         variables = _recovery_variables(options) if options.recoverable else {}
         patches = Patches.apply()
         registry.options, registry.patches = options, patches
+        patches.patch_savers()
+        patch_savers_when_loaded()
         registry.by_environment = by_environment
         registry.variables = variables
         os.environ.update({name: value for name, (value, _) in variables.items()})

@@ -37,8 +37,9 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
     collectives raise ``GroupOffloadedError`` until :func:`reload`. Gloo groups that bypass, and the
     CPU backend of mixed groups, keep working.
 
-    It does not wait for ``torch.distributed.checkpoint.async_save``: call ``result()`` of its
-    future first, if the save uses a group that is released.
+    It first waits, within the same timeout, for each ``torch.distributed.checkpoint.async_save`` in
+    a thread that uses a group whose CPU backend will be released: such a checkpoint would be lost.
+    It knows the saves that began after ``install``.
 
     Before ``init_process_group`` and after ``destroy_process_group`` it does nothing. If no group
     is reloadable, it releases nothing and warns once per process, with the reason.
@@ -130,6 +131,7 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
 
 def _quiesce(op: Operation, phase: str) -> None:
     """Wait for work that uses the groups on this rank; with a timeout."""
+    op.await_saves(phase)
     with op.record.timed("device"):
         op.do(phase, devices.synchronize, "synchronizing the accelerator")
         c10d.raise_for_aborted()  # the release of the communicators would hide it

@@ -10,11 +10,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 
-from ..c10d import needs_one_thread, uses_torchcomms
+from torch.distributed import ProcessGroup
+
+from .. import c10d
 from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError
 from ..groups.creation import HANDED_OVER
 from ..groups.offloaded import UnderWay
@@ -89,6 +92,7 @@ class Operation:
         self._took: dict[ReloadableProcessGroup, tuple[float, float]] = {}  # begin and duration
         self._to_do = 0
         self._reserved: list[ReloadableProcessGroup] = []
+        self._under_way: UnderWay | None = None
 
     def begin(self) -> None:
         """Begin the operation and, except in a recovery, open its barriers. Local, idempotent.
@@ -128,13 +132,22 @@ class Operation:
             callback()
 
     def reserve(self, under_way: UnderWay) -> None:
-        """Restrict the groups that it changes to this operation's threads until it ends."""
+        """Restrict the groups that it changes to this operation's threads until it ends.
+
+        Groups that an asynchronous save uses follow when :meth:`await_saves` has returned.
+        """
+        self._under_way = under_way
         if self.opened:
-            groups = self.changes.groups
-            touched = [g for g in groups if self.name == "offload" or not g.is_live]
-            self._reserved += touched
-            for group in touched:
-                group.reserve(under_way)
+            saving = self._saves().values()
+            for group in self.changes.groups:
+                if group not in saving and (self.name == "offload" or not group.is_live):
+                    self._reserved.append(group)
+                    group.reserve(under_way)
+
+    def _saves(self) -> dict[futures.Future[object], ProcessGroup]:
+        """The asynchronous saves on groups whose backend of the CPU will be released. Local."""
+        groups = self.changes.groups if self.name == "offload" else []
+        return c10d.saves_on([g for g in groups if g.is_live and "cpu" in g.construction.selected])
 
     def doing(self, index: int = -1) -> str:
         """The group that a thread processes, otherwise those of all threads, for messages."""
@@ -161,7 +174,7 @@ class Operation:
     @property
     def creators(self) -> int:
         """Number of threads that create groups, each with a separate store client."""
-        if uses_torchcomms():  # it reads rank and size from the environment of the process
+        if c10d.uses_torchcomms():  # it reads rank and size from the environment of the process
             return 1
         return min(self.options.threads, StorePool.clients_of_a_rank(self.world.size()))
 
@@ -190,6 +203,19 @@ class Operation:
                 self.round.barrier(phase)
 
     # -- steps ------------------------------------------------------------------------------
+
+    def await_saves(self, phase: str) -> None:
+        """Wait for asynchronous saves that use groups to release; with a timeout.
+
+        A checkpoint whose group is released is lost, and only the future of the save says so.
+        """
+        if saves := self._saves():
+            names = ", ".join(dict.fromkeys(map(repr, saves.values())))
+            doing = f"waiting for an async_save of a checkpoint that uses {names}"
+            with self.record.timed("saves"):
+                self.do(phase, partial(futures.wait, saves), doing)
+            if self._under_way is not None:
+                self.reserve(self._under_way)
 
     def do(self, phase: str, work: Callable[[], object], doing: str) -> None:
         """Run blocking work before a barrier; see :meth:`Round.run`."""
@@ -228,7 +254,7 @@ class Operation:
             together = list(part)
             alone = order == HANDED_OVER[0] or (
                 self.options.parallelism is None
-                and any(needs_one_thread(g.construction.released.values()) for g in together)
+                and any(c10d.needs_one_thread(g.construction.released.values()) for g in together)
             )
             threads = 1 if alone else min(most, len(together))
             work = partial(self._work, deque(together), action, self._took)

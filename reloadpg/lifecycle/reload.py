@@ -19,12 +19,12 @@ from .suspend import check_room, resume
 
 
 @overload
-def reload(*sets: str, connect: Connect = ..., wait: Literal[True] = True) -> Report: ...
+def reload(*sets: str, connect: Connect | None = ..., wait: Literal[True] = True) -> Report: ...
 @overload
-def reload(*sets: str, connect: Connect = ..., wait: Literal[False]) -> Pending: ...
+def reload(*sets: str, connect: Connect | None = ..., wait: Literal[False]) -> Pending: ...
 @overload
-def reload(*sets: str, connect: Connect = ..., wait: bool) -> Report | Pending: ...
-def reload(*sets: str, connect: Connect = "none", wait: bool = True) -> Report | Pending:
+def reload(*sets: str, connect: Connect | None = ..., wait: bool) -> Report | Pending: ...
+def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Report | Pending:
     """Rebuild the communicators of all offloaded groups, or of some sets, behind the same objects.
 
     Collective over all ranks of the job; blocking, with the ``timeout`` of ``install`` for each
@@ -42,7 +42,9 @@ def reload(*sets: str, connect: Connect = "none", wait: bool = True) -> Report |
             all communicators now: at their creation if the backend can connect without a collective
             (NCCL); otherwise with an all-reduce of two numbers, one after the other in the order
             that all ranks share. ``canary`` runs that all-reduce on all groups and checks the sum.
-            Equal on all ranks.
+            None means ``eager`` with ``install(recoverable=True)``, otherwise ``none``: no fault
+            can end the connection of an NCCL communicator in its first collective (torch's
+            ``ProcessGroupNCCL``), and the timeout of the reload ends it. Equal on all ranks.
         wait: if False, return immediately and reload in a separate thread, for example while the
             caller copies weights to the device: see :class:`Pending`. While it runs, groups refuse
             collectives, :func:`offload` and a second reload raise, and callbacks are called in that
@@ -62,13 +64,15 @@ def reload(*sets: str, connect: Connect = "none", wait: bool = True) -> Report |
             was changed on any rank.
         InvalidOptionError: the value of ``connect`` is unknown.
     """
-    how = validate(connect)
+    validate(connect)
     op = Operation("reload", Chosen.of(sets, "reload"))
-    return restore(op, how) if wait else Pending(op, partial(restore, how=how))
+    return restore(op, connect) if wait else Pending(op, partial(restore, how=connect))
 
 
-def restore(op: Operation, how: Connect = "none") -> Report:
+def restore(op: Operation, how: Connect | None = None) -> Report:
     """Perform a reload to its end; see :func:`reload`."""
+    if how is None:
+        how = "eager" if op.options.recoverable else "none"
     return perform(op, partial(_restore, how=how))
 
 

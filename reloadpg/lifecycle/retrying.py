@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,6 +28,7 @@ from ..errors import (
     ReleaseError,
     ReloadpgError,
     RendezvousTimeoutError,
+    counted,
 )
 from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Job, Position, registry
@@ -120,6 +122,10 @@ def retrying(
         from 1, also in a process that has rejoined; ``step.replaced`` are the replaced ranks;
         ``step.complete`` is whether the step is complete on all ranks.
 
+    Warns of groups that have not connected yet, if their backend could not be ended in its first
+    collective (NCCL in a default group without a ``device_id``, with torch's
+    ``ProcessGroupNCCL``).
+
     Raises:
         PeerFailedError: another rank has raised an error that is not repeated; or the step failed
             ``attempts`` times, not by an error of this rank.
@@ -137,7 +143,31 @@ def retrying(
         )
     snapshot = None if state is None else Snapshot(state, replicas)
     rules = _Rules(attempts, _read_on(on), seconds_of(timeout), snapshot)
+    _warn_of_unused()
     return _steps(iter(items), rules)
+
+
+def _warn_of_unused() -> None:
+    """Warn of groups in whose first collective a fault could not be ended. Local."""
+    unused = [
+        group
+        for group in registry.managed()
+        if group.is_live
+        and group.size() > 1
+        and any(
+            c10d.connects_without_timeout(backend)
+            for backend in c10d.live_backends(group, group.construction.selected).values()
+        )
+    ]
+    if unused and "unused groups" not in registry.warned:
+        registry.warned.add("unused groups")
+        warnings.warn(
+            f"retrying(): {counted(len(unused), 'group')} ({c10d.labels_of(unused)}) will connect "
+            "in the first collective. If a rank does not reach that collective, the others stay in "
+            "it, past every timeout: torch's ProcessGroupNCCL cannot end a connection. Pass "
+            "device_id= to init_process_group(), or use each group once before the loop.",
+            stacklevel=3,
+        )
 
 
 def _read_on(on: On | None) -> _On | None:

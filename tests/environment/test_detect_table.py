@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass
 import pytest
 
 from reloadpg.environment import DistributedEnvironmentError, detect_environment
+from reloadpg.environment.launchers import _warn_of_stale_variables
 
 TORCHRUN = "RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4 MASTER_ADDR=n0 MASTER_PORT=29500"
 STEP = "SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=8 SLURM_PROCID=5 SLURM_LOCALID=1"
@@ -267,3 +268,34 @@ def test_ranks_that_are_not_consecutive_on_a_node_are_a_warning(
     found = detect_environment({**variables, name: "2"})
     assert (found.rank, found.local_rank) == (5, 2)
     assert said in caplog.text
+
+
+STALE = "RANK=0 WORLD_SIZE=1 MASTER_ADDR=n0 MASTER_PORT=29500"
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        (SLURM, "slurm started it as task 5 of 8"),
+        (f"{SLURM} LOCAL_RANK=0 LOCAL_WORLD_SIZE=1", "slurm started it as task 5 of 8"),
+        (OMPI1, "openmpi started it as task 1 of 2"),
+        (f"{SLURM} TORCHELASTIC_RUN_ID=none", ""),
+        (SHELL, ""),
+        ("", ""),
+    ],
+)
+def test_a_job_of_one_in_a_step_of_several_tasks_is_a_warning(
+    environ: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Variables that an earlier job has left. torchrun in each task sets them for a reason.
+
+    The warning appears once, since the rank is looked up often.
+    """
+    _warn_of_stale_variables.cache_clear()
+    variables = Row("", f"{STALE} {environ}", ()).variables()
+    for _ in range(2):
+        found = detect_environment(variables)
+    assert (found.source, found.rank, found.world_size) == ("torchrun", 0, 1)
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == bool(said)
+    assert all(said in text and "unset RANK" in text for text in warned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_job import on_engines
+from nccl_job import NEW_ENGINE, on_engines
 from replacing import RANKS, VICTIM, die, incarnation, run_replaced
 
 import reloadpg
@@ -144,3 +145,59 @@ def test_a_new_process_gets_values_of_the_same_kind() -> None:
     """Tensors on the device, and tuples."""
     results = run_replaced(replaced, standins=True)
     assert [one for one in results if one] == [[(12.0, "cuda"), (3.0, "cuda"), (1, 2)]] * RANKS
+
+
+@on_engines(2)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_fault_before_the_first_collective_of_a_rebuilt_group_is_recovered(
+    engine: str, victim: int, rank: int
+) -> None:
+    """The other rank is in that collective, in a default group that is bound to no device.
+
+    A recoverable job connects its groups in the reload: torch could not end their connection.
+    """
+    torch.cuda.set_device(rank)
+    reloadpg.install(recoverable=True, timeout=60)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=60))
+    group: Any = dist.new_group([0, 1])
+    seen = []
+    for step in reloadpg.retrying(range(2), on=Injected):
+        with step:
+            reloadpg.offload()
+            reloadpg.reload()
+            if (rank, step.number, step.attempt) == (victim, 1, 1):
+                raise Injected
+            tensor = torch.ones(1, device="cuda")
+            dist.all_reduce(tensor, group=group)
+            total = tensor.item()
+        if step.complete:
+            seen.append((step.attempt, total))
+    assert seen == [(1, 2.0), (2, 2.0)]
+
+
+@on_engines(2)
+@pytest.mark.parametrize("how", ["new", "used", "bound", "reloaded"])
+def test_a_loop_warns_of_groups_that_cannot_be_ended_while_they_connect(
+    engine: str, how: str, rank: int
+) -> None:
+    """Only torch's first engine has such groups, as long as nothing has connected them."""
+    torch.cuda.set_device(rank)
+    reloadpg.install(recoverable=True, timeout=60)
+    device = {"device_id": torch.device("cuda", rank)} if how == "bound" else {}
+    dist.init_process_group("nccl", **device)
+    group = dist.new_group([0, 1])
+    if how == "used":
+        for one in (None, group):
+            dist.all_reduce(torch.ones(1, device="cuda"), group=one)
+    elif how == "reloaded":
+        reloadpg.offload()
+        reloadpg.reload()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in reloadpg.retrying(range(1)):
+            with step:
+                pass
+    texts = [str(one.message) for one in seen if "past every timeout" in str(one.message)]
+    first = engine == "legacy" or not NEW_ENGINE
+    assert len(texts) == (how == "new" and first)
+    assert all(text.startswith("retrying(): 2 groups ") for text in texts)
