@@ -218,13 +218,21 @@ def test_invalid_parallelism_is_refused(given: Any) -> None:
 def test_by_default_groups_of_an_unknown_backend_take_turns(rank: int) -> None:
     """Nothing is known about its locks, so no thread waits for peers while another one does."""
     job = Job("sim", subgroups=[(0, 1)] * 4)
-    threads = set()
+    inside: set[int] = set()
+    together: list[int] = []
+    second = threading.Event()
+
+    def work(_: Any) -> None:
+        inside.add(threading.get_ident())
+        together.append(len(inside))
+        if len(inside) > 1:
+            second.set()
+        second.wait(0.5)  # for another thread, if there is one
+        inside.discard(threading.get_ident())
+
     for event in ("release", "create"):
-        simulated.inject(
-            simulated.Fault(event, "call", call=lambda _: threads.add(threading.get_ident()))
-        )
-    for operation in (reloadpg.offload, reloadpg.reload):
-        threads.clear()
-        operation()
-        assert len(threads) <= 2  # WORLD is processed alone, before or after the others
+        simulated.inject(simulated.Fault(event, "call", call=work))
+    reloadpg.offload()
+    reloadpg.reload()
+    assert together == [1] * 10
     job.assert_live()

@@ -349,7 +349,7 @@ TEN = (OPERATION,) * 5
 REQUESTS = {
     # Each rank adds one, waits and reads. The last one writes, and deletes count and decision.
     "no host": (Scenario(3, TEN), {"Add": 30, "Await": 20, "Read": 20, "Swap": 10, "Delete": 18}),
-    # At the first barrier, each rank publishes itself and reads the list, which one of them deletes.
+    # At the first barrier, each rank publishes itself and reads the list; one of them deletes it.
     "one host": (
         Scenario(2, TEN, hosts=((0, 1),)),
         {"Add": 20, "Await": 10, "Read": 10, "Swap": 10, "Delete": 19, "Publish": 2, "Meet": 2},

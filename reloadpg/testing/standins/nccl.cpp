@@ -535,7 +535,7 @@ ncclResult_t end(const Comm& comm, bool abort) {
     comm->shared->changed();
     if (!abort) meet_peers(comm.get());
   }
-  if (comm->ended.exchange(true)) return ncclSuccess;  // another thread has ended it meanwhile
+  if (comm->ended.exchange(true)) return ncclSuccess;  // another thread has ended it
   give_back_memory(comm.get());
   comm->shares = nullptr;
   forget(comm);
