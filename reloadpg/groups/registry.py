@@ -24,7 +24,7 @@ from ..errors import ReloadpgError
 from ..rendezvous.predecessor import Predecessor
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.store_client import StorePool
-from ..rendezvous.worker_thread import Task, Wait
+from ..rendezvous.worker_thread import Task, Wait, exiting
 from .offloaded import Offloaded
 from .proxy import GroupState, ReloadableProcessGroup
 from .selection import Bypass, Selection, StrategyPolicy
@@ -343,6 +343,12 @@ class Registry:
         interrupt at any instruction leaves no process busy. Call this within the ``try`` whose
         ``finally`` resets ``is_running``.
         """
+        if exiting():
+            raise ReloadpgError(
+                f"{operation.name} was called while the interpreter exits, in an exit handler or a "
+                "finalizer; nothing was changed. No thread can be started any more. Call it, and "
+                "leave offloaded() blocks, before the program ends."
+            )
         with self.lock:
             running = self._operation()
             if running is not None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ContextDecorator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import FrameType
 
 from ..errors import InvalidOptionError
+from .decorating import Decorator
 
 TRAINER = "trainer"
 """The default set."""
@@ -26,7 +26,7 @@ open_regions: ContextVar[tuple[str | None, ...]] = ContextVar("reloadpg_region",
 """The open regions of this thread, the innermost one last."""
 
 
-class region(ContextDecorator):  # noqa: N801 - used like a function
+class region(Decorator):  # noqa: N801 - used like a function
     """Put the groups that are created within this block into a set.
 
     ::
@@ -36,7 +36,8 @@ class region(ContextDecorator):  # noqa: N801 - used like a function
 
     Local, not blocking; before or after ``install``. All members of a group must create it in the
     same region. A region applies to the calling thread (or asyncio task) and overrides the rules of
-    ``install(sets=...)``. Regions nest; the innermost one counts. It can be used as a decorator.
+    ``install(sets=...)``. Regions nest; the innermost one counts. It can be used as a decorator, as
+    :class:`offloaded` can.
     The default group is always in the set ``"trainer"``. Existing groups stay in their sets.
 
     Args:
@@ -133,13 +134,25 @@ class SetState:
         offloaded: whether the last operation left its groups without communicators.
         generation: the job's number of reloads when the set was last reloaded.
         cycles: number of completed offloads.
-        blocks: open ``offloaded()`` blocks.
+        blocks: open blocks that have offloaded it, with their levels: a block that is opened
+            within others has their level, or a higher one if the set was live again.
+        users: open blocks in which it is live.
     """
 
     offloaded: bool = False
     generation: int = 0
     cycles: int = 0
-    blocks: set[object] = field(default_factory=set)
+    blocks: dict[object, int] = field(default_factory=dict)
+    users: set[object] = field(default_factory=set)
+
+    def level(self) -> int:
+        """The highest level of an open block; 0 without one."""
+        return max(self.blocks.values(), default=0)
+
+    def ends_with(self, block: object) -> bool:
+        """Whether the end of a block reloads it: no other block of that level is open."""
+        mine = self.blocks.get(block, 0)
+        return all(level < mine for one, level in self.blocks.items() if one is not block)
 
     def in_block(self) -> bool:
         """Whether an open block will reload it at its end."""
@@ -166,7 +179,9 @@ class SetStates:
     def separate(self, chosen: Chosen) -> list[SetState]:
         """Return the states of these sets, separate from all other sets. Local, idempotent."""
         for name in chosen.names - self._named.keys():
-            self._named[name] = replace(self._rest, blocks=set(self._rest.blocks))
+            self._named[name] = replace(
+                self._rest, blocks=dict(self._rest.blocks), users=set(self._rest.users)
+            )
         return [
             *(state for name, state in self._named.items() if name in chosen),
             *([self._rest] if chosen.others else []),

@@ -233,6 +233,9 @@ class colocated:  # noqa: N801 - used like a function
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._block.is_void:
+            self._block.close()
+            return
         failures = self._way_back()
         if error is not None:
             self._log(failures)  # must not hide the body's exception
@@ -316,7 +319,7 @@ class colocated:  # noqa: N801 - used like a function
         self._awake = False
 
     def _begin_reload(self) -> None:
-        op = Operation("reload", self._block.outermost)
+        op = Operation("reload", self._block.due)
         self._pending = Pending(op, partial(restore, how=self._connect))
 
     def _copy_weights_back(self) -> None:
@@ -329,7 +332,7 @@ class colocated:  # noqa: N801 - used like a function
         # If a saver could not be resumed on a rank, this fails on all ranks.
         pending, self._pending = self._pending, None
         if pending is None:
-            op = Operation("reload", self._block.outermost)
+            op = Operation("reload", self._block.due)
             self.reload_report = restore(op, self._connect)
         else:
             self.reload_report = pending.result()
@@ -339,7 +342,7 @@ class colocated:  # noqa: N801 - used like a function
     def _groups_offloaded(self) -> bool:
         """Whether the end of this block must reload groups. Local."""
         job = registry.job("colocated")
-        mine = self._block.outermost
+        mine = self._block.due
         return job is not None and bool(job.sets.where(mine, lambda state: state.offloaded))
 
     def _error(self, doing: str, failures: list[tuple[str, Exception]]) -> ColocationError:

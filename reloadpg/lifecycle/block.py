@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
-from contextlib import ContextDecorator
+from typing import Any
 
 from ..errors import InvalidOptionError
+from ..groups.decorating import Decorator
 from ..groups.registry import registry
-from ..groups.sets import Chosen, SetState, SetStates
+from ..groups.sets import Chosen, SetStates
+from ..rendezvous.worker_thread import exiting
 from .connect import Connect, validate
 from .offload import release
 from .operation import Operation
@@ -18,13 +21,35 @@ from .report import Report
 logger = logging.getLogger("reloadpg")
 
 
-class offloaded(ContextDecorator):  # noqa: N801 - used like a function
+class _Blocks(Decorator):
+    """The open blocks of an object, which may be entered repeatedly."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Block] = []
+
+    def _again(self) -> Any:
+        again = super()._again()
+        again._blocks = []
+        return again
+
+
+class offloaded(_Blocks):  # noqa: N801 - used like a function
     """Offload groups for a block of code, and reload them afterwards, also after an exception.
 
-    Collective, like :func:`offload` and :func:`reload`. Blocks nest, also with ``colocated()``:
-    the outermost block of a set reloads it. If the body raises, the groups are reloaded (the other
-    ranks wait for it) and the body's exception is raised. If this reload fails, its error is
-    logged. ``with reloadpg.offloaded() as report`` returns the report of the offload.
+    Collective, like :func:`offload` and :func:`reload`. Blocks nest, also with ``colocated()``, and
+    several asyncio tasks or threads may have a block of the same set: the last one to leave reloads
+    it. Blocks are counted on each rank, and every entry, and every end that reloads, is an
+    operation of all ranks. So all ranks enter and leave their blocks in the same order, one at a
+    time. If the body raises, the groups are reloaded (the other ranks wait for it) and the body's
+    exception is raised. If this reload fails, its error is logged.
+    ``with reloadpg.offloaded() as report`` returns the report of the offload.
+
+    It decorates functions and ``async def`` functions. ``async with`` is the same as ``with``: both
+    block the event loop while an operation runs. For other tasks to continue, use
+    ``await reloadpg.offload(wait=False)`` and ``await reloadpg.reload(wait=False)``.
+
+    A block that is left while the interpreter exits, such as that of a suspended generator, reloads
+    nothing, and neither does one that is left in a forked child.
 
     Args:
         sets: as for :func:`offload`; none for all.
@@ -32,14 +57,15 @@ class offloaded(ContextDecorator):  # noqa: N801 - used like a function
         connect: as for :func:`reload`.
 
     Raises:
-        InvalidOptionError: an argument cannot be used; nothing was changed.
+        InvalidOptionError: an argument cannot be used, or it decorates a generator function;
+            nothing was changed.
     """
 
     def __init__(self, *sets: str, collect: bool = False, connect: Connect | None = None) -> None:
+        super().__init__()
         self._chosen = Chosen.of(sets, "offloaded")
         validate(connect)
         self._collect, self._connect = collect, connect
-        self._blocks: list[Block] = []  # a decorator is entered repeatedly
 
     def __enter__(self) -> Report:
         block = Block(self._chosen)
@@ -51,7 +77,7 @@ class offloaded(ContextDecorator):  # noqa: N801 - used like a function
         self._blocks.pop().leave(error, self._connect)
 
 
-class swapped(ContextDecorator):  # noqa: N801 - used like a function
+class swapped(_Blocks):  # noqa: N801 - used like a function
     """Offload one set and reload another one for a block of code, and swap back afterwards.
 
     ::
@@ -65,7 +91,8 @@ class swapped(ContextDecorator):  # noqa: N801 - used like a function
     block, ``into`` is offloaded and ``out`` is live, also if the body raised. If swapping back then
     fails, that error is logged and the body's exception is raised. If ``into`` cannot be reloaded,
     ``out`` is reloaded and the body does not run. ``with reloadpg.swapped(...) as reports`` returns
-    the reports of the first offload and reload.
+    the reports of the first offload and reload. Blocks nest, are counted and decorate as those of
+    :class:`offloaded` do: the last one to leave swaps back.
 
     Args:
         out: the set, or the sets, to offload.
@@ -83,6 +110,7 @@ class swapped(ContextDecorator):  # noqa: N801 - used like a function
         into: Iterable[str] | str,
         connect: Connect | None = None,
     ) -> None:
+        super().__init__()
         self._out, self._into = (Chosen.of(sets, "swapped") for sets in (out, into))
         if self._out.overlaps(self._into):  # no name at all chooses all sets
             raise InvalidOptionError(
@@ -91,7 +119,6 @@ class swapped(ContextDecorator):  # noqa: N801 - used like a function
             )
         validate(connect)
         self._connect = connect
-        self._blocks: list[Block] = []
 
     def __enter__(self) -> tuple[Report, Report]:
         block = Block(self._out)
@@ -101,13 +128,16 @@ class swapped(ContextDecorator):  # noqa: N801 - used like a function
         except BaseException as error:
             block.leave(error, self._connect)
             raise
+        block.use(self._into)
         self._blocks.append(block)
         return offload, reload
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         block = self._blocks.pop()
+        unused = block.unused(self._into)
         try:
-            release(Operation("offload", self._into))
+            if unused and not block.is_void:
+                release(Operation("offload", unused))
         except BaseException as failed:
             block.leave(error or failed, self._connect)
             if error is None:
@@ -118,54 +148,83 @@ class swapped(ContextDecorator):  # noqa: N801 - used like a function
 
 
 class Block:
-    """One block on this rank; ``outermost`` are the sets that no enclosing block has offloaded."""
+    """One block on this rank."""
 
     def __init__(self, chosen: Chosen) -> None:
         self._chosen = chosen
-        job = registry.known_job
-        around = None if job is None else job.sets.where(chosen, SetState.in_block)
-        self.outermost = chosen if around is None else chosen.without(around)
         self._sets: SetStates | None = None
+        self._pid = os.getpid()
+
+    @property
+    def due(self) -> Chosen:
+        """The sets that the end of this block reloads: no other block needs them offloaded."""
+        if self._sets is None:
+            return self._chosen
+        return self._sets.where(self._chosen, lambda state: state.ends_with(self))
 
     def enter(self, collect: bool = False) -> Report:
         """Offload. An interrupt at the end of a completed offload is raised after a reload.
 
         The other ranks are in their blocks then, and reload at their ends.
         """
-        before = _cycles()
+        before, job = _cycles(), registry.known_job
+        live = self._chosen
+        if job is not None:
+            live = job.sets.where(self._chosen, lambda state: not state.in_block())
         try:
             report = release(Operation("offload", self._chosen), collect)
-        except BaseException:
+        except BaseException as error:
             if _cycles() != before:
-                self._reload_logged("none")
+                self._count(live)
+                self.leave(error, "none")
             raise
+        self._count(live)
+        return report
+
+    def _count(self, live: Chosen) -> None:
+        """Count this block; ``live`` are the sets that no block had offloaded before it."""
         job = registry.known_job
         if job is not None:
             self._sets = job.sets
+            for state in job.sets.separate(live):
+                state.blocks[self] = state.level() + 1
             for state in job.sets.separate(self._chosen):
-                state.blocks.add(self)
-        return report
+                state.blocks.setdefault(self, state.level())
+
+    def use(self, chosen: Chosen) -> None:
+        """Note that these sets are live in this block."""
+        for state in self._sets.separate(chosen) if self._sets is not None else ():
+            state.users.add(self)
+
+    def unused(self, chosen: Chosen) -> Chosen:
+        """The sets that are live in no other block; this one no longer uses them."""
+        if self._sets is None:
+            return chosen
+        for state in self._sets.all():
+            state.users.discard(self)
+        return self._sets.where(chosen, lambda state: not state.users)
+
+    @property
+    def is_void(self) -> bool:
+        """Whether its end changes nothing: in a forked child, or while the interpreter exits."""
+        return self._pid != os.getpid() or exiting()
 
     def leave(self, error: BaseException | None, connect: Connect | None) -> None:
-        try:
-            if error is not None:
-                self._reload_logged(connect)
-            elif self.outermost:
-                restore(Operation("reload", self.outermost), connect)
-        finally:
+        with registry.lock:  # of two threads, one is the last
+            due = self.due
             self.close()
+        if self.is_void or not due:
+            return
+        try:
+            restore(Operation("reload", due), connect)
+        except Exception as failed:  # of any kind: the body's exception must be raised
+            if error is None:
+                raise
+            logger.error("reload after an exception in the offloaded block failed: %s", failed)
 
     def close(self) -> None:
         for state in self._sets.all() if self._sets is not None else ():
-            state.blocks.discard(self)
-
-    def _reload_logged(self, connect: Connect | None) -> None:
-        if not self.outermost:
-            return
-        try:
-            restore(Operation("reload", self.outermost), connect)
-        except Exception as error:  # of any kind: the body's exception must be raised
-            logger.error("reload after an exception in the offloaded block failed: %s", error)
+            state.blocks.pop(self, None)
 
 
 def _cycles() -> int:

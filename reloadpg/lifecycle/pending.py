@@ -15,7 +15,7 @@ from functools import partial
 from ..errors import PendingError
 from ..groups.offloaded import UnderWay
 from ..groups.registry import Job
-from ..rendezvous.worker_thread import Attempt, Task
+from ..rendezvous.worker_thread import Attempt, Task, exiting
 from .failure import perform
 from .operation import Operation
 from .report import Report
@@ -148,6 +148,8 @@ class Pending:
         state = "the operation is still running"
         if self.done():
             error = self._future.exception()
+            if error is None and exiting():
+                return  # nothing can use the groups any more
             state = "it completed" if error is None else f"it raised {error!r}"
         warnings.warn(
             f"the handle of {self.operation}(wait=False) was deleted and result() was never "

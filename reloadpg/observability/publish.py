@@ -35,6 +35,7 @@ from reloadpg.groups.registry import registry
 from reloadpg.lifecycle.recover import collectives_begun
 from reloadpg.lifecycle.report import Report
 from reloadpg.lifecycle.status import running
+from reloadpg.rendezvous.worker_thread import LibraryThread
 
 from .exporters import subscribe
 from .logs import current_rank, name_rank_in_records
@@ -278,7 +279,7 @@ class Publisher:
         self._trouble = False
         self._path: Path | None = None
         self._traced: Report | None = None
-        self._thread = threading.Thread(target=self._run, name="reloadpg-status", daemon=True)
+        self._thread = LibraryThread(target=self._run, name="reloadpg-status", daemon=True)
 
     def start(self) -> None:
         """Start to write. Call it once."""

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 from torch._C._distributed_c10d import HashStore, Store
 
 from .. import c10d
+from ..errors import ReloadpgError
 from . import protocol
 from .peers import Peers
 from .worker_thread import Task, Wait
@@ -203,7 +204,7 @@ class StoreClient:
             task = Task(partial(question, connection.result()), "store")
             _await(task, wait, died)
             found = task.result()
-        except PeerDied:
+        except (PeerDied, ReloadpgError):  # the latter: no thread could be started
             raise
         except RuntimeError as error:
             raise StoreLost(str(error)) from error
@@ -272,13 +273,13 @@ class StorePool:
     def connect_ahead(self, count: int) -> list[Task[None]]:
         """Connect the first clients in the background, one after the other. Local, non-blocking.
 
-        It stops at :meth:`end` and when the interpreter exits, so that at most one connection is in
-        progress then. Returns the task, if there is a client to connect.
+        It stops at :meth:`end` and when the interpreter exits, with at most one connection in
+        progress. Returns the task, if there is a client to connect.
         """
 
         def connect() -> None:
             for index in range(count):
-                if self._ended or not threading.main_thread().is_alive():
+                if self._ended:
                     return
                 self._connect(index).wait(threading.TIMEOUT_MAX)
 

@@ -3,6 +3,9 @@
 If a peer has ended, a call that creates or destroys a communicator, or a request to a store, can
 block in C++ indefinitely. The caller must be able to abandon the call, to notice that another rank
 failed, and to handle signals, which Python does not do inside a C++ call in the main thread.
+
+Every thread of the library is a :class:`LibraryThread`, and follows one rule at the end of the
+process: the exit of the interpreter waits a limited time for it, and starts no further one.
 """
 
 from __future__ import annotations
@@ -11,15 +14,16 @@ import atexit
 import contextvars
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from typing import Generic, TypeVar, cast
 
 from ..c10d import devices
-from ..errors import GRACE, LOG_WAIT
+from ..errors import GRACE, LOG_WAIT, ReloadpgError
 
 logger = logging.getLogger("reloadpg")
 
@@ -44,24 +48,66 @@ def seconds_of(variable: str) -> float:
     return _SECONDS[variable]
 
 
-_running: set[threading.Thread] = set()
-"""The threads of running tasks."""
+class _Exit:
+    """The exit of this interpreter."""
 
+    def __init__(self) -> None:
+        self.begun = False
+        self.renew()
 
-@cache
-def _wait_at_exit() -> None:
-    """Let the exit of the interpreter wait for running tasks.
+    def renew(self) -> None:
+        """Replace the lock: in a forked child it may be held by a thread of the parent."""
+        self.lock = threading.RLock()  # reentrant: a signal handler may start a thread, too
 
-    Before Python 3.14, a daemon thread whose C++ call returns during the exit is unwound, which
-    ends the process with SIGABRT.
-    """
+    def begin(self) -> None:
+        """Start no further thread, and wait a limited time for those that run.
 
-    def join() -> None:
+        Called after the exit handlers that were registered later, while threads still run. Before
+        Python 3.14, a thread whose C++ call returns after that is unwound, which ends the process
+        with SIGABRT.
+        """
+        with self.lock:  # no thread is about to start, which could not be joined
+            self.begun = True
         end = time.monotonic() + _EXIT_S
-        for thread in list(_running):
-            thread.join(max(0.0, end - time.monotonic()))
+        for thread in threading.enumerate():
+            if isinstance(thread, LibraryThread) and thread is not threading.current_thread():
+                thread.join(max(0.0, end - time.monotonic()))
 
-    atexit.register(join)
+
+_exit = _Exit()
+atexit.register(_exit.begin)
+os.register_at_fork(after_in_child=_exit.renew)
+
+
+def exiting() -> bool:
+    """Whether the interpreter exits, and no thread is started any more. Local."""
+    return _exit.begun or sys.is_finalizing()
+
+
+class LibraryThread(threading.Thread):
+    """A thread of this library: the exit of the interpreter waits a limited time for it."""
+
+    def start(self) -> None:
+        """Start it.
+
+        Raises:
+            ReloadpgError: the interpreter exits, or the system starts no thread. Before Python
+                3.12, a thread that is started in the finalization never begins, and ``start`` of
+                :class:`threading.Thread` waits for it indefinitely.
+        """
+        with _exit.lock:
+            if exiting():
+                raise ReloadpgError(
+                    f"the thread {self.name} was not started: the interpreter exits. End all "
+                    "operations and leave all blocks before the program ends."
+                )
+            try:
+                super().start()
+            except RuntimeError as error:
+                raise ReloadpgError(
+                    f"the thread {self.name} was not started: {error}. See the limits of this "
+                    "process for threads and memory (ulimit -a)."
+                ) from error
 
 
 class Wait:
@@ -160,7 +206,7 @@ class Attempt:
         self._lock.release()
 
 
-class Task(threading.Thread, Generic[T]):
+class Task(LibraryThread, Generic[T]):
     """A call in a new thread, started immediately.
 
     The thread uses the caller's current accelerator device, which is a per-thread setting, and the
@@ -179,8 +225,6 @@ class Task(threading.Thread, Generic[T]):
         self._device = devices.current_index()
         self._function: Callable[[], T] | None = partial(contextvars.copy_context().run, function)
         super().__init__(name=f"reloadpg-{name}", daemon=daemon)
-        _wait_at_exit()
-        _running.add(self)
         self.start()
 
     def run(self) -> None:
@@ -193,7 +237,6 @@ class Task(threading.Thread, Generic[T]):
         finally:
             del function  # an ended task holds no references
             self._ended.set()
-            _running.discard(self)
 
     @property
     def ended(self) -> bool:

@@ -22,6 +22,7 @@ from torch.distributed import DistBackendError, ProcessGroup, ProcessGroupGloo
 
 from reloadpg import c10d
 from reloadpg.groups import dispatch
+from reloadpg.rendezvous.worker_thread import LibraryThread
 
 from ._sim_state import Device, Record, Settings, SimState
 
@@ -267,7 +268,7 @@ def _drop_later(parts: list[Any]) -> None:
     with suppress(RuntimeError):
         parts[0].abort()
     with suppress(RuntimeError):  # the interpreter is ending: no new threads
-        threading.Thread(target=parts.clear, name="sim-abort", daemon=True).start()
+        LibraryThread(target=parts.clear, name="sim-abort", daemon=True).start()
 
 
 def _gloo(name: str) -> Any:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import socket
+import threading
 
 import pytest
 import torch.distributed as dist
@@ -148,3 +151,143 @@ def test_the_exception_of_the_body_is_raised_even_if_the_reload_fails(rank):
     assert _state() in ("failed", "offloaded")
     reloadpg.reload()
     assert summed(None, rank) == 3
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("opens", ["offloaded", "swapped"])
+def test_the_last_of_several_tasks_reloads(rank, opens):
+    """Blocks of a set are counted, whoever opened them, and in whichever order they end."""
+    start()
+    blocks = {
+        "offloaded": lambda: reloadpg.offloaded("trainer"),
+        "swapped": lambda: reloadpg.swapped(out="trainer", into="engine"),
+    }
+    seen = []
+
+    def note():
+        sets = reloadpg.status().sets
+        seen.append((sets["trainer"].state, opens == "offloaded" or sets["engine"].state))
+
+    async def work(entered, may_leave):
+        async with blocks[opens]():
+            entered.set()
+            await may_leave.wait()
+        note()
+
+    async def both():
+        events = [asyncio.Event() for _ in range(4)]
+        first = asyncio.create_task(work(*events[:2]))
+        await events[0].wait()
+        second = asyncio.create_task(work(*events[2:]))
+        await events[2].wait()
+        events[1].set()
+        await first
+        events[3].set()
+        await second
+
+    with reloadpg.region("engine"):
+        dist.new_group([0, 1])
+    asyncio.run(both())
+    within = True if opens == "offloaded" else "live"
+    after = True if opens == "offloaded" else "offloaded"
+    assert seen == [("offloaded", within), ("live", after)]
+    assert summed(None, rank) == 3
+
+
+@pytest.mark.ranks(2)
+def test_blocks_of_two_threads_are_counted(rank):
+    """The thread that leaves first leaves the groups offloaded for the other."""
+    start()
+    outer = reloadpg.offloaded()
+    outer.__enter__()
+    done = threading.Thread(target=_enter_and_leave, args=(inner := reloadpg.offloaded(),))
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert _state() == "offloaded"
+    done.start()
+    done.join()
+    assert (_state(), summed(None, rank)) == ("live", 3)
+
+
+def _enter_and_leave(block):
+    with reloadpg.offloaded():
+        pass
+    block.__exit__(None, None, None)
+
+
+DECORATORS = {
+    "offloaded": reloadpg.offloaded,
+    "swapped": lambda: reloadpg.swapped(out="trainer", into="engine"),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", DECORATORS)
+def test_a_decorated_coroutine_function_runs_in_the_block(rank, kind):
+    """Its body runs in the block, also in two tasks at once, and the function is still async."""
+    start()
+
+    @DECORATORS[kind]()
+    async def generate(value):
+        before = reloadpg.status().sets["trainer"].state
+        await asyncio.sleep(0)
+        return value, before, reloadpg.status().sets["trainer"].state
+
+    async def both():
+        return await asyncio.gather(generate(1), generate(2))
+
+    assert inspect.iscoroutinefunction(generate)
+    assert asyncio.run(both()) == [(n, "offloaded", "offloaded") for n in (1, 2)]
+    assert summed(None, rank) == 3
+
+
+@pytest.mark.ranks(2)
+def test_a_region_decorates_a_coroutine_function():
+    """The groups that its body creates are in the set."""
+    start()
+
+    @reloadpg.region("engine")
+    async def create():
+        await asyncio.sleep(0)
+        return dist.new_group([0, 1])
+
+    assert asyncio.run(create()).set_name == "engine"
+
+
+def _generator():
+    yield
+
+
+async def _asynchronous_generator():
+    yield
+
+
+class _Called:
+    def __call__(self):
+        yield
+
+
+@pytest.mark.parametrize("kind", [*DECORATORS, "region"])
+@pytest.mark.parametrize("function", [_generator, _asynchronous_generator, _Called()])
+def test_a_generator_function_cannot_be_decorated(kind, function):
+    """The block would end before the body begins, without a sign of it."""
+    block = {**DECORATORS, "region": lambda: reloadpg.region("engine")}[kind]()
+    with pytest.raises(reloadpg.InvalidOptionError, match="generator function: its body runs"):
+        block(function)
+
+
+@pytest.mark.parametrize("kind", [*DECORATORS, "region"])
+def test_a_function_that_returns_a_coroutine_is_refused(kind):
+    """A decorator between the two can hide that a function is asynchronous."""
+
+    async def work():
+        pass
+
+    block = {**DECORATORS, "region": lambda: reloadpg.region("engine")}[kind]()
+    block.__class__ = type(kind, (type(block),), {"__enter__": _nothing, "__exit__": _nothing})
+    with pytest.raises(reloadpg.InvalidOptionError, match="returned a coroutine"):
+        block(lambda: work())()
+
+
+def _nothing(*_):
+    return None

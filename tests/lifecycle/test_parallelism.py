@@ -231,7 +231,7 @@ def test_by_default_groups_of_an_unknown_backend_take_turns(rank: int) -> None:
         inside.discard(threading.get_ident())
 
     for event in ("release", "create"):
-        simulated.inject(simulated.Fault(event, "call", call=work))
+        simulated.inject(simulated.Fault(event, "call", call=work, times=None))
     reloadpg.offload()
     reloadpg.reload()
     assert together == [1] * 10

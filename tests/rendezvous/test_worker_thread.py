@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import weakref
+from pathlib import Path
 
+import reloadpg
 from reloadpg.rendezvous.worker_thread import Task
 from reloadpg.testing import run_ranks
 
@@ -77,3 +80,41 @@ atexit.register(exits.set)  # called before the functions that were registered e
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=280
     )
     assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
+
+
+def test_no_thread_starts_while_the_interpreter_exits() -> None:
+    """A background task that starts others is refused, and no thread is joined before its start."""
+    program = """
+import threading
+from reloadpg.rendezvous.worker_thread import Task
+
+begun = threading.Event()
+
+def work():
+    try:
+        while True:
+            Task(begun.set, "inner").wait(60)
+    except RuntimeError as error:
+        print(error, flush=True)
+
+Task(work, "outer")
+begun.wait()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=280
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "reloadpg-inner was not started" in done.stdout
+
+
+def test_every_thread_of_the_library_follows_the_rule() -> None:
+    """No module starts a thread that the exit of the interpreter does not know."""
+    package = Path(reloadpg.__file__).parent
+    sources = {path: path.read_text("utf-8") for path in package.rglob("*.py")}
+    found = {
+        str(path.relative_to(package))
+        for path, text in sources.items()
+        if re.search(r"threading\.Thread\(|ThreadPoolExecutor|start_new_thread", text)
+    }
+    # Within a block that joins it; and a pool of workers, which Python joins itself.
+    assert found == {"cli/console.py", "testing/standins/_build.py"}

@@ -1,0 +1,217 @@
+"""Each way to end a process, in each state: it ends as it does without reloadpg."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import ending
+import pytest
+import torch.distributed as dist
+
+pytestmark = pytest.mark.matrix
+
+PRELUDE = """
+import asyncio, atexit, os, signal, sys
+from contextlib import nullcontext
+from datetime import timedelta
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+if INSTALLED:
+    simulated.register()
+    options = {"strategy": "suspend"} if BACKEND == "sim" else {}
+    reloadpg.install(backends={BACKEND}, timeout=timedelta(seconds=60), **options)
+dist.init_process_group(BACKEND if INSTALLED else "gloo", rank=rank, world_size=size)
+group = dist.new_group([0, 1])
+def block():
+    return reloadpg.offloaded() if INSTALLED else nullcontext()
+def call(name, **options):
+    return getattr(reloadpg, name)(**options) if INSTALLED else None
+def rollouts():
+    with block():
+        yield 1
+class Owner:
+    def __init__(self):
+        self.block = block()
+        self.block.__enter__()
+    def __del__(self):
+        self.block.__exit__(None, None, None)
+def end():
+"""
+
+WAYS = {
+    "return": "return",
+    "exit": "sys.exit(3)",
+    "exception": "raise ValueError('of the program')",
+    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
+    "SIGINT": "os.kill(os.getpid(), signal.SIGINT)",
+    "_exit": "os._exit(4)",
+    "suspended generator": "global kept; kept = rollouts(); next(kept)",
+    "generator of a failed loop": """
+    kept = rollouts()
+    for one in kept:
+        raise ValueError("of the program")
+    """,
+    "coroutine": """
+    async def work():
+        async with (reloadpg.offloaded() if INSTALLED else nullcontext()):
+            sys.exit(3)
+    asyncio.run(work())
+    """,
+    "__del__": "global kept; kept = Owner()",
+    "exit handler": "kept = rollouts(); next(kept); atexit.register(kept.close)",
+}
+"""The ways to end; each is the body of a function, in which ``rollouts`` has an open block."""
+
+STATES = {
+    "live": "",
+    "offloaded": "call('offload')",
+    "reloaded": "call('offload'); call('reload')",
+    "suspended": "call('offload')",
+    "in the background": "call('offload'); pending = call('reload', wait=False)",
+}
+
+BLOCKS = {way for way, body in WAYS.items() if "rollouts" in body or "Owner" in body} | {
+    "coroutine"
+}
+"""They open a block, which is refused during another operation."""
+
+
+class Ended(NamedTuple):
+    codes: list[int | None]
+    stderr: list[str]
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Runs a program as the two ranks of a job, until they have ended."""
+    server = subprocess.Popen(
+        [sys.executable, ending.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    stdin, stdout = server.stdin, server.stdout
+
+    def run(body: str, *, installed: bool = True, backend: str = "gloo") -> Ended:
+        folder = tmp_path_factory.mktemp("ended")
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+        place["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        files = [str(folder / str(rank)) for rank in range(2)]
+        job = {
+            "program": f"INSTALLED, BACKEND = {installed}, {backend!r}\n{PRELUDE}{body}",
+            "environments": [{**place, "RANK": str(rank)} for rank in range(2)],
+            "stderr": files,
+            "seconds": 120.0,
+        }
+        print(json.dumps(job), file=stdin, flush=True)
+        codes = json.loads(stdout.readline())
+        return Ended(codes, [_plain(Path(file).read_text()) for file in files])
+
+    with server:
+        try:
+            yield run
+        finally:
+            stdin.close()
+            server.wait(120)
+
+
+def _plain(stderr: str) -> str:
+    """What was printed, without the places in the program, which differ."""
+    lines = (re.sub(r"^\[rank\d\]: ?", "", line) for line in stderr.splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("  "))
+
+
+@pytest.fixture(scope="module")
+def without(run: Run) -> Callable[[str], Ended]:
+    """Runs a way to end without reloadpg, once."""
+    known: dict[str, Ended] = {}
+
+    def ended(way: str) -> Ended:
+        if way not in known:
+            known[way] = run(f"    {WAYS[way]}\nend()", installed=False)
+        return known[way]
+
+    return ended
+
+
+FAST = {"return", "exit", "suspended generator", "__del__", "exit handler"}
+"""Ways that the default suite has, in the state offloaded; all others are marked slow."""
+
+CASES = [
+    pytest.param(way, state, marks=[] if state == "offloaded" and way in FAST else pytest.mark.slow)
+    for way in WAYS
+    for state in STATES
+    if not (way in BLOCKS and state == "in the background")
+]
+
+
+@pytest.mark.parametrize(("way", "state"), CASES)
+def test_a_process_ends_as_without_reloadpg(
+    run: Run, without: Callable[[str], Ended], way: str, state: str
+) -> None:
+    """Its exit code and what it prints are the same, and it does not hang."""
+    backend = "sim" if state == "suspended" else "gloo"
+    ended = run(f"    {WAYS[way]}\n{STATES[state]}\nend()", backend=backend)
+    assert ended == without(way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["exit", "SIGTERM", "SIGINT", "_exit"])
+def test_a_process_ends_within_an_operation(
+    run: Run, without: Callable[[str], Ended], way: str
+) -> None:
+    """In a callback of an offload, on all ranks; the exit code is that of the program."""
+    ended = run(f"    {WAYS[way]}\nreloadpg.on_offload(end)\nreloadpg.offload()")
+    assert ended.codes == without(way).codes, ended
+
+
+@pytest.mark.parametrize("handler", [True, False])
+def test_an_operation_while_the_interpreter_exits(run: Run, handler: bool) -> None:
+    """It works in an exit handler, where Python starts threads; otherwise its error says why."""
+    ended = run(f"""
+    reloadpg.reload()
+    print(reloadpg.status().state)
+class Last:
+    def __del__(self):
+        end()
+reloadpg.offload()
+kept = Last()
+{"atexit.register(end)" if handler else ""}
+""")
+    assert ended.codes == [0, 0], ended
+    for text in ended.stderr:
+        in_handler, _, later = text.partition("Exception ignored in: <function Last.__del__")
+        assert "reload was called while the interpreter exits" in later, text
+        if handler and sys.version_info[:2] != (3, 12):
+            assert in_handler == "live\n", text
+        elif handler:  # Python 3.12 starts no thread there
+            assert "was not started: can't create new thread at interpreter shutdown" in in_handler
+
+
+@pytest.mark.parametrize("in_block", [False, True])
+def test_a_forked_child_ends(run: Run, in_block: bool) -> None:
+    """Leaving the parent's block in the child does nothing; the parent's groups work afterwards."""
+    ended = run(f"""
+    if os.fork() == 0:
+        sys.exit(3)
+    _, status = os.wait()
+    return os.waitstatus_to_exitcode(status)
+with block() if {in_block} else nullcontext():
+    code = end()
+dist.barrier()
+sys.exit(code)
+""")
+    assert ended == Ended([3, 3], ["", ""])
