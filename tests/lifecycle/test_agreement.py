@@ -61,7 +61,7 @@ def other_options_on_one_rank(job: Job) -> Difference:
     differences = {
         "exclude": "['none'] on rank 0 and [] on ranks 1-2",
         "min_size": "1 on rank 0 and 2 on ranks 1-2",
-        "parallelism": "3 on rank 0 and 8 on ranks 1-2",
+        "parallelism": "3 on rank 0 and default on ranks 1-2",
         "sets": "{'none': ('none',)} on rank 0 and {} on ranks 1-2",
         "timeout_s": "10.0 on rank 0 and 100.0 on ranks 1-2",
     }
