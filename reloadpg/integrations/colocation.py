@@ -218,7 +218,9 @@ class colocated:  # noqa: N801 - used like a function
         self._step("synchronize", devices.synchronize)
         # Fails on all ranks, with an error that names the remedy: nothing to undo here.
         block = Block(self._trainer_sets)
-        self.offload_report = self._step("offload groups", block.enter)
+        self.offload_report = self._step(
+            "offload groups", lambda: block.enter(connect=self._connect)
+        )
         self._block, self._inside, self._copied = block, True, self._copy_back is None
         step = ""
         try:

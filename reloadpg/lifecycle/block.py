@@ -69,7 +69,7 @@ class offloaded(_Blocks):  # noqa: N801 - used like a function
 
     def __enter__(self) -> Report:
         block = Block(self._chosen)
-        report = block.enter(self._collect)
+        report = block.enter(self._collect, self._connect)
         self._blocks.append(block)
         return report
 
@@ -122,7 +122,7 @@ class swapped(_Blocks):  # noqa: N801 - used like a function
 
     def __enter__(self) -> tuple[Report, Report]:
         block = Block(self._out)
-        offload = block.enter()
+        offload = block.enter(connect=self._connect)
         try:
             reload = restore(Operation("reload", self._into), self._connect)
         except BaseException as error:
@@ -162,10 +162,11 @@ class Block:
             return self._chosen
         return self._sets.where(self._chosen, lambda state: state.ends_with(self))
 
-    def enter(self, collect: bool = False) -> Report:
+    def enter(self, collect: bool = False, connect: Connect | None = None) -> Report:
         """Offload. An interrupt at the end of a completed offload is raised after a reload.
 
-        The other ranks are in their blocks then, and reload at their ends.
+        The other ranks are in their blocks then, and reload at their ends, with the same
+        ``connect``.
         """
         before, job = _cycles(), registry.known_job
         live = self._chosen
@@ -176,7 +177,7 @@ class Block:
         except BaseException as error:
             if _cycles() != before:
                 self._count(live)
-                self.leave(error, "none")
+                self.leave(error, connect)
             raise
         self._count(live)
         return report

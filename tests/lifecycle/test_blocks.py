@@ -95,10 +95,14 @@ def test_blocks_of_both_kinds_nest(rank):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("recoverable", [False, True])
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_an_interrupt_at_the_end_of_the_offload_still_reloads(rank, kind):
-    """All ranks have offloaded and the others are in their blocks, so this rank reloads as well."""
-    start()
+def test_an_interrupt_at_the_end_of_the_offload_still_reloads(rank, kind, recoverable):
+    """All ranks have offloaded and the others are in their blocks, so this rank reloads as well.
+
+    With the same ``connect`` as the others, which a recoverable job determines by default.
+    """
+    start(recoverable=recoverable)
     reports = []
 
     def interrupt(report):

@@ -1,8 +1,8 @@
 """Which NCCL calls may wait for peers at the same time, on each of torch's engines.
 
 ``ncclCommDestroy`` of a connected communicator returns when its peers on the node have closed it
-too. An engine that holds one lock for several communicators then lets two ranks wait for each
-other if their threads acquire it in different orders (:mod:`reloadpg.c10d.locks`).
+too (failure 34). An engine that holds one lock for several communicators then lets two ranks wait
+for each other if their threads acquire it in different orders (:mod:`reloadpg.c10d.locks`).
 """
 
 from __future__ import annotations
