@@ -225,3 +225,19 @@ def test_a_missing_name_of_a_capability_is_an_error_where_it_is_requested(
             return str(error)
 
     assert rows[0].path in forked(case)
+
+
+def test_doctor_names_what_is_missing() -> None:
+    """A problem for the core, a warning for a capability; with what does not work."""
+    from reloadpg.cli.doctor import diagnose
+
+    def case() -> str:
+        broken_torch.remove(next(need for need in CORE if need.name == "_get_split_source"))
+        broken_torch.remove(next(need for need in EXPECTED if need.name == "_reset_state"))
+        lines = str(diagnose()).splitlines()
+        return "\n".join(line for line in lines if "torch names" in line)
+
+    problem, warning = forked(case).splitlines()
+    assert problem.startswith("[problem] torch names: core is not available: torch.distributed.")
+    assert "_get_split_source (only the members of a group take part" in problem
+    assert warning.startswith("[warning] torch names: state is not available: ")
