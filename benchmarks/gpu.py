@@ -25,8 +25,8 @@ import gpu_job  # noqa: E402 - from the tests
 import torch  # noqa: E402
 from _output import machine, write_json  # noqa: E402
 
-from reloadpg.errors import table  # noqa: E402
 from reloadpg.testing import run_ranks, standins  # noqa: E402
+from reloadpg.texts import table  # noqa: E402
 
 HEADER = (
     "strategy", "ranks", "groups", "cycles", "held MiB", "released MiB", "share", "offload ms",

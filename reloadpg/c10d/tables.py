@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 
-from ..errors import described
+from ..texts import described
 from .torchcomms import HAS_TORCHCOMMS, own_communicators
 
 _changing_lists = threading.Lock()

@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import _TESTED_TORCH
-from ..errors import STATUS_DIR, VARIABLES, counted, unknown_variables
 from ..lifecycle.autoinstall import NO, SWITCH
 from ..lifecycle.variables import invalid_values
+from ..settings import STATUS_DIR, VARIABLES, unknown_variables
+from ..texts import counted
 from .console import Finding, Line, Page, existing_file, progress, say, show
 from .doctor_patches import (
     check_early_aliases,

@@ -16,7 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidOptionError, counted, format_ranks
+from ..errors import InvalidOptionError
+from ..texts import counted, format_ranks
 from .console import CommandError, Line, Page, natural, positive, say, seconds, show, tabled
 
 if TYPE_CHECKING:

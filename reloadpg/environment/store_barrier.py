@@ -18,16 +18,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from .. import c10d
-from ..errors import (
-    InvalidOptionError,
-    ReloadpgError,
-    RendezvousTimeoutError,
-    as_timedelta,
-    named_ranks,
-)
+from ..errors import InvalidOptionError, ReloadpgError, RendezvousTimeoutError
 from ..groups.registry import registry
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.worker_thread import Wait
+from ..settings import as_timedelta
+from ..texts import named_ranks
 from .launchers import identify
 from .model import GroupNotInitializedError
 
@@ -211,7 +207,7 @@ def _group_or_world(group: ProcessGroup | None, what: str) -> ProcessGroup | Non
 def _no_group(what: str) -> GroupNotInitializedError:
     return GroupNotInitializedError(
         f"{what}: the launcher started several ranks, but this process has no default group. "
-        f"Nothing was done. Call reloadpg.init_distributed() first."
+        f"Nothing was done. Call reloadpg.environment.init_distributed() first."
     )
 
 

@@ -12,8 +12,9 @@ from typing import Any, cast
 from torch.distributed import ProcessGroup
 
 from .. import c10d
-from ..errors import ReloadpgError, described
+from ..errors import ReloadpgError
 from ..rendezvous.predecessor import Predecessor
+from ..texts import described
 from .creation import Call, by_members, verbatim
 from .registry import registry
 from .sets import TRAINER

@@ -30,8 +30,8 @@ from ..lifecycle.offload import offload, release
 from ..lifecycle.operation import Operation
 from ..lifecycle.pending import Pending
 from ..lifecycle.reload import reload, restore
-from ..lifecycle.report import Report
 from ..lifecycle.status import status
+from ..reports import Report
 from .torch_memory_saver import MemorySaver
 
 __all__ = ["ColocationError", "colocated"]

@@ -39,7 +39,7 @@ import torch.distributed as dist
 import wrapt
 
 from .. import c10d
-from ..errors import ReloadpgError, as_timedelta
+from ..errors import ReloadpgError
 from ..groups.creation import verbatim
 from ..groups.proxy import ReloadableProcessGroup as _Group
 from ..groups.registry import registry
@@ -49,7 +49,8 @@ from ..lifecycle.connect import Connect
 from ..lifecycle.install import install, is_installed
 from ..lifecycle.offload import offload
 from ..lifecycle.reload import reload
-from ..lifecycle.report import Report
+from ..reports import Report
+from ..settings import as_timedelta
 
 __all__ = [
     "ReloadableProcessGroup",

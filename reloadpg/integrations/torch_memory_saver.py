@@ -18,11 +18,12 @@ from functools import partial
 from typing import Any
 from weakref import finalize, ref
 
-from ..errors import InvalidOptionError, ReloadpgError, counted
+from ..errors import InvalidOptionError, ReloadpgError
 from ..groups.registry import Callback, registry
 from ..groups.sets import Chosen
 from ..lifecycle import memory
 from ..lifecycle.callbacks import register
+from ..texts import counted
 from . import framework
 
 __all__ = ["MemorySaver", "MemorySaverError"]

@@ -12,11 +12,11 @@ from ..groups.decorating import Decorator
 from ..groups.registry import registry
 from ..groups.sets import Chosen, SetStates
 from ..rendezvous.worker_thread import exiting
+from ..reports import Report
 from .connect import Connect, validate
 from .offload import release
 from .operation import Operation
 from .reload import restore
-from .report import Report
 
 logger = logging.getLogger("reloadpg")
 

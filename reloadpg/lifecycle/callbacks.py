@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import InvalidOptionError
 from ..groups.registry import Callback, registry
 from ..groups.sets import Chosen
-from .report import Report
+from ..reports import Report
 
 
 def on_offload(

@@ -12,17 +12,13 @@ from datetime import timedelta
 import torch
 
 from .. import _TESTED_TORCH, c10d
-from ..errors import (
-    InvalidOptionError,
-    PatchConflictError,
-    as_timedelta,
-    counted,
-    refuse_unknown_variables,
-)
+from ..errors import InvalidOptionError, PatchConflictError
 from ..groups.patches import Patches, patch_savers_when_loaded
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection, StrategyPolicy
 from ..groups.wrappers import manage_world
+from ..settings import as_timedelta, refuse_unknown_variables
+from ..texts import counted
 from .variables import options_of, set_log_level
 
 logger = logging.getLogger("reloadpg")

@@ -11,12 +11,12 @@ from .. import c10d
 from ..c10d import devices, release_cautions
 from ..groups.registry import Job, registry
 from ..groups.sets import ALL, Chosen
-from .failure import await_unfinished, perform
+from ..reports import Report
 from .operation import Operation
 from .pending import Pending
 from .record import nothing_released
 from .recreate import Releases
-from .report import Report
+from .run import await_unfinished, perform
 from .strategy import bytes_kept
 from .suspend import suspend
 

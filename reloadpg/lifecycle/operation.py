@@ -28,8 +28,8 @@ from ..rendezvous.plan import Proposal
 from ..rendezvous.round import Round
 from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Attempt
+from ..reports import OperationStatus, Report
 from .record import Record
-from .report import OperationStatus, Report
 from .transaction import Transaction
 
 PHASES = {

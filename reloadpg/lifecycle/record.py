@@ -14,8 +14,8 @@ from .. import c10d
 from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Job, Options, registry
 from ..groups.sets import Chosen
+from ..reports import Fault, GroupReport, Report, Span
 from . import memory
-from .report import Fault, GroupReport, Report, Span
 from .strategy import Choice
 
 logger = logging.getLogger("reloadpg")

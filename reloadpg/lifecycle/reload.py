@@ -9,12 +9,12 @@ from ..c10d import devices
 from ..groups.proxy import GroupState
 from ..groups.registry import Job, registry
 from ..groups.sets import Chosen
+from ..reports import Report
 from .connect import Connect, validate
-from .failure import await_unfinished, perform
 from .operation import Operation
 from .pending import Pending
 from .recreate import rebuild
-from .report import Report
+from .run import await_unfinished, perform
 from .suspend import check_room, resume
 
 

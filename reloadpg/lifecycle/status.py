@@ -8,9 +8,9 @@ from .. import c10d
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Job, registry
 from ..groups.sets import TRAINER
+from ..reports import BypassedGroup, GroupStatus, OperationStatus, SetStatus, Status
 from . import memory
 from .engines import communicators
-from .report import BypassedGroup, GroupStatus, OperationStatus, SetStatus, Status
 
 
 def running() -> OperationStatus | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..errors import did_you_mean
 from ..groups.registry import Job, Options, Position, registry
 from ..groups.sets import TRAINER, Chosen
 from ..rendezvous.plan import GroupPlan, Plan
+from ..texts import did_you_mean
 from .strategy import Strategy
 
 

@@ -30,12 +30,12 @@ from typing import Any
 
 import reloadpg
 from reloadpg import c10d
-from reloadpg.errors import STATUS_DIR
 from reloadpg.groups.registry import registry
-from reloadpg.lifecycle.recover import collectives_begun
-from reloadpg.lifecycle.report import Report
 from reloadpg.lifecycle.status import running
+from reloadpg.recovery.recovering import collectives_begun
 from reloadpg.rendezvous.worker_thread import LibraryThread
+from reloadpg.reports import Report
+from reloadpg.settings import STATUS_DIR
 
 from .exporters import subscribe
 from .logs import current_rank, name_rank_in_records

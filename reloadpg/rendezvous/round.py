@@ -20,7 +20,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 
 from .. import c10d
-from ..errors import GRACE, ReloadpgError, RendezvousTimeoutError, named_ranks
+from ..errors import ReloadpgError, RendezvousTimeoutError
+from ..settings import GRACE
+from ..texts import named_ranks
 from .decision import Decision, store_lost, store_silent
 from .peers import Peers
 from .plan import Plan, Proposal
@@ -253,8 +255,8 @@ class Rendezvous:
         if self.replaces:
             raise ReloadpgError(
                 f"{operation}: this process replaces one of rank {self.rank} that has ended, and "
-                "has not rejoined the job; nothing was changed. Call reloadpg.rejoin() first, "
-                "once all groups are created."
+                "has not rejoined the job; nothing was changed. Call "
+                "reloadpg.recovery.rejoin() first, once all groups are created."
             )
 
     def recover(self, phases: Sequence[str], reason: str, report: str, seconds: float) -> Round:

@@ -355,11 +355,11 @@ def test_init_distributed_waits_for_no_rank(explained):
     text = """
 import reloadpg
 reloadpg.install()
-with reloadpg.init_distributed(mesh_dims={'pp': 2, 'dp_shard': -1}, seed=1) as context:
+with reloadpg.environment.init_distributed(mesh_dims={'pp': 2, 'dp_shard': -1}, seed=1) as context:
     assert context.owned and context.mesh.size() == 8
     with reloadpg.offloaded():
         pass
-assert reloadpg.ensure_process_group()
+assert reloadpg.environment.ensure_process_group()
 """
     _, found = explained(text, "--world-size", "8", "--rank", "5")
     assert found["error"] == "", found["traceback"]

@@ -167,7 +167,7 @@ def test_a_memory_saver_without_a_reference_registers_no_callbacks() -> None:
 )
 def test_arguments_that_cannot_be_used_are_refused(arguments: dict[str, Any], said: str) -> None:
     """A saver that cannot pause, and tags that are not tags, with what to pass."""
-    with pytest.raises(reloadpg.InvalidOptionError, match=re.escape(said)):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match=re.escape(said)):
         MemorySaver(**arguments)
 
 

@@ -148,6 +148,6 @@ def test_the_communicators_of_a_failed_operation_are_aborted_in_parallel():
 
 def test_an_unlimited_timeout_is_refused():
     """It overflows in C++ and in the store."""
-    with pytest.raises(reloadpg.InvalidOptionError, match="365 days; nothing was installed"):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match="365 days; nothing was installed"):
         reloadpg.install(backends={worlds.BACKEND}, timeout=timedelta.max)
     assert not reloadpg.is_installed()

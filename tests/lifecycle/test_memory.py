@@ -10,7 +10,7 @@ import pytest
 
 from reloadpg.c10d import devices
 from reloadpg.lifecycle import memory
-from reloadpg.lifecycle.report import GroupReport, GroupStatus, Report, Span, Status
+from reloadpg.reports import GroupReport, GroupStatus, Report, Span, Status
 
 GIB = 1 << 30
 

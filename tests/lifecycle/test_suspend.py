@@ -132,7 +132,7 @@ def test_patterns_select_the_strategy_of_single_groups(rank: int) -> None:
     expected |= {"g1": "suspend"} if rank > 0 else {}
     assert strategies(report) == expected
     assert job.sums()
-    with pytest.raises(reloadpg.PatchConflictError):
+    with pytest.raises(reloadpg.errors.PatchConflictError):
         reloadpg.install(strategy="suspend")
     reloadpg.install(backends={"sim", "faulty"}, strategy=policy, timeout=FAR)
 
@@ -171,7 +171,7 @@ def test_no_rank_resumes_before_all_have_enough_memory(rank: int) -> None:
     if rank == 1:  # the rollout engine still has the memory
         simulated.configure(capacity_bytes=simulated.stats().held_bytes + 2 * MIB)
     assert memory.free_bytes() == ((2 * MIB, "simulated") if rank == 1 else None)
-    error = reloadpg.InsufficientMemoryError if rank == 1 else reloadpg.PeerFailedError
+    error = reloadpg.errors.InsufficientMemoryError if rank == 1 else reloadpg.PeerFailedError
     with pytest.raises(error, match=r"rank 1 has 2 MiB free \(simulated\)"):
         reloadpg.reload()
     assert job.states() == {"offloaded"}

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ...errors import did_you_mean
+from ...texts import did_you_mean
 from ._build import StandinsError, build
 
 __all__ = [

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from .. import c10d
 from ..c10d import devices
-from ..errors import InvalidOptionError, ReloadpgError, format_ranks
+from ..errors import InvalidOptionError, ReloadpgError
 from ..groups.registry import registry
+from ..texts import format_ranks
 
 
 class Snapshot:

@@ -8,7 +8,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..errors import counted, described, mebibytes, table
+from .texts import counted, described, mebibytes, table
+
+__all__ = [
+    "BypassedGroup",
+    "Fault",
+    "GroupReport",
+    "GroupStatus",
+    "OperationStatus",
+    "Report",
+    "Reports",
+    "SetStatus",
+    "Span",
+    "Status",
+]
 
 _NOT_OURS = frozenset({"callbacks", "collect", "device", "groups", "store"})
 """Phases in which communicators, devices, the network or the caller's code take the time."""

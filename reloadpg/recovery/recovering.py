@@ -25,14 +25,15 @@ from typing import Any
 
 from .. import c10d
 from ..c10d import devices
-from ..errors import PeerFailedError, as_timedelta
+from ..errors import PeerFailedError
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Job, Position, registry
+from ..lifecycle.operation import PHASES, Operation
+from ..lifecycle.recreate import abort, rebuild
+from ..lifecycle.run import await_unfinished, insist, perform
 from ..rendezvous.worker_thread import Task, Wait
-from .failure import await_unfinished, insist, perform
-from .operation import PHASES, Operation
-from .recreate import abort, rebuild
-from .report import Fault, Report
+from ..reports import Fault, Report
+from ..settings import as_timedelta
 
 logger = logging.getLogger("reloadpg")
 

@@ -6,8 +6,8 @@ from datetime import timedelta
 
 from ..errors import NotInstalledError
 from ..groups.registry import registry
-from .recover import meet, seconds_of
-from .report import Report
+from ..reports import Report
+from .recovering import meet, seconds_of
 
 
 def rejoin(*, timeout: timedelta | float | None = None) -> Report:

@@ -11,10 +11,10 @@ from ..groups.proxy import GroupState
 from ..groups.registry import Job, Unfinished
 from ..rendezvous.round import Round
 from ..rendezvous.worker_thread import Wait
+from ..reports import Report
 from .operation import TOUCHING, Operation
 from .record import publish
 from .recreate import abort
-from .report import Report
 
 logger = logging.getLogger("reloadpg")
 

@@ -28,16 +28,16 @@ from ..errors import (
     ReleaseError,
     ReloadpgError,
     RendezvousTimeoutError,
-    counted,
 )
 from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Job, Position, registry
+from ..lifecycle.connect import await_device
+from ..lifecycle.run import notify
 from ..rendezvous.round import Round
 from ..rendezvous.worker_thread import Task
-from .connect import await_device
-from .failure import notify
-from .recover import longest_wait, meet, recovery_requested, seconds_of
-from .report import Fault, Report
+from ..reports import Fault, Report
+from ..texts import counted
+from .recovering import longest_wait, meet, recovery_requested, seconds_of
 from .snapshot import Snapshot
 
 logger = logging.getLogger("reloadpg")
@@ -78,7 +78,7 @@ def retrying(
 
     Each step is a context manager, whose block is repeated::
 
-        for step in reloadpg.retrying(batches, state=(model, optimizer)):
+        for step in reloadpg.recovery.retrying(batches, state=(model, optimizer)):
             with step as batch:
                 train(batch)
 
@@ -308,8 +308,8 @@ def _steps(items: Iterator[T], rules: _Rules) -> Iterator[Step[T]]:
                 if not step.left:
                     raise ReloadpgError(
                         "a step of retrying() was not used as a context manager, so its result is "
-                        "unknown. Write `for step in reloadpg.retrying(...):`, and put the whole "
-                        "body in `with step as item:`."
+                        "unknown. Write `for step in reloadpg.recovery.retrying(...):`, and "
+                        "put the whole body in `with step as item:`."
                     )
             number += 1
     finally:
