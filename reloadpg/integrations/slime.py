@@ -45,6 +45,7 @@ from ..groups.proxy import ReloadableProcessGroup as _Group
 from ..groups.registry import registry
 from ..groups.wrappers import manage_world
 from ..lifecycle import memory
+from ..lifecycle.callbacks import callbacks
 from ..lifecycle.connect import Connect
 from ..lifecycle.install import install, is_installed
 from ..lifecycle.offload import offload
@@ -91,8 +92,8 @@ def monkey_patch_torch_dist(**options: Any) -> None:
         if name not in vars(_Group):
             setattr(_Group, name, attribute)
     dist.old_new_group = old_new_group_dict[os.getpid()] = _old_new_group  # type: ignore[attr-defined]
-    if _take_back not in registry.callbacks.uninstall:
-        registry.callbacks.uninstall.append(_take_back)
+    if _take_back not in callbacks.uninstall:
+        callbacks.uninstall.append(_take_back)
     c10d.on_collective_error(_note_memory)
     timeout = _registered.pop(os.getpid(), None)
     if timeout is not None and dist.is_initialized():

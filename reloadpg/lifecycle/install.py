@@ -19,6 +19,8 @@ from ..groups.selection import Selection, StrategyPolicy
 from ..groups.wrappers import manage_world
 from ..settings import as_timedelta, refuse_unknown_variables
 from ..texts import counted
+from .callbacks import callbacks
+from .job import jobs
 from .variables import options_of, set_log_level
 
 logger = logging.getLogger("reloadpg")
@@ -170,7 +172,7 @@ def _install(options: Options, *, by_environment: bool) -> Installation:
     if installation._owner:  # without the lock: programs can handle warnings themselves
         _warn_of_torch()
         _warn_of_unmanaged()
-    for callback in list(registry.callbacks.install):
+    for callback in list(callbacks.install):
         callback()
     return installation
 
@@ -238,7 +240,7 @@ def uninstall() -> None:
         patches = registry.patches
         if patches is None:
             return
-        if registry.busy:
+        if jobs.busy:
             raise PatchConflictError(
                 "uninstall: an operation is running in this process. Nothing was changed. Call it "
                 "after the operation has ended. After a call with wait=False, first call result()."
@@ -260,8 +262,8 @@ def uninstall() -> None:
         _unset_variables()
         registry.options = registry.patches = None
         registry.by_environment = False
-    while registry.callbacks.uninstall:
-        registry.callbacks.uninstall.pop()()
+    while callbacks.uninstall:
+        callbacks.uninstall.pop()()
 
 
 def is_installed() -> bool:
