@@ -7,6 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -212,6 +213,23 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
             registry.options = registry.patches = None
             raise
         return Installation(options, owner=True)
+
+
+def reload_world() -> bool:
+    """Make the default group reloadable that ``install(world=False)`` leaves as it is.
+
+    Local; idempotent. Call it on all ranks.
+
+    Returns:
+        Whether reloadpg is installed; otherwise nothing was changed.
+    """
+    with registry.lock:
+        options = registry.options
+        if options is None:
+            return False
+        registry.options = replace(options, selection=replace(options.selection, world=True))
+        manage_world(None)
+        return True
 
 
 _BY_ENVIRONMENT = "RELOADPG_AUTOINSTALL installed at import torch, with the environment's options"
