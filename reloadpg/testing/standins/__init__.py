@@ -49,6 +49,7 @@ __all__ = [
     "inject",
     "job",
     "load",
+    "pinned_bytes",
     "preloading",
     "refuse_unknown_settings",
 ]
@@ -58,12 +59,11 @@ JOB = "RELOADPG_STANDIN_JOB"
 
 SETTINGS: Mapping[str, str] = {
     "RELOADPG_STANDIN_DEVICES": "number of devices (8)",
-    "RELOADPG_STANDIN_DEVICE_MIB": "memory of a device (16384)",
+    "RELOADPG_STANDIN_DEVICE_MIB": "memory of a device (81920)",
     "RELOADPG_STANDIN_CONTEXT_MIB": "memory that a process takes on a device that it uses (0)",
     "RELOADPG_STANDIN_KERNELS": "operators: compute on the CPU, or launch kernels, of which all "
     "but a few are refused (refuse) or do nothing (skip) (compute)",
-    "RELOADPG_STANDIN_COMM_MIB": "memory of a communicator (64)",
-    "RELOADPG_STANDIN_SUSPENDED_MIB": "what a suspend leaves of it (4)",
+    "RELOADPG_STANDIN_COMM_PERCENT": "memory of a communicator, in percent of that measured (100)",
     "RELOADPG_STANDIN_INIT_MS": "additional time that a communicator's creation takes (0)",
     "RELOADPG_STANDIN_PEER_ERRORS": "1: aborts and ends of peers are noticed as over sockets (0)",
     "RELOADPG_STANDIN_SHARE_DEVICE": "1: members of a communicator may be on one device (0)",
@@ -237,6 +237,14 @@ def communicators() -> int:
     """The number of communicators that this process has created and not destroyed. Local."""
     _own_job()
     return int(ctypes.CDLL(None).standin_communicators())
+
+
+def pinned_bytes() -> int:
+    """Pinned host memory that suspended communicators of this process hold, in bytes. Local."""
+    _own_job()
+    pinned = ctypes.CDLL(None).standin_pinned_bytes
+    pinned.restype = ctypes.c_long
+    return int(pinned())
 
 
 def preloading() -> dict[str, str]:

@@ -104,7 +104,7 @@ struct Device {
   }
 };
 
-long total_bytes() { return number("DEVICE_MIB", 16384) << 20; }
+long total_bytes() { return number("DEVICE_MIB", 81920) << 20; }
 
 // False: the job has ended, or too many processes use the device.
 bool Device::open_account(const std::string& job) {

@@ -40,6 +40,7 @@
 #include <vector>
 
 #include "internal.h"
+#include "nccl_holdings.h"
 
 using standin::number;
 using standin::setting;
@@ -60,6 +61,8 @@ constexpr int kMostMembers = 1024;
 constexpr auto kAbortLimit = seconds(2);    // for operations not at the head of their stream
 constexpr auto kRootLimit = seconds(2);     // until the death of the id's creator is detected
 constexpr auto kPoll = milliseconds(10);
+
+constexpr const char* kOutOfMemory = "Cuda failure 2 'out of memory'";
 
 thread_local std::string t_last_error;
 
@@ -171,10 +174,13 @@ struct ncclComm {
   std::map<int, uint64_t> sent, received;
   int shrinks = 0;
 
-  long bytes = 0, persistent_bytes = 0;
+  standin::Footprint footprint{};
+  standin::ShmFile shm;
+  long bytes = 0, pinned = 0;  // on the device, and what a suspend has copied to the host
   bool suspended = false;
   std::atomic<bool> ended{false};
   std::set<int> connected;  // members with which an operation has connected it
+  long left() const { return std::min(bytes, footprint.left); }  // by a suspend
   std::shared_ptr<int> shares;  // shared by all communicators that splits with splitShare=1 connect
 
   ~ncclComm() {
@@ -347,10 +353,30 @@ ncclResult_t map_shared(ncclComm* comm) {
   return ncclSuccess;
 }
 
-void give_back_memory(ncclComm* comm) {
-  long held = comm->suspended ? comm->persistent_bytes : comm->bytes;
-  if (held) standin_take(comm->device, -held);
-  comm->bytes = comm->persistent_bytes = 0;
+// Bytes that move from the device to pinned host memory; negative: back. False if no memory is left.
+bool move_to_host(ncclComm* comm, long bytes) {
+  if (!standin_take(comm->device, -bytes)) return false;
+  comm->pinned += bytes;
+  standin::pinned() += bytes;
+  return true;
+}
+
+void give_back_memory(ncclComm* comm, bool abort) {
+  long device = comm->bytes - comm->pinned, host = comm->pinned;
+  if (comm->suspended && !abort) {  // as NCCL, which leaves this behind
+    device -= std::min(device, standin::kDestroyedSuspended);
+    host -= std::min(host, standin::kDestroyedSuspendedPinned);
+  }
+  if (device) standin_take(comm->device, -device);
+  standin::pinned() -= host;
+  comm->bytes = comm->pinned = 0;
+  comm->shm.remove();
+}
+
+bool take(ncclComm* comm, long bytes) {
+  if (!standin_take(comm->device, bytes)) return false;
+  comm->bytes += bytes;
+  return true;
 }
 
 // Meet the other members. creator: the process that created the unique id, 0 for a split. A member
@@ -393,16 +419,16 @@ ncclResult_t start(const Comm& comm, int creator) {
   prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
   log(comm.get(), "init begins");
   ncclResult_t result = fault("init", comm);
-  long bytes = number("COMM_MIB", 64) << 20;
-  if (!result && !standin_take(comm->device, bytes))
-    result = fail(ncclUnhandledCudaError, "Cuda failure 2 'out of memory'");
+  comm->footprint = standin::footprint(comm->size);
+  standin::keep_ras();
+  if (!result && !take(comm.get(), comm->footprint.init))
+    result = fail(ncclUnhandledCudaError, kOutOfMemory);
   else if (!result) {
-    comm->bytes = bytes;
-    comm->persistent_bytes = std::min(bytes, number("SUSPENDED_MIB", 4) << 20);
+    comm->shm.create();
     result = meet_members(comm, creator);
   }
   if (result) {
-    give_back_memory(comm.get());
+    give_back_memory(comm.get(), true);
     if (comm->shared) comm->me().presence = kAborted;
     Lock lock(comm->mutex);
     comm->error = t_last_error;
@@ -488,10 +514,13 @@ bool meet(ncclComm* comm, int color, int key, std::vector<std::pair<int, int>>* 
 
 // ---- end ----
 
-// The first operation with a peer connects the two, in the call.
-void connect(ncclComm* comm, int first, int last) {
+// The first operation with a peer connects the two, in the call. The first of all takes memory.
+ncclResult_t connect(ncclComm* comm, int first, int last) {
   Lock lock(comm->mutex);
+  if (comm->connected.empty() && !take(comm, comm->footprint.connected - comm->footprint.init))
+    return fail(ncclUnhandledCudaError, kOutOfMemory);
   for (int rank = first; rank <= last; rank++) comm->connected.insert(rank);
+  return ncclSuccess;
 }
 
 // Wait until launched operations are done and graphs that hold the communicator are destroyed.
@@ -536,7 +565,7 @@ ncclResult_t end(const Comm& comm, bool abort) {
     if (!abort) meet_peers(comm.get());
   }
   if (comm->ended.exchange(true)) return ncclSuccess;  // another thread has ended it
-  give_back_memory(comm.get());
+  give_back_memory(comm.get(), abort);
   comm->shares = nullptr;
   forget(comm);
   log(comm.get(), abort ? "aborted" : "destroyed");
@@ -549,6 +578,8 @@ EXPORT int standin_communicators() {
   Lock lock(comms_mutex());
   return comms().size();
 }
+
+EXPORT long standin_pinned_bytes() { return standin::pinned(); }
 
 EXPORT ncclResult_t ncclGetVersion(int* version) {
   *version = number("NCCL_VERSION", NCCL_VERSION_CODE);
@@ -800,9 +831,8 @@ static ncclResult_t suspend_or_resume(ncclComm_t handle, bool suspend) {
     return fail(ncclInvalidUsage, suspend ? "it is suspended or aborted" : "it is not suspended");
   if (suspend) finish(comm.get());
   if (!meet(comm.get(), 0, 0)) return fail(ncclSystemError, "it was aborted");
-  long bytes = comm->bytes - comm->persistent_bytes;
-  if (!standin_take(comm->device, suspend ? -bytes : bytes))
-    return fail(ncclUnhandledCudaError, "Cuda failure 2 'out of memory'");
+  if (!move_to_host(comm.get(), suspend ? comm->bytes - comm->left() : -comm->pinned))
+    return fail(ncclUnhandledCudaError, kOutOfMemory);
   comm->suspended = suspend;
   return meet(comm.get(), 0, 0) ? ncclSuccess : fail(ncclSystemError, "it was aborted");
 }
@@ -813,11 +843,12 @@ EXPORT ncclResult_t ncclCommResume(ncclComm_t handle) { return suspend_or_resume
 EXPORT ncclResult_t ncclCommMemStats(ncclComm_t handle, ncclCommMemStat_t what, uint64_t* value) {
   Comm comm = find(handle);
   if (!comm) return ncclInvalidArgument;
+  long network = std::min(comm->left(), comm->footprint.network);
   switch (what) {
-    case ncclStatGpuMemSuspend: *value = comm->bytes - comm->persistent_bytes; break;
+    case ncclStatGpuMemSuspend: *value = comm->bytes - comm->left(); break;
     case ncclStatGpuMemSuspended: *value = comm->suspended; break;
-    case ncclStatGpuMemPersist: *value = comm->persistent_bytes; break;
-    case ncclStatGpuMemTotal: *value = comm->bytes; break;
+    case ncclStatGpuMemPersist: *value = comm->left() - network; break;
+    case ncclStatGpuMemTotal: *value = comm->bytes - network; break;
   }
   return ncclSuccess;
 }
@@ -1153,7 +1184,7 @@ ncclResult_t collective(ncclComm_t handle, Collective what, void* to, cudaStream
     what.factor = found->second;
   }
   log(comm.get(), "%s count %zu type %d", kKindNames[what.kind], what.count, what.type);
-  connect(comm.get(), 0, comm->size - 1);
+  if (ncclResult_t result = connect(comm.get(), 0, comm->size - 1)) return in_group(result);
   auto run = [what, to](ncclComm* raw) { run_collective(raw, what, to); };
   t_pending.push_back({comm, stream, run, {}});
   if (!t_group_depth) launch_pending();
@@ -1166,7 +1197,7 @@ ncclResult_t transfer(ncclComm_t handle, Transfer what, cudaStream_t stream) {
   if (ncclResult_t result = usable(handle, call, &comm)) return in_group(result);
   if (what.peer < 0 || what.peer >= comm->size) return fail(ncclInvalidArgument, "no such peer");
   log(comm.get(), "%s %zu bytes, peer %d", what.send ? "Send" : "Recv", what.bytes, what.peer);
-  connect(comm.get(), what.peer, what.peer);
+  if (ncclResult_t result = connect(comm.get(), what.peer, what.peer)) return in_group(result);
   t_pending.push_back({comm, stream, nullptr, what});
   if (!t_group_depth) launch_pending();
   return ncclSuccess;
