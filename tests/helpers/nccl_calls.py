@@ -34,6 +34,11 @@ class Nccl:
         """Wait for all ranks."""
         self._meetings.meet()
 
+    def version(self) -> int:
+        found = ctypes.c_int()
+        assert self("GetVersion", ctypes.byref(found)) == SUCCESS
+        return found.value
+
     def create(self) -> ctypes.c_void_p:
         """Create a communicator of all ranks; a call that fails raises."""
         self._created += 1

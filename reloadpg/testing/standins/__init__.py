@@ -31,10 +31,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ...texts import did_you_mean
-from ._build import StandinsError, build
+from ...settings import NCCL
+from ._build import StandinsError, build, check_nccl
 
 __all__ = [
     "JOB",
+    "NCCL",
     "SETTINGS",
     "Fault",
     "InjectedFault",
@@ -200,16 +202,26 @@ class Job:
 
 
 @contextmanager
-def job(folder: str | os.PathLike[str] | None = None) -> Iterator[Job]:
+def job(
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    nccl: str | os.PathLike[str] | None = None,
+) -> Iterator[Job]:
     """Create a job, and remove its folder at the end. Local; the first use builds the libraries.
 
     Args:
         folder: an empty folder on a local file system; None creates one, in memory if possible.
+        nccl: the file of an NCCL that its user has built from NVIDIA's source and linked to the
+            dynamic CUDA runtime of torch's version. Its host code runs in addition to the stand-in,
+            which moves the data; its kernels do not run. None: that of RELOADPG_NCCL, or none.
 
     Raises:
-        StandinsError: the libraries cannot be built; see :func:`build`.
+        StandinsError: the libraries cannot be built, see :func:`build`, or ``nccl`` is not usable.
     """
     libraries = preloading()
+    nccl = nccl or os.environ.get(NCCL)
+    if nccl:
+        libraries[NCCL] = check_nccl(nccl)
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     made = Path(folder or tempfile.mkdtemp(prefix="reloadpg-standins-", dir=memory))
     made.mkdir(mode=0o700, exist_ok=True)
@@ -240,7 +252,10 @@ def communicators() -> int:
 
 
 def pinned_bytes() -> int:
-    """Pinned host memory that suspended communicators of this process hold, in bytes. Local."""
+    """Pinned host memory that suspended communicators of this process hold, in bytes. Local.
+
+    With NVIDIA's host code: all pinned host memory of that code.
+    """
     _own_job()
     pinned = ctypes.CDLL(None).standin_pinned_bytes
     pinned.restype = ctypes.c_long
