@@ -446,7 +446,7 @@ def check_autoinstall(environ: Mapping[str, str]) -> Findings:
 
 
 def check_launcher(environ: Mapping[str, str]) -> Findings:
-    from .. import detect_environment
+    from ..environment import detect_environment
 
     try:
         found = detect_environment(environ)

@@ -224,10 +224,9 @@ def bring_up(
         host, local_rank = socket.gethostname(), environment.local_rank
         place = Place(rank, size, host, local_rank, str(device), placement.exclusive())
         difference = take_place(store, place, seconds)
-    rendezvous = Rendezvous(root, rank, size, watches=not difference)
-    if difference:  # not counted, also on its host: the job is the first one on this store
-        rendezvous.state = rendezvous.state._replace(instance=1)
-    elif root is not None:
+    # A process that is refused is not counted, also on its host.
+    rendezvous = Rendezvous(root, rank, size, watches=not difference, counts=not difference)
+    if root is not None and not difference:
         rendezvous.count_job(root())  # before the others can count on this process
     round_ = rendezvous.open("init_distributed", ("agree", "connected"), seconds)
     if difference:

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from .. import c10d
 from ..errors import InvalidOptionError, ReloadpgError, RendezvousTimeoutError
-from ..groups.registry import registry
+from ..lifecycle.job import jobs
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.worker_thread import Wait
 from ..settings import as_timedelta
@@ -52,7 +52,7 @@ class _Rendezvouses:
                 # A forked child would share the parent's connection and count.
                 self._pid = os.getpid()
                 self._known = weakref.WeakKeyDictionary()
-            job = registry.known_job
+            job = jobs.known
             recovered = 0 if job is None else job.rendezvous.recovered
             known = self._known.setdefault(group, {})
             if purpose not in known or known[purpose][0] != recovered:
@@ -120,7 +120,7 @@ def job_round(purpose: str, phases: tuple[str, ...], timeout: timedelta) -> Roun
 
 
 def _check_rejoined(what: str) -> None:
-    job = registry.known_job
+    job = jobs.known
     if job is not None:
         job.rendezvous.check_rejoined(what)
 

@@ -14,9 +14,9 @@ from functools import partial
 
 from ..errors import PendingError
 from ..groups.offloaded import UnderWay
-from ..groups.registry import Job
 from ..rendezvous.worker_thread import Attempt, Task, exiting
 from ..reports import Report
+from .job import Job
 from .operation import Operation
 from .run import perform
 

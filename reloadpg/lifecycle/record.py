@@ -12,10 +12,12 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..groups.proxy import ReloadableProcessGroup
-from ..groups.registry import Job, Options, registry
+from ..groups.registry import Options, registry
 from ..groups.sets import Chosen
 from ..reports import Fault, GroupReport, Report, Span
 from . import memory
+from .callbacks import callbacks
+from .job import Job
 from .strategy import Choice
 
 logger = logging.getLogger("reloadpg")
@@ -118,7 +120,7 @@ def publish(report: Report) -> None:
         first = kind not in registry.warned
         registry.warned.add(kind)
         logger.log(logging.WARNING if first else logging.DEBUG, "%s: %s", report.operation, warning)
-    for callback in list(registry.callbacks.report):
+    for callback in list(callbacks.report):
         try:
             callback(report)
         except Exception:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from .. import c10d
 from ..groups.proxy import GroupState, ReloadableProcessGroup
-from ..groups.registry import Job
 from ..groups.selection import StrategyPolicy
 from ..rendezvous.plan import Proposal
 from ..texts import counted, mebibytes
+from .job import Job
 from .suspend import communicators
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import c10d
 from ..c10d import devices
 from ..errors import InvalidOptionError, ReloadpgError
-from ..groups.registry import registry
+from ..lifecycle.job import jobs
 from ..texts import format_ranks
 
 
@@ -85,7 +85,7 @@ class Snapshot:
             if new == rank:
                 if not sources:
                     reason = _lost(rank, same)
-                    if (job := registry.known_job) is not None:
+                    if (job := jobs.known) is not None:
                         job.rendezvous.lose_state(reason)
                     raise ReloadpgError(reason)
                 self.reset()

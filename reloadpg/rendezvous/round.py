@@ -99,6 +99,8 @@ class Rendezvous:
         predecessor: the process that this one replaces in a running job, if any.
         marks: whether to write the marks by which a later process can replace this one.
         watches: whether to watch the processes on this host.
+        counts: whether this process will count the job; one that is refused while it starts takes
+            it for the first one on its store.
 
     Attributes:
         alone: whether this rank has no peers.
@@ -118,6 +120,7 @@ class Rendezvous:
         predecessor: Predecessor | None = None,
         marks: bool = False,
         watches: bool = False,
+        counts: bool = True,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -131,7 +134,8 @@ class Rendezvous:
         self.peers = Peers(rank, watches=watches and root is not None)
         members = tuple(range(size)) if root is not None else (rank,)
         mark = process_mark() if marks else ""
-        self.state = State(rank, members, host=self.peers.host, mark=mark)
+        instance = 0 if counts else 1
+        self.state = State(rank, members, host=self.peers.host, mark=mark, instance=instance)
         if predecessor is not None:
             self.state = self.state._replace(
                 instance=predecessor.instance, confirmed=True, epoch=predecessor.epoch

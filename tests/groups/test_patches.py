@@ -28,6 +28,8 @@ import reloadpg
 from reloadpg.cli.doctor import diagnose
 from reloadpg.groups.patches import note_loaded_modules
 from reloadpg.groups.registry import registry
+from reloadpg.lifecycle.callbacks import callbacks
+from reloadpg.lifecycle.job import jobs
 
 HOMES = (dist, distributed_c10d, device_mesh)
 TIMEOUT = timedelta(seconds=20)
@@ -266,13 +268,13 @@ def test_no_lock_is_held_while_a_callback_of_the_installation_runs():
     ended = []
 
     def elsewhere():
-        thread = threading.Thread(target=registry.job, args=("test",))
+        thread = threading.Thread(target=jobs.current, args=("test",))
         thread.start()
         thread.join(60.0)
         ended.append(not thread.is_alive())
 
-    registry.callbacks.install.append(elsewhere)
-    registry.callbacks.uninstall.append(elsewhere)
+    callbacks.install.append(elsewhere)
+    callbacks.uninstall.append(elsewhere)
     reloadpg.install(backends="gloo", min_size=1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     reloadpg.install(backends="gloo", min_size=1)

@@ -280,8 +280,6 @@ def test_calls_before_install_raise_one_error_and_change_nothing(rank):
     for call in (
         reloadpg.offload,
         reloadpg.reload,
-        reloadpg.integrations.slime.destroy_process_groups,
-        reloadpg.integrations.slime.reload_process_groups,
         lambda: reloadpg.offloaded().__enter__(),
     ):
         with pytest.raises(NotInstalledError, match=r"nothing was changed.*reloadpg\.install\(\)"):

@@ -15,8 +15,8 @@ import worlds
 from fault_job import BOUND, FAR, Job, eventually, fail, signalling
 
 import reloadpg
-from reloadpg.groups.registry import registry
 from reloadpg.lifecycle import run
+from reloadpg.lifecycle.job import jobs
 from reloadpg.lifecycle.recreate import Releases
 from reloadpg.rendezvous.worker_thread import Attempt
 from reloadpg.testing import simulated
@@ -91,7 +91,7 @@ def test_a_release_that_was_abandoned_before_it_began_changes_nothing() -> None:
     pair: Any = job.groups["g0"]
     attempt = Attempt()
     attempt.abandon()
-    Releases(registry.job("test")).release(pair, attempt, 0)
+    Releases(jobs.current("test")).release(pair, attempt, 0)
     job.assert_live()
 
 

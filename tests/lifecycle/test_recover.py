@@ -32,7 +32,7 @@ from sampling import sampled
 from torch.torch_version import TorchVersion
 
 import reloadpg
-from reloadpg.groups.registry import registry
+from reloadpg.lifecycle.job import jobs
 from reloadpg.testing import simulated
 from reloadpg.testing.simulated import Fault
 
@@ -96,7 +96,7 @@ def offload_half_way(job: Job) -> None:
 def epochs_differ(job: Job) -> None:
     """One rank has begun operations that the others have not."""
     if job.rank == FAULTY:
-        job_of_rank = registry.job("test")
+        job_of_rank = jobs.current("test")
         assert job_of_rank is not None
         for _ in range(3):
             job_of_rank.rendezvous.open("offload", ["enter"], 1.0)
