@@ -1,8 +1,8 @@
 """RELOADPG_NCCL: another NCCL's host code runs in addition to the stand-in, which moves the data.
 
-A small library is in the place of NVIDIA's, which is not part of this repository. Where RELOADPG_NCCL
-is given, the tests of ``tests/testing/test_standins_host.py``, ``tests/nccl`` and ``tests/gpu`` run
-over NVIDIA's code too.
+A small library is in the place of NVIDIA's, which is not part of this repository. Where the
+variable is given, ``tests/testing/test_standins_host.py``, ``tests/nccl`` and ``tests/gpu`` run
+over NVIDIA's code.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch

@@ -315,7 +315,7 @@ def faulty(rank: int, n: int, call: str) -> tuple[str, int]:
         "destroy": lambda: backend().shutdown(),
     }
     if rank == 1:
-        # It creates the communicator of the pair, or meets a destroy that follows a failed finalize.
+        # It creates the pair's communicator, or meets a destroy that follows a failed finalize.
         if call in ("recv", "finalize"):
             threading.Thread(target=calls[call], daemon=True).start()
         store.wait(["seen"])

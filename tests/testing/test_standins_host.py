@@ -156,7 +156,7 @@ def device_mib() -> int:
     return (total - free - torch.cuda.memory_reserved()) // MIB
 
 
-SIZES = {  # ranks, NCCL_RUNTIME_CONNECT: MiB at creation, connected, after a suspend, of the network
+SIZES = {  # ranks, NCCL_RUNTIME_CONNECT: MiB created, connected, suspended, of the network
     (1, "1"): (388, 388, 4, 0),
     (2, "1"): (196, 484, 4, 0),
     (2, "0"): (740, 740, 260, 256),

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ...texts import did_you_mean
 from ...settings import NCCL
+from ...texts import did_you_mean
 from ._build import StandinsError, build, check_nccl
 
 __all__ = [

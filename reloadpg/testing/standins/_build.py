@@ -108,7 +108,7 @@ def build() -> Path:
 
 
 def check_nccl(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path of an NCCL library whose host code can run over the stand-ins. Local.
+    """Return the absolute path of an NCCL library whose host code can run here. Local.
 
     Raises:
         StandinsError: it is not a library, or not linked to a dynamic CUDA runtime.
@@ -123,7 +123,7 @@ def check_nccl(path: str | os.PathLike[str]) -> str:
     wanted = next(name for name in names if name.startswith("libcudart.so."))
     if runtimes != [wanted]:
         has = f"is linked to {runtimes[0]}" if runtimes else "contains a static CUDA runtime"
-        raise StandinsError(f"RELOADPG_NCCL: {file} {has}; {nothing} to {wanted}, as this torch is.")
+        raise StandinsError(f"RELOADPG_NCCL: {file} {has}; {nothing} to {wanted}, as torch is.")
     return str(file)
 
 
