@@ -513,7 +513,7 @@ def raise_for_aborted() -> None:
     if found := aborted_groups():
         raise DistBackendError(
             f"a collective was aborted on this rank, and its results are wrong: {'; '.join(found)}."
-            " Call reloadpg.recover() on all ranks and repeat the step."
+            " Call reloadpg.recovery.recover() on all ranks and repeat the step."
         )
 
 

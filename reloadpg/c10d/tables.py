@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as _cpp
 from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed import distributed_c10d as _c10d
 
-from ..errors import described
+from ..texts import described
 from .torchcomms import HAS_TORCHCOMMS, own_communicators
 
 _changing_lists = threading.Lock()

@@ -223,7 +223,7 @@ class FakeRank:
         context = wrapped(device="cpu", seed=given.get("seed"), adopt=True)
         if dims is None:
             return dataclasses.replace(context, owned=owned, own=own)
-        sizes = reloadpg.resolve_mesh_dims(dims, dist.get_world_size())
+        sizes = reloadpg.environment.resolve_mesh_dims(dims, dist.get_world_size())
         mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         return dataclasses.replace(context, owned=owned, own=own, mesh=mesh)
 

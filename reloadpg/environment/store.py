@@ -21,10 +21,11 @@ from uuid import uuid4
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from ..errors import RendezvousTimeoutError, named_ranks
+from ..errors import RendezvousTimeoutError
 from ..rendezvous.decision import store_lost, store_silent
 from ..rendezvous.store_client import StoreClient, StoreLost, StoreSilent
 from ..rendezvous.worker_thread import Task, Wait
+from ..texts import named_ranks
 from .model import DistributedEnvironment
 
 _RESOLVE_S = 1.0

@@ -12,7 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakSet
 
-from ..errors import ReloadpgError, as_timedelta
+from ..errors import ReloadpgError
+from ..settings import as_timedelta
 from .launchers import is_initialized
 from .network import restore_network
 

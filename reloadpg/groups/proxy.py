@@ -319,7 +319,7 @@ class ReloadableProcessGroup(Dispatch):
         made = self.construction
         self.detach(GroupState.FAILED, "This process replaces one that has ended.")
         self._current.kept = None
-        self._current.remedy = "Call reloadpg.rejoin() once all groups are created."
+        self._current.remedy = "Call reloadpg.recovery.rejoin() once all groups are created."
         self._backend_name = next(iter(made.devices.values()))
         timeout = made.timeout or c10d.default_timeout(made.backend)
         self._timeouts = dict.fromkeys(made.devices, timeout)

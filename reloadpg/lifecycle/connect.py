@@ -75,7 +75,7 @@ def await_device(recovery_requested: Callable[[], bool]) -> None:
         if recovery_requested():
             raise PeerFailedError(
                 "another rank has requested a recovery while this rank's device was busy. Call "
-                "reloadpg.recover() and repeat the step.",
+                "reloadpg.recovery.recover() and repeat the step.",
                 rank=-1,
                 phase="step",
             )

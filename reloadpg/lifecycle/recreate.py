@@ -16,9 +16,10 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from .. import c10d
 from ..groups.creation import Construction
 from ..groups.proxy import GroupState, ReloadableProcessGroup
-from ..groups.registry import Job, Unfinished, registry
 from ..rendezvous.worker_thread import Attempt, Task, Wait
+from .callbacks import callbacks
 from .connect import Connect, check_group, connect_group, connects_alone
+from .job import Job, Unfinished
 from .operation import Operation
 from .suspend import communicators
 
@@ -209,7 +210,7 @@ def rebuild(
     op.each("rebuilt", checked, rebuilds.check, parallelism=1)
     op.record.measure("rebuilt")
     op.barrier("rebuilt")
-    op.call(registry.callbacks.reload)
+    op.call(callbacks.reload)
     op.barrier("done")
     op.complete("" if op.record.groups else "no reloadable group here")
 

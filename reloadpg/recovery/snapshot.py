@@ -17,8 +17,9 @@ from torch import Tensor
 
 from .. import c10d
 from ..c10d import devices
-from ..errors import InvalidOptionError, ReloadpgError, format_ranks
-from ..groups.registry import registry
+from ..errors import InvalidOptionError, ReloadpgError
+from ..lifecycle.job import jobs
+from ..texts import format_ranks
 
 
 class Snapshot:
@@ -84,7 +85,7 @@ class Snapshot:
             if new == rank:
                 if not sources:
                     reason = _lost(rank, same)
-                    if (job := registry.known_job) is not None:
+                    if (job := jobs.known) is not None:
                         job.rendezvous.lose_state(reason)
                     raise ReloadpgError(reason)
                 self.reset()
