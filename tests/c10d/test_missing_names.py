@@ -18,6 +18,8 @@ import reloadpg
 from reloadpg import c10d
 from reloadpg.c10d import needs
 from reloadpg.c10d.needs import Need
+from reloadpg.errors import UnsupportedTorchError
+from reloadpg.extend import GroupState
 
 reloadpg.install  # noqa: B018 - imported once, and not in each forked process
 EXPECTED = [need for need in needs.NEEDS if need.applies_to(needs.torch_version())]
@@ -62,7 +64,7 @@ def refusal_of_install() -> str:
     originals = dist.new_group, dist.split_group, dist.init_process_group
     try:
         reloadpg.install(backends={"gloo"})
-    except reloadpg.UnsupportedTorchError as error:
+    except UnsupportedTorchError as error:
         now = dist.new_group, dist.split_group, dist.init_process_group
         assert now == originals, "it was refused after a change"
         assert not reloadpg.is_installed()
@@ -118,7 +120,7 @@ def cycle_after(change: Callable[[], object]) -> str:
     try:
         reloadpg.offload()
     except Exception as error:
-        assert all(group.state is reloadpg.GroupState.LIVE for group in groups), groups
+        assert all(group.state is GroupState.LIVE for group in groups), groups
         return f"refused: {error}"
     reloadpg.reload()
     for group in groups:
@@ -221,7 +223,7 @@ def test_a_missing_name_of_a_capability_is_an_error_where_it_is_requested(
         reloadpg.install(backends={"gloo"})
         try:
             return str(ask())
-        except reloadpg.UnsupportedTorchError as error:
+        except UnsupportedTorchError as error:
             return str(error)
 
     assert rows[0].path in forked(case)
