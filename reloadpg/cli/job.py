@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from ..errors import counted, format_ranks
+from ..texts import counted, format_ranks
 from .console import Finding
 from .records import RankRecord, Reading
 

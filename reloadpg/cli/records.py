@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ..errors import STATUS_DIR
-from ..lifecycle.report import OperationStatus, Report, Status
+from ..reports import OperationStatus, Report, Status
+from ..settings import STATUS_DIR
 
 VERSION = 1
 """Version of the record's format."""

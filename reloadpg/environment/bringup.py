@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from .. import c10d
-from ..errors import InvalidOptionError, ReloadpgError, as_timedelta, named_ranks
+from ..errors import InvalidOptionError, ReloadpgError
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import registry
 from ..lifecycle.connect import Connect, sum_ranks, validate
@@ -29,6 +29,8 @@ from ..rendezvous.plan import Plan
 from ..rendezvous.predecessor import Predecessor
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.worker_thread import Attempt
+from ..settings import as_timedelta
+from ..texts import named_ranks
 from .device import Placement, accelerator, choose_placement, parse_backend, parse_device
 from .launchers import identify
 from .mesh import build_mesh, resolve_mesh_dims, seed_for, set_seed
@@ -103,8 +105,8 @@ def init_distributed(
     requested settings that differ. Without ``mesh_dims``, this is local. A reloadable default group
     that was aborted or shut down, and not destroyed, is replaced: all groups are aborted first.
 
-    It is also local in a process that replaces another one (see :func:`reloadpg.rejoin`): the
-    other ranks have already agreed and connected.
+    It is also local in a process that replaces another one (see
+    :func:`reloadpg.recovery.rejoin`): the other ranks have already agreed and connected.
 
     Args:
         backend: as for ``init_process_group``; None selects the device's backend (gloo, nccl, ...).
@@ -236,10 +238,9 @@ def bring_up(
         host, local_rank = socket.gethostname(), environment.local_rank
         place = Place(rank, size, host, local_rank, str(device), placement.exclusive())
         difference = take_place(store, place, seconds)
-    rendezvous = Rendezvous(root, rank, size, watches=not difference)
-    if difference:  # not counted, also on its host: the job is the first one on this store
-        rendezvous.state = rendezvous.state._replace(instance=1)
-    elif root is not None:
+    # A process that is refused is not counted, also on its host.
+    rendezvous = Rendezvous(root, rank, size, watches=not difference, counts=not difference)
+    if root is not None and not difference:
         rendezvous.count_job(root())  # before the others can count on this process
     round_ = rendezvous.open("init_distributed", ("agree", "connected"), seconds)
     if difference:

@@ -15,25 +15,20 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 
 from .. import c10d
-from ..errors import (
-    InvalidOptionError,
-    ReloadpgError,
-    RendezvousTimeoutError,
-    as_timedelta,
-    named_ranks,
-)
-from ..groups.registry import registry
+from ..errors import InvalidOptionError, ReloadpgError, RendezvousTimeoutError
+from ..lifecycle.job import jobs
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.worker_thread import Wait
+from ..settings import as_timedelta
+from ..texts import named_ranks
 from .launchers import identify
 from .model import GroupNotInitializedError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
 
 class _Rendezvouses:
@@ -56,7 +51,7 @@ class _Rendezvouses:
                 # A forked child would share the parent's connection and count.
                 self._pid = os.getpid()
                 self._known = weakref.WeakKeyDictionary()
-            job = registry.known_job
+            job = jobs.known
             recovered = 0 if job is None else job.rendezvous.recovered
             known = self._known.setdefault(group, {})
             if purpose not in known or known[purpose][0] != recovered:
@@ -124,7 +119,7 @@ def job_round(purpose: str, phases: tuple[str, ...], timeout: timedelta) -> Roun
 
 
 def _check_rejoined(what: str) -> None:
-    job = registry.known_job
+    job = jobs.known
     if job is not None:
         job.rendezvous.check_rejoined(what)
 
@@ -211,7 +206,7 @@ def _group_or_world(group: ProcessGroup | None, what: str) -> ProcessGroup | Non
 def _no_group(what: str) -> GroupNotInitializedError:
     return GroupNotInitializedError(
         f"{what}: the launcher started several ranks, but this process has no default group. "
-        f"Nothing was done. Call reloadpg.init_distributed() first."
+        f"Nothing was done. Call reloadpg.environment.init_distributed() first."
     )
 
 

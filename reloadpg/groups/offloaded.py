@@ -36,15 +36,16 @@ NEXT_CALL = {
     GroupState.OFFLOADED: "Call {reload} on all ranks, then use the group again.",
     GroupState.FAILED: (
         "Its last offload or reload did not finish. Call {reload} on all ranks again, or "
-        "reloadpg.recover() after a fault of its communicator."
+        "reloadpg.recovery.recover() after a fault of its communicator."
     ),
     GroupState.DESTROYED: "It was destroyed and is not rebuilt; create a new group.",
 }
 
 IN_BLOCK = (
-    "An offloaded() block is open and will reload it. Until then, call reloadpg.barrier() to wait "
-    "for other ranks, and use a gloo group for collectives on the CPU. If a rollout engine uses "
-    "this group, put the engine's groups into a separate set: install(sets=...)."
+    "An offloaded() block is open and will reload it. Until then, call "
+    "reloadpg.environment.barrier() to wait for other ranks, and use a gloo group for collectives "
+    "on the CPU. If a rollout engine uses this group, put the engine's groups into a separate set: "
+    "install(sets=...)."
 )
 
 

@@ -9,7 +9,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .. import c10d
-from ..errors import InvalidOptionError, did_you_mean
+from ..errors import InvalidOptionError
+from ..texts import did_you_mean
 from .sets import TRAINER, check_name, creators, open_regions
 
 BYPASS = frozenset({"gloo", "mpi", "fake", "undefined"})

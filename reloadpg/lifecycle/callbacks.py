@@ -1,14 +1,50 @@
-"""User callbacks: before groups are released, before and after a rebuild, and for reports."""
+"""Callbacks: before groups are released, before and after a rebuild, and for reports."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from ..errors import InvalidOptionError
-from ..groups.registry import Callback, registry
 from ..groups.sets import Chosen
-from .report import Report
+from ..reports import Report
+
+
+class Callback(NamedTuple):
+    """A user's callback: its name, and the sets for whose operations it is called."""
+
+    name: str
+    function: Callable[[], object]
+    sets: Chosen
+
+
+@dataclass
+class Callbacks:
+    """The callbacks that users registered.
+
+    Those in ``begin`` are called at the start of an operation, before any change; they must not
+    raise. Those in ``uninstall`` are called once.
+    """
+
+    begin: list[Callable[[], object]] = field(default_factory=list)
+
+    offload: list[Callback] = field(default_factory=list)
+    before_reload: list[Callback] = field(default_factory=list)
+    reload: list[Callback] = field(default_factory=list)
+    report: list[Callable[[Any], object]] = field(default_factory=list)
+    install: list[Callable[[], object]] = field(default_factory=list)
+    uninstall: list[Callable[[], object]] = field(default_factory=list)
+
+    def after_fork(self) -> None:
+        """In a forked child: keep those of installations, whose patches the child keeps."""
+        for kept in (self.begin, self.offload, self.before_reload, self.reload, self.report):
+            kept.clear()
+
+
+callbacks = Callbacks()
+os.register_at_fork(after_in_child=callbacks.after_fork)
 
 
 def on_offload(
@@ -33,7 +69,7 @@ def on_offload(
         InvalidOptionError: the callback is not callable, or a set is not a name; nothing was
             registered.
     """
-    return register(registry.callbacks.offload, _entry(callback, name, "on_offload", sets))
+    return register(callbacks.offload, _entry(callback, name, "on_offload", sets))
 
 
 def on_reload(
@@ -52,8 +88,8 @@ def on_reload(
     Arguments, result and errors are those of :func:`on_offload`, and ``before``: call it before the
     rebuild; if it raises, the groups stay offloaded.
     """
-    callbacks = registry.callbacks.before_reload if before else registry.callbacks.reload
-    return register(callbacks, _entry(callback, name, "on_reload", sets))
+    due = callbacks.before_reload if before else callbacks.reload
+    return register(due, _entry(callback, name, "on_reload", sets))
 
 
 def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
@@ -68,7 +104,7 @@ def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
         InvalidOptionError: the callback is not callable; nothing was registered.
     """
     _check(callback, "on_report")
-    return register(registry.callbacks.report, callback)
+    return register(callbacks.report, callback)
 
 
 def _check(callback: object, where: str) -> None:
@@ -86,11 +122,11 @@ def _entry(
     return Callback(name or getattr(callback, "__qualname__", repr(callback)), callback, chosen)
 
 
-def register(callbacks: list[Any], entry: Any) -> Callable[[], None]:
+def register(registered: list[Any], entry: Any) -> Callable[[], None]:
     """Add an entry to a list of callbacks, and return a function that removes it. Local."""
-    callbacks.append(entry)
+    registered.append(entry)
 
     def remove() -> None:
-        callbacks[:] = [other for other in callbacks if other is not entry]
+        registered[:] = [other for other in registered if other is not entry]
 
     return remove

@@ -7,22 +7,21 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 
 from .. import _TESTED_TORCH, c10d
-from ..errors import (
-    InvalidOptionError,
-    PatchConflictError,
-    as_timedelta,
-    counted,
-    refuse_unknown_variables,
-)
+from ..errors import InvalidOptionError, PatchConflictError
 from ..groups.patches import Patches, patch_savers_when_loaded
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection, StrategyPolicy
 from ..groups.wrappers import manage_world
+from ..settings import as_timedelta, refuse_unknown_variables
+from ..texts import counted
+from .callbacks import callbacks
+from .job import jobs
 from .variables import options_of, set_log_level
 
 logger = logging.getLogger("reloadpg")
@@ -120,6 +119,7 @@ def install(
             begins with ``RELOADPG_``; with ``recoverable``, a variable has another value, or NCCL
             groups were created without these variables; TorchComms is enabled before torch 2.15.
         PatchConflictError: already installed with other options.
+        UnsupportedTorchError: the installed torch lacks names that this library uses.
     """
     given = (backends, min_size, world, strategy, timeout, parallelism, exclude, sets, recoverable)
     return _install(_options(os.environ, *given), by_environment=False)
@@ -174,7 +174,7 @@ def _install(options: Options, *, by_environment: bool) -> Installation:
     if installation._owner:  # without the lock: programs can handle warnings themselves
         _warn_of_torch()
         _warn_of_unmanaged()
-    for callback in list(registry.callbacks.install):
+    for callback in list(callbacks.install):
         callback()
     return installation
 
@@ -196,6 +196,7 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
                 "changed. Call reloadpg.uninstall() first, or install once with the options that "
                 "the whole program needs."
             )
+        c10d.refuse_missing("install", nothing="installed")
         if obstacle := c10d.torchcomms_obstacle():
             raise InvalidOptionError(f"install: {obstacle}. Nothing was installed.")
         variables = _recovery_variables(options) if options.recoverable else {}
@@ -214,6 +215,23 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
             registry.options = registry.patches = None
             raise
         return Installation(options, owner=True)
+
+
+def reload_world() -> bool:
+    """Make the default group reloadable that ``install(world=False)`` leaves as it is.
+
+    Local; idempotent. Call it on all ranks.
+
+    Returns:
+        Whether reloadpg is installed; otherwise nothing was changed.
+    """
+    with registry.lock:
+        options = registry.options
+        if options is None:
+            return False
+        registry.options = replace(options, selection=replace(options.selection, world=True))
+        manage_world(None)
+        return True
 
 
 _BY_ENVIRONMENT = "RELOADPG_AUTOINSTALL installed at import torch, with the environment's options"
@@ -242,7 +260,7 @@ def uninstall() -> None:
         patches = registry.patches
         if patches is None:
             return
-        if registry.busy:
+        if jobs.busy:
             raise PatchConflictError(
                 "uninstall: an operation is running in this process. Nothing was changed. Call it "
                 "after the operation has ended. After a call with wait=False, first call result()."
@@ -264,8 +282,8 @@ def uninstall() -> None:
         _unset_variables()
         registry.options = registry.patches = None
         registry.by_environment = False
-    while registry.callbacks.uninstall:
-        registry.callbacks.uninstall.pop()()
+    while callbacks.uninstall:
+        callbacks.uninstall.pop()()
 
 
 def is_installed() -> bool:

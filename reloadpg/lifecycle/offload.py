@@ -9,14 +9,17 @@ from typing import Literal, overload
 
 from .. import c10d
 from ..c10d import devices, release_cautions
-from ..groups.registry import Job, registry
+from ..groups.registry import registry
 from ..groups.sets import ALL, Chosen
-from .failure import await_unfinished, perform
+from ..reports import Report
+from .callbacks import callbacks
+from .job import Job
 from .operation import Operation
 from .pending import Pending
 from .record import nothing_released
 from .recreate import Releases
-from .report import Report
+from .rehearsal import rehearse
+from .run import await_unfinished, perform
 from .strategy import bytes_kept
 from .suspend import suspend
 
@@ -93,15 +96,18 @@ def release(op: Operation, collect: bool = False) -> Report:
 def _release(op: Operation, job: Job, collect: bool) -> None:
     await_unfinished(op, job)
     live = [group for group in reversed(op.changes.groups) if group.is_live]
+    if live and not registry.rehearsed:
+        op.do("enter", partial(rehearse, job.world), "rehearsing on a group of this process")
+        registry.rehearsed = True
     # Steps that can fail come before a barrier, while all groups are unchanged. Without callbacks,
     # it is the first one.
-    calls = bool(op.due(registry.callbacks.offload)) or op.may_suspend
+    calls = bool(op.due(callbacks.offload)) or op.may_suspend
     if not calls:
         _quiesce(op, "enter")
     proposals, subjects = op.changes.strategy.propose(live)
     proposed = op.agree(proposals, subjects, extends=calls)
     op.record.warnings += op.changes.strategy.decide(live, proposed)
-    op.call(registry.callbacks.offload)
+    op.call(callbacks.offload)
     live = [group for group in live if group.is_live]  # a callback may destroy groups
     if calls:
         _quiesce(op, "quiesced")

@@ -22,14 +22,16 @@ from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgErro
 from ..groups.creation import HANDED_OVER
 from ..groups.offloaded import UnderWay
 from ..groups.proxy import ReloadableProcessGroup
-from ..groups.registry import Callback, Job, Options, registry
+from ..groups.registry import Options, registry
 from ..groups.sets import ALL, Chosen
 from ..rendezvous.plan import Proposal
 from ..rendezvous.round import Round
 from ..rendezvous.store_client import StorePool
 from ..rendezvous.worker_thread import Attempt
+from ..reports import OperationStatus, Report
+from .callbacks import Callback, callbacks
+from .job import Job, jobs
 from .record import Record
-from .report import OperationStatus, Report
 from .transaction import Transaction
 
 PHASES = {
@@ -103,8 +105,8 @@ class Operation:
         if self.is_running:
             return
         self.is_running = True
-        registry.begin(self)
-        job = self.job = registry.job(self.name)
+        jobs.begin(self)
+        job = self.job = jobs.current(self.name)
         if job is None:
             return
         self.world = job.world
@@ -128,7 +130,7 @@ class Operation:
             return
         self.opened = True
         self.record.measure("before")
-        for callback in list(registry.callbacks.begin):
+        for callback in list(callbacks.begin):
             callback()
 
     def reserve(self, under_way: UnderWay) -> None:

@@ -12,10 +12,12 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..groups.proxy import ReloadableProcessGroup
-from ..groups.registry import Job, Options, registry
+from ..groups.registry import Options, registry
 from ..groups.sets import Chosen
+from ..reports import Fault, GroupReport, Report, Span
 from . import memory
-from .report import Fault, GroupReport, Report, Span
+from .callbacks import callbacks
+from .job import Job
 from .strategy import Choice
 
 logger = logging.getLogger("reloadpg")
@@ -73,8 +75,12 @@ class Record:
                 choice.reason,
                 history.held_bytes,
                 group.set_name,
+                history.suspended_bytes if self._pins(choice) else 0,
             )
         )
+
+    def _pins(self, choice: Choice) -> bool:
+        return self.operation == "offload" and choice.strategy == "suspend"
 
     def report(self, job: Job, note: str = "", error: str = "") -> Report:
         self.measure("after")
@@ -118,7 +124,7 @@ def publish(report: Report) -> None:
         first = kind not in registry.warned
         registry.warned.add(kind)
         logger.log(logging.WARNING if first else logging.DEBUG, "%s: %s", report.operation, warning)
-    for callback in list(registry.callbacks.report):
+    for callback in list(callbacks.report):
         try:
             callback(report)
         except Exception:

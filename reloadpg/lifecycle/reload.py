@@ -7,14 +7,15 @@ from typing import Literal, overload
 
 from ..c10d import devices
 from ..groups.proxy import GroupState
-from ..groups.registry import Job, registry
 from ..groups.sets import Chosen
+from ..reports import Report
+from .callbacks import callbacks
 from .connect import Connect, validate
-from .failure import await_unfinished, perform
+from .job import Job
 from .operation import Operation
 from .pending import Pending
 from .recreate import rebuild
-from .report import Report
+from .run import await_unfinished, perform
 from .suspend import check_room, resume
 
 
@@ -79,8 +80,8 @@ def restore(op: Operation, how: Connect | None = None) -> Report:
 def _restore(op: Operation, job: Job, how: Connect) -> None:
     await_unfinished(op, job)
     if op.changes.was_offloaded:
-        op.call(registry.callbacks.before_reload)
-    op.agree(connect=how, extends=bool(op.due(registry.callbacks.reload)))
+        op.call(callbacks.before_reload)
+    op.agree(connect=how, extends=bool(op.due(callbacks.reload)))
     if not op.changes.was_offloaded:
         op.complete("nothing is offloaded")
         return

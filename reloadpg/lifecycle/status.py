@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from .. import c10d
 from ..groups.proxy import GroupState, ReloadableProcessGroup
-from ..groups.registry import Job, registry
+from ..groups.registry import registry
 from ..groups.sets import TRAINER
+from ..reports import BypassedGroup, GroupStatus, OperationStatus, SetStatus, Status
 from . import memory
 from .engines import communicators
-from .report import BypassedGroup, GroupStatus, OperationStatus, SetStatus, Status
+from .job import Job, jobs
 
 
 def running() -> OperationStatus | None:
@@ -18,7 +19,7 @@ def running() -> OperationStatus | None:
 
     Local, cheap, from any thread and from a signal handler.
     """
-    found: OperationStatus | None = registry.progress()
+    found: OperationStatus | None = jobs.progress()
     return found
 
 
@@ -33,7 +34,7 @@ def status() -> Status:
     world = c10d.world()
     groups = registry.managed()
     shown = tuple(_group_status(group) for group in groups)
-    job = registry.known_job
+    job = jobs.known
     unfinished = job.unfinished if job else []
     bypassed = registry.bypassed()
     return Status(
@@ -94,7 +95,7 @@ def _sets(job: Job | None, groups: Sequence[GroupStatus]) -> dict[str, SetStatus
 
 def _group_status(group: ReloadableProcessGroup) -> GroupStatus:
     timeouts, history = group.current_timeouts(), group.history
-    stats = None if registry.busy else group.memory_stats()
+    stats = None if jobs.busy else group.memory_stats()
     selected = [timeouts[d].total_seconds() for d in group.construction.selected if d in timeouts]
     return GroupStatus(
         group.group_name,

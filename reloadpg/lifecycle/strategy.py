@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import c10d
-from ..errors import counted, mebibytes
 from ..groups.proxy import GroupState, ReloadableProcessGroup
-from ..groups.registry import Job
 from ..groups.selection import StrategyPolicy
 from ..rendezvous.plan import Proposal
+from ..texts import counted, mebibytes
+from .job import Job
 from .suspend import communicators
 
 

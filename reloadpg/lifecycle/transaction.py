@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..errors import did_you_mean
-from ..groups.registry import Job, Options, Position, registry
+from ..groups.registry import Options, registry
 from ..groups.sets import TRAINER, Chosen
 from ..rendezvous.plan import GroupPlan, Plan
+from ..texts import did_you_mean
+from .job import Job, Position
 from .strategy import Strategy
 
 

@@ -6,13 +6,8 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ..errors import (
-    DisagreementError,
-    PeerFailedError,
-    ReloadpgError,
-    RendezvousTimeoutError,
-    named_ranks,
-)
+from ..errors import DisagreementError, PeerFailedError, ReloadpgError, RendezvousTimeoutError
+from ..texts import named_ranks
 
 TIMEOUT_SETTING = {
     "offload": "install(timeout=...)",
@@ -87,7 +82,7 @@ class Decision:
             state = "Nothing was changed by this call" if unchanged else "See reloadpg.status()"
             return PeerFailedError(
                 f"{operation}: rank {self.rank} has called recover(): {self.text.rstrip('.')}. "
-                f"{state}; call reloadpg.recover() on this rank too.",
+                f"{state}; call reloadpg.recovery.recover() on this rank too.",
                 rank=self.rank,
                 phase=phase,
             )
@@ -95,7 +90,7 @@ class Decision:
             return PeerFailedError(
                 f"{operation}: rank {self.rank} was interrupted in a step and will not take part "
                 f"in a recovery: {self.text}. See reloadpg.status(). Restart the job, or call "
-                "reloadpg.recover() on all ranks.",
+                "reloadpg.recovery.recover() on all ranks.",
                 rank=self.rank,
                 phase="step",
             )
@@ -212,7 +207,7 @@ def _replace(operation: str) -> str:
     if operation.split()[0] in ("offload", "reload", "recover"):
         return (
             "restart the job, or only that process if the job is recoverable: it then joins the "
-            "next recover() with reloadpg.rejoin()"
+            "next recover() with reloadpg.recovery.rejoin()"
         )
     return "restart the job"
 
@@ -230,5 +225,5 @@ def _next_step(operation: str) -> str:
     if operation == "exit":  # of a scope, which aborts this rank's groups when it raises
         return "restart the job: its process groups are aborted"
     if operation == "step":  # of retrying()
-        return "call reloadpg.recover() on all ranks"
+        return "call reloadpg.recovery.recover() on all ranks"
     return f"call {operation.split()[0]}() again on all ranks"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
 
-from ..errors import format_ranks, named_ranks
+from ..texts import format_ranks, named_ranks
 
 
 class Proposal(NamedTuple):

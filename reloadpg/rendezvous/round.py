@@ -16,11 +16,12 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NoReturn, TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from .. import c10d
-from ..errors import GRACE, ReloadpgError, RendezvousTimeoutError, named_ranks
+from ..errors import ReloadpgError, RendezvousTimeoutError
+from ..settings import GRACE
+from ..texts import named_ranks
 from .decision import Decision, store_lost, store_silent
 from .peers import Peers
 from .plan import Plan, Proposal
@@ -97,6 +98,8 @@ class Rendezvous:
         predecessor: the process that this one replaces in a running job, if any.
         marks: whether to write the marks by which a later process can replace this one.
         watches: whether to watch the processes on this host.
+        counts: whether this process will count the job; one that is refused while it starts takes
+            it for the first one on its store.
 
     Attributes:
         alone: whether this rank has no peers.
@@ -116,6 +119,7 @@ class Rendezvous:
         predecessor: Predecessor | None = None,
         marks: bool = False,
         watches: bool = False,
+        counts: bool = True,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -129,7 +133,8 @@ class Rendezvous:
         self.peers = Peers(rank, watches=watches and root is not None)
         members = tuple(range(size)) if root is not None else (rank,)
         mark = process_mark() if marks else ""
-        self.state = State(rank, members, host=self.peers.host, mark=mark)
+        instance = 0 if counts else 1
+        self.state = State(rank, members, host=self.peers.host, mark=mark, instance=instance)
         if predecessor is not None:
             self.state = self.state._replace(
                 instance=predecessor.instance, confirmed=True, epoch=predecessor.epoch
@@ -253,8 +258,8 @@ class Rendezvous:
         if self.replaces:
             raise ReloadpgError(
                 f"{operation}: this process replaces one of rank {self.rank} that has ended, and "
-                "has not rejoined the job; nothing was changed. Call reloadpg.rejoin() first, "
-                "once all groups are created."
+                "has not rejoined the job; nothing was changed. Call "
+                "reloadpg.recovery.rejoin() first, once all groups are created."
             )
 
     def recover(self, phases: Sequence[str], reason: str, report: str, seconds: float) -> Round:

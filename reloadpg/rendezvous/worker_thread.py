@@ -23,7 +23,8 @@ from functools import partial
 from typing import Generic, TypeVar, cast
 
 from ..c10d import devices
-from ..errors import GRACE, LOG_WAIT, ReloadpgError
+from ..errors import ReloadpgError
+from ..settings import GRACE, LOG_WAIT
 
 logger = logging.getLogger("reloadpg")
 

@@ -63,6 +63,8 @@ def test_three_cycles(strategy: str) -> None:
         assert report.memory_source == back.memory_source == "simulated"
         assert report.released_bytes == HELD * count - left
         assert rss == pytest.approx(report.released_bytes, rel=0.05)
+        assert report.pinned_bytes == (report.released_bytes if suspends else 0)
+        assert back.pinned_bytes == 0
         assert report.to_dict()["offload/released_bytes"] == report.released_bytes
         assert back.restored_bytes == again - left
         assert report.restored_bytes is back.released_bytes is None
@@ -132,7 +134,7 @@ def test_patterns_select_the_strategy_of_single_groups(rank: int) -> None:
     expected |= {"g1": "suspend"} if rank > 0 else {}
     assert strategies(report) == expected
     assert job.sums()
-    with pytest.raises(reloadpg.PatchConflictError):
+    with pytest.raises(reloadpg.errors.PatchConflictError):
         reloadpg.install(strategy="suspend")
     reloadpg.install(backends={"sim", "faulty"}, strategy=policy, timeout=FAR)
 
@@ -171,7 +173,7 @@ def test_no_rank_resumes_before_all_have_enough_memory(rank: int) -> None:
     if rank == 1:  # the rollout engine still has the memory
         simulated.configure(capacity_bytes=simulated.stats().held_bytes + 2 * MIB)
     assert memory.free_bytes() == ((2 * MIB, "simulated") if rank == 1 else None)
-    error = reloadpg.InsufficientMemoryError if rank == 1 else reloadpg.PeerFailedError
+    error = reloadpg.errors.InsufficientMemoryError if rank == 1 else reloadpg.PeerFailedError
     with pytest.raises(error, match=r"rank 1 has 2 MiB free \(simulated\)"):
         reloadpg.reload()
     assert job.states() == {"offloaded"}

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from fault_job import HELD, STAYS, TRIANGLE, Job, reasons, strategies
 
 import reloadpg
-from reloadpg.groups.registry import registry
 from reloadpg.lifecycle import memory
+from reloadpg.lifecycle.job import jobs
 from reloadpg.testing import simulated
 
 FAULTY = 1
@@ -128,4 +128,4 @@ def test_a_memory_source_or_check_that_fails_ends_no_operation(rank: int, what: 
     reloadpg.offload()
     reloadpg.reload()
     assert job.sums()
-    assert not registry.busy
+    assert not jobs.busy

@@ -60,7 +60,7 @@ def test_a_connected_group_is_not_connected_again(
         assert summed(None, rank) == summed(group, rank) == 3.0
         memory.add(used())
         if how == "recover":
-            reloadpg.recover("a test")
+            reloadpg.recovery.recover("a test")
         else:
             reloadpg.offload()
             reloadpg.reload(connect=how)
@@ -105,7 +105,7 @@ def test_cycles_leave_nothing_over(engine: str, made_by: str, how: str, rank: in
 
     for cycle in range(1, CYCLES + 1):
         if how == "recover":
-            reloadpg.recover("a test")
+            reloadpg.recovery.recover("a test")
         assert timeout() == timedelta(seconds=72 if cycle > WARM else 71)
         reloadpg.offload()
         assert standins.communicators() == 0
@@ -160,7 +160,7 @@ def go_wrong(rank: int, group: Any, fault: Any) -> None:
     if fault == "late" and rank == 1:
         waited = threading.Event()
         for _ in range(int(HANG_S * 10)):
-            if reloadpg.recovery_requested():
+            if reloadpg.recovery.recovery_requested():
                 return
             waited.wait(0.1)
         raise AssertionError("rank 0 did not detect that rank 1 is late")
@@ -183,7 +183,7 @@ def test_a_step_is_repeated_whose_collective_was_aborted(
     group: Any = dist.group.WORLD
     summed(None, rank)
     done = {}
-    for step in reloadpg.retrying(range(4)):
+    for step in reloadpg.recovery.retrying(range(4)):
         with step as number:
             if rank == 0:
                 group.set_timeout(LIMIT)
@@ -201,7 +201,7 @@ def test_a_batch_that_fails_does_not_stop_later_collectives(engine: str, rank: i
     start(rank, recoverable=True)
     group: Any = dist.group.WORLD
     summed(None, rank)
-    for step in reloadpg.retrying(range(1)):
+    for step in reloadpg.recovery.retrying(range(1)):
         with step:
             group.set_timeout(SHORT if step.attempt == 1 else LIMIT)
             if step.attempt == 1 and rank == 1:
@@ -231,7 +231,7 @@ def test_a_reload_after_a_failed_recovery_rebuilds_all_backends_of_mixed_groups(
     if rank == 0:
         standins.inject(Fault("fail", "init", rank=0, times=1))
     with pytest.raises(reloadpg.ReloadpgError):
-        reloadpg.recover("a test")
+        reloadpg.recovery.recover("a test")
     reloadpg.reload()
     value = torch.ones(1)
     dist.all_reduce(value, group=group)
@@ -273,7 +273,7 @@ def test_an_offload_does_not_hide_an_aborted_collective(engine: str, rank: int) 
     assert group.state == "live"
     if rank == 0:
         group.set_timeout(LIMIT)
-    reloadpg.recover()
+    reloadpg.recovery.recover()
     reloadpg.offload()
     reloadpg.reload()
     assert summed(None, rank) == 3.0
@@ -281,7 +281,7 @@ def test_an_offload_does_not_hide_an_aborted_collective(engine: str, rank: int) 
 
 ENDS = (
     *(reloadpg.RendezvousTimeoutError, reloadpg.PeerFailedError),
-    *(reloadpg.ReleaseError, reloadpg.RebuildError),
+    *(reloadpg.errors.ReleaseError, reloadpg.errors.RebuildError),
 )
 
 

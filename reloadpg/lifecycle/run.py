@@ -8,13 +8,13 @@ from contextlib import suppress
 from functools import partial
 
 from ..groups.proxy import GroupState
-from ..groups.registry import Job, Unfinished
 from ..rendezvous.round import Round
 from ..rendezvous.worker_thread import Wait
+from ..reports import Report
+from .job import Job, Unfinished
 from .operation import TOUCHING, Operation
 from .record import publish
 from .recreate import abort
-from .report import Report
 
 logger = logging.getLogger("reloadpg")
 

@@ -1,0 +1,96 @@
+"""Environment variables that this library reads, and the check of timeouts. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+
+from .errors import InvalidOptionError
+from .texts import did_you_mean
+
+_SHORTEST, _LONGEST = timedelta(milliseconds=1), timedelta(days=365)
+"""Torch counts in whole milliseconds; longer ones overflow between Python, C++ and the store."""
+
+STATUS_DIR = "RELOADPG_STATUS_DIR"
+"""Environment variable: where the ranks of a job keep their status files."""
+
+GRACE = "RELOADPG_GRACE_S"
+"""Environment variable: seconds after a failure within which the other ranks must respond."""
+
+LOG_WAIT = "RELOADPG_LOG_WAIT_S"
+"""Environment variable: seconds of a wait before the first message. Later messages come after 2, 4,
+8 times as long."""
+
+NCCL = "RELOADPG_NCCL"
+"""Environment variable: NVIDIA's host code of NCCL, which :mod:`reloadpg.testing.standins` runs."""
+
+VARIABLES = frozenset(
+    {
+        "RELOADPG_AUTOINSTALL",
+        "RELOADPG_BACKENDS",
+        "RELOADPG_EXCLUDE",
+        GRACE,
+        "RELOADPG_LOG_LEVEL",
+        LOG_WAIT,
+        NCCL,
+        "RELOADPG_RANK_LOADING",
+        STATUS_DIR,
+        "RELOADPG_STRATEGY",
+        "RELOADPG_TIMEOUT_S",
+    }
+)
+"""The environment variables that this library reads."""
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """List the variables that are set, begin with ``RELOADPG_``, and mean nothing. Local, pure."""
+    return sorted(
+        f"{name}{did_you_mean(name, VARIABLES)}"
+        for name, value in environ.items()
+        if name.startswith("RELOADPG_")
+        and name not in VARIABLES
+        and value.strip()
+        and not name.startswith("RELOADPG_STANDIN_")  # read by reloadpg.testing.standins
+    )
+
+
+def refuse_unknown_variables(environ: Mapping[str, str], what: str) -> None:
+    """Refuse an environment with unknown variables of this library. Local.
+
+    Args:
+        environ: the variables.
+        what: what is refused, for the message.
+
+    Raises:
+        InvalidOptionError: a variable begins with ``RELOADPG_`` and is unknown.
+    """
+    unknown = unknown_variables(environ)
+    if unknown:
+        raise InvalidOptionError(
+            f"{what}: the environment has {', '.join(unknown)}, which reloadpg does not know; "
+            "nothing was changed. Correct the name or unset it."
+        )
+
+
+def as_timedelta(
+    value: timedelta | float, name: str, nothing: str = "nothing was started"
+) -> timedelta:
+    """Convert a caller's timeout. Local, pure.
+
+    Args:
+        value: a timedelta, or seconds.
+        name: the name of the argument.
+        nothing: the consequence, for the message: "nothing was installed".
+
+    Raises:
+        InvalidOptionError: not a time, or one that torch does not take.
+    """
+    with suppress(TypeError, ValueError, OverflowError):
+        bound = value if isinstance(value, timedelta) else timedelta(seconds=value)
+        if _SHORTEST <= bound <= _LONGEST and not isinstance(value, bool):
+            return bound
+    raise InvalidOptionError(
+        f"{name}={value!r} is not a time between one millisecond and {_LONGEST.days} days; "
+        f"{nothing}. Give a timedelta, or seconds."
+    )
