@@ -6,10 +6,11 @@ barriers, one list after the other, in turns; a ratio is the median of the ratio
 
 ``release``: ``offload()`` against ``destroy_process_group`` of each group.
 ``first release``: the same for the first cycle, in which torch's communicators are not yet rebuilt.
-``rebuild``: ``reload(connect="eager")`` and a collective on each group, against ``new_group`` and one.
+``rebuild``: ``reload(connect="eager")`` and a collective on each group, against ``new_group`` and a
+collective.
 
-For each of torch's engines of the backend. It runs over stand-ins for CUDA and NCCL, whose calls take
-milliseconds: ``--call-ms`` lets each creation, destroy and abort take so much longer. With
+For each of torch's engines of the backend. It runs over stand-ins for CUDA and NCCL, whose calls
+take milliseconds: ``--call-ms`` lets each creation, destroy and abort take so much longer. With
 RELOADPG_NCCL it runs over NVIDIA's host code of NCCL. It needs torch's CUDA build, and no GPU.
 
 Usage: python benchmarks/host_code.py [--ranks N] [--groups N] [--cycles N] [--call-ms MS] [--check]
@@ -138,7 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings["nccl"] = os.environ.get(standins.NCCL)
     result = {"benchmark": "host_code", "machine": machine(), "settings": settings, "rows": rows}
     write_json(options.json, result)
-    over = [row for row in rows if row["step"] == "release" and row["ratio"] > LIMITS[row["engine"]]]
+    over = [
+        row for row in rows if row["step"] == "release" and row["ratio"] > LIMITS[row["engine"]]
+    ]
     if options.check and over:
         print(f"over the limit: {over}", file=sys.stderr)
     return int(bool(options.check and over))
