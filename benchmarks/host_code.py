@@ -138,7 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings["nccl"] = os.environ.get(standins.NCCL)
     result = {"benchmark": "host_code", "machine": machine(), "settings": settings, "rows": rows}
     write_json(options.json, result)
-    over = [row for row in rows if row["step"] == "release" and row["ratio"] > LIMITS[row["engine"]]]
+    over = [
+        row for row in rows if row["step"] == "release" and row["ratio"] > LIMITS[row["engine"]]
+    ]
     if options.check and over:
         print(f"over the limit: {over}", file=sys.stderr)
     return int(bool(options.check and over))

@@ -170,7 +170,10 @@ PINNED = 1179652
 
 
 def on_size(size: int, whole: bool, nvls: bool) -> Any:
-    variables = {"NCCL_RUNTIME_CONNECT": f"{int(not whole)}", "RELOADPG_STANDIN_NVLS": f"{int(nvls)}"}
+    variables = {
+        "NCCL_RUNTIME_CONNECT": f"{int(not whole)}",
+        "RELOADPG_STANDIN_NVLS": f"{int(nvls)}",
+    }
     return pytest.param(size, whole, nvls, marks=on_ranks(size, **variables))
 
 
@@ -268,8 +271,10 @@ def shm_files() -> set[Path]:
 
 
 @pytest.mark.parametrize("call", ["CommDestroy", "CommAbort"])
-@on_ranks(2)
-def test_a_communicator_has_a_file_of_shared_memory_while_it_lives(call: str, rank: int) -> None:
+@on_ranks(2, NCCL_RUNTIME_CONNECT="0")
+def test_a_communicator_with_network_transports_has_a_file_while_it_lives(
+    call: str, rank: int
+) -> None:
     nccl = Nccl(rank, 2)
     before = shm_files()
     nccl.meet()
@@ -298,7 +303,8 @@ def ends_by_a_signal(rank: int, size: int) -> int:
     return len(left)
 
 
-def test_each_killed_rank_leaves_a_file_of_shared_memory() -> None:
+def test_each_killed_rank_leaves_that_file() -> None:
     settings: Any = {"standins": True, "timeout": 240.0, "check": False}
+    settings["env"] = {"NCCL_RUNTIME_CONNECT": "0"}
     outcome = run_ranks(ends_by_a_signal, 3, **settings)[0]
     assert outcome.result == 2, outcome.exception

@@ -471,7 +471,7 @@ ncclResult_t start(const Comm& comm, int creator) {
     comm->footprint = standin::footprint(comm->size);
     standin::pinned() += comm->footprint.pinned;
     standin::keep_ras();
-    if (!result) comm->shm.create();
+    if (!result && comm->footprint.network) comm->shm.create();
   }
   if (!result && !take(comm.get(), comm->footprint.init))
     result = fail(ncclUnhandledCudaError, kOutOfMemory);

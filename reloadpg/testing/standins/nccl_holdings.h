@@ -93,8 +93,9 @@ inline void keep_ras() {
   }).detach();
 }
 
-// The file of shared memory that a communicator has while it lives; a killed process leaves it. It is
-// in the job's folder, which is in /dev/shm, so that a job leaves nothing behind.
+// The file of shared memory that a communicator with network transports has while it lives (of its
+// proxy's operations); a killed process leaves it. It is in the job's folder, which is in /dev/shm, so
+// that a job leaves nothing behind.
 class ShmFile {
  public:
   ~ShmFile() { remove(); }
