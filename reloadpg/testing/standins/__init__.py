@@ -66,6 +66,7 @@ SETTINGS: Mapping[str, str] = {
     "RELOADPG_STANDIN_KERNELS": "operators: compute on the CPU, or launch kernels, of which all "
     "but a few are refused (refuse) or do nothing (skip) (compute)",
     "RELOADPG_STANDIN_COMM_PERCENT": "memory of a communicator, in percent of that measured (100)",
+    "RELOADPG_STANDIN_NVLS": "1: the devices support multicast, with which NCCL uses NVLS (0)",
     "RELOADPG_STANDIN_INIT_MS": "additional time that a communicator's creation takes (0)",
     "RELOADPG_STANDIN_PEER_ERRORS": "1: aborts and ends of peers are noticed as over sockets (0)",
     "RELOADPG_STANDIN_SHARE_DEVICE": "1: members of a communicator may be on one device (0)",
