@@ -9,6 +9,7 @@ from typing import Literal, overload
 
 from .. import c10d
 from ..c10d import devices, release_cautions
+from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import registry
 from ..groups.sets import ALL, Chosen
 from ..reports import Report
@@ -69,6 +70,8 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
         DisagreementError: the calls of the ranks differ; nothing was changed.
         RendezvousTimeoutError: ranks are missing; it names them.
         PeerFailedError: another rank failed; it names it.
+        BorrowedError: other code holds a pointer that the offload would invalidate; nothing was
+            changed: see ``install(borrowed=...)``.
         ReleaseError: a group could not be released on this rank.
         torch.distributed.DistBackendError: a collective was aborted on this rank, so its results
             are wrong; nothing was changed. Call :func:`recover`.
@@ -97,13 +100,16 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     live = [group for group in reversed(op.changes.groups) if group.is_live]
     # Steps that can fail come before a barrier, while all groups are unchanged. Without callbacks,
     # it is the first one.
+    strategy = op.changes.strategy
+    proposals, subjects = strategy.propose(live)
     calls = bool(op.due(callbacks.offload)) or op.may_suspend
+    calls = calls or strategy.extends or bool(op.of_generations(live, "before"))
     if not calls:
         _quiesce(op, "enter")
-    proposals, subjects = op.changes.strategy.propose(live)
     proposed = op.agree(proposals, subjects, extends=calls)
-    op.record.warnings += op.changes.strategy.decide(live, proposed)
+    op.record.warnings += strategy.decide(live, proposed)
     op.call(callbacks.offload)
+    _end_generations(op, [group for group in live if group.history.strategy == "recreate"])
     live = [group for group in live if group.is_live]  # a callback may destroy groups
     if calls:
         _quiesce(op, "quiesced")
@@ -117,6 +123,8 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
         op.each("suspended", kept, suspend)
         op.barrier("suspended")
         op.record.measure("suspended")
+    else:  # communicators that other code has borrowed
+        op.each("released", kept, suspend)
     releases = Releases(job)
     op.each("released", recreated, releases.release)
     if collect:
@@ -129,6 +137,15 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     op.complete("" if live else "no live reloadable group")
     # Only now: the store's server serves no rank while it looks up the host name of a new client.
     job.connect_ahead(min(op.creators, len(recreated)))
+
+
+def _end_generations(op: Operation, groups: list[ReloadableProcessGroup]) -> None:
+    """Let the libraries that have taken something out of these groups drop it."""
+    op.call(op.of_generations(groups, "before"))
+    for group in groups:
+        if group.known_loans is not None:
+            for one in callbacks.of_generations(group):
+                group.known_loans.forget(one.package)
 
 
 def _quiesce(op: Operation, phase: str) -> None:
