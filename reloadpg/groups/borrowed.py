@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -33,8 +33,8 @@ from ..errors import BorrowedError
 from ..reports import Borrowed
 from .offloaded import Offloaded, OffloadedBackend
 
-if TYPE_CHECKING:
-    from .proxy import ReloadableProcessGroup
+_Group = Any
+"""A ``ReloadableProcessGroup``, whose module imports this one."""
 
 POLICIES = ("suspend", "refuse", "warn", "ignore")
 """Values of ``install(borrowed=...)``."""
@@ -70,7 +70,7 @@ class Lease:
         lent: the lent objects by the identity of torch's object.
     """
 
-    def __init__(self, group: ReloadableProcessGroup) -> None:
+    def __init__(self, group: _Group) -> None:
         self.group = weakref.ref(group)
         self.name = group.group_name
         self.generation = group.generation
@@ -112,7 +112,7 @@ class Loans:
     lease: Lease | None = None
     taken: dict[tuple[str, str, int], _Loan] = field(default_factory=dict)
 
-    def open(self, group: ReloadableProcessGroup) -> Lease:
+    def open(self, group: _Group) -> Lease:
         """The lease of the group's current generation."""
         if self.lease is None:
             self.lease = Lease(group)
@@ -150,7 +150,7 @@ class Loans:
                 self.taken.pop(key, None)
 
 
-def lent_by(group: ReloadableProcessGroup, backend: Any, arguments: tuple[Any, ...]) -> Any:
+def lent_by(group: _Group, backend: Any, arguments: tuple[Any, ...]) -> Any:
     """Return what a caller of ``group._get_backend`` gets; called by that method. Local."""
     frame = borrower(2)
     if frame is None or not group.lends or type(backend) is OffloadedBackend:
@@ -161,7 +161,7 @@ def lent_by(group: ReloadableProcessGroup, backend: Any, arguments: tuple[Any, .
     return _lend(group, backend, device, "backend", frame)
 
 
-def lend(group: ReloadableProcessGroup) -> Any:
+def lend(group: _Group) -> Any:
     """Return the backend that an offload releases, for a callback. Local; records nothing."""
     device = group.construction.selected[0]
     backend = group._inner._get_backend(torch.device(device))
@@ -170,15 +170,13 @@ def lend(group: ReloadableProcessGroup) -> Any:
     return group.loans.open(group).lend(backend, device)
 
 
-def take(group: ReloadableProcessGroup, name: str, value: Any) -> Any:
+def take(group: _Group, name: str, value: Any) -> Any:
     """Return what a caller of another method of a group gets; called by that method. Local."""
     frame = borrower(2)
     return value if frame is None or not group.lends else _take(group, name, value, frame)
 
 
-def _take(
-    group: ReloadableProcessGroup, name: str, value: Any, frame: FrameType, device: str = ""
-) -> Any:
+def _take(group: _Group, name: str, value: Any, frame: FrameType, device: str = "") -> Any:
     """Record what a group, or a backend of it, has returned, and return it to the caller."""
     if name == "new_window":
         return _lend(group, value, device or group.construction.selected[0], "window", frame)
@@ -187,15 +185,13 @@ def _take(
     return value
 
 
-def _lend(
-    group: ReloadableProcessGroup, thing: Any, device: str, what: str, frame: FrameType
-) -> Any:
+def _lend(group: _Group, thing: Any, device: str, what: str, frame: FrameType) -> Any:
     lent = group.loans.open(group).lend(thing, device)
     group.loans.record(what, frame, raw=what == "window", thing=lent)
     return lent
 
 
-def borrowed(groups: Iterable[ReloadableProcessGroup]) -> tuple[Borrowed, ...]:
+def borrowed(groups: Iterable[_Group]) -> tuple[Borrowed, ...]:
     """List what other code holds of these groups. Local, from any thread."""
     found = []
     shared = c10d.symmetric_memory_groups()
