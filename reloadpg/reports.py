@@ -39,6 +39,7 @@ class GroupReport:
         reason: the reason for this strategy, if there was a choice.
         bytes: bytes that its communicator reported when it was released; None if the backend
             reports none.
+        pinned_bytes: the part of them that a suspend has copied to pinned host memory.
     """
 
     name: str
@@ -51,6 +52,7 @@ class GroupReport:
     reason: str = ""
     bytes: int | None = None
     set: str = "trainer"
+    pinned_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,14 @@ class Report:
         """
         return self.moved_bytes if self.operation == "reload" else None
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that an offload has copied to pinned host memory on this rank, to suspend groups.
+
+        NCCL keeps such a copy of all that a suspend releases, until the reload.
+        """
+        return sum(group.pinned_bytes for group in self.groups)
+
     def to_dict(self) -> dict[str, float | int | str | bool]:
         """Scalars with flat names (``offload/total_ms``), for metrics loggers.
 
@@ -241,6 +251,7 @@ class Report:
             **{f"{name}_ms": ms for name, ms in self.phases_ms.items()},
             "released_bytes": self.released_bytes,
             "restored_bytes": self.restored_bytes,
+            "pinned_bytes": self.pinned_bytes or None,
             "warnings": len(self.warnings),
             "changed": self.changed,
             "failed": bool(self.error),
@@ -259,6 +270,7 @@ class Report:
             "memory_source": self.memory_source,
             "released_bytes": self.released_bytes,
             "restored_bytes": self.restored_bytes,
+            "pinned_bytes": self.pinned_bytes,
         }
 
     def to_json(self) -> str:
@@ -274,6 +286,8 @@ class Report:
         if moved is not None:
             verb = "released" if self.operation == "offload" else "restored"
             memory = f", {mebibytes(moved)} {verb} ({self.memory_source})"
+        if self.pinned_bytes:
+            memory += f", {mebibytes(self.pinned_bytes)} pinned on the host"
         return (
             f"{self.operation}{'' if self.sets == 'all' else f' of {self.sets}'}: "
             f"{counted(len(self.groups), 'group')} in {self.total_ms:.1f} ms"

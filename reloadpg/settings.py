@@ -22,6 +22,9 @@ LOG_WAIT = "RELOADPG_LOG_WAIT_S"
 """Environment variable: seconds of a wait before the first message. Later messages come after 2, 4,
 8 times as long."""
 
+NCCL = "RELOADPG_NCCL"
+"""Environment variable: NVIDIA's host code of NCCL, which :mod:`reloadpg.testing.standins` runs."""
+
 VARIABLES = frozenset(
     {
         "RELOADPG_AUTOINSTALL",
@@ -30,6 +33,7 @@ VARIABLES = frozenset(
         GRACE,
         "RELOADPG_LOG_LEVEL",
         LOG_WAIT,
+        NCCL,
         "RELOADPG_RANK_LOADING",
         STATUS_DIR,
         "RELOADPG_STRATEGY",

@@ -15,27 +15,30 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
-from torch._C._distributed_c10d import Backend as CppBackend
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
-    Store,
-    _create_work_from_future,
-)
-from torch.distributed import DistBackendError, DistError, ProcessGroup, Work
+from torch._C import _distributed_c10d as _cpp
+from torch.distributed import DistBackendError, DistError, ProcessGroup, Store, Work
 from torch.distributed import distributed_c10d as _c10d
 from torch.futures import Future
 
 from ..errors import GroupDestroyedError, GroupOffloadedError
+from .needs import describe_needs, missing
 from .tables import device_backends, known_groups, label_of
 from .torchcomms import TORCHCOMMS_RECOVERY, is_torchcomm, uses_torchcomms
 
 _GLOO = getattr(_c10d, "ProcessGroupGloo", None)
+
+CppBackend = _cpp.Backend
+"""The class of backend objects; ``torch.distributed.Backend`` is that of their names."""
+
+NO_ERROR = _cpp.ErrorType.SUCCESS
+"""What a backend's ``get_error()`` returns without an error."""
 
 
 def completed_work() -> Work:
     """A completed Work, for a call that must not return None."""
     future: Future[Any] = Future()
     future.set_result([])
-    return cast(Work, _create_work_from_future(future))
+    return cast(Work, cast(Any, _cpp)._create_work_from_future(future))
 
 
 def live_backends(group: ProcessGroup, devices: Sequence[str]) -> dict[str, CppBackend]:
@@ -45,6 +48,50 @@ def live_backends(group: ProcessGroup, devices: Sequence[str]) -> dict[str, CppB
         with suppress(RuntimeError, AttributeError):
             found[device] = group._get_backend(torch.device(device))
     return found
+
+
+def backend_for(group: ProcessGroup, device: torch.device) -> Any:
+    """The backend object of a group for a device. Raises RuntimeError without one."""
+    return group._get_backend(device)
+
+
+def connects_eagerly(backend: CppBackend) -> bool:
+    """Whether a backend connects without a collective, by ``eager_connect_single_device``.
+
+    Torch's base class has the method and does nothing; gloo connects at its creation.
+    """
+    own = getattr(type(backend), "eager_connect_single_device", None)
+    known = backend.name().startswith(("gloo", "nccl"))
+    return own is not None and (known or own is not CppBackend.eager_connect_single_device)
+
+
+COMPLETION_HOOK = "_register_on_completion_hook"
+"""The method of a group that registers a completion hook."""
+
+
+def await_hooks(group: ProcessGroup) -> None:
+    """Wait until the completion hooks of a group have been called. Local, blocking."""
+    group._wait_for_pending_works()
+
+
+def device_types(group: ProcessGroup) -> list[torch.device]:
+    """The devices for which a group has a backend."""
+    return list(group._device_types)
+
+
+def set_name(group: ProcessGroup, name: str) -> None:
+    """Set the name of a group that is in no table."""
+    group._set_group_name(cast(Any, name))
+
+
+def set_desc(group: ProcessGroup, desc: str) -> None:
+    """Set the description of a group that torch created."""
+    group._set_group_desc(desc)
+
+
+def sequence_number(group: ProcessGroup) -> int:
+    """The number of collectives that were started on a group. RuntimeError if it is not counted."""
+    return int(cast(Any, group)._get_sequence_number_for_group())
 
 
 def options_of(group: ProcessGroup, devices: Sequence[str]) -> object:
@@ -60,8 +107,8 @@ def get_timeouts(group: ProcessGroup, devices: Sequence[str]) -> dict[str, timed
     """Timeouts by device type. TorchComms is omitted: its options always show the default."""
     found: dict[str, timedelta] = {}
     for device, backend in live_backends(group, devices).items():
-        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-        if isinstance(timeout, timedelta) and not is_torchcomm(backend):
+        timeout = timeout_of(getattr(backend, "options", None))
+        if timeout is not None and not is_torchcomm(backend):
             found[device] = timeout
     return found
 
@@ -72,10 +119,30 @@ def set_timeouts(group: ProcessGroup, timeouts: Mapping[str, timedelta]) -> None
     backends = live_backends(group, tuple(timeouts))
     for device, timeout in timeouts.items():
         if device in backends and now.get(device) != timeout:
-            backend = cast(Any, backends[device])
-            # ProcessGroupNCCL2 (2.15) only has the base class's method, which older versions lack.
-            setter = getattr(backend, "_set_default_timeout", None) or backend.set_timeout
-            setter(timeout)
+            set_timeout(backends[device], timeout)
+
+
+def timeout_of(options: object) -> timedelta | None:
+    """The timeout in a backend's options, if they have one."""
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def set_timeout(backend: Any, timeout: timedelta) -> None:
+    """Set the timeout of one backend. Idempotent."""
+    # ProcessGroupNCCL2 (2.15) only has the base class's method, which older versions lack.
+    setter = getattr(backend, "_set_default_timeout", None) or backend.set_timeout
+    setter(timeout)
+
+
+def gloo_options(timeout: timedelta | None, device: object = None) -> Any:
+    """Options of a gloo backend; ``device`` is of gloo: by default one for torch's interface."""
+    options = cast(Any, _GLOO)._Options()
+    if timeout is not None:
+        options._timeout = timeout
+    if device is not None:
+        options._devices = [device]
+    return options
 
 
 def is_connected(backend: CppBackend) -> bool:
@@ -111,6 +178,8 @@ def suspend_obstacle(backend: CppBackend) -> str:
     """
     suspend = getattr(type(backend), "suspend", None)
     name = backend.name()
+    if lacking := missing("suspend"):
+        return f"torch {torch.__version__} lacks {describe_needs(lacking)}"
     if suspend is None:
         return f"torch {torch.__version__} cannot suspend {name} communicators (2.12 and later)"
     if is_torchcomm(backend):

@@ -38,6 +38,7 @@ from .doctor_patches import (
     import_modules,
     import_of_script,
 )
+from .explain import PINNED_BYTES
 from .job import JobView
 from .records import read_directory
 
@@ -114,6 +115,7 @@ def diagnose(
         ("nccl", check_nccl),
         ("nccl settings", partial(check_nccl_settings, variables, suspends=suspends)),
         *([("suspend", check_suspend)] if suspends else []),
+        *([("host memory", partial(check_host_memory, variables))] if suspends else []),
         ("recovery", partial(check_recovery, variables)),
         ("import", partial(import_modules, modules)),
         *([("script", partial(import_of_script, Path(script)))] if script is not None else []),
@@ -311,6 +313,21 @@ def check_suspend() -> Findings:
         return
     instead = 'strategy="recreate" needs none of this'
     yield Finding("suspend", "note", f"not available: {why}", instead)
+
+
+def check_host_memory(environ: Mapping[str, str], meminfo: str = "/proc/meminfo") -> Findings:
+    """Estimate how many communicators of each rank the node's host memory lets NCCL suspend."""
+    with open(meminfo, encoding="ascii") as file:
+        available = next(int(line.split()[1]) << 10 for line in file if "MemAvailable" in line)
+    ranks = int(environ.get("LOCAL_WORLD_SIZE") or 1)
+    communicators = available // ranks // PINNED_BYTES[1]
+    what = (
+        f"a suspend copies what it releases to pinned host memory, about 0.5 to 0.75 GB for each "
+        f"communicator and rank: the {available / 1e9:.0f} GB available here are enough for "
+        f"{counted(communicators, 'communicator')} of each of {counted(ranks, 'rank')}"
+    )
+    remedy = 'strategy="recreate" pins none; Report.pinned_bytes measures it'
+    yield Finding("host memory", "note" if communicators >= 10 else "warning", what, remedy)
 
 
 def check_nccl_settings(environ: Mapping[str, str], *, suspends: bool = True) -> Findings:

@@ -32,6 +32,9 @@ SOURCE = (
     "up to 512 MiB more for network buffers"
 )
 
+PINNED_BYTES = (480 << 20, 720 << 20)
+"""Smallest and largest measured pinned host memory of one suspended NCCL communicator."""
+
 _TRACEBACK, _OUTPUT = 30, 8
 """Maximum number of lines of the traceback, or of the script's output, to show."""
 
@@ -189,6 +192,7 @@ def explain(
         if not group["destroyed"] and len(group["ranks"]) > 1  # one rank connects to none
     )
     least, most = (communicators * size for size in COMMUNICATOR_BYTES)
+    least_pinned, most_pinned = (communicators * size for size in PINNED_BYTES)
     return {
         "policy": {
             "backends": None if selection.backends is None else sorted(selection.backends),
@@ -203,6 +207,8 @@ def explain(
             "communicators": communicators,
             "least_bytes": least,
             "most_bytes": most,
+            "least_pinned_bytes": least_pinned,
+            "most_pinned_bytes": most_pinned,
             "estimated_from": SOURCE,
         },
     }
@@ -232,7 +238,7 @@ def _decision(group: Record, selection: Selection, script_installs: bool) -> tup
 
 
 def _page(options: argparse.Namespace, result: Record) -> Page:
-    from .pretended_cuda import can_pretend
+    from ..c10d.pretended_cuda import can_pretend
 
     head = f"reloadpg explain: {options.script}, rank {result['rank']} of {result['world_size']}"
     parts = [Line(head, "head")]
@@ -339,4 +345,14 @@ def _summary(result: Record, device: str) -> list[Line]:
             )
         )
         lines.append(Line(f"  This is an estimate: {SOURCE}.", "note", 2))
+        least, most = memory["least_pinned_bytes"] / 1e9, memory["most_pinned_bytes"] / 1e9
+        lines.append(
+            Line(
+                f'  strategy="suspend" would pin about {least:.1f} to {most:.1f} GB of host memory '
+                "for each rank of a node, until the reload (0.5 to 0.75 GB per communicator). "
+                '"recreate" pins none.',
+                "note",
+                2,
+            )
+        )
     return lines

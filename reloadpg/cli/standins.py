@@ -33,6 +33,12 @@ def add(subcommands: Any) -> None:
         help="build: compile the libraries for the installed torch (once; 10 to 60 s); "
         "run: run the command that follows --",
     )
+    parser.add_argument(
+        "--nccl",
+        metavar="PATH",
+        help="also run the host code of this NCCL, built from NVIDIA's source and linked to a "
+        "dynamic CUDA runtime (default: the variable RELOADPG_NCCL)",
+    )
     parser.set_defaults(run=_run, script_arguments=[])
 
 
@@ -47,7 +53,7 @@ def _run(options: argparse.Namespace) -> int:
         if options.action == "build":
             say(str(standins.build()))
             return 0
-        with standins.job() as job:
+        with standins.job(nccl=options.nccl) as job:
             code = _program(command, {**os.environ, **job.environment})
             uses = job.uses_after_release()
             for use in uses:

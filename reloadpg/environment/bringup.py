@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from .. import c10d
 from ..errors import InvalidOptionError, ReloadpgError

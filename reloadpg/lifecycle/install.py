@@ -131,6 +131,7 @@ def install(
             begins with ``RELOADPG_``; with ``recoverable``, a variable has another value, or NCCL
             groups were created without these variables; TorchComms is enabled before torch 2.15.
         PatchConflictError: already installed with other options.
+        UnsupportedTorchError: the installed torch lacks names that this library uses.
     """
     given = (backends, min_size, world, strategy, timeout, parallelism, exclude, sets, recoverable)
     return _install(_options(os.environ, *given, borrowed), by_environment=False)
@@ -213,6 +214,7 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
                 "changed. Call reloadpg.uninstall() first, or install once with the options that "
                 "the whole program needs."
             )
+        c10d.refuse_missing("install", nothing="installed")
         if obstacle := c10d.torchcomms_obstacle():
             raise InvalidOptionError(f"install: {obstacle}. Nothing was installed.")
         variables = _recovery_variables(options) if options.recoverable else {}

@@ -19,6 +19,7 @@ from .operation import Operation
 from .pending import Pending
 from .record import nothing_released
 from .recreate import Releases
+from .rehearsal import rehearse
 from .run import await_unfinished, perform
 from .strategy import bytes_kept
 from .suspend import suspend
@@ -98,6 +99,9 @@ def release(op: Operation, collect: bool = False) -> Report:
 def _release(op: Operation, job: Job, collect: bool) -> None:
     await_unfinished(op, job)
     live = [group for group in reversed(op.changes.groups) if group.is_live]
+    if live and not registry.rehearsed:
+        op.do("enter", partial(rehearse, job.world), "rehearsing on a group of this process")
+        registry.rehearsed = True
     # Steps that can fail come before a barrier, while all groups are unchanged. Without callbacks,
     # it is the first one.
     strategy = op.changes.strategy
@@ -108,8 +112,9 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
         _quiesce(op, "enter")
     proposed = op.agree(proposals, subjects, extends=calls)
     op.record.warnings += strategy.decide(live, proposed)
-    op.call(callbacks.offload)
-    _end_generations(op, [group for group in live if group.history.strategy == "recreate"])
+    ending = [group for group in live if group.history.strategy == "recreate"]
+    op.call([*callbacks.offload, *op.of_generations(ending, "before")])
+    _forget_told(ending)
     live = [group for group in live if group.is_live]  # a callback may destroy groups
     if calls:
         _quiesce(op, "quiesced")
@@ -139,9 +144,8 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     job.connect_ahead(min(op.creators, len(recreated)))
 
 
-def _end_generations(op: Operation, groups: list[ReloadableProcessGroup]) -> None:
-    """Let the libraries that have taken something out of these groups drop it."""
-    op.call(op.of_generations(groups, "before"))
+def _forget_told(groups: list[ReloadableProcessGroup]) -> None:
+    """Forget what libraries have taken out of these groups that have dropped it in a callback."""
     for group in groups:
         if group.known_loans is not None:
             for one in callbacks.of_generations(group):

@@ -76,8 +76,12 @@ class Record:
                 choice.reason,
                 history.held_bytes,
                 group.set_name,
+                history.suspended_bytes if self._pins(choice) else 0,
             )
         )
+
+    def _pins(self, choice: Choice) -> bool:
+        return self.operation == "offload" and choice.strategy == "suspend"
 
     def report(self, job: Job, note: str = "", error: str = "") -> Report:
         self.measure("after")

@@ -295,6 +295,19 @@ def test_suspend_support(monkeypatch, version, level, words):
     assert words in finding.message
 
 
+def test_host_memory_for_a_suspend(tmp_path):
+    """What is available is divided by the ranks of the node."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: 1 kB\nMemAvailable: {8 * 11 * 720 << 10} kB\n")
+    for ranks, communicators, level in ((8, 11, "note"), (16, 5, "warning")):
+        environ = {"LOCAL_WORLD_SIZE": str(ranks)}
+        (finding,) = doctor.check_host_memory(environ, str(meminfo))
+        assert f"{communicators} communicators of each of {ranks} ranks" in finding.message
+        assert finding.level == level
+    assert of(diagnose(environ={}, strategy="suspend"), "host memory")
+    assert not of(diagnose(environ={}), "host memory")
+
+
 def test_the_launcher_is_named_with_its_missing_variables():
     torchrun = {
         "RANK": "1",

@@ -11,9 +11,9 @@ import torch
 from cli_process import LIMIT, called, command, decoded
 
 import reloadpg
+from reloadpg.c10d.pretended_cuda import can_pretend
 from reloadpg.cli import main
 from reloadpg.cli.explain import explain
-from reloadpg.cli.pretended_cuda import can_pretend
 from reloadpg.testing import run_ranks
 
 # Every way to create a group that gloo has, so that a real job can run the same script.
@@ -128,6 +128,7 @@ def test_nccl_groups_are_explained_without_a_gpu(tmp_path):
     assert "release about 1.5 to 4.8 GB" in page
     assert "(3 NCCL communicators of 2 or more ranks, if each has been used)" in page
     assert "This is an estimate: 0.5 to 1.6 GB per communicator" in page
+    assert 'strategy="suspend" would pin about' in page
     assert "The script failed: ValueError: broken on purpose" in page
     assert 'raise ValueError("broken on purpose")' in page
     assert "frames of torch" in page
@@ -479,6 +480,7 @@ def test_the_memory_estimate_counts_reloadable_nccl_groups():
     assert result["memory"]["communicators"] == 2
     assert result["memory"]["least_bytes"] == 1_000_000_000
     assert result["memory"]["most_bytes"] == 3_200_000_000
+    assert result["memory"]["most_pinned_bytes"] == 1440 << 20
     json.dumps(result)
 
 

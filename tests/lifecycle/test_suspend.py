@@ -63,6 +63,8 @@ def test_three_cycles(strategy: str) -> None:
         assert report.memory_source == back.memory_source == "simulated"
         assert report.released_bytes == HELD * count - left
         assert rss == pytest.approx(report.released_bytes, rel=0.05)
+        assert report.pinned_bytes == (report.released_bytes if suspends else 0)
+        assert back.pinned_bytes == 0
         assert report.to_dict()["offload/released_bytes"] == report.released_bytes
         assert back.restored_bytes == again - left
         assert report.restored_bytes is back.released_bytes is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ pytestmark = [
     pytest.mark.standins,
     pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA"),
 ]
+MIB = 1 << 20
 SOON = 60.0
 """Seconds within which a call returns that waits for no rank, also on a loaded machine."""
 WHILE = 1.0
@@ -141,3 +143,143 @@ def test_a_peer_that_was_killed_is_not_waited_for(call: str) -> None:
     first, second = run_ranks(ends_without_its_peer, 2, args=(call,), **settings)
     assert second.signal == signal.SIGKILL
     assert first.result == SUCCESS, first.exception
+
+
+# ---------------------------------------------------------------------------------------------
+# memory
+
+
+def device_mib() -> int:
+    """MiB of communicators on this rank's device."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free - torch.cuda.memory_reserved()) // MIB
+
+
+SIZES = {  # ranks, NCCL_RUNTIME_CONNECT: MiB created, connected, suspended, of the network
+    (1, "1"): (388, 388, 4, 0),
+    (2, "1"): (196, 484, 4, 0),
+    (2, "0"): (740, 740, 260, 256),
+    (4, "0"): (1142, 1142, 422, 256),
+}
+
+
+def check_memory(rank: int, size: int, connect: str, percent: int = 100) -> None:
+    created, connected, left, network = (x * percent / 100 for x in SIZES[size, connect])
+    nccl = Nccl(rank, size)
+    comm = nccl.create()
+    assert device_mib() == int(created)
+    assert nccl.all_reduce(comm) == SUCCESS
+    torch.cuda.synchronize()
+    assert device_mib() == int(connected)
+    suspendable = connected - left
+    stats = [nccl.memory_stat(comm, what) / MIB for what in range(4)]
+    assert stats == [suspendable, 0, left - network, connected - network]
+    assert nccl("CommSuspend", comm, 1) == SUCCESS
+    nccl.meet()
+    assert device_mib() == int(left)
+    assert standins.pinned_bytes() == suspendable * MIB
+    assert nccl("CommResume", comm) == SUCCESS
+    assert device_mib() == int(connected)
+    assert standins.pinned_bytes() == 0
+    assert nccl("CommDestroy", comm) == SUCCESS
+    assert device_mib() == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "connect"),
+    [pytest.param(*key, marks=on_ranks(key[0], NCCL_RUNTIME_CONNECT=key[1])) for key in SIZES],
+)
+def test_memory_is_that_which_was_measured(size: int, connect: str, rank: int) -> None:
+    """A suspend copies what it releases to pinned host memory; NCCL reports no network buffers."""
+    check_memory(rank, size, connect)
+
+
+@on_ranks(2, RELOADPG_STANDIN_COMM_PERCENT="25")
+def test_memory_can_be_scaled(rank: int) -> None:
+    check_memory(rank, 2, "1", percent=25)
+
+
+@on_ranks(2)
+def test_an_abort_releases_memory_at_once(rank: int) -> None:
+    nccl = Nccl(rank, 2)
+    comm = nccl.connected()
+    if rank == 0:
+        assert nccl("CommAbort", comm) == SUCCESS
+        assert device_mib() == 0
+    nccl.meet()
+    if rank == 1:
+        assert device_mib() == SIZES[2, "1"][1]
+        assert nccl("CommDestroy", comm) == SUCCESS
+
+
+@pytest.mark.parametrize("call", ["CommDestroy", "CommAbort"])
+@on_ranks(2)
+def test_a_communicator_destroyed_while_suspended_leaves_memory(call: str, rank: int) -> None:
+    """4 MiB, and 1.1 MiB of pinned host memory; an abort leaves none."""
+    nccl = Nccl(rank, 2)
+    comm = nccl.connected()
+    assert nccl("CommSuspend", comm, 1) == SUCCESS
+    assert nccl(call, comm) == SUCCESS
+    left = call == "CommDestroy"
+    assert (device_mib(), standins.pinned_bytes() // 100_000) == ((4, 11) if left else (0, 0))
+
+
+# ---------------------------------------------------------------------------------------------
+# threads, descriptors, files
+
+
+def resources() -> tuple[int, int]:
+    """Threads and descriptors of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        pytest.param((1, 5), marks=on_ranks(2)),
+        pytest.param((0, 0), marks=on_ranks(2, NCCL_RAS_ENABLE="0"), id="off"),
+    ],
+)
+def test_what_stays_after_the_last_communicator(kept: tuple[int, int], rank: int) -> None:
+    """A thread and five descriptors, one of which listens: NCCL's RAS."""
+    nccl = Nccl(rank, 2)
+    before = resources()
+    for _ in range(3):
+        assert nccl("CommDestroy", nccl.create()) == SUCCESS
+        threads, descriptors = resources()
+        assert (threads - before[0], descriptors - before[1]) == kept
+
+
+def shm_files() -> int:
+    return len(list(Path(os.environ[standins.JOB]).glob("nccl-*")))
+
+
+@pytest.mark.parametrize("call", ["CommDestroy", "CommAbort"])
+@on_ranks(2)
+def test_a_communicator_has_a_file_of_shared_memory_while_it_lives(call: str, rank: int) -> None:
+    nccl = Nccl(rank, 2)
+    comms = [nccl.create(), nccl.create()]
+    nccl.meet()
+    assert shm_files() == 4
+    nccl.meet()
+    for comm in comms:
+        assert nccl(call, comm) == SUCCESS
+    nccl.meet()
+    assert shm_files() == 0
+
+
+def ends_by_a_signal(rank: int, size: int) -> int:
+    nccl = Nccl(rank, size)
+    comm = nccl.connected()
+    nccl.meet()
+    if rank > 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert nccl("CommDestroy", comm) == SUCCESS
+    return shm_files()
+
+
+def test_each_killed_rank_leaves_a_file_of_shared_memory() -> None:
+    settings: Any = {"standins": True, "timeout": 240.0, "check": False}
+    outcome = run_ranks(ends_by_a_signal, 3, **settings)[0]
+    assert outcome.result == 2, outcome.exception

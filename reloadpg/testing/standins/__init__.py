@@ -31,11 +31,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from ...settings import NCCL
 from ...texts import did_you_mean
-from ._build import StandinsError, build
+from ._build import StandinsError, build, check_nccl
 
 __all__ = [
     "JOB",
+    "NCCL",
     "SETTINGS",
     "Fault",
     "InjectedFault",
@@ -50,6 +52,7 @@ __all__ = [
     "inject",
     "job",
     "load",
+    "pinned_bytes",
     "preloading",
     "refuse_unknown_settings",
     "uses_after_release",
@@ -60,12 +63,11 @@ JOB = "RELOADPG_STANDIN_JOB"
 
 SETTINGS: Mapping[str, str] = {
     "RELOADPG_STANDIN_DEVICES": "number of devices (8)",
-    "RELOADPG_STANDIN_DEVICE_MIB": "memory of a device (16384)",
+    "RELOADPG_STANDIN_DEVICE_MIB": "memory of a device (81920)",
     "RELOADPG_STANDIN_CONTEXT_MIB": "memory that a process takes on a device that it uses (0)",
     "RELOADPG_STANDIN_KERNELS": "operators: compute on the CPU, or launch kernels, of which all "
     "but a few are refused (refuse) or do nothing (skip) (compute)",
-    "RELOADPG_STANDIN_COMM_MIB": "memory of a communicator (64)",
-    "RELOADPG_STANDIN_SUSPENDED_MIB": "what a suspend leaves of it (4)",
+    "RELOADPG_STANDIN_COMM_PERCENT": "memory of a communicator, in percent of that measured (100)",
     "RELOADPG_STANDIN_INIT_MS": "additional time that a communicator's creation takes (0)",
     "RELOADPG_STANDIN_PEER_ERRORS": "1: aborts and ends of peers are noticed as over sockets (0)",
     "RELOADPG_STANDIN_SHARE_DEVICE": "1: members of a communicator may be on one device (0)",
@@ -218,16 +220,26 @@ class Job:
 
 
 @contextmanager
-def job(folder: str | os.PathLike[str] | None = None) -> Iterator[Job]:
+def job(
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    nccl: str | os.PathLike[str] | None = None,
+) -> Iterator[Job]:
     """Create a job, and remove its folder at the end. Local; the first use builds the libraries.
 
     Args:
         folder: an empty folder on a local file system; None creates one, in memory if possible.
+        nccl: the file of an NCCL that its user has built from NVIDIA's source and linked to the
+            dynamic CUDA runtime of torch's version. Its host code runs in addition to the stand-in,
+            which moves the data; its kernels do not run. None: that of RELOADPG_NCCL, or none.
 
     Raises:
-        StandinsError: the libraries cannot be built; see :func:`build`.
+        StandinsError: the libraries cannot be built, see :func:`build`, or ``nccl`` is not usable.
     """
     libraries = preloading()
+    nccl = nccl or os.environ.get(NCCL)
+    if nccl:
+        libraries[NCCL] = check_nccl(nccl)
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     made = Path(folder or tempfile.mkdtemp(prefix="reloadpg-standins-", dir=memory))
     made.mkdir(mode=0o700, exist_ok=True)
@@ -260,6 +272,17 @@ def communicators() -> int:
     """The number of communicators that this process has created and not destroyed. Local."""
     _own_job()
     return int(ctypes.CDLL(None).standin_communicators())
+
+
+def pinned_bytes() -> int:
+    """Pinned host memory that suspended communicators of this process hold, in bytes. Local.
+
+    With NVIDIA's host code: all pinned host memory of that code.
+    """
+    _own_job()
+    pinned = ctypes.CDLL(None).standin_pinned_bytes
+    pinned.restype = ctypes.c_long
+    return int(pinned())
 
 
 def preloading() -> dict[str, str]:

@@ -104,7 +104,7 @@ struct Device {
   }
 };
 
-long total_bytes() { return number("DEVICE_MIB", 16384) << 20; }
+long total_bytes() { return number("DEVICE_MIB", 81920) << 20; }
 
 // False: the job has ended, or too many processes use the device.
 bool Device::open_account(const std::string& job) {
@@ -597,6 +597,26 @@ cudaError_t copy(void* to, const void* from, size_t size, cudaStream_t stream) {
 
 }  // namespace
 
+EXPORT void standin_remember(void* pointer, size_t size, int device, bool on_device) {
+  remember(pointer, {size, device, on_device ? cudaMemoryTypeDevice : cudaMemoryTypeHost});
+}
+
+EXPORT void standin_forget(void* pointer) {
+  Lock lock(process().blocks_mutex);
+  process().blocks.erase(static_cast<char*>(pointer));
+}
+
+EXPORT bool standin_block(void* pointer, void** start, size_t* size, int* device, bool* on_device) {
+  Block block;
+  const char* base;
+  if (!find_block(pointer, &block, &base)) return false;
+  *start = const_cast<char*>(base);
+  *size = block.size;
+  *device = block.device;
+  *on_device = block.type == cudaMemoryTypeDevice;
+  return true;
+}
+
 EXPORT cudaError_t cudaMalloc(void** pointer, size_t size) {
   *pointer = nullptr;
   Device* device = current_device();
@@ -797,7 +817,7 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 EXPORT cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) {
   Device* found = find_device(device);
   if (!found) return fail(cudaErrorInvalidDevice);
-  snprintf(text, size, "0000:%02x:00.0", found->physical + 1);
+  snprintf(text, size, "%s", standin::pci_bus_id(found->physical).c_str());
   return cudaSuccess;
 }
 
@@ -1175,6 +1195,7 @@ int driver_context_state(int device, unsigned* flags, int* active) {
 
 cudaError_t driver_function(const std::string& name, void** function, int* found) {
   if (found) *found = 0;
+  if ((*function = standin_driver_function(name.c_str()))) return cudaSuccess;
   *function = name == "cuGetErrorString"             ? (void*)driver_error_string
               : name == "cuDevicePrimaryCtxGetState" ? (void*)driver_context_state
               : name.rfind("cuLogs", 0) == 0         ? (void*)driver_does_nothing

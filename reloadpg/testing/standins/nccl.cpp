@@ -40,7 +40,9 @@
 #include <utility>
 #include <vector>
 
+#include "host_code.h"
 #include "internal.h"
+#include "nccl_holdings.h"
 
 using standin::number;
 using standin::setting;
@@ -62,6 +64,8 @@ constexpr auto kAbortLimit = seconds(2);    // for operations not at the head of
 constexpr auto kRootLimit = seconds(2);     // until the death of the id's creator is detected
 constexpr auto kPoll = milliseconds(10);
 
+constexpr const char* kOutOfMemory = "Cuda failure 2 'out of memory'";
+
 thread_local std::string t_last_error;
 
 ncclResult_t fail(ncclResult_t result, const std::string& why) {
@@ -76,7 +80,10 @@ int global_rank() {
 
 // ---- memory that the members of a communicator share ----
 
-enum Kind { kAllReduce, kBroadcast, kReduce, kAllGather, kReduceScatter, kAllToAll, kGather, kScatter };
+enum Kind {
+  kAllReduce, kBroadcast, kReduce, kAllGather, kReduceScatter, kAllToAll, kGather, kScatter,
+  kSend, kRecv,
+};
 const char* const kKindNames[] = {"AllReduce",     "Broadcast", "Reduce", "AllGather",
                                   "ReduceScatter", "AlltoAll",  "Gather", "Scatter"};
 
@@ -174,10 +181,18 @@ struct ncclComm {
   std::map<int, uint64_t> sent, received;
   int shrinks = 0;
 
-  long bytes = 0, persistent_bytes = 0;
+  // The communicator of NVIDIA's host code, if that is given; its own memory is then all there is.
+  std::atomic<ncclComm_t> real{nullptr};
+  std::function<ncclResult_t(ncclComm_t*)> create_real;
+  std::set<std::pair<int, int>> forwarded;  // kinds of operations, and peers, that it has had
+
+  standin::Footprint footprint{};
+  standin::ShmFile shm;
+  long bytes = 0, pinned = 0;  // on the device, and what a suspend has copied to the host
   bool suspended = false;
   std::atomic<bool> ended{false};
   std::set<int> connected;  // members with which an operation has connected it
+  long left() const { return std::min(bytes, footprint.left); }  // by a suspend
   std::shared_ptr<int> shares;  // shared by all communicators that splits with splitShare=1 connect
 
   ~ncclComm() {
@@ -338,6 +353,42 @@ ncclResult_t fault(const char* call, const Comm& comm) {
   return ncclSuccess;
 }
 
+// ---- NVIDIA's host code ----
+
+ncclResult_t real_failed(ncclResult_t result, ncclComm_t real) {
+  return result ? fail(result, "NVIDIA's host code: " + host_code::last_error(real)) : result;
+}
+
+// Call a function that has the communicator as its first argument; without one, do nothing.
+template <class... Arguments>
+ncclResult_t call_real(const char* name, ncclComm* comm, Arguments... arguments) {
+  ncclComm_t real = comm->real;
+  if (!real) return ncclSuccess;
+  ncclResult_t result = host_code::call(name, real, arguments...);
+  result = host_code::settled(result, real, comm->aborted);
+  log(comm, "NVIDIA's %s: %d", name, result);
+  return real_failed(result, real);
+}
+
+ncclResult_t create_real(ncclComm* comm) {
+  if (!comm->create_real) return ncclSuccess;
+  static_assert(sizeof comm->real == sizeof(ncclComm_t), "");
+  // It is set before the call returns, so that another thread can abort.
+  ncclResult_t result = comm->create_real(reinterpret_cast<ncclComm_t*>(&comm->real));
+  result = host_code::settled(result, comm->real, comm->aborted);
+  log(comm, "NVIDIA's creation: %d", result);
+  return real_failed(result, nullptr);
+}
+
+// The first thread that ends a communicator ends the one of NVIDIA's code.
+ncclResult_t end_real(ncclComm* comm, bool abort) {
+  ncclComm_t real = comm->real.exchange(nullptr);
+  if (!real) return ncclSuccess;
+  ncclResult_t result = host_code::call(abort ? "ncclCommAbort" : "ncclCommDestroy", real);
+  log(comm, "NVIDIA's %s: %d", abort ? "ncclCommAbort" : "ncclCommDestroy", result);
+  return result == ncclInProgress ? ncclSuccess : real_failed(result, nullptr);
+}
+
 // ---- creation ----
 
 struct DeferredStart {
@@ -383,10 +434,30 @@ ncclResult_t map_shared(ncclComm* comm) {
   return ncclSuccess;
 }
 
-void give_back_memory(ncclComm* comm) {
-  long held = comm->suspended ? comm->persistent_bytes : comm->bytes;
-  if (held) standin_take(comm->device, -held);
-  comm->bytes = comm->persistent_bytes = 0;
+// Bytes that move from the device to pinned host memory; negative: back. False if no memory is left.
+bool move_to_host(ncclComm* comm, long bytes) {
+  if (!standin_take(comm->device, -bytes)) return false;
+  comm->pinned += bytes;
+  standin::pinned() += bytes;
+  return true;
+}
+
+void give_back_memory(ncclComm* comm, bool abort) {
+  long device = comm->bytes - comm->pinned, host = comm->pinned;
+  if (comm->suspended && !abort) {  // as NCCL, which leaves this behind
+    device -= std::min(device, standin::kDestroyedSuspended);
+    host -= std::min(host, standin::kDestroyedSuspendedPinned);
+  }
+  if (device) standin_take(comm->device, -device);
+  standin::pinned() -= host;
+  comm->bytes = comm->pinned = 0;
+  comm->shm.remove();
+}
+
+bool take(ncclComm* comm, long bytes) {
+  if (!standin_take(comm->device, bytes)) return false;
+  comm->bytes += bytes;
+  return true;
 }
 
 // Meet the other members. creator: the process that created the unique id, 0 for a split. A member
@@ -429,16 +500,18 @@ ncclResult_t start(const Comm& comm, int creator) {
   prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
   log(comm.get(), "init begins");
   ncclResult_t result = fault("init", comm);
-  long bytes = number("COMM_MIB", 64) << 20;
-  if (!result && !standin_take(comm->device, bytes))
-    result = fail(ncclUnhandledCudaError, "Cuda failure 2 'out of memory'");
-  else if (!result) {
-    comm->bytes = bytes;
-    comm->persistent_bytes = std::min(bytes, number("SUSPENDED_MIB", 4) << 20);
-    result = meet_members(comm, creator);
+  if (!result) result = create_real(comm.get());
+  if (!host_code::given()) {
+    comm->footprint = standin::footprint(comm->size);
+    standin::keep_ras();
+    if (!result) comm->shm.create();
   }
+  if (!result && !take(comm.get(), comm->footprint.init))
+    result = fail(ncclUnhandledCudaError, kOutOfMemory);
+  else if (!result) result = meet_members(comm, creator);
   if (result) {
-    give_back_memory(comm.get());
+    end_real(comm.get(), true);
+    give_back_memory(comm.get(), true);
     if (comm->shared) comm->me().presence = kAborted;
     Lock lock(comm->mutex);
     comm->error = t_last_error;
@@ -525,10 +598,13 @@ bool meet(ncclComm* comm, int color, int key, std::vector<std::pair<int, int>>* 
 
 // ---- end ----
 
-// The first operation with a peer connects the two, in the call.
-void connect(ncclComm* comm, int first, int last) {
+// The first operation with a peer connects the two, in the call. The first of all takes memory.
+ncclResult_t connect(ncclComm* comm, int first, int last) {
   Lock lock(comm->mutex);
+  if (comm->connected.empty() && !take(comm, comm->footprint.connected - comm->footprint.init))
+    return fail(ncclUnhandledCudaError, kOutOfMemory);
   for (int rank = first; rank <= last; rank++) comm->connected.insert(rank);
+  return ncclSuccess;
 }
 
 // Wait until launched operations are done and graphs that hold the communicator are destroyed.
@@ -546,6 +622,7 @@ bool closed(Member& member) {
 // this node here: until each of them has destroyed or aborted the communicator, or is dead. Those
 // that share resources share the proxy: the last of them waits.
 void meet_peers(ncclComm* comm) {
+  if (host_code::given()) return;  // its destroy has done so
   if (comm->shares.use_count() > 1) return;
   auto all_closed = [&] {
     return std::all_of(comm->connected.begin(), comm->connected.end(), [&](int rank) {
@@ -559,6 +636,7 @@ ncclResult_t end(const Comm& comm, bool abort) {
   if (abort) {
     comm->aborted = true;
     if (comm->shared) comm->shared->changed();
+    if (ncclResult_t result = end_real(comm.get(), true)) return result;
   }
   if (comm->starter.joinable()) comm->starter.join();
   finish(comm.get());
@@ -570,10 +648,13 @@ ncclResult_t end(const Comm& comm, bool abort) {
   if (comm->shared) {
     comm->me().presence = abort ? kAborted : kGone;
     comm->shared->changed();
-    if (!abort) meet_peers(comm.get());
+    if (!abort) {
+      if (ncclResult_t result = end_real(comm.get(), false)) return result;
+      meet_peers(comm.get());
+    }
   }
   if (comm->ended.exchange(true)) return ncclSuccess;  // another thread has ended it
-  give_back_memory(comm.get());
+  give_back_memory(comm.get(), abort);
   comm->shares = nullptr;
   forget(comm);
   log(comm.get(), abort ? "aborted" : "destroyed");
@@ -587,20 +668,33 @@ EXPORT int standin_communicators() {
   return comms().size();
 }
 
+EXPORT long standin_pinned_bytes() {
+  return host_code::given() ? standin_host_bytes() : standin::pinned().load();
+}
+
 EXPORT ncclResult_t ncclGetVersion(int* version) {
+  if (host_code::given()) return host_code::call("ncclGetVersion", version);
   *version = number("NCCL_VERSION", NCCL_VERSION_CODE);
   return ncclSuccess;
 }
 
+// Where in an id the process is that created it; NVIDIA's code leaves the last bytes unused.
+static int creator_offset() { return host_code::given() ? 120 : 16; }
+
 EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   *id = ncclUniqueId{};
-  std::random_device random;
   int creator = getpid();
+  if (host_code::given()) {
+    ncclResult_t result = host_code::call("ncclGetUniqueId", id);
+    memcpy(id->internal + creator_offset(), &creator, 4);
+    return real_failed(result, nullptr);
+  }
+  std::random_device random;
   for (int k = 0; k < 4; k++) {
     uint32_t bits = random();
     memcpy(id->internal + 4 * k, &bits, 4);
   }
-  memcpy(id->internal + 16, &creator, 4);
+  memcpy(id->internal + creator_offset(), &creator, 4);
   return ncclSuccess;
 }
 
@@ -616,7 +710,11 @@ EXPORT ncclResult_t ncclCommInitRankConfig(
     comm->id += digits;
   }
   int creator;
-  memcpy(&creator, id.internal + 16, 4);
+  memcpy(&creator, id.internal + creator_offset(), 4);
+  if (host_code::given())
+    comm->create_real = [=, copy = host_code::Config(config)](ncclComm_t* real) mutable {
+      return host_code::call("ncclCommInitRankConfig", real, size, id, rank, copy.get());
+    };
   return create(comm, creator, out, [raw = comm.get()] { return map_shared(raw); });
 }
 
@@ -674,7 +772,14 @@ EXPORT ncclResult_t ncclCommSplit(
     }
     return map_shared(raw);
   };
-  if (color == NCCL_SPLIT_NOCOLOR) return agree();
+  auto split = [=, copy = host_code::Config(config)](ncclComm_t* real) mutable {
+    return host_code::call("ncclCommSplit", parent->real.load(), color, key, real, copy.get());
+  };
+  if (parent->real) comm->create_real = split;
+  if (color == NCCL_SPLIT_NOCOLOR) {
+    ncclResult_t result = create_real(comm.get());
+    return result ? result : agree();
+  }
   return create(comm, 0, out, agree);
 }
 
@@ -697,6 +802,12 @@ EXPORT ncclResult_t ncclCommShrink(ncclComm_t handle, int* excluded, int count, 
   }
   Comm comm = new_comm(size, rank, config, parent.get());
   comm->id = parent->id + ".s" + std::to_string(++parent->shrinks);
+  if (parent->real)
+    comm->create_real = [=, leave = std::vector<int>(excluded, excluded + count),
+                         copy = host_code::Config(config)](ncclComm_t* real) mutable {
+      return host_code::call("ncclCommShrink", parent->real.load(), leave.data(), count, real,
+                             copy.get(), flags);
+    };
   return create(comm, 0, out, [raw = comm.get()] { return map_shared(raw); });
 }
 
@@ -706,7 +817,7 @@ EXPORT ncclResult_t ncclCommFinalize(ncclComm_t handle) {
   log(comm.get(), "finalize");
   if (ncclResult_t result = fault("finalize", comm)) return result;
   finish(comm.get());
-  return ncclSuccess;
+  return call_real("ncclCommFinalize", comm.get());
 }
 
 EXPORT ncclResult_t ncclCommDestroy(ncclComm_t handle) {
@@ -727,13 +838,13 @@ EXPORT ncclResult_t ncclCommAbort(ncclComm_t handle) {
   return result ? result : end(comm, true);
 }
 
-EXPORT ncclResult_t ncclCommRevoke(ncclComm_t handle, int) {
+EXPORT ncclResult_t ncclCommRevoke(ncclComm_t handle, int flags) {
   Comm comm = find(handle);
   if (!comm) return ncclInvalidArgument;
   log(comm.get(), "revoke");
   comm->aborted = true;
   comm->shared->changed();
-  return ncclSuccess;
+  return call_real("ncclCommRevoke", comm.get(), flags);
 }
 
 EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* result) {
@@ -747,7 +858,11 @@ EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* resul
         comm->break_with(ncclRemoteError, "rank " + std::to_string(rank) + " closed the connection");
     }
   *result = static_cast<ncclResult_t>(comm->state.load());
-  return ncclSuccess;
+  ncclComm_t real = comm->real;
+  if (*result || !real) return ncclSuccess;
+  ncclResult_t known = host_code::call("ncclCommGetAsyncError", real, result);
+  if (*result == ncclInProgress) *result = ncclSuccess;
+  return known;
 }
 
 EXPORT const char* ncclGetErrorString(ncclResult_t result) {
@@ -826,6 +941,8 @@ EXPORT ncclResult_t ncclWinGetUserPtr(ncclComm_t, ncclWindow_t window, void** po
   return ncclSuccess;
 }
 
+constexpr int kSuspendMemory = 1;
+
 static ncclResult_t suspend_or_resume(ncclComm_t handle, bool suspend) {
   Comm comm = find(handle);
   if (!comm) return ncclInvalidArgument;
@@ -836,10 +953,12 @@ static ncclResult_t suspend_or_resume(ncclComm_t handle, bool suspend) {
   if (comm->aborted || comm->suspended == suspend)
     return fail(ncclInvalidUsage, suspend ? "it is suspended or aborted" : "it is not suspended");
   if (suspend) finish(comm.get());
+  ncclResult_t result = suspend ? call_real("ncclCommSuspend", comm.get(), kSuspendMemory)
+                                : call_real("ncclCommResume", comm.get());
+  if (result) return result;
   if (!meet(comm.get(), 0, 0)) return fail(ncclSystemError, "it was aborted");
-  long bytes = comm->bytes - comm->persistent_bytes;
-  if (!standin_take(comm->device, suspend ? -bytes : bytes))
-    return fail(ncclUnhandledCudaError, "Cuda failure 2 'out of memory'");
+  if (!move_to_host(comm.get(), suspend ? comm->bytes - comm->left() : -comm->pinned))
+    return fail(ncclUnhandledCudaError, kOutOfMemory);
   comm->suspended = suspend;
   return meet(comm.get(), 0, 0) ? ncclSuccess : fail(ncclSystemError, "it was aborted");
 }
@@ -850,11 +969,13 @@ EXPORT ncclResult_t ncclCommResume(ncclComm_t handle) { return suspend_or_resume
 EXPORT ncclResult_t ncclCommMemStats(ncclComm_t handle, ncclCommMemStat_t what, uint64_t* value) {
   Comm comm = find(handle);
   if (!comm) return ncclInvalidArgument;
+  if (comm->real) return call_real("ncclCommMemStats", comm.get(), what, value);
+  long network = std::min(comm->left(), comm->footprint.network);
   switch (what) {
-    case ncclStatGpuMemSuspend: *value = comm->bytes - comm->persistent_bytes; break;
+    case ncclStatGpuMemSuspend: *value = comm->bytes - comm->left(); break;
     case ncclStatGpuMemSuspended: *value = comm->suspended; break;
-    case ncclStatGpuMemPersist: *value = comm->persistent_bytes; break;
-    case ncclStatGpuMemTotal: *value = comm->bytes; break;
+    case ncclStatGpuMemPersist: *value = comm->left() - network; break;
+    case ncclStatGpuMemTotal: *value = comm->bytes - network; break;
   }
   return ncclSuccess;
 }
@@ -1139,12 +1260,36 @@ struct Pending {  // until the group ends
   cudaStream_t stream;
   std::function<void(ncclComm*)> collective;
   Transfer transfer;
+  std::function<ncclResult_t(ncclComm_t)> real;  // the same for NVIDIA's host code, or null
 };
 thread_local std::vector<Pending> t_pending;
 
-void launch_pending() {
+// NVIDIA's code gets the first operation of each kind, and with each peer; it connects for it.
+bool forwards(ncclComm* comm, int kind, int peer, cudaStream_t stream) {
+  if (!comm->real || standin_capturing(stream)) return false;
+  Lock lock(comm->mutex);
+  return comm->forwarded.insert({kind, peer}).second;
+}
+
+ncclResult_t forward(const std::vector<Pending>& pending) {
+  auto has_none = [](const Pending& each) { return !each.real; };
+  if (std::all_of(pending.begin(), pending.end(), has_none)) return ncclSuccess;
+  ncclResult_t result = host_code::call("ncclGroupStart");
+  for (auto& each : pending)
+    if (ncclComm_t real = each.comm->real; real && each.real && !result) result = each.real(real);
+  ncclResult_t ended = host_code::call("ncclGroupEnd");
+  if (!result || result == ncclInProgress) result = ended;
+  for (auto& each : pending)
+    if (ncclComm_t real = each.comm->real; real && each.real)
+      result = host_code::settled(result, real, each.comm->aborted);
+  log(nullptr, "NVIDIA's operations: %d", result);
+  return real_failed(result, nullptr);
+}
+
+ncclResult_t launch_pending() {
   std::vector<Pending> pending = std::move(t_pending);
   t_pending.clear();
+  if (ncclResult_t result = forward(pending)) return result;
   for (auto& each : pending)
     if (each.collective) launch(each.comm, each.stream, each.collective);
   std::map<std::pair<ncclComm*, cudaStream_t>, std::vector<Transfer>> transfers;
@@ -1157,6 +1302,7 @@ void launch_pending() {
     launch(each.comm, each.stream, run);
     transfers.erase(found);
   }
+  return ncclSuccess;
 }
 
 ncclResult_t usable(ncclComm_t handle, const char* call, Comm* comm) {
@@ -1175,6 +1321,26 @@ ncclResult_t in_group(ncclResult_t error) {
   return error;
 }
 
+ncclResult_t real_collective(const Collective& what, void* to, ncclComm_t real,
+                             cudaStream_t stream) {
+  using host_code::call;
+  auto type = static_cast<ncclDataType_t>(what.type);
+  auto op = static_cast<ncclRedOp_t>(what.op < ncclNumOps ? what.op : ncclSum);
+  const void* from = what.from;
+  size_t count = what.count;
+  switch (what.kind) {
+    case kAllReduce: return call("ncclAllReduce", from, to, count, type, op, real, stream);
+    case kReduceScatter: return call("ncclReduceScatter", from, to, count, type, op, real, stream);
+    case kReduce: return call("ncclReduce", from, to, count, type, op, what.root, real, stream);
+    case kBroadcast: return call("ncclBroadcast", from, to, count, type, what.root, real, stream);
+    case kAllGather: return call("ncclAllGather", from, to, count, type, real, stream);
+    case kAllToAll: return call("ncclAlltoAll", from, to, count, type, real, stream);
+    case kGather: return call("ncclGather", from, to, count, type, what.root, real, stream);
+    case kScatter: return call("ncclScatter", from, to, count, type, what.root, real, stream);
+  }
+  return ncclInvalidUsage;
+}
+
 ncclResult_t collective(ncclComm_t handle, Collective what, void* to, cudaStream_t stream) {
   Comm comm;
   if (ncclResult_t result = usable(handle, "collective", &comm)) return in_group(result);
@@ -1190,11 +1356,13 @@ ncclResult_t collective(ncclComm_t handle, Collective what, void* to, cudaStream
     what.factor = found->second;
   }
   log(comm.get(), "%s count %zu type %d", kKindNames[what.kind], what.count, what.type);
-  connect(comm.get(), 0, comm->size - 1);
+  if (ncclResult_t result = connect(comm.get(), 0, comm->size - 1)) return in_group(result);
   auto run = [what, to](ncclComm* raw) { run_collective(raw, what, to); };
-  t_pending.push_back({comm, stream, run, {}});
-  if (!t_group_depth) launch_pending();
-  return ncclSuccess;
+  Pending pending{comm, stream, run, {}, nullptr};
+  if (forwards(comm.get(), what.kind, -1, stream))
+    pending.real = [=](ncclComm_t real) { return real_collective(what, to, real, stream); };
+  t_pending.push_back(pending);
+  return t_group_depth ? ncclSuccess : launch_pending();
 }
 
 ncclResult_t transfer(ncclComm_t handle, Transfer what, cudaStream_t stream) {
@@ -1203,10 +1371,15 @@ ncclResult_t transfer(ncclComm_t handle, Transfer what, cudaStream_t stream) {
   if (ncclResult_t result = usable(handle, call, &comm)) return in_group(result);
   if (what.peer < 0 || what.peer >= comm->size) return fail(ncclInvalidArgument, "no such peer");
   log(comm.get(), "%s %zu bytes, peer %d", what.send ? "Send" : "Recv", what.bytes, what.peer);
-  connect(comm.get(), what.peer, what.peer);
-  t_pending.push_back({comm, stream, nullptr, what});
-  if (!t_group_depth) launch_pending();
-  return ncclSuccess;
+  if (ncclResult_t result = connect(comm.get(), what.peer, what.peer)) return in_group(result);
+  Pending pending{comm, stream, nullptr, what, nullptr};
+  if (forwards(comm.get(), what.send ? kSend : kRecv, what.peer, stream))
+    pending.real = [=](ncclComm_t real) {
+      const char* name = what.send ? "ncclSend" : "ncclRecv";
+      return host_code::call(name, what.memory, what.bytes, ncclInt8, what.peer, real, stream);
+    };
+  t_pending.push_back(pending);
+  return t_group_depth ? ncclSuccess : launch_pending();
 }
 
 }  // namespace
@@ -1307,6 +1480,6 @@ EXPORT ncclResult_t ncclGroupEnd() {
   std::vector<DeferredStart> starts = std::move(t_starts);
   t_starts.clear();
   ncclResult_t result = start_all(starts);
-  launch_pending();
-  return result;
+  ncclResult_t launched = launch_pending();
+  return result ? result : launched;
 }
