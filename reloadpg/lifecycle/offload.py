@@ -13,6 +13,7 @@ from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import registry
 from ..groups.sets import ALL, Chosen
 from ..reports import Report
+from . import memory
 from .callbacks import callbacks
 from .job import Job
 from .operation import Operation
@@ -21,7 +22,7 @@ from .record import nothing_released
 from .recreate import Releases
 from .rehearsal import rehearse
 from .run import await_unfinished, perform
-from .strategy import bytes_kept
+from .strategy import bytes_kept, verify
 from .suspend import suspend
 
 
@@ -124,12 +125,15 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     kept = [group for group in live if group.history.strategy != "recreate"]
     if any(one.startswith("nccl") for g in recreated for one in g.construction.released.values()):
         op.record.warnings += release_cautions()
+    held = memory.in_use() if kept else {}
     if op.may_suspend:
         op.each("suspended", kept, suspend)
         op.barrier("suspended")
         op.record.measure("suspended")
     else:  # communicators that other code has borrowed
         op.each("released", kept, suspend)
+    suspended = [group for group in kept if group.history.strategy == "suspend"]
+    op.record.warnings += verify(suspended, held, memory.in_use()) if kept else []
     releases = Releases(job)
     op.each("released", recreated, releases.release)
     if collect:
@@ -138,7 +142,7 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     op.record.measure("released")
     op.barrier("released")
     op.record.warnings += releases.held()
-    op.record.warnings += bytes_kept([g for g in kept if g.history.strategy == "suspend"])
+    op.record.warnings += bytes_kept(suspended)
     op.complete("" if live else "no live reloadable group")
     # Only now: the store's server serves no rank while it looks up the host name of a new client.
     job.connect_ahead(min(op.creators, len(recreated)))

@@ -110,6 +110,8 @@ class Strategy:
             group.history.suspended_bytes = stats.get("suspend", 0) if stats else 0
             self._used[name] = stats != {}
             obstacle = "" if wanted == "recreate" else self._obstacle(group)
+            if wanted != "recreate":
+                obstacle = obstacle or group.history.shortfall
             choice = self._choices[name] = propose(wanted, obstacle, used=self._used[name])
             if wanted != "recreate" and choice.strategy != "suspend":
                 proposals.append(choice.to_proposal(name))
@@ -132,7 +134,7 @@ class Strategy:
     def _protect(self, group: ReloadableProcessGroup, holder: str) -> Proposal:
         """Propose to suspend a group instead of recreating it, or to refuse the operation."""
         if self._borrowed == "suspend":
-            obstacle = self._choices[group.group_name].reason or self._obstacle(group)
+            obstacle = self._obstacle(group)
             if not obstacle:
                 return Proposal(_kept(group.group_name), holder)
             why = f"The group cannot be suspended, which would keep the pointer valid: {obstacle}."
@@ -154,8 +156,8 @@ class Strategy:
             name = group.group_name
             theirs = Choice.from_text(proposed[name]) if name in proposed else None
             mine = self._choices[name]
-            if _kept(name) in proposed:
-                mine = self._keep(group, theirs, proposed[_kept(name)])
+            if _kept(name) in proposed:  # its bytes count less than the pointer
+                mine, theirs = self._keep(group, theirs, proposed[_kept(name)]), None
             choice = self._choices[name] = conclude(mine, theirs)
             group.history.strategy = choice.strategy
             if choice.strategy == "recreate" and choice.reason:
@@ -169,11 +171,10 @@ class Strategy:
 
     def _keep(self, group: ReloadableProcessGroup, theirs: Choice | None, holder: str) -> Choice:
         """Keep the communicator of a group that a member has lent, or refuse the operation."""
-        mine = self._choices[group.group_name]
-        obstacle = mine.reason if mine.strategy == "recreate" else ""
-        if theirs is not None and theirs.strategy == "recreate":
+        obstacle = self._obstacle(group)
+        if theirs is not None and theirs.strategy == "recreate" and _SHORT not in theirs.reason:
             obstacle = obstacle or theirs.reason
-        if obstacle := obstacle or self._obstacle(group):
+        if obstacle:
             raise _refusal(f"{holder}. A member of the group cannot suspend it: {obstacle}.")
         if not self._used[group.group_name]:
             return propose("suspend", "", used=False)
@@ -199,6 +200,44 @@ def _refusal(why: str) -> BorrowedError:
         "reloadpg.integrations for that library; or accept the danger with "
         "install(borrowed='warn')."
     )
+
+
+_SHORT = "an earlier suspend gave back"
+
+
+def verify(
+    groups: Sequence[ReloadableProcessGroup], before: Mapping[str, int], after: Mapping[str, int]
+) -> list[str]:
+    """Warn if suspended groups gave back less than their communicators reported. Local.
+
+    All ranks recreate these groups from the next offload on.
+
+    Args:
+        groups: the groups that were suspended.
+        before, after: bytes in use, by source.
+    """
+    expected = sum(group.history.suspended_bytes for group in groups)
+    source = next((name for name in before if name != "rss" and name in after), "")
+    if not groups or (expected and not source):
+        return []
+    freed = before[source] - after[source] if source else 0
+    if expected and freed >= expected * _LEAST_SHARE:
+        return []
+    if not expected and any(group.history.held_bytes is None for group in groups):
+        return []  # the backend reports no bytes
+    short = f"{_SHORT} {mebibytes(freed)} of {mebibytes(expected)}"
+    for group in groups:
+        group.history.shortfall = short
+    why = "NCCL without cuMem (NCCL_CUMEM_ENABLE=0, or a driver without virtual memory) keeps it"
+    return [
+        f"the suspend of {counted(len(groups), 'group')} gave back {mebibytes(freed)} of the "
+        f"{mebibytes(expected)} that NCCL had reported: {why}. All ranks recreate these groups "
+        "from the next offload on"
+    ]
+
+
+_LEAST_SHARE = 0.25
+"""Share of the reported bytes that a suspend must give back; other processes may allocate too."""
 
 
 def bytes_kept(groups: Sequence[ReloadableProcessGroup]) -> list[str]:
