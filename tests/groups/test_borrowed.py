@@ -65,7 +65,7 @@ def test_a_backend_ends_with_its_generation() -> None:
 def test_the_taker_is_known_while_it_holds_the_object() -> None:
     """By module, line and generation. Torch's own calls, and a reference that is gone, are none."""
     world = start()
-    dist.barrier()
+    worlds.barrier()
     assert world._get_backend(worlds.device()).rank() == world.rank()
     gc.collect()
     assert reloadpg.status().borrowed == ()
