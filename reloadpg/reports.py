@@ -11,6 +11,7 @@ from typing import Any
 from .texts import counted, described, mebibytes, table
 
 __all__ = [
+    "Borrowed",
     "BypassedGroup",
     "Fault",
     "GroupReport",

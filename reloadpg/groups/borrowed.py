@@ -144,7 +144,7 @@ class Loans:
         return [(what, loan) for (what, *_), loan in list(self.taken.items())]
 
     def forget(self, package: str) -> None:
-        """Forget what a package has taken: it was told that the generation ends."""
+        """Forget what a package has taken: a callback of it has dropped that."""
         for key, loan in list(self.taken.items()):
             if loan.by.partition(".")[0] == package:
                 self.taken.pop(key, None)
