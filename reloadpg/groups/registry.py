@@ -31,6 +31,7 @@ class Options:
     timeout: timedelta
     parallelism: int | None = None
     recoverable: bool = False
+    borrowed: str = "suspend"
 
     @property
     def threads(self) -> int:
@@ -51,6 +52,7 @@ class Options:
             "exclude": list(selection.exclude),
             "sets": dict(selection.sets),
             "recoverable": self.recoverable,
+            "borrowed": self.borrowed,
         }
 
 

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError
+from ..groups.borrowed import lend
 from ..groups.creation import HANDED_OVER
 from ..groups.offloaded import UnderWay
 from ..groups.proxy import ReloadableProcessGroup
@@ -296,6 +297,27 @@ class Operation:
     def due(self, callbacks: Sequence[Callback]) -> list[Callback]:
         """Return the callbacks that were registered for a set of this operation."""
         return [one for one in callbacks if self.changes.concerned.overlaps(one.sets)]
+
+    def of_generations(
+        self, groups: Sequence[ReloadableProcessGroup], moment: str
+    ) -> list[Callback]:
+        """Return the calls of ``on_generation`` for these groups, in the order that members share.
+
+        Args:
+            groups: the groups.
+            moment: ``before`` their generations end, or ``after`` the next ones are live.
+        """
+
+        def call(function: Callable[..., object], group: ReloadableProcessGroup) -> None:
+            if group.is_live:  # an earlier callback may have destroyed it
+                function(group, lend(group))
+
+        return [
+            Callback(f"{one.name} for {group!r}", partial(call, function, group), ALL)
+            for group in groups
+            for one in callbacks.of_generations(group)
+            if (function := getattr(one, moment)) is not None
+        ]
 
     def call(self, callbacks: Sequence[Callback]) -> None:
         """Call user callbacks in the caller's thread; an error names the callback."""

@@ -210,7 +210,7 @@ def rebuild(
     op.each("rebuilt", checked, rebuilds.check, parallelism=1)
     op.record.measure("rebuilt")
     op.barrier("rebuilt")
-    op.call(callbacks.reload)
+    op.call([*op.of_generations(gone, "after"), *callbacks.reload])
     op.barrier("done")
     op.complete("" if op.record.groups else "no reloadable group here")
 

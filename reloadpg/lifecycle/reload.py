@@ -81,19 +81,25 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
     await_unfinished(op, job)
     if op.changes.was_offloaded:
         op.call(callbacks.before_reload)
-    op.agree(connect=how, extends=bool(op.due(callbacks.reload)))
+    suspended = [g for g in op.changes.groups if not g.is_live and g.communicator is not None]
+    if suspended and not op.may_suspend:  # no other barrier precedes the resume
+        devices.empty_cache()
+        op.do("enter", lambda: check_room(suspended, op.world.rank()), "checking free memory")
+    told = any(callbacks.of_generations(group) for group in op.changes.groups)
+    op.agree(connect=how, extends=told or bool(op.due(callbacks.reload)))
     if not op.changes.was_offloaded:
         op.complete("nothing is offloaded")
         return
     with op.record.timed("device"):
         devices.empty_cache()
-    suspended = [g for g in op.changes.groups if not g.is_live and g.communicator is not None]
     if op.may_suspend:
         op.do("room", lambda: check_room(suspended, op.world.rank()), "checking free memory")
         op.barrier("room")
         op.each("resumed", suspended, resume)
         op.barrier("resumed")
         op.record.measure("resumed")
+    else:
+        op.each("rebuilt", suspended, resume)
     # Groups that a callback has destroyed are not rebuilt.
     gone = [
         g for g in op.changes.groups if g.communicator is None and g.state != GroupState.DESTROYED

@@ -50,7 +50,7 @@ class Transaction:
         self._cycles = job.cycles + (not self.was_offloaded)
         self.generations = {group: group.generation for group in self.groups}
         self.generation = job.generation + (name == "reload" and self.was_offloaded)
-        self.strategy = Strategy(options.strategy, job)
+        self.strategy = Strategy(options.strategy, job, options.borrowed)
         self.replaced = job.replaced
         self.position = Position()
 
