@@ -203,6 +203,15 @@ NEEDS: tuple[Need, ...] = (
         "torch.compile leaves out the methods of a reloadable group",
     ),
     *_rows(
+        _C, "_ProcessGroupWrapper", "backends are read below the wrappers of debug mode", "debug"
+    ),
+    *_rows(
+        f"{_C}:_ProcessGroupWrapper",
+        "wrapped_pg",
+        "backends are read below the wrappers of debug mode",
+        "debug",
+    ),
+    *_rows(
         f"{_C10D}:ProcessGroupGloo",
         "_Options _set_default_timeout",
         "options and timeouts of gloo groups are read and set",
