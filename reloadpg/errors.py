@@ -23,6 +23,7 @@ __all__ = [
     "ReleaseError",
     "ReloadpgError",
     "RendezvousTimeoutError",
+    "UnsupportedTorchError",
 ]
 
 
@@ -40,6 +41,18 @@ class NotInstalledError(ReloadpgError):
 
 class PatchConflictError(ReloadpgError):
     """Other patches are in place than those asked for; nothing was changed."""
+
+
+class UnsupportedTorchError(ReloadpgError):
+    """The installed torch lacks names that reloadpg uses; nothing was changed.
+
+    Attributes:
+        missing: the names, with their modules.
+    """
+
+    def __init__(self, message: str, *, missing: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
 
 
 class GroupOffloadedError(ReloadpgError):

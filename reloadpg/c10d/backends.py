@@ -15,27 +15,30 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
-from torch._C._distributed_c10d import Backend as CppBackend
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
-    Store,
-    _create_work_from_future,
-)
-from torch.distributed import DistBackendError, DistError, ProcessGroup, Work
+from torch._C import _distributed_c10d as _cpp
+from torch.distributed import DistBackendError, DistError, ProcessGroup, Store, Work
 from torch.distributed import distributed_c10d as _c10d
 from torch.futures import Future
 
 from ..errors import GroupDestroyedError, GroupOffloadedError
+from .needs import describe_needs, missing
 from .tables import device_backends, known_groups, label_of
 from .torchcomms import TORCHCOMMS_RECOVERY, is_torchcomm, uses_torchcomms
 
 _GLOO = getattr(_c10d, "ProcessGroupGloo", None)
+
+CppBackend = _cpp.Backend
+"""The class of backend objects; ``torch.distributed.Backend`` is that of their names."""
+
+NO_ERROR = _cpp.ErrorType.SUCCESS
+"""What a backend's ``get_error()`` returns without an error."""
 
 
 def completed_work() -> Work:
     """A completed Work, for a call that must not return None."""
     future: Future[Any] = Future()
     future.set_result([])
-    return cast(Work, _create_work_from_future(future))
+    return cast(Work, cast(Any, _cpp)._create_work_from_future(future))
 
 
 def live_backends(group: ProcessGroup, devices: Sequence[str]) -> dict[str, CppBackend]:
@@ -43,8 +46,60 @@ def live_backends(group: ProcessGroup, devices: Sequence[str]) -> dict[str, CppB
     found: dict[str, CppBackend] = {}
     for device in devices:
         with suppress(RuntimeError, AttributeError):
-            found[device] = group._get_backend(torch.device(device))
+            found[device] = backend_for(group, torch.device(device))
     return found
+
+
+def backend_for(group: ProcessGroup, device: torch.device) -> Any:
+    """The backend object of a group for a device. Raises RuntimeError without one.
+
+    With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, torch wraps each backend in one that only implements
+    the collectives, and raises RuntimeError or does nothing in all other methods (2.8 to 2.15).
+    """
+    found = group._get_backend(device)
+    return found.wrapped_pg if isinstance(found, _WRAPPERS) else found
+
+
+_WRAPPERS = (_cpp._ProcessGroupWrapper,) if hasattr(_cpp, "_ProcessGroupWrapper") else ()
+
+
+def connects_eagerly(backend: CppBackend) -> bool:
+    """Whether a backend connects without a collective, by ``eager_connect_single_device``.
+
+    Torch's base class has the method and does nothing; gloo connects at its creation.
+    """
+    own = getattr(type(backend), "eager_connect_single_device", None)
+    known = backend.name().startswith(("gloo", "nccl"))
+    return own is not None and (known or own is not CppBackend.eager_connect_single_device)
+
+
+COMPLETION_HOOK = "_register_on_completion_hook"
+"""The method of a group that registers a completion hook."""
+
+
+def await_hooks(group: ProcessGroup) -> None:
+    """Wait until the completion hooks of a group have been called. Local, blocking."""
+    group._wait_for_pending_works()
+
+
+def device_types(group: ProcessGroup) -> list[torch.device]:
+    """The devices for which a group has a backend."""
+    return list(group._device_types)
+
+
+def set_name(group: ProcessGroup, name: str) -> None:
+    """Set the name of a group that is in no table."""
+    group._set_group_name(cast(Any, name))
+
+
+def set_desc(group: ProcessGroup, desc: str) -> None:
+    """Set the description of a group that torch created."""
+    group._set_group_desc(desc)
+
+
+def sequence_number(group: ProcessGroup) -> int:
+    """The number of collectives that were started on a group. RuntimeError if it is not counted."""
+    return int(cast(Any, group)._get_sequence_number_for_group())
 
 
 def options_of(group: ProcessGroup, devices: Sequence[str]) -> object:
@@ -60,8 +115,8 @@ def get_timeouts(group: ProcessGroup, devices: Sequence[str]) -> dict[str, timed
     """Timeouts by device type. TorchComms is omitted: its options always show the default."""
     found: dict[str, timedelta] = {}
     for device, backend in live_backends(group, devices).items():
-        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-        if isinstance(timeout, timedelta) and not is_torchcomm(backend):
+        timeout = timeout_of(getattr(backend, "options", None))
+        if timeout is not None and not is_torchcomm(backend):
             found[device] = timeout
     return found
 
@@ -72,10 +127,30 @@ def set_timeouts(group: ProcessGroup, timeouts: Mapping[str, timedelta]) -> None
     backends = live_backends(group, tuple(timeouts))
     for device, timeout in timeouts.items():
         if device in backends and now.get(device) != timeout:
-            backend = cast(Any, backends[device])
-            # ProcessGroupNCCL2 (2.15) only has the base class's method, which older versions lack.
-            setter = getattr(backend, "_set_default_timeout", None) or backend.set_timeout
-            setter(timeout)
+            set_timeout(backends[device], timeout)
+
+
+def timeout_of(options: object) -> timedelta | None:
+    """The timeout in a backend's options, if they have one."""
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def set_timeout(backend: Any, timeout: timedelta) -> None:
+    """Set the timeout of one backend. Idempotent."""
+    # ProcessGroupNCCL2 (2.15) only has the base class's method, which older versions lack.
+    setter = getattr(backend, "_set_default_timeout", None) or backend.set_timeout
+    setter(timeout)
+
+
+def gloo_options(timeout: timedelta | None, device: object = None) -> Any:
+    """Options of a gloo backend; ``device`` is of gloo: by default one for torch's interface."""
+    options = cast(Any, _GLOO)._Options()
+    if timeout is not None:
+        options._timeout = timeout
+    if device is not None:
+        options._devices = [device]
+    return options
 
 
 def is_connected(backend: CppBackend) -> bool:
@@ -109,6 +184,8 @@ def suspend_obstacle(backend: CppBackend) -> str:
     ``ncclCommSuspend`` to block, which it does not on a communicator that is created with
     ``TORCH_NCCL_USE_COMM_NONBLOCKING=1``.
     """
+    if lacking := missing("suspend"):
+        return f"torch {torch.__version__} lacks {describe_needs(lacking)}"
     suspend = getattr(type(backend), "suspend", None)
     name = backend.name()
     if suspend is None:
@@ -299,7 +376,10 @@ def shut_connections(groups: Sequence[ProcessGroup], others: int = 0) -> list[so
             with suppress(OSError):
                 one.shutdown(socket.SHUT_WR)
     rest = [found for sockets in devices if (found := _connections(sockets))]
-    shuts = len(rest) <= len(groups) - len(backends) + others
+    hidden = len(groups) - len(backends) + others
+    if torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL:
+        hidden += len(groups) + others  # each wrapper has a gloo group that compares the calls
+    shuts = len(rest) <= hidden
     for one, _ in [one for found in rest for one in found]:
         with one, suppress(OSError):
             if shuts:

@@ -14,12 +14,14 @@ from types import ModuleType
 from typing import Any, cast
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import ProcessGroup, device_mesh
+from torch.distributed import PrefixStore, ProcessGroup, Store, device_mesh
 from torch.distributed import distributed_c10d as _c10d
 
 from .backends import live_backends
 from .tables import Asked, create_without_backends, ranks_of, store_of
+
+COMPILERS_NEW_GROUP = "_new_group_with_tag"
+"""The function with which torch's compiler creates its groups."""
 
 
 def creator_modules() -> tuple[ModuleType, ...]:

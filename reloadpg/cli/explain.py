@@ -238,7 +238,7 @@ def _decision(group: Record, selection: Selection, script_installs: bool) -> tup
 
 
 def _page(options: argparse.Namespace, result: Record) -> Page:
-    from .pretended_cuda import can_pretend
+    from ..c10d.pretended_cuda import can_pretend
 
     head = f"reloadpg explain: {options.script}, rank {result['rank']} of {result['world_size']}"
     parts = [Line(head, "head")]

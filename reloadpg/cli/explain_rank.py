@@ -31,13 +31,13 @@ import torch.distributed as dist
 import wrapt
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import Backend, BackendConfig
-from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
 
 from .. import c10d, environment
+from ..c10d import explaining
+from ..c10d.pretended_cuda import can_pretend, pretend
 from ..environment.model import DistributedEnvironment, on_nodes_of
 from ..environment.teardown import OwnGroups
 from ..groups.registry import registry
@@ -45,7 +45,6 @@ from ..groups.selection import Selection
 from ..groups.sets import TRAINER, creators
 from ..testing._tracebacks import folded_traceback
 from .console import progress
-from .pretended_cuda import can_pretend, pretend
 
 RECEIVING = ("broadcast_object_list", "recv_object_list", "scatter_object_list", "gather_object")
 """Functions that receive objects from other ranks."""
@@ -64,6 +63,7 @@ def run_script(options: argparse.Namespace) -> dict[str, Any]:
     member), for each group ``destroyed``, and for the ``end``; ``error`` and ``traceback`` of a
     script that ended early, or empty; the end of its ``output``; whether it ``timed_out``.
     """
+    c10d.refuse_missing("explain", "explain")
     with tempfile.TemporaryFile("a+") as written, tempfile.TemporaryFile() as output:
         pid = os.fork()  # before the progress starts a thread
         if pid == 0:
@@ -160,9 +160,8 @@ class FakeRank:
         _replace(ours, "init_distributed", self._init_distributed)
         _replace(ours, "ensure_process_group", self._ensure_process_group)
         _replace([DistributedDataParallel], "forward", _without_reduction)
-        distributed: Any = dist
-        distributed._verify_params_across_processes = lambda *_: None
-        for name in ("register_comm_hook", "_register_builtin_comm_hook"):
+        explaining.verify_no_parameters()
+        for name in ("register_comm_hook", explaining.BUILTIN_HOOK):
             _replace([DistributedDataParallel], name, lambda wrapped, given: None)
 
     def _init_process_group(self, wrapped: Any, given: dict[str, Any]) -> None:
@@ -171,7 +170,7 @@ class FakeRank:
             kind = getattr(device, "type", self.options.device)
             backend = Backend.default_device_backend_map.get(kind)
         place = {"rank": self.options.rank, "world_size": self.options.world_size}
-        wrapped("fake", store=FakeStore(), timeout=given.get("timeout"), **place)
+        wrapped("fake", store=explaining.fake_store(), timeout=given.get("timeout"), **place)
         self._note_group(dist.group.WORLD, backend or "undefined")
 
     def _new_group(self, wrapped: Any, given: dict[str, Any]) -> Any:
@@ -316,7 +315,7 @@ def _without_reduction(wrapped: Any, given: dict[str, Any]) -> Any:
     inputs, kwargs = given.get("inputs", ()), given.get("kwargs", {})
     if ddp.device_ids:
         place = torch.device(ddp.device_type, ddp.device_ids[0])
-        (inputs,), (kwargs,) = _to_kwargs(
+        (inputs,), (kwargs,) = explaining.to_kwargs(
             inputs, kwargs, place, ddp.use_side_stream_for_tensor_copies
         )
     return ddp.module(*inputs, **kwargs)

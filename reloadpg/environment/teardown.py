@@ -18,8 +18,7 @@ from .launchers import is_initialized
 from .network import restore_network
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
 EXIT_TIMEOUT = timedelta(minutes=5)
 _TELL_S = 5.0

@@ -32,7 +32,7 @@ from .offloaded import Offloaded, UnderWay
 from .sets import TRAINER
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Backend as CppBackend
+    from ..c10d import CppBackend
 
 
 @dataclass
@@ -161,7 +161,7 @@ class ReloadableProcessGroup(Dispatch):
         if c10d.is_creating():
             return []
         if self.is_live:
-            return list(self._current._device_types)
+            return c10d.device_types(self._current)
         return [torch.device(device) for device in self.construction.devices]
 
     def _bind_device(self, device: Any) -> None:
@@ -197,16 +197,21 @@ class ReloadableProcessGroup(Dispatch):
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
         if self.is_live:
-            self._current._set_group_desc(desc)
+            c10d.set_desc(self._current, desc)
 
-    def _has_hooks(self) -> bool:
+    @property
+    def has_hooks(self) -> bool:
+        """Whether completion hooks were registered."""
         # The live group is not queried: torch writes a warning to stderr for a group without a
         # default backend, such as a mixed group.
-        return any(name == "_register_on_completion_hook" for name, *_ in self._calls)
+        return any(name == c10d.COMPLETION_HOOK for name, *_ in self._calls)
+
+    def _has_hooks(self) -> bool:
+        return self.has_hooks
 
     def _wait_for_pending_works(self) -> None:
         if self.is_live:
-            self._current._wait_for_pending_works()
+            c10d.await_hooks(self._current)
 
     def __copy__(self) -> ReloadableProcessGroup:
         return self
@@ -235,7 +240,7 @@ class ReloadableProcessGroup(Dispatch):
 
         Waits for a running operation that was started with ``wait=False``.
         """
-        if self._has_hooks():
+        if self.has_hooks:
             self._wait_for_pending_works()
         self._destroy(lambda inner: inner.shutdown())
 
@@ -417,7 +422,7 @@ class ReloadableProcessGroup(Dispatch):
         self._current, self._inner = current, target
 
     def _make_live(self, inner: Any) -> None:
-        inner._set_group_desc(self._desc)
+        c10d.set_desc(inner, self._desc)
         if self._symm_mem:
             inner.use_pg_for_symm_mem_rendezvous = self._symm_mem
         self._put(inner)

@@ -1,4 +1,4 @@
-"""The mutable state of the groups in this process: the installation, and what it left alone.
+"""The mutable state of the groups in this process: the installation, and what it bypasses.
 
 It has no list of managed groups: a managed group is a proxy in c10d's tables. So a destroyed group
 is no longer managed, and a proxy without other references is not kept alive.
@@ -97,6 +97,8 @@ class Registry:
         self.lock = threading.RLock()
         """Never held across a callback or a collective step."""
         self.warned: set[str] = set()
+        self.rehearsed = False
+        """Whether :func:`~reloadpg.lifecycle.rehearsal.rehearse` has succeeded in this process."""
         self.left_alone: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
         """Selected groups that cannot be managed, with the reason."""
         self.without_set: WeakSet[ProcessGroup] = WeakSet()

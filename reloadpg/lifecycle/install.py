@@ -119,6 +119,7 @@ def install(
             begins with ``RELOADPG_``; with ``recoverable``, a variable has another value, or NCCL
             groups were created without these variables; TorchComms is enabled before torch 2.15.
         PatchConflictError: already installed with other options.
+        UnsupportedTorchError: the installed torch lacks names that this library uses.
     """
     given = (backends, min_size, world, strategy, timeout, parallelism, exclude, sets, recoverable)
     return _install(_options(os.environ, *given), by_environment=False)
@@ -146,6 +147,7 @@ def _options(
     recoverable: bool = False,
 ) -> Options:
     """Return the given options, completed by those of the environment."""
+    c10d.refuse_missing("install", nothing="installed")  # they name torch's backends
     read = {"strategy": "recreate", "timeout": timedelta(minutes=5), **options_of(environ)}
     selection = Selection.of(
         read.get("backends") if backends is None else backends,

@@ -18,6 +18,7 @@ from .operation import Operation
 from .pending import Pending
 from .record import nothing_released
 from .recreate import Releases
+from .rehearsal import rehearse
 from .run import await_unfinished, perform
 from .strategy import bytes_kept
 from .suspend import suspend
@@ -95,6 +96,9 @@ def release(op: Operation, collect: bool = False) -> Report:
 def _release(op: Operation, job: Job, collect: bool) -> None:
     await_unfinished(op, job)
     live = [group for group in reversed(op.changes.groups) if group.is_live]
+    if live and not registry.rehearsed:
+        op.do("enter", partial(rehearse, job.world), "rehearsing on a group of this process")
+        registry.rehearsed = True
     # Steps that can fail come before a barrier, while all groups are unchanged. Without callbacks,
     # it is the first one.
     calls = bool(op.due(callbacks.offload)) or op.may_suspend

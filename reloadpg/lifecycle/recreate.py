@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from .. import c10d
 from ..groups.creation import Construction
@@ -53,8 +52,8 @@ class Releases:
             aborts = self._aborts and c10d.shares_lock(communicators(inner, group.construction))
             self.job.doomed[group] = repr(group), parts
             group.detach()
-        if group._has_hooks():
-            inner._wait_for_pending_works()
+        if group.has_hooks:
+            c10d.await_hooks(inner)
         if group.construction.destroy is not None:
             group.construction.destroy(inner)
         else:

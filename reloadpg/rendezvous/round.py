@@ -16,8 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NoReturn, TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from .. import c10d
 from ..errors import ReloadpgError, RendezvousTimeoutError

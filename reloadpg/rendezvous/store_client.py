@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import HashStore, Store
 
 from .. import c10d
 from ..errors import ReloadpgError

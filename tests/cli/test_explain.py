@@ -11,9 +11,9 @@ import torch
 from cli_process import LIMIT, called, command, decoded
 
 import reloadpg
+from reloadpg.c10d.pretended_cuda import can_pretend
 from reloadpg.cli import main
 from reloadpg.cli.explain import explain
-from reloadpg.cli.pretended_cuda import can_pretend
 from reloadpg.testing import run_ranks
 
 # Every way to create a group that gloo has, so that a real job can run the same script.
