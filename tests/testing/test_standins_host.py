@@ -236,6 +236,7 @@ def test_a_communicator_that_ends_while_suspended_leaves_memory(call: str, rank:
     assert nccl("CommSuspend", comm, 1) == SUCCESS
     assert nccl(call, comm) == SUCCESS
     assert (device_mib(), standins.pinned_bytes()) == (4, PINNED)
+    assert standins.left_bytes() == 4 * MIB
 
 
 # ---------------------------------------------------------------------------------------------

@@ -449,6 +449,7 @@ void give_back_memory(ncclComm* comm) {
   if (comm->suspended) {  // as NCCL, which leaves this behind
     device -= std::min(device, standin::kLeftSuspended);
     host = comm->pinned;
+    standin::left() += standin::kLeftSuspended;
   }
   if (device) standin_take(comm->device, -device);
   standin::pinned() -= host;
@@ -670,6 +671,8 @@ EXPORT int standin_communicators() {
   Lock lock(comms_mutex());
   return comms().size();
 }
+
+EXPORT long standin_left_bytes() { return standin::left(); }
 
 EXPORT long standin_pinned_bytes() {
   return host_code::given() ? standin_pin(0) : standin::pinned().load();

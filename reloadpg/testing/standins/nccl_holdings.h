@@ -68,6 +68,11 @@ inline std::atomic<long>& pinned() {  // host memory of suspended communicators 
   return bytes;
 }
 
+inline std::atomic<long>& left() {  // device memory that ends of suspended communicators have left
+  static std::atomic<long> bytes{0};
+  return bytes;
+}
+
 // What stays of the first communicator until the process ends: the thread of NCCL's RAS, a listener
 // and four other descriptors. NCCL's listener has port 28028 if it is free; this one has any.
 inline void keep_ras() {
