@@ -417,6 +417,7 @@ class Status:
         sets: the sets of groups that this rank knows, by name.
         kept: communicators of a rollout engine in this process that are no process groups, by name,
             with what frees their memory: an offload leaves them as they are.
+        off: whether nothing is installed because of ``RELOADPG=off``.
     """
 
     installed: bool
@@ -438,6 +439,7 @@ class Status:
     running: OperationStatus | None = None
     sets: Mapping[str, SetStatus] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
+    off: bool = False
 
     @property
     def memory_bytes(self) -> int | None:

@@ -202,7 +202,9 @@ NEEDS: tuple[Need, ...] = (
         "_FrameAction _FrameExecStrategy set_code_exec_strategy",
         "torch.compile leaves out the methods of a reloadable group",
     ),
-    *_rows(_C, "_ProcessGroupWrapper", "backends are read below the wrappers of debug mode", "debug"),
+    *_rows(
+        _C, "_ProcessGroupWrapper", "backends are read below the wrappers of debug mode", "debug"
+    ),
     *_rows(
         f"{_C}:_ProcessGroupWrapper",
         "wrapped_pg",

@@ -66,6 +66,7 @@ def status() -> Status:
         running=running(),
         sets=_sets(job, shown),
         kept=communicators(),
+        off=registry.off,
     )
 
 

@@ -29,6 +29,7 @@ from torch.torch_version import TorchVersion
 
 import reloadpg
 from reloadpg import c10d
+from reloadpg.environment import init_distributed, process_group_scope
 from reloadpg.testing import run_ranks, simulated, standins
 from reloadpg.testing.standins import Fault
 
@@ -36,6 +37,8 @@ LIMIT = timedelta(seconds=60)
 SIZE = 2
 SPLITS_LAZILY = TorchVersion(torch.__version__) >= "2.15"
 """Whether an unbound NCCL group is split from WORLD, when it is connected."""
+NO_RECORDER = {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
+"""Variables without which the watchdog writes a dump of each failed collective."""
 
 
 class Cell(NamedTuple):
@@ -118,6 +121,8 @@ class Player:
         self.number = 0
         self.names: set[str] = set()
         if backend == "nccl":
+            # Torch would end a process in which a collective has failed.
+            os.environ |= c10d.recovery_settings({}, LIMIT.total_seconds())[0] | NO_RECORDER
             torch.cuda.set_device(self.rank)
             torch.set_default_device("cuda")
         else:
@@ -133,6 +138,7 @@ class Player:
                 self._play(cell)
             except BaseException as error:
                 wrong.append(f"{cell}: " + "".join(traceback.format_exception(error)))
+                print(wrong[-1], flush=True)  # shown if the other rank hangs
                 with suppress(Exception):
                     torch_c10d._abort_process_group()
             finally:
@@ -143,7 +149,7 @@ class Player:
         return wrong
 
     def meet(self, name: str) -> None:
-        meet(f"{self.number}/{name}", SIZE, 100.0, self.base.clone())
+        meet(f"{self.number}/{name}", SIZE, 40.0, self.base.clone())
 
     # -- one cell -------------------------------------------------------------------------------
 
@@ -175,6 +181,7 @@ class Player:
             strategy = "suspend" if cell.state == "suspended" else "recreate"
             backends = {"nccl"} if self.backend == "nccl" else {"gloo", "faulty", "sim"}
             options = {"strategy": strategy, "backends": backends, "timeout": LIMIT}
+            options["parallelism"] = 1  # so that a fault is in the same group on all ranks
         if options != self.options:
             reloadpg.uninstall()
             if options is not None:
@@ -217,7 +224,7 @@ class Player:
     def _adopt_nothing(self) -> None:
         """``init_distributed`` replaces a default group that was aborted or shut down."""
         ended = dist.group.WORLD
-        with reloadpg.init_distributed(self.kind, store=self._store(), **self._given()) as context:
+        with init_distributed(self.kind, store=self._store(), **self._given()) as context:
             assert context.owned
             assert dist.group.WORLD is not ended
             assert worlds.sums_right(None)
@@ -225,12 +232,12 @@ class Player:
     def _end_by_block(self, cell: Cell) -> None:
         cause = ValueError("the cause") if cell.end.endswith("raises") else None
         if cell.end.startswith("context"):
-            block: Any = reloadpg.init_distributed(
+            block: Any = init_distributed(
                 self.kind, store=self._store(cell.bound), **self._given(cell)
             )
             self._bind(cell)
         else:
-            block = reloadpg.process_group_scope(timeout=LIMIT)
+            block = process_group_scope(timeout=LIMIT)
             if cell.target != "world":
                 self._init(cell)
         before = tables()
@@ -258,11 +265,11 @@ class Player:
 
     def _fail_to_start(self, cell: Cell) -> None:
         mesh = {"mesh_dims": {"pp": 1, "tp": SIZE}} if cell.end == "failed mesh" else {}
-        with self._fault(
-            "collective" if not mesh else "split", ranks=(1,), nth=1 if not mesh else 2
-        ):
+        # A split of NCCL cannot be aborted while it waits for a rank whose split has failed.
+        ranks = (0, 1) if mesh and self.kind == "nccl" else (1,)
+        with self._fault("split" if mesh else "collective", ranks=ranks, nth=2 if mesh else 1):
             try:
-                reloadpg.init_distributed(
+                init_distributed(
                     self.kind,
                     store=self._store(cell.bound),
                     init_timeout=LIMIT,
@@ -273,7 +280,7 @@ class Player:
                 text = str(error)
             else:
                 raise AssertionError("it has started")
-        assert "rank 1" in text, text
+        assert "rank 1" in text or len(ranks) > 1, text
         cause = "injected" if self.kind != "nccl" else "NCCL" if self.rank == 1 else ""
         assert cause in text, text
 
@@ -358,7 +365,8 @@ class Player:
         else:
             reloadpg.offload()
         if cell.state == "half rebuilt":
-            with self._fault("connect", ranks=(1,), nth=len(groups)):
+            ranks = (0, 1) if self.kind == "nccl" else (1,)  # as in a split, see above
+            with self._fault("init", ranks=ranks, nth=len(groups)):
                 _raises(lambda: reloadpg.reload(connect="eager"))
         wanted = "offloaded" if cell.state == "suspended" else cell.state
         wanted = "failed" if wanted == "half rebuilt" else wanted
@@ -370,14 +378,14 @@ class Player:
             self.names.update(one.names_in_store)
 
     @contextmanager
-    def _fault(self, call: str, *, ranks: tuple[int, ...], nth: int) -> Iterator[None]:
+    def _fault(self, call: Any, *, ranks: tuple[int, ...], nth: int) -> Iterator[None]:
         """Make a call fail on some ranks: of NCCL, or the same step of gloo."""
         if self.kind == "nccl":
             self.meet(f"before the fault {call}")
             if self.rank == 0:
-                at: Any = "collective" if call == "connect" else call
                 for rank in ranks:
-                    standins.inject(Fault("fail", at, rank=rank, times=1))
+                    skip = nth - 1 if call == "init" else 0
+                    standins.inject(Fault("fail", call, rank=rank, skip=skip, times=1))
             self.meet(f"fault {call}")
         elif self.rank in ranks:
             moment: Any = "allreduce" if call == "collective" else "create"
@@ -386,7 +394,7 @@ class Player:
 
     def _start_again(self) -> None:
         if self.number % 2:
-            with reloadpg.init_distributed(self.kind, store=self._store(), **self._given()):
+            with init_distributed(self.kind, store=self._store(), **self._given()):
                 assert worlds.sums_right(None)
             return
         self._init(Cell("", "live", "world", False, False))
