@@ -60,6 +60,11 @@ def backend_for(group: ProcessGroup, device: torch.device) -> Any:
     return found.wrapped_pg if isinstance(found, _WRAPPERS) else found
 
 
+def wraps_backends() -> bool:
+    """Whether torch wraps the backends that it creates now, because of its debug level. Local."""
+    return torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL
+
+
 _WRAPPERS = (_cpp._ProcessGroupWrapper,) if hasattr(_cpp, "_ProcessGroupWrapper") else ()
 
 
@@ -377,7 +382,7 @@ def shut_connections(groups: Sequence[ProcessGroup], others: int = 0) -> list[so
                 one.shutdown(socket.SHUT_WR)
     rest = [found for sockets in devices if (found := _connections(sockets))]
     hidden = len(groups) - len(backends) + others
-    if torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL:
+    if wraps_backends():
         hidden += len(groups) + others  # each wrapper has a gloo group that compares the calls
     shuts = len(rest) <= hidden
     for one, _ in [one for found in rest for one in found]:

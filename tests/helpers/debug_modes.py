@@ -71,5 +71,5 @@ def run_mode(mode: str, backend: str, env: Mapping[str, str] | None = None) -> N
         for rank in ranks:
             rank.kill()
     for number, (rank, output) in enumerate(zip(ranks, outputs, strict=True)):
-        ended = rank.returncode == 0 and output.rstrip().endswith("complete")
+        ended = rank.returncode == 0 and "complete\n" in output
         assert ended, f"rank {number} ended with {rank.returncode}:\n{output[-8000:]}"

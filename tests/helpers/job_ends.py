@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +35,8 @@ from reloadpg.testing import run_ranks, simulated, standins
 from reloadpg.testing.standins import Fault
 
 LIMIT = timedelta(seconds=60)
+PROGRAMS = int(os.environ.get("FAULT_PROGRAMS", "3"))
+"""The number of random programs, of one seed each."""
 SIZE = 2
 SPLITS_LAZILY = TorchVersion(torch.__version__) >= "2.15"
 """Whether an unbound NCCL group is split from WORLD, when it is connected."""
@@ -72,8 +75,10 @@ CALLS = {
 }
 """Ends that are calls of torch's functions and of the group's methods."""
 BLOCKS = ("scope", "scope raises", "context", "context raises")
+BRACKETS = ("scope raises in a bracket", "context raises in a bracket")
+"""Ends by an error while the group coalesces collectives."""
 FAILURES = ("failed connect", "failed mesh", "failed new_group")
-ENDS = (*CALLS, *BLOCKS, *FAILURES)
+ENDS = (*CALLS, *BLOCKS, *BRACKETS, *FAILURES)
 
 
 def cells(backend: str) -> list[Cell]:
@@ -105,6 +110,8 @@ def _exists(cell: Cell, backend: str) -> bool:
         # Torch creates an NCCL communicator at once if WORLD is bound and live.
         can_fail = not nccl or (cell.bound and cell.state == "live")
         return can_fail and cell.target == "group" and cell.state != "suspended"
+    if cell.end in BRACKETS:
+        return cell.state == "live"
     if cell.end.startswith("context"):
         return cell.target != "world" or cell.state == "live" or cell.installed
     return True
@@ -230,7 +237,7 @@ class Player:
             assert worlds.sums_right(None)
 
     def _end_by_block(self, cell: Cell) -> None:
-        cause = ValueError("the cause") if cell.end.endswith("raises") else None
+        cause = ValueError("the cause") if "raises" in cell.end else None
         if cell.end.startswith("context"):
             block: Any = init_distributed(
                 self.kind, store=self._store(cell.bound), **self._given(cell)
@@ -245,9 +252,14 @@ class Player:
             with block:
                 if cell.target == "world" and cell.end.startswith("scope"):
                     self._init(cell)
-                self._targets(cell)
+                target = self._targets(cell)[-1]
                 self._bring_about(cell)
                 self.meet("in its state")
+                if cause is not None and cell.end in BRACKETS:
+                    device = self._device() if self.kind == "nccl" else None
+                    with torch_c10d._coalescing_manager(target, device):
+                        dist.all_reduce(torch.ones(1), group=target)
+                        raise cause
                 if cause is not None:
                     raise cause
         except ValueError as error:
@@ -449,6 +461,11 @@ def core(cells: Sequence[Cell]) -> list[Cell]:
             found = [cell for cell in cells if (cell.end, cell.state) == (end, state)]
             chosen += found[index % len(found) :][:1] if found else []
     return chosen
+
+
+def program(cells: Sequence[Cell], seed: int) -> list[Cell]:
+    """Some cells in the order that a seed gives."""
+    return random.Random(seed).sample(cells, 6)
 
 
 def check(backend: str, chosen: Sequence[Cell], **settings: Any) -> None:
