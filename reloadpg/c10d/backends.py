@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from ..errors import GroupDestroyedError, GroupOffloadedError
 from .needs import describe_needs, missing
-from .tables import device_backends, known_groups, label_of
+from .tables import close_coalescing, device_backends, known_groups, label_of, world
 from .torchcomms import TORCHCOMMS_RECOVERY, is_torchcomm, uses_torchcomms
 
 _GLOO = getattr(_c10d, "ProcessGroupGloo", None)
@@ -600,5 +600,17 @@ def abort_groups(groups: Sequence[ProcessGroup]) -> None:
 
 
 def abort_all() -> None:
-    """Abort all groups in one call: separate aborts have hung (pytorch#119797). Blocking."""
-    _c10d._abort_process_group()
+    """Abort all groups in one call: separate aborts have hung (pytorch#119797). Blocking.
+
+    An abort that raises ends torch's function, which then leaves all groups in its tables. So it is
+    called again before the error is raised.
+    """
+    if world() is None:
+        return  # another thread has aborted them
+    try:
+        _c10d._abort_process_group()
+    except Exception:
+        if (default := world()) is not None:
+            close_coalescing(default)  # in which torch 2.15 aborts them
+            _c10d._abort_process_group()
+        raise

@@ -77,7 +77,7 @@ CALLS = {
 BLOCKS = ("scope", "scope raises", "context", "context raises")
 BRACKETS = ("scope raises in a bracket", "context raises in a bracket")
 """Ends by an error while the group coalesces collectives."""
-FAILURES = ("failed connect", "failed mesh", "failed new_group")
+FAILURES = ("failed connect", "failed mesh", "failed new_group", "context raises, abort fails")
 ENDS = (*CALLS, *BLOCKS, *BRACKETS, *FAILURES)
 
 
@@ -112,6 +112,8 @@ def _exists(cell: Cell, backend: str) -> bool:
         return can_fail and cell.target == "group" and cell.state != "suspended"
     if cell.end in BRACKETS:
         return cell.state == "live"
+    if cell.end == "context raises, abort fails":
+        return not nccl and cell.state == "live"
     if cell.end.startswith("context"):
         return cell.target != "world" or cell.state == "live" or cell.installed
     return True
@@ -260,6 +262,8 @@ class Player:
                     with torch_c10d._coalescing_manager(target, device):
                         dist.all_reduce(torch.ones(1), group=target)
                         raise cause
+                if cell.end == "context raises, abort fails":
+                    faulty_gloo.inject("abort", _fail)
                 if cause is not None:
                     raise cause
         except ValueError as error:
