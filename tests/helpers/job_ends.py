@@ -232,7 +232,7 @@ class Player:
         dist.destroy_process_group()
 
     def _raises_by_itself(self, cell: Cell, target: Any) -> bool:
-        """Whether torch's first NCCL engine raises: in an abort of a plain group after a shutdown."""
+        """Whether torch raises: its first NCCL engine, in an abort of a group after a shutdown."""
         plain = not isinstance(target, reloadpg.ReloadableProcessGroup)
         return plain and self.kind == "nccl" and cell.end == "shutdown, abort, abort all"
 
