@@ -80,7 +80,8 @@ def matrix(session: nox.Session) -> None:
     """The tests marked matrix on another torch: ``nox -s matrix -- 2.15.0``; both by default."""
     for version in session.posargs or TORCH_VERSIONS:
         session.install(f"torch=={version}", "-e", ".[test-core]")
-        session.run("python", ".ci/torch-changes")  # what the recorded version has otherwise
+        # What differs from the table and the recorded version; 1 if names are missing.
+        session.run("python", ".ci/torch-changes", success_codes=[0, 1])
         session.run("python", "-m", "pytest", "-m", "matrix")
 
 

@@ -189,10 +189,10 @@ def suspend_obstacle(backend: CppBackend) -> str:
     ``ncclCommSuspend`` to block, which it does not on a communicator that is created with
     ``TORCH_NCCL_USE_COMM_NONBLOCKING=1``.
     """
-    suspend = getattr(type(backend), "suspend", None)
-    name = backend.name()
     if lacking := missing("suspend"):
         return f"torch {torch.__version__} lacks {describe_needs(lacking)}"
+    suspend = getattr(type(backend), "suspend", None)
+    name = backend.name()
     if suspend is None:
         return f"torch {torch.__version__} cannot suspend {name} communicators (2.12 and later)"
     if is_torchcomm(backend):

@@ -29,7 +29,7 @@ class Need(NamedTuple):
         name: the attribute of the owner; for a class also one that its instances have.
         why: what does not work without it.
         capability: ``core``, or what is off without it.
-        since, until: the first and the last version seen that have it; None for all.
+        since, until: the first and the last version seen in which it is used; None for all.
         parameters: a function's leading parameters, in order, which are passed by position.
         keywords: parameters of a function that are passed by name.
     """
@@ -48,7 +48,7 @@ class Need(NamedTuple):
         return f"{self.owner.replace(':', '.')}.{self.name}"
 
     def applies_to(self, version: Version) -> bool:
-        """Whether this version of torch is expected to have the name. Pure."""
+        """Whether the name is used in this version of torch. Pure."""
         return (self.since or version) <= version <= (self.until or version)
 
 

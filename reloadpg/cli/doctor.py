@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _TESTED_TORCH
+from ..errors import UnsupportedTorchError
 from ..lifecycle.autoinstall import NO, SWITCH
 from ..lifecycle.variables import invalid_values
 from ..settings import IS_OFF, STATUS_DIR, VARIABLES, is_off, unknown_variables
@@ -119,6 +120,7 @@ def diagnose(
         ("recovery", partial(check_recovery, variables)),
         ("import", partial(import_modules, modules)),
         *([("script", partial(import_of_script, Path(script)))] if script is not None else []),
+        ("torch names", check_names),  # of modules that the script has loaded, too
         ("foreign wrapper", check_foreign_wrappers),
         ("early alias", check_early_aliases),
         ("launcher", partial(check_launcher, variables)),
@@ -261,6 +263,27 @@ def check_torch() -> Findings:
         yield Finding("torch", "warning", why, remedy)
     else:
         yield Finding("torch", "ok", f"version {text}")
+
+
+def check_names() -> Findings:
+    """Check the private names of torch that this library uses, in the modules that are loaded."""
+    found = partial(Finding, "torch names")
+    try:
+        from ..c10d import needs
+    except UnsupportedTorchError as error:
+        what, _, remedy = str(error).partition(" Nothing was changed. ")
+        yield found("problem", what, remedy)
+        return
+    rows = [need for need in needs.NEEDS if need.applies_to(needs.torch_version())]
+    for capability in dict.fromkeys(need.capability for need in rows):
+        if lacking := needs.missing(capability):
+            what = f"{capability} is not available: {needs.describe_needs(lacking)}"
+            yield found("problem" if capability == "core" else "warning", what, _OTHER_TORCH)
+    if not needs.missing(None):
+        yield found("ok", f"{len(rows)} are used; none is missing in the modules that are loaded")
+
+
+_OTHER_TORCH = "use a tested version of torch, or a newer reloadpg"
 
 
 def check_torchcomms() -> Findings:

@@ -151,7 +151,10 @@ def _abandon(error: BaseException, groups: list[ProcessGroup], *, tell: bool = T
         size,
         exc_info=(type(error), error, error.__traceback__),
     )
-    steps = [("the process groups could not be aborted", abort_groups)]
+    steps = [
+        ("the coalescing of a group could not be ended", _close_coalescing),
+        ("the process groups could not be aborted", abort_groups),
+    ]
     if tell:
         steps.insert(0, ("the other ranks could not be notified", partial(_tell_peers, error)))
     for what, step in steps:
@@ -168,6 +171,14 @@ def _attempt(
         logging.getLogger(__name__).error(
             "%s: %s: %s", what, type(failure).__name__, failure, exc_info=failure
         )
+
+
+def _close_coalescing(groups: list[ProcessGroup]) -> None:
+    """End what the error has left open in this thread, which would run no later collective."""
+    from .. import c10d
+
+    for group in groups:
+        c10d.close_coalescing(group)
 
 
 def _tell_peers(error: BaseException, groups: list[ProcessGroup]) -> None:

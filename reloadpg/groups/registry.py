@@ -1,4 +1,4 @@
-"""The mutable state of the groups in this process: the installation, and what it left alone.
+"""The mutable state of the groups in this process: the installation, and what it bypasses.
 
 It has no list of managed groups: a managed group is a proxy in c10d's tables. So a destroyed group
 is no longer managed, and a proxy without other references is not kept alive.

@@ -150,6 +150,7 @@ def _options(
     recoverable: bool = False,
 ) -> Options:
     """Return the given options, completed by those of the environment."""
+    c10d.refuse_missing("install", nothing="installed")  # they name torch's backends
     read = {"strategy": "recreate", "timeout": timedelta(minutes=5), **options_of(environ)}
     selection = Selection.of(
         read.get("backends") if backends is None else backends,
@@ -204,7 +205,6 @@ def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
                 "changed. Call reloadpg.uninstall() first, or install once with the options that "
                 "the whole program needs."
             )
-        c10d.refuse_missing("install", nothing="installed")
         if obstacle := c10d.torchcomms_obstacle():
             raise InvalidOptionError(f"install: {obstacle}. Nothing was installed.")
         variables = _recovery_variables(options) if options.recoverable else {}

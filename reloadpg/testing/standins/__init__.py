@@ -254,7 +254,7 @@ def communicators() -> int:
 def pinned_bytes() -> int:
     """Pinned host memory that suspended communicators of this process hold, in bytes. Local.
 
-    With NVIDIA's host code: all pinned host memory of that code.
+    With NVIDIA's host code: all pinned host memory of the process.
     """
     _own_job()
     pinned = ctypes.CDLL(None).standin_pinned_bytes

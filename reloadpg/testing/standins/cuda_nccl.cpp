@@ -5,11 +5,11 @@
 // counted as memory of its device. Kernels are not run.
 
 #include <fcntl.h>
+#include <strings.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -44,7 +44,6 @@ struct Allocation {
 std::mutex g_mutex;  // protects the following
 std::map<char*, std::pair<size_t, Allocation*>> g_ranges;
 std::map<char*, size_t> g_reservations;
-std::atomic<long> g_host_bytes{0};
 
 Allocation* allocation(uint64_t handle) { return reinterpret_cast<Allocation*>(handle); }
 
@@ -53,7 +52,7 @@ void release(Allocation* it) {  // with g_mutex
   munmap(it->mapping, it->size);
   if (!it->path.empty()) unlink(it->path.c_str());
   if (it->counted && it->on_device()) standin_take(it->properties.location.id, -long(it->size));
-  if (it->counted && !it->on_device()) g_host_bytes -= it->size;
+  if (it->counted && !it->on_device()) standin_pin(-long(it->size));
   delete it;
 }
 
@@ -85,7 +84,7 @@ int create_allocation(uint64_t* handle, size_t size, CUmemAllocationProp propert
     return cudaErrorMemoryAllocation;
   }
   it->counted = counted;
-  if (counted && !device) g_host_bytes += size;
+  if (counted && !device) standin_pin(size);
   *handle = reinterpret_cast<uint64_t>(it);
   return 0;
 }
@@ -361,11 +360,18 @@ EXPORT void* standin_driver_function(const char* name) {  // null: torch's behav
   return wanted && found != functions().end() ? found->second : nullptr;
 }
 
-EXPORT long standin_host_bytes() { return g_host_bytes; }
-
 // ---- functions of the runtime ----
 
 EXPORT cudaError_t cudaDeviceSetLimit(int, size_t) { return cudaSuccess; }
+
+EXPORT cudaError_t cudaDeviceGetByPCIBusId(int* device, const char* id) {
+  for (int index = 0; standin_physical_device(index) >= 0; index++)
+    if (!strcasecmp(id, standin::pci_bus_id(standin_physical_device(index)).c_str())) {
+      *device = index;
+      return cudaSuccess;
+    }
+  return cudaErrorInvalidDevice;
+}
 
 EXPORT cudaError_t cudaHostGetDevicePointer(void** pointer, void* host, unsigned) {
   *pointer = host;

@@ -343,6 +343,11 @@ struct CUuserObject_st {
 EXPORT const char* standin_job() { return process().job.c_str(); }
 EXPORT bool standin_alive(int pid) { return start_time(pid) != 0; }
 
+EXPORT long standin_pin(long bytes) {
+  static std::atomic<long> pinned{0};
+  return pinned += bytes;
+}
+
 EXPORT int standin_physical_device(int device) {
   Device* found = find_device(device);
   return found ? found->physical : -1;
@@ -576,6 +581,8 @@ cudaError_t release(void* pointer) {
   munmap(pointer, block.size);
   if (block.type == cudaMemoryTypeDevice)
     find_device(block.device)->take(-static_cast<long>(block.size));
+  else
+    standin_pin(-static_cast<long>(block.size));
   return cudaSuccess;
 }
 
@@ -652,6 +659,7 @@ EXPORT cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned) {
   size = size ? size : 1;
   *pointer = map_pages(size);
   if (!*pointer) return fail(cudaErrorMemoryAllocation);
+  standin_pin(size);
   remember(*pointer, {size, t_device, cudaMemoryTypeHost});
   return cudaSuccess;
 }

@@ -15,6 +15,7 @@ EXPORT bool standin_alive(int pid);  // whether a process exists and is not a zo
 EXPORT int standin_physical_device(int device);  // its number without CUDA_VISIBLE_DEVICES
 EXPORT bool standin_has_context(int device);
 EXPORT bool standin_take(int device, long bytes);  // allocate device memory; false if none is left
+EXPORT long standin_pin(long bytes);  // count allocated host memory; returns the process's
 EXPORT void standin_enqueue(cudaStream_t stream, std::function<void()>* operation);
 EXPORT bool standin_capturing(cudaStream_t stream);
 EXPORT void standin_keep_with_graph(cudaStream_t stream, const std::shared_ptr<void>& object);
@@ -23,7 +24,6 @@ EXPORT void standin_remember(void* pointer, size_t size, int device, bool on_dev
 EXPORT void standin_forget(void* pointer);
 EXPORT bool standin_block(void* pointer, void** start, size_t* size, int* device, bool* on_device);
 EXPORT void* standin_driver_function(const char* name);  // that NVIDIA's NCCL uses; or null
-EXPORT long standin_host_bytes();  // pinned host memory of that code
 
 namespace standin {
 

@@ -632,7 +632,7 @@ EXPORT int standin_communicators() {
 }
 
 EXPORT long standin_pinned_bytes() {
-  return host_code::given() ? standin_host_bytes() : standin::pinned().load();
+  return host_code::given() ? standin_pin(0) : standin::pinned().load();
 }
 
 EXPORT ncclResult_t ncclGetVersion(int* version) {
