@@ -453,6 +453,7 @@ class Status:
         kept: communicators of a rollout engine in this process that are no process groups, by name,
             with what frees their memory: an offload leaves them as they are.
         borrowed: what other code holds of the reloadable groups; see :class:`Borrowed`.
+        off: whether nothing is installed because of ``RELOADPG=off``.
     """
 
     installed: bool
@@ -475,6 +476,7 @@ class Status:
     sets: Mapping[str, SetStatus] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
     borrowed: tuple[Borrowed, ...] = ()
+    off: bool = False
 
     @property
     def memory_bytes(self) -> int | None:

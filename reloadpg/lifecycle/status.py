@@ -68,6 +68,7 @@ def status() -> Status:
         sets=_sets(job, shown),
         kept=communicators(),
         borrowed=borrowed(groups),
+        off=registry.off,
     )
 
 
