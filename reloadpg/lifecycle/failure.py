@@ -127,4 +127,8 @@ def await_unfinished(op: Operation, job: Job) -> None:
 
     if destroying:
         names = ", ".join(dict.fromkeys(one.group for one in destroying))
-        op.do("enter", wait, f"waiting for communicators that are still being destroyed: {names}")
+        op.do(
+            op.round.phase,
+            wait,
+            f"waiting for communicators that are still being destroyed: {names}",
+        )

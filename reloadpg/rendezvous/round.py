@@ -20,12 +20,19 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 
 from .. import c10d
-from ..errors import GRACE, ReloadpgError, RendezvousTimeoutError, named_ranks
+from ..errors import (
+    GRACE,
+    PeerFailedError,
+    ReloadpgError,
+    RendezvousTimeoutError,
+    named_ranks,
+)
 from .decision import Decision, store_lost, store_silent
 from .peers import Peers
 from .plan import Plan, Proposal
 from .predecessor import LOST, Predecessor, process_mark
 from .protocol import (
+    ENTER,
     Arrive,
     Close,
     Command,
@@ -500,11 +507,13 @@ class Round:
         share = 0 if rendezvous.alone else plan.contribution(rendezvous.rank, rendezvous.size)
         arrival = Arrive(plan.to_json(), share, tuple(proposals), extends)
         barrier = self._state
+        if barrier.strayed and self._can_align(phase):
+            self._align(barrier)
         while True:
             try:
                 decision = self.barrier(phase, arrival)
                 break
-            except RendezvousTimeoutError:
+            except (RendezvousTimeoutError, PeerFailedError):
                 if not self._catch_up(barrier):
                     raise
         if not decision.proposed or not subjects:
@@ -593,7 +602,7 @@ class Round:
                 if not rendezvous.alone:
                     rendezvous.drive(Poll(seen - reported), wait)
                     reported = seen
-                    if self._state.decision.kind:
+                    if self._state.decision.kind and not self._state.decision.aligns:
                         self._conclude(phase, doing())
                 wait.log(doing)
                 if wait.left == 0 and self._advanced == seen:
@@ -691,19 +700,58 @@ class Round:
             seconds = rendezvous.grace_s + rendezvous.rank.bit_length() * rendezvous.pause_s / 5
             rendezvous.drive(event, Wait(self.operation, seconds, self.phase))
 
+    def _can_align(self, phase: str) -> bool:
+        """Whether this barrier can be reached in a new epoch. A recovery begins one itself."""
+        return phase == ENTER and self.operation != "recover"
+
+    def _align(self, barrier: State) -> bool:
+        """Begin this operation in a new epoch, in which all ranks count from the same number.
+
+        Returns False if other ranks wait for this one in a recovery.
+        """
+        event = Recover(
+            self.operation,
+            "",
+            barrier.phases,
+            False,
+            aligns=True,
+            insists=barrier.strayed and self._epoch == barrier.epoch,  # once
+            optional=barrier.optional,
+        )
+        wait = Wait(self.operation, min(self.seconds, _REQUEST_S), ENTER)
+        try:
+            self._rendezvous.drive(event, wait)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._rendezvous.cancel_recovery(error)
+            raise
+        if self._state.epoch == self._epoch:
+            return False
+        self._rendezvous.peers.forget()
+        self._move()
+        return True
+
+    def _move(self) -> None:
+        """Continue in the operation to which the state has moved."""
+        self._epoch, self.sequence = self._state.epoch, self._state.sequence
+        self._ended, self.decision = False, None
+
     def _catch_up(self, barrier: State) -> bool:
         """Move to the operation that the others have begun, if this rank missed this one.
 
         Otherwise it would stay one behind. Nothing was changed. Returns whether it has moved.
         """
         decision = self.decision
+        ends = decision is not None and decision.kind == "recover"
+        if ends and self._can_align(barrier.phases[0]):
+            return self._align(barrier)  # unless that recovery goes on, it has ended
         if decision is None or self._rendezvous.rank not in decision.missing:
             return False
         event = Next(barrier.phases, barrier.optional)
         self._rendezvous.drive(event, Wait(self.operation, _NEXT_S, self.phase))
         if self._state.sequence == self.sequence:
-            return False
-        self.sequence, self._ended, self.decision = self._state.sequence, False, None
+            return self._state.strayed and self._align(barrier)
+        self._move()
         return True
 
 
