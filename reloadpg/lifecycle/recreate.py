@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 
 from .. import c10d
+from ..errors import ReloadpgError
 from ..groups.creation import Construction
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.registry import Job, Unfinished, registry
@@ -284,7 +285,11 @@ def abort(
             group.release_kept()
     started = []
     for group, (shown, parts) in list(job.doomed.items()):
-        one = Unfinished(shown, Task(lambda parts=parts: _abort(parts), "abort"))  # type: ignore[misc]
+        try:
+            task = Task(lambda parts=parts: _abort(parts), "abort")  # type: ignore[misc]
+        except ReloadpgError:  # no thread can be started: the next operation tries again
+            break
+        one = Unfinished(shown, task)
         job.unfinished.append(one)
         started.append(one)
         job.doomed.pop(group, None)  # an abandoned thread may have destroyed it

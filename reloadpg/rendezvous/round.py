@@ -174,7 +174,11 @@ class Rendezvous:
             self._give_up_joining()
 
     def connect_ahead(self) -> list[Task[Store]]:
-        """Connect to the store in the background, and count this job if needed. Local."""
+        """Connect to the store in the background, and count this job if needed. Local.
+
+        Also starts the thread with which this rank notifies the others if it can start no other.
+        """
+        self._client.reserve()
         return [] if self.alone else [self._client.connect()]
 
     def end(self) -> None:
@@ -251,6 +255,7 @@ class Rendezvous:
             ReloadpgError: this process has to rejoin the job first.
         """
         self.check_rejoined(operation)
+        self._client.reserve()
         with self._stepping:
             self.state = self.state.open(tuple(phases), tuple(optional))
         return Round(self, operation, seconds)
