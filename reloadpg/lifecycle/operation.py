@@ -154,6 +154,11 @@ class Operation:
                     self._reserved.append(group)
                     group.reserve(under_way)
 
+    def reserve_all(self) -> None:
+        """Reserve the groups that a reload has only now released."""
+        if self._under_way is not None:
+            self.reserve(self._under_way)
+
     def _saves(self) -> dict[futures.Future[object], ProcessGroup]:
         """The asynchronous saves on groups whose backend of the CPU will be released. Local."""
         groups = self.changes.groups if self.name == "offload" else []
@@ -224,8 +229,7 @@ class Operation:
             doing = f"waiting for an async_save of a checkpoint that uses {names}"
             with self.record.timed("saves"):
                 self.do(phase, partial(futures.wait, saves), doing)
-            if self._under_way is not None:
-                self.reserve(self._under_way)
+            self.reserve_all()
 
     def do(self, phase: str, work: Callable[[], object], doing: str) -> None:
         """Run blocking work before a barrier; see :meth:`Round.run`."""
