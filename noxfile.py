@@ -151,7 +151,10 @@ def frameworks(session: nox.Session) -> None:
     session.install(*pins, *verl_imports, "torchft")
     session.run(
         *("python", "-m", "pytest", "-m", "frameworks", "-n", "0", *session.posargs),
-        *(f"tests/frameworks/test_{name}.py" for name in ("hooks", "verl", "torchft")),
+        *(
+            f"tests/frameworks/test_{name}.py"
+            for name in ("hooks", "verl", "torchft", "ends_asleep")
+        ),
         env={"TEST_FRAMEWORKS_TABLE": "docs/frameworks.md"},
     )
 

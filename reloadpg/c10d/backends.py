@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -201,14 +202,17 @@ def suspend_obstacle(backend: CppBackend) -> str:
         return _cumem_obstacle()  # a backend in Python that implements suspend
     if not name.startswith("nccl"):
         return f"backend {name} cannot suspend its communicators"
+    library = _nccl()
     version = nccl_version()
-    if version is not None and version < (2, 29, 7):
+    if version is not None and version < (2, 29, 7) and not _can_suspend(library):
         shown = ".".join(map(str, version))
         return f"NCCL {shown} cannot suspend communicators (2.29.7 and later)"
     if os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING", "0") not in ("", "0"):
         return "TORCH_NCCL_USE_COMM_NONBLOCKING is set: such communicators cannot be suspended"
-    if _nccl() is None:
+    if library is None:
         return "the NCCL library that torch uses is not found in this process"
+    if not _can_suspend(library):
+        return f"{library._name} has no ncclCommSuspend"
     return _cumem_obstacle()
 
 
@@ -252,14 +256,23 @@ def _call_nccl(name: str, backend: CppBackend, *arguments: Any) -> None:
 
 def _nccl() -> ctypes.CDLL | None:
     """The NCCL library that torch has loaded; None if it is linked statically, or missing."""
-    try:
-        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-    except (OSError, AttributeError):
-        return None
-    number = ctypes.c_int()
-    library.ncclGetVersion(ctypes.byref(number))
-    major, rest = divmod(number.value, 10000)
-    return library if (major, rest // 100, rest % 100) == nccl_version() else None
+    for name in _LIBRARIES:
+        with suppress(OSError, AttributeError):
+            library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            number = ctypes.c_int()
+            library.ncclGetVersion(ctypes.byref(number))
+            major, rest = divmod(number.value, 10000)
+            if (major, rest // 100, rest % 100) == nccl_version():
+                return library
+    return None
+
+
+_LIBRARIES = ("libnccl.so.2", "librccl.so.1")
+"""NCCL, and AMD's RCCL, which has the same functions (rocm-systems#5582; not run)."""
+
+
+def _can_suspend(library: ctypes.CDLL | None) -> bool:
+    return library is not None and hasattr(library, "ncclCommSuspend")
 
 
 def nccl_version() -> tuple[int, ...] | None:
@@ -272,9 +285,33 @@ def nccl_version() -> tuple[int, ...] | None:
 
 
 def _cumem_obstacle() -> str:
-    if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
-        return "NCCL_CUMEM_ENABLE=0 makes a suspend release nothing"
-    return ""
+    value, where = nccl_settings(os.environ).get("NCCL_CUMEM_ENABLE", ("", ""))
+    return f"NCCL_CUMEM_ENABLE=0 in {where} makes a suspend release nothing" * (value == "0")
+
+
+def nccl_settings(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Settings of NCCL with their origin; environment variables take precedence over files. Local.
+
+    NCCL reads the file named by ``NCCL_CONF_FILE``, or else ``~/.nccl.conf``, and then
+    ``/etc/nccl.conf``; the first value of a name counts. It reads them once per process, and so
+    does this function.
+    """
+    prefixes = ("NCCL_", "TORCH_NCCL_")
+    found = {n: (v, "the environment") for n, v in environ.items() if n.startswith(prefixes)}
+    return {**_settings_of_files(environ.get("HOME"), environ.get("NCCL_CONF_FILE")), **found}
+
+
+@lru_cache
+def _settings_of_files(home: str | None, named: str | None) -> dict[str, tuple[str, str]]:
+    found: dict[str, tuple[str, str]] = {}
+    own = named or (os.path.join(home, ".nccl.conf") if home else "")
+    for path in filter(None, (own, "/etc/nccl.conf")):
+        with suppress(OSError), open(path, errors="replace") as file:
+            for line in file:
+                name, equals, value = line.partition("=")
+                if equals and not name.lstrip().startswith("#"):
+                    found.setdefault(name.strip(), (value.strip(), path))
+    return found
 
 
 def is_communication_error(error: BaseException) -> bool:

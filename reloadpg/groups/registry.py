@@ -32,6 +32,7 @@ class Options:
     timeout: timedelta
     parallelism: int | None = None
     recoverable: bool = False
+    borrowed: str = "suspend"
 
     @property
     def threads(self) -> int:
@@ -52,6 +53,7 @@ class Options:
             "exclude": list(selection.exclude),
             "sets": dict(selection.sets),
             "recoverable": self.recoverable,
+            "borrowed": self.borrowed,
         }
 
 

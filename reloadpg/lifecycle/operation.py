@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..errors import NotInstalledError, RebuildError, ReleaseError, ReloadpgError
+from ..groups.borrowed import lend
 from ..groups.creation import HANDED_OVER
 from ..groups.offloaded import UnderWay
 from ..groups.proxy import ReloadableProcessGroup
@@ -153,6 +154,11 @@ class Operation:
                     self._reserved.append(group)
                     group.reserve(under_way)
 
+    def reserve_all(self) -> None:
+        """Reserve the groups that a reload has only now released."""
+        if self._under_way is not None:
+            self.reserve(self._under_way)
+
     def _saves(self) -> dict[futures.Future[object], ProcessGroup]:
         """The asynchronous saves on groups whose backend of the CPU will be released. Local."""
         groups = self.changes.groups if self.name == "offload" else []
@@ -223,8 +229,7 @@ class Operation:
             doing = f"waiting for an async_save of a checkpoint that uses {names}"
             with self.record.timed("saves"):
                 self.do(phase, partial(futures.wait, saves), doing)
-            if self._under_way is not None:
-                self.reserve(self._under_way)
+            self.reserve_all()
 
     def do(self, phase: str, work: Callable[[], object], doing: str) -> None:
         """Run blocking work before a barrier; see :meth:`Round.run`."""
@@ -303,6 +308,27 @@ class Operation:
     def due(self, callbacks: Sequence[Callback]) -> list[Callback]:
         """Return the callbacks that were registered for a set of this operation."""
         return [one for one in callbacks if self.changes.concerned.overlaps(one.sets)]
+
+    def of_generations(
+        self, groups: Sequence[ReloadableProcessGroup], moment: str
+    ) -> list[Callback]:
+        """Return the calls of ``on_generation`` for these groups, in the order that members share.
+
+        Args:
+            groups: the groups.
+            moment: ``before`` their generations end, or ``after`` the next ones are live.
+        """
+
+        def call(function: Callable[..., object], group: ReloadableProcessGroup) -> None:
+            if group.is_live:  # an earlier callback may have destroyed it
+                function(group, lend(group))
+
+        return [
+            Callback(f"{one.name} for {group!r}", partial(call, function, group), ALL)
+            for group in groups
+            for one in callbacks.of_generations(group)
+            if (function := getattr(one, moment)) is not None
+        ]
 
     def call(self, callbacks: Sequence[Callback]) -> None:
         """Call user callbacks in the caller's thread; an error names the callback."""

@@ -31,6 +31,9 @@ OTHERS = {
     "_groups": "vLLM and SGLang",
     "_suspended": "vLLM",
     "_comm": "vLLM and SGLang",
+    "_lent": "a slot of this library",
+    "_pybind11_conduit_v1_": "pybind11",
+    "_storage": "DeepEP",
     "_query_collect_info": "verl",
     "_query_dispatch_info": "verl",
     "_self_wrapper": "wrapt",
@@ -45,7 +48,13 @@ OTHERS = {
 }
 """Strings and names that are not private names of torch, and whose they are."""
 
-GROUPS = {"groups/dispatch.py", "groups/offloaded.py", "groups/proxy.py", "testing/_sim_group.py"}
+GROUPS = {
+    "groups/borrowed.py",
+    "groups/dispatch.py",
+    "groups/offloaded.py",
+    "groups/proxy.py",
+    "testing/_sim_group.py",
+}
 """Modules with classes that are groups or backends, which define methods with torch's names."""
 
 

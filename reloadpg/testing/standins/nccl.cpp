@@ -11,6 +11,7 @@
 // ncclInvalidUsage, where NCCL hangs or mixes up the data; a process may abort an operation that
 // has not reached the head of its stream after two seconds.
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/mman.h>
@@ -158,6 +159,8 @@ bool read_memory(int process, void* to, const void* from, size_t size) {
 // ---- communicators ----
 
 struct ncclComm {
+  // What programs get: never used again, so that a released communicator is not taken for another.
+  const ncclComm* handle = static_cast<ncclComm*>(malloc(1));
   int rank = 0, size = 0, device = 0;
   bool blocking = true;
   std::string id, name;
@@ -181,6 +184,7 @@ struct ncclComm {
   // The communicator of NVIDIA's host code, if that is given; its own memory is then all there is.
   std::atomic<ncclComm_t> real{nullptr};
   std::function<ncclResult_t(ncclComm_t*)> create_real;
+  std::atomic<bool> real_ends[2] = {{false}, {false}};  // a destroy, an abort has begun
   std::set<std::pair<int, int>> forwarded;  // kinds of operations, and peers, that it has had
 
   standin::Footprint footprint{};
@@ -241,10 +245,43 @@ void log(const ncclComm* comm, const char* format, ...) {
   close(file);
 }
 
-Comm find(const ncclComm* comm) {  // null, with the error set, if it does not exist
-  Lock lock(comms_mutex());
-  auto found = comms().find(comm);
-  if (found != comms().end()) return found->second;
+std::map<const ncclComm*, std::string>& released() {  // handles of this process, with their names
+  static auto& object = *new std::map<const ncclComm*, std::string>;
+  return object;
+}
+
+// Write a use of a released communicator, with the Python stack of the caller, to the job's file
+// `released`. Threads without Python, such as the watchdogs of torch, are not recorded: they check
+// for an abort and call NCCL in two steps.
+void record_use(const ncclComm* comm, const char* call, const std::string& name) {
+  using State = void* (*)();
+  using Dump = void (*)(int, void*);
+  auto state_of_thread = reinterpret_cast<State>(dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState"));
+  auto dump = reinterpret_cast<Dump>(dlsym(RTLD_DEFAULT, "_Py_DumpTraceback"));
+  void* state = state_of_thread ? state_of_thread() : nullptr;
+  if (!state) return;
+  std::string path = std::string(standin_job()) + "/released";
+  int file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+  if (file < 0) return;
+  static auto& writing = *new std::mutex;
+  Lock lock(writing);
+  dprintf(file, "rank %d, pid %d: %s uses communicator %s after its release\n", global_rank(),
+          getpid(), call, name.c_str());
+  if (dump) dump(file, state);
+  close(file);
+}
+
+// Null, with the error set, if it does not exist. `call` is the function of NCCL.
+Comm find(const ncclComm* comm, const char* call = __builtin_FUNCTION()) {
+  std::string name;
+  {
+    Lock lock(comms_mutex());
+    auto found = comms().find(comm);
+    if (found != comms().end()) return found->second;
+    auto gone = released().find(comm);
+    if (gone != released().end()) name = gone->second;
+  }
+  if (!name.empty()) record_use(comm, call, name);
   t_last_error = "no such communicator; it may have been destroyed";
   return nullptr;
 }
@@ -344,12 +381,13 @@ ncclResult_t create_real(ncclComm* comm) {
   return real_failed(result, nullptr);
 }
 
-// The first thread that ends a communicator ends the one of NVIDIA's code.
+// One abort ends a destroy that waits in another thread; that destroy then frees the communicator.
 ncclResult_t end_real(ncclComm* comm, bool abort) {
-  ncclComm_t real = comm->real.exchange(nullptr);
-  if (!real) return ncclSuccess;
+  ncclComm_t real = comm->real;
+  if (!real || comm->real_ends[abort].exchange(true)) return ncclSuccess;
   ncclResult_t result = host_code::call(abort ? "ncclCommAbort" : "ncclCommDestroy", real);
   log(comm, "NVIDIA's %s: %d", abort ? "ncclCommAbort" : "ncclCommDestroy", result);
+  if (!abort || !comm->real_ends[false]) comm->real = nullptr;
   return result == ncclInProgress ? ncclSuccess : real_failed(result, nullptr);
 }
 
@@ -406,15 +444,16 @@ bool move_to_host(ncclComm* comm, long bytes) {
   return true;
 }
 
-void give_back_memory(ncclComm* comm, bool abort) {
-  long device = comm->bytes - comm->pinned, host = comm->pinned;
-  if (comm->suspended && !abort) {  // as NCCL, which leaves this behind
-    device -= std::min(device, standin::kDestroyedSuspended);
-    host -= std::min(host, standin::kDestroyedSuspendedPinned);
+void give_back_memory(ncclComm* comm) {
+  long device = comm->bytes - comm->pinned, host = comm->pinned + comm->footprint.pinned;
+  if (comm->suspended) {  // as NCCL, which leaves this behind
+    device -= std::min(device, standin::kLeftSuspended);
+    host = comm->pinned;
+    standin::left() += standin::kLeftSuspended;
   }
   if (device) standin_take(comm->device, -device);
   standin::pinned() -= host;
-  comm->bytes = comm->pinned = 0;
+  comm->bytes = comm->pinned = comm->footprint.pinned = 0;
   comm->shm.remove();
 }
 
@@ -467,15 +506,16 @@ ncclResult_t start(const Comm& comm, int creator) {
   if (!result) result = create_real(comm.get());
   if (!host_code::given()) {
     comm->footprint = standin::footprint(comm->size);
+    standin::pinned() += comm->footprint.pinned;
     standin::keep_ras();
-    if (!result) comm->shm.create();
+    if (!result && comm->footprint.network) comm->shm.create();
   }
   if (!result && !take(comm.get(), comm->footprint.init))
     result = fail(ncclUnhandledCudaError, kOutOfMemory);
   else if (!result) result = meet_members(comm, creator);
   if (result) {
     end_real(comm.get(), true);
-    give_back_memory(comm.get(), true);
+    give_back_memory(comm.get());
     if (comm->shared) comm->me().presence = kAborted;
     Lock lock(comm->mutex);
     comm->error = t_last_error;
@@ -487,7 +527,8 @@ ncclResult_t start(const Comm& comm, int creator) {
 
 void forget(const Comm& comm) {
   Lock lock(comms_mutex());
-  comms().erase(comm.get());
+  comms().erase(comm->handle);
+  released()[comm->handle] = comm->id + " (" + comm->name + ")";
 }
 
 // Create a communicator by prepare(), which may wait and which maps the file, and start().
@@ -495,9 +536,9 @@ ncclResult_t create(const Comm& comm, int creator, ncclComm_t* out,
                     std::function<ncclResult_t()> prepare) {
   {
     Lock lock(comms_mutex());
-    comms()[comm.get()] = comm;
+    comms()[comm->handle] = comm;
   }
-  *out = comm.get();
+  *out = const_cast<ncclComm*>(comm->handle);
   if (!comm->blocking) {
     comm->state = ncclInProgress;
     comm->starter = std::thread([comm, creator, prepare] {
@@ -617,7 +658,7 @@ ncclResult_t end(const Comm& comm, bool abort) {
     }
   }
   if (comm->ended.exchange(true)) return ncclSuccess;  // another thread has ended it
-  give_back_memory(comm.get(), abort);
+  give_back_memory(comm.get());
   comm->shares = nullptr;
   forget(comm);
   log(comm.get(), abort ? "aborted" : "destroyed");
@@ -630,6 +671,8 @@ EXPORT int standin_communicators() {
   Lock lock(comms_mutex());
   return comms().size();
 }
+
+EXPORT long standin_left_bytes() { return standin::left(); }
 
 EXPORT long standin_pinned_bytes() {
   return host_code::given() ? standin_pin(0) : standin::pinned().load();
@@ -1269,7 +1312,7 @@ ncclResult_t launch_pending() {
 }
 
 ncclResult_t usable(ncclComm_t handle, const char* call, Comm* comm) {
-  *comm = find(handle);
+  *comm = find(handle, call);
   if (!*comm) return ncclInvalidArgument;
   if ((*comm)->suspended) return fail(ncclInvalidUsage, "the communicator is suspended");
   if ((*comm)->aborted) return fail(ncclInvalidUsage, "the communicator was aborted or revoked");
