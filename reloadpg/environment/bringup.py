@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from .. import c10d
-from ..errors import InvalidOptionError, ReloadpgError, as_timedelta, named_ranks
+from ..errors import InvalidOptionError, ReloadpgError, as_flag, as_timedelta, named_ranks
 from ..groups.registry import registry
 from ..lifecycle.connect import Connect, sum_ranks, validate
 from ..observability.logs import name_rank_in_records
@@ -145,6 +145,8 @@ def init_distributed(
     init_timeout = as_timedelta(init_timeout, "init_timeout")
     settings = validate_network(network)
     validate(connect, "init_distributed")
+    adopt, stream = as_flag(adopt, "adopt"), as_flag(stream, "stream")
+    first_device = as_flag(external_gpu_device_mapping, "external_gpu_device_mapping")
     if seed is not None:
         seed_for(seed, {}, {}, ())
     if store is not None and not isinstance(store, Store):
@@ -167,7 +169,7 @@ def init_distributed(
     else:
         environment = identify(os.environ).environment(has_store=store is not None)
         sizes = None if mesh_dims is None else resolve_mesh_dims(mesh_dims, environment.world_size)
-        local_rank = 0 if external_gpu_device_mapping else environment.local_rank
+        local_rank = 0 if first_device else environment.local_rank
         placement = choose_placement(backend, device, device_id, local_rank)
         used = placement.device
         if environment.world_size > 1:

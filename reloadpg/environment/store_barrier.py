@@ -221,7 +221,7 @@ def _in_job_ranks(group: ProcessGroup | None, what: str) -> Iterator[None]:
     try:
         yield
     except RendezvousTimeoutError as error:
-        members = dist.get_process_group_ranks(group)
+        members = tuple(map(int, dist.get_process_group_ranks(group)))
         if not error.missing:  # the store itself did not respond
             raise
         missing = [members[rank] for rank in error.missing]

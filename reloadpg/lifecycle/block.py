@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from ..errors import InvalidOptionError
+from ..errors import InvalidOptionError, as_flag
 from ..groups.decorating import Decorator
 from ..groups.registry import registry
 from ..groups.sets import Chosen, SetStates
@@ -65,7 +65,8 @@ class offloaded(_Blocks):  # noqa: N801 - used like a function
         super().__init__()
         self._chosen = Chosen.of(sets, "offloaded")
         validate(connect)
-        self._collect, self._connect = collect, connect
+        self._collect = as_flag(collect, "offloaded(collect)", "nothing was changed")
+        self._connect = connect
 
     def __enter__(self) -> Report:
         block = Block(self._chosen)

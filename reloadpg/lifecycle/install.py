@@ -15,6 +15,8 @@ from .. import _TESTED_TORCH, c10d
 from ..errors import (
     InvalidOptionError,
     PatchConflictError,
+    as_flag,
+    as_integer,
     as_timedelta,
     counted,
     refuse_unknown_variables,
@@ -159,14 +161,14 @@ def _options(
     policy = StrategyPolicy.of(read["strategy"] if strategy is None else strategy)
     limit = read["timeout"] if timeout is None else timeout
     limit = as_timedelta(limit, "timeout", "nothing was installed")
-    if parallelism is not None and (
-        isinstance(parallelism, bool) or not isinstance(parallelism, int) or parallelism < 1
-    ):
+    threads = None if parallelism is None else as_integer(parallelism)
+    if parallelism is not None and (threads is None or threads < 1):
         raise InvalidOptionError(
             f"install(parallelism={parallelism!r}): not a positive number; nothing was installed. "
             "Pass 1 to release groups one after the other."
         )
-    return Options(selection, policy, limit, parallelism, recoverable)
+    recoverable = as_flag(recoverable, "recoverable", "nothing was installed")
+    return Options(selection, policy, limit, threads, recoverable)
 
 
 def _install(options: Options, *, by_environment: bool) -> Installation:

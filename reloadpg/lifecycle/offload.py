@@ -9,6 +9,7 @@ from typing import Literal, overload
 
 from .. import c10d
 from ..c10d import devices, release_cautions
+from ..errors import as_flag
 from ..groups.registry import Job, registry
 from ..groups.sets import ALL, Chosen
 from .failure import await_unfinished, perform
@@ -71,6 +72,10 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
         torch.distributed.DistBackendError: a collective was aborted on this rank, so its results
             are wrong; nothing was changed. Call :func:`recover`.
     """
+    collect, wait = (
+        as_flag(value, f"offload({name})", "nothing was changed")
+        for name, value in (("collect", collect), ("wait", wait))
+    )
     op = Operation("offload", Chosen.of(sets, "offload"))
     return release(op, collect) if wait else Pending(op, partial(release, collect=collect))
 

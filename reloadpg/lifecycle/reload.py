@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal, overload
 
 from ..c10d import devices
+from ..errors import as_flag
 from ..groups.proxy import GroupState
 from ..groups.registry import Job, registry
 from ..groups.sets import Chosen
@@ -65,6 +66,7 @@ def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Rep
         InvalidOptionError: the value of ``connect`` is unknown.
     """
     validate(connect)
+    wait = as_flag(wait, "reload(wait)", "nothing was changed")
     op = Operation("reload", Chosen.of(sets, "reload"))
     return restore(op, connect) if wait else Pending(op, partial(restore, how=connect))
 

@@ -28,6 +28,7 @@ from ..errors import (
     ReleaseError,
     ReloadpgError,
     RendezvousTimeoutError,
+    as_integer,
     counted,
 )
 from ..groups.proxy import ReloadableProcessGroup
@@ -137,12 +138,13 @@ def retrying(
             exception types, ``replicas`` are not ranks of the job, or an object of ``state`` cannot
             be reset. Nothing was started.
     """
-    if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
+    tries = as_integer(attempts)
+    if tries is None or tries < 1:
         raise InvalidOptionError(
             f"retrying(attempts={attempts!r}): not a positive number; nothing was started."
         )
     snapshot = None if state is None else Snapshot(state, replicas)
-    rules = _Rules(attempts, _read_on(on), seconds_of(timeout), snapshot)
+    rules = _Rules(tries, _read_on(on), seconds_of(timeout), snapshot)
     _warn_of_unused()
     return _steps(iter(items), rules)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import c10d
 from ..c10d import devices
-from ..errors import InvalidOptionError, ReloadpgError, format_ranks
+from ..errors import InvalidOptionError, ReloadpgError, as_integer, format_ranks
 from ..groups.registry import registry
 
 
@@ -110,13 +110,14 @@ class Snapshot:
 
 def _read_replicas(given: object) -> set[int]:
     known = range(dist.get_world_size() if dist.is_initialized() else sys.maxsize)
-    ranks: list[Any] = list(given) if isinstance(given, Iterable) else [None]
-    if not all(isinstance(one, int) and one in known for one in ranks):
+    ranks = [as_integer(one) for one in given] if isinstance(given, Iterable) else [None]
+    found = {one for one in ranks if one is not None and one in known}
+    if len(found) < len({*ranks}):
         raise InvalidOptionError(
             f"retrying(replicas={given!r}): not ranks of this job; nothing was started. Pass the "
             "global ranks that hold the same state as this one."
         )
-    return {*ranks}
+    return found
 
 
 def _lost(rank: int, same: set[int]) -> str:
