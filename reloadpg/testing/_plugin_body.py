@@ -21,10 +21,12 @@ from typing import Any, Literal, TypeVar
 
 import pytest
 
+from ..errors import as_flag, as_integer, as_names, as_timedelta
 from ..lifecycle.autoinstall import SWITCH
 
 RANKS = "ranks"
 PHASES = "reload_each_phase"
+POINT = "reload_point"
 
 T = TypeVar("T")
 
@@ -35,7 +37,8 @@ class RanksMark:
 
     Attributes:
         world_size: number of ranks.
-        timeout: seconds after which running ranks are ended and the test fails.
+        timeout: time after which running ranks are ended and the test fails; a timedelta, or
+            seconds.
         backend: backend of the default group that is created before the body and destroyed
             afterwards; None creates no group.
         env: variables set in the ranks; None removes one.
@@ -43,7 +46,7 @@ class RanksMark:
     """
 
     world_size: int
-    timeout: float | None = None
+    timeout: timedelta | float | None = None
     backend: str | None = None
     env: Mapping[str, str | None] | None = None
     preload: Sequence[str] = ()
@@ -52,12 +55,25 @@ class RanksMark:
     standins: bool | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.world_size, bool) or not isinstance(self.world_size, int):
+        size = as_integer(self.world_size)
+        if size is None:
             raise TypeError(f"world_size={self.world_size!r} is not a number of ranks")
-        if self.world_size < 1:
+        if size < 1:
             raise ValueError(f"world_size={self.world_size} must be at least 1")
-        if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout!r} must be positive seconds")
+        if self.timeout is not None:
+            as_timedelta(self.timeout, "timeout")
+        if not isinstance(self.backend, str | None):
+            raise TypeError(f"backend={self.backend!r} is not the name of a backend")
+        if not isinstance(self.env, Mapping | None):
+            raise TypeError(f"env={self.env!r} is not a mapping of variables to values")
+        if isinstance(self.preload, str) or as_names(self.preload) is None:
+            raise TypeError(f"preload={self.preload!r} is not a sequence of names of modules")
+        if self.start_method not in (None, "forkserver", "spawn"):
+            raise ValueError(f"start_method={self.start_method!r} is not 'forkserver' or 'spawn'")
+        if self.store not in ("parent", "rank0"):
+            raise ValueError(f"store={self.store!r} is not 'parent' or 'rank0'")
+        if self.standins is not None:
+            as_flag(self.standins, "standins")
 
 
 @dataclass(frozen=True)
@@ -74,6 +90,11 @@ class PhasesMark:
     every_group: bool = False
     options: Mapping[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        as_flag(self.every_group, "every_group")
+        if not isinstance(self.options, Mapping | None):
+            raise TypeError(f"options={self.options!r} is not a mapping of options of install")
+
 
 def mark_of(node: pytest.Item, kind: type[T]) -> T | None:
     """The test's mark of this kind; None if it has none."""
@@ -84,9 +105,10 @@ def mark_of(node: pytest.Item, kind: type[T]) -> T | None:
     try:
         return kind(*mark.args, **mark.kwargs)
     except (TypeError, ValueError) as error:
-        raise pytest.UsageError(
-            f"{node.nodeid}: the mark {name} cannot be used: {error}; nothing was run. Write for "
-            f"example @pytest.mark.{example}."
+        why = str(error).replace(f"{kind.__name__}.__init__()", "it").partition("; nothing")[0]
+        raise failed(
+            f"the mark {name} cannot be used: {why}; nothing was run. Write for example "
+            f"@pytest.mark.{example}."
         ) from None
 
 
@@ -100,6 +122,7 @@ class RankTest:
         fixtures: by name, in order, the settings of the plugin's fixtures to create in each rank.
         arguments: those of them that the function takes as arguments.
         phases: how to reload between phases; None for the unchanged run.
+        points: whether to reload only at the calls of ``reload_point``.
     """
 
     module: str
@@ -111,6 +134,7 @@ class RankTest:
     arguments: tuple[str, ...]
     backend: str | None
     phases: PhasesMark | None
+    points: bool
     timeout: float
 
 
@@ -126,7 +150,7 @@ def execute(test: RankTest, mark: RanksMark) -> None:
         try:
             pickle.dumps(value)
         except Exception as error:
-            raise _failed(
+            raise failed(
                 f"the argument {name!r} of a test on ranks cannot be pickled ({error}); nothing "
                 "was run. Create it in the body, or from plain values."
             ) from None
@@ -147,10 +171,10 @@ def execute(test: RankTest, mark: RanksMark) -> None:
         what = head.rpartition(" (")[0]  # without the advice for callers of run_ranks
         reloads = "" if test.phases is None else ", with reloads before each collective phase"
         # Not chained: otherwise pytest prints the ranks' output twice.
-        raise _failed(f"{what}{reloads}\n{details}") from None
+        raise failed(f"{what}{reloads}\n{details}") from None
     if len({how for how, _ in ends}) > 1:
         lines = [f"  rank {rank}: {how} {reason}" for rank, (how, reason) in enumerate(ends)]
-        raise _failed(
+        raise failed(
             "the ranks ended differently, but must have equal results:\n" + "\n".join(lines)
         )
     how, reason = ends[0]
@@ -175,7 +199,8 @@ def _compiled(file: str) -> bytes:
     return marshal.dumps(compile(tree, file, "exec", dont_inherit=True))
 
 
-def _failed(message: str) -> BaseException:
+def failed(message: str) -> BaseException:
+    """Return pytest's exception for a failure that is one message, without source."""
     return pytest.fail.Exception(message, pytrace=False)
 
 
@@ -185,14 +210,14 @@ def _failed(message: str) -> BaseException:
 
 def run_body(rank: int, world_size: int, test: RankTest, code: bytes) -> tuple[str, str]:
     """Run the test; return ``passed``, ``skipped`` or ``xfailed``, and the reason."""
-    made: dict[str, Any] = {"rank": rank, "world_size": world_size, "reload_point": lambda: None}
+    made: dict[str, Any] = {"rank": rank, "world_size": world_size, POINT: lambda: None}
     with ExitStack() as stack:
-        if test.phases is not None:
+        if test.phases is not None or test.points:
             from ._plugin_checks import reloading
 
             # Before the module is loaded: the collectives that it imports are wrapped then.
-            made["reload_point"] = stack.enter_context(
-                reloading(test.phases.every_group, test.phases.options, test.timeout)
+            made[POINT] = stack.enter_context(
+                reloading(test.phases, test.timeout, points=POINT in test.arguments)
             )
         function = _load(test, code)
         contexts = {}

@@ -29,12 +29,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Generator, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ._plugin_body import PHASES, RANKS, PhasesMark, RanksMark, RankTest, execute, mark_of
+from ..errors import as_timedelta
+from ._plugin_body import (
+    PHASES,
+    POINT,
+    RANKS,
+    PhasesMark,
+    RanksMark,
+    RankTest,
+    execute,
+    failed,
+    mark_of,
+)
 
 __all__ = [
     "assert_no_group_leaks",
@@ -166,12 +178,16 @@ def world_size(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def reload_point(request: pytest.FixtureRequest) -> Any:
-    """A function that offloads and reloads, for ``reload_each_phase``; call it on all ranks.
+    """A function that offloads and reloads; call it on all ranks, at least once.
 
-    For phases that the mark does not detect, since C++ starts their collectives (the backward pass
-    of DDP, functional collectives). In the unchanged run it does nothing.
+    Without the mark ``reload_each_phase``, each call is a cycle: the plugin installs the library
+    before the default group is created, with the groups of every backend, if the body does not. A
+    test that has reloaded no group fails.
+
+    With that mark, it adds phases that the mark does not detect, since C++ starts their collectives
+    (the backward pass of DDP, functional collectives). In the unchanged run it does nothing.
     """
-    return _only_in_ranks(request, "reload_point")
+    return _only_in_ranks(request, POINT)
 
 
 @pytest.fixture
@@ -221,6 +237,7 @@ def _rank_test(item: pytest.Function, mark: RanksMark) -> RankTest:
         arguments=tuple(name for name in in_ranks if name in parameters),
         backend=mark.backend,
         phases=mark_of(item, PhasesMark) if reloaded else None,
+        points=POINT in in_ranks and mark_of(item, PhasesMark) is None,
         timeout=_limit(item, mark.timeout),
     )
 
@@ -253,5 +270,14 @@ def _here_or_in_ranks(request: pytest.FixtureRequest, name: str) -> Iterator[Any
         yield value
 
 
-def _limit(node: pytest.Item, named: float | None) -> float:
-    return float(node.config.getini(_TIMEOUT)) if named is None else named
+def _limit(node: pytest.Item, named: timedelta | float | None) -> float:
+    """The time limit of a test on ranks, in seconds."""
+    given = str(node.config.getini(_TIMEOUT))
+    try:
+        value = float(given) if named is None else named
+        return as_timedelta(value, _TIMEOUT if named is None else "timeout").total_seconds()
+    except ValueError:
+        raise failed(
+            f"{_TIMEOUT} = {given} is not a number of seconds; nothing was run. Correct the ini "
+            "option."
+        ) from None
