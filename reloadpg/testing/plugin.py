@@ -27,7 +27,9 @@ test's module again but no ``conftest.py``; ``setup_method`` and similar are not
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Generator, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -60,6 +62,7 @@ __all__ = [
 _TIMEOUT = "reloadpg_timeout"
 _STANDINS = "reloadpg_standins"
 _RELOADED = "reloadpg_reloaded"
+_SURVIVAL = "--reloadpg-survival"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,7 +70,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(_TIMEOUT, "seconds that tests on ranks may take (reloadpg)", default="60")
     what = "run tests on ranks over stand-ins for CUDA and NCCL, without a GPU (reloadpg)"
     parser.addini(_STANDINS, what, type="bool", default=False)
-    parser.addoption("--reloadpg-standins", action="store_true", help=what)
+    group = parser.getgroup("reloadpg")
+    group.addoption("--reloadpg-standins", action="store_true", help=what)
+    group.addoption(
+        _SURVIVAL,
+        metavar="MODULE:FUNCTION",
+        help="test what must survive a reload, with the groups that this function creates, and "
+        "nothing else (reloadpg)",
+    )
+    group.addoption(
+        f"{_SURVIVAL}-ranks", type=int, default=2, metavar="N", help="on N ranks (default: 2)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -87,6 +100,33 @@ def pytest_configure(config: pytest.Config) -> None:
             standins.enable()
         except standins.StandinsError as error:
             raise pytest.UsageError(str(error)) from None
+    if named := config.getoption(_SURVIVAL):
+        _survival(config, str(named))
+
+
+def _survival(config: pytest.Config, named: str) -> None:
+    """Run the file of the survival tests only, with the function that the user named."""
+    ranks = config.getoption(f"{_SURVIVAL}-ranks")
+    if ranks < 1:
+        raise pytest.UsageError(f"{_SURVIVAL}-ranks {ranks}: must be at least 1; nothing was run.")
+    module, colon, name = named.partition(":")
+    try:
+        if not (module and colon and name):
+            raise ValueError("a module and a function are separated by a colon")
+        sys.path.insert(0, str(config.invocation_params.dir))  # as python -m pytest does
+        function = getattr(importlib.import_module(module), name)
+        if not callable(function):
+            raise TypeError(f"{name} is not a function")
+    except Exception as error:
+        raise pytest.UsageError(
+            f"{_SURVIVAL} {named}: {type(error).__name__}: {error}; nothing was run. Name a "
+            "function without arguments that creates the groups of a trainer, such as "
+            "mytrainer.parallel:create_groups."
+        ) from None
+    from . import survival
+
+    config.stash[survival.FUNCTION] = function
+    config.args[:] = [str(Path(survival.__file__))]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -202,6 +202,54 @@ def test_the_time_limit_of_the_ini_file_holds_and_a_wrong_one_is_refused(tmp_pat
     assert "def _limit" not in ran.stdout
 
 
+TRAINER = """
+import torch
+import torch.distributed as dist
+from datetime import timedelta
+
+def create_groups():
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=33), group_desc="tp")
+    dist.new_group([0], group_desc="dp")
+
+    def step():
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=group)
+        return tensor.item()
+
+    return step
+
+def nothing():
+    pass
+
+def of_one_generation():
+    group = dist.new_group([0, 1], group_desc="tp")
+    return lambda: id(group._get_backend(torch.device("cpu")))
+"""
+SURVIVAL = {
+    "create_groups": (0, "4 passed"),
+    "nothing": (1, "nothing created no group that is reloadable"),
+    "of_one_generation": (1, "reload 1: the step returned"),
+    "missing": (4, "has no attribute 'missing'; nothing was run"),
+}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *("create_groups", "nothing"),
+        pytest.param("of_one_generation", marks=pytest.mark.slow),
+        pytest.param("missing", marks=pytest.mark.slow),
+    ],
+)
+def test_survival_tests_run_with_the_groups_of_a_trainer(tmp_path: Path, function: str) -> None:
+    """They fail for a function that creates no group, and for a trainer that a reload breaks."""
+    (tmp_path / "mytrainer.py").write_text(TRAINER)
+    chosen = () if function == "create_groups" else ("-k", "survive")
+    ran = run_pytest(tmp_path, "--reloadpg-survival", f"mytrainer:{function}", *chosen)
+    code, text = SURVIVAL[function]
+    assert (ran.returncode, text in ran.stdout + ran.stderr) == (code, True), ran.stdout
+
+
 def test_a_failure_is_reported_once_and_begins_with_the_rank(suite: Suite) -> None:
     """In the report and in the summary, without frames of the library."""
     report = suite.output.partition("test_fails_on_one_rank ____")[2].partition("\n____")[0]
