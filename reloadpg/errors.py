@@ -281,10 +281,11 @@ def as_timedelta(
         InvalidOptionError: not a time, or one that torch does not take.
     """
     with suppress(TypeError, ValueError, OverflowError):
+        bound = value
         if isinstance(value, numbers.Real) and not isinstance(value, bool):
-            value = timedelta(seconds=float(value))  # timedelta does not take NumPy's integers
-        if isinstance(value, timedelta) and _SHORTEST <= value <= _LONGEST:
-            return value
+            bound = timedelta(seconds=float(value))  # timedelta does not take NumPy's integers
+        if isinstance(bound, timedelta) and _SHORTEST <= bound <= _LONGEST:
+            return bound
     raise InvalidOptionError(
         f"{name}={value!r} is not a time between one millisecond and {_LONGEST.days} days; "
         f"{nothing}. Give a timedelta, or seconds."

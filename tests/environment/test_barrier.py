@@ -107,6 +107,14 @@ def test_a_barrier_without_a_group_or_with_a_bad_timeout_is_refused() -> None:
     for group in ("foo", 0, [0, 1]):
         with pytest.raises(reloadpg.InvalidOptionError, match=r"barrier\(group="):
             reloadpg.barrier(1, "x", group=group)  # type: ignore[arg-type]
+    for call in (
+        lambda: reloadpg.barrier(dist.ProcessGroup(0, 1)),  # type: ignore[call-overload]
+        lambda: reloadpg.barrier(5, reason=5),  # type: ignore[call-overload]
+    ):
+        with pytest.raises(reloadpg.InvalidOptionError, match=r"reloadpg\.barrier\(.*timeout=60"):
+            call()
+    with pytest.raises(TypeError, match="several values for the argument 'timeout'"):
+        reloadpg.barrier("x", 5, timeout=5)  # type: ignore[call-overload]
     for timeout in (0, -1, float("inf"), float("nan"), "5", True, timedelta(0)):
         with pytest.raises(reloadpg.InvalidOptionError) as caught:
             reloadpg.barrier(timeout, "x")  # type: ignore[arg-type]
