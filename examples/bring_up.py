@@ -4,7 +4,6 @@
     torchrun --nproc-per-node 2 bring_up.py
     srun -n 2 python bring_up.py
     mpirun -n 2 python bring_up.py
-    accelerate launch --cpu --num_processes 2 bring_up.py
 
 On GPUs, remove ``"gloo"``: the backend is then that of the device.
 """

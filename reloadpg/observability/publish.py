@@ -35,6 +35,7 @@ from reloadpg.groups.registry import registry
 from reloadpg.lifecycle.recover import collectives_begun
 from reloadpg.lifecycle.report import Report
 from reloadpg.lifecycle.status import running
+from reloadpg.rendezvous.peers import process_table, start_of
 from reloadpg.rendezvous.worker_thread import LibraryThread
 
 from .exporters import subscribe
@@ -165,6 +166,8 @@ class StatusRecord:
         record = {
             "version": VERSION,
             "pid": os.getpid(),
+            "started": start_of(os.getpid()),
+            "process_table": process_table(),
             "rank": self.rank,
             "world_size": status.get("world_size"),
             "host": self._host,

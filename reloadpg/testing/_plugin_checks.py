@@ -37,7 +37,7 @@ import reloadpg
 from reloadpg import c10d
 from reloadpg.groups.proxy import ReloadableProcessGroup
 
-from ._plugin_body import PHASES, POINT, PhasesMark
+from ._plugin_marks import PHASES, POINT, PhasesMark
 
 _SIM_BYTES = 1 << 20
 _NUMBERS = 64

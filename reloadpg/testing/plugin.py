@@ -38,17 +38,8 @@ from typing import Any
 import pytest
 
 from ..errors import as_timedelta
-from ._plugin_body import (
-    PHASES,
-    POINT,
-    RANKS,
-    PhasesMark,
-    RanksMark,
-    RankTest,
-    execute,
-    failed,
-    mark_of,
-)
+from ._plugin_body import RankTest, execute
+from ._plugin_marks import PHASES, POINT, RANKS, PhasesMark, RanksMark, failed, mark_of
 
 __all__ = [
     "assert_no_group_leaks",

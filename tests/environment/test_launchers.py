@@ -41,17 +41,14 @@ def check(found: list[dict[str, Any]], source: str, world_size: int) -> None:
     [
         [sys.executable],
         [*(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")],
-        [*(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")],
         ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable],
     ],
-    ids=["python", "torchrun", "accelerate", "mpirun"],
+    ids=["python", "torchrun", "mpirun"],
 )
 def test_the_example_of_the_page_runs_under_each_launcher(launcher: list[str]) -> None:
     """As it is; ``srun`` is in the test of a cluster."""
     if launcher[0] == "mpirun" and OPENMPI:
         pytest.skip(OPENMPI)
-    if "accelerate.commands.launch" in launcher:
-        pytest.importorskip("accelerate")
     said = launch(*launcher, str(HERE.parents[1] / "examples" / "bring_up.py"))
     size = 1 if len(launcher) == 1 else 2
     for rank in range(size):

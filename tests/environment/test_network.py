@@ -35,7 +35,7 @@ ADD = "ip link add {0} type veth peer name x{0}; ip link set x{0} up; "
 ADDRESS = "ip address add {1} dev {0}; "
 UP = ADD + "ip link set {0} up; " + ADDRESS
 ADDRESS_4 = "10.9.0.1/24"
-ROUTED = {"MASTER_ADDR": "10.9.0.1"}
+ROUTED = {"MASTER_ADDR": "10.9.0.1", "TORCHELASTIC_RESTART_COUNT": "1"}  # not the store before
 
 INFINIBAND = {"NCCL_IB_DISABLE": "0", "NCCL_NET_GDR_LEVEL": "2"}
 INTERFACES = {
