@@ -35,7 +35,7 @@ from _output import command_line, machine, write_json
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
-from reloadpg.errors import table
+from reloadpg.texts import table
 
 JOB_SIZES = (64, 16384)
 KINDS = ("torch", "reloadable", "recorded")

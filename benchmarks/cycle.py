@@ -42,8 +42,8 @@ from _output import command_line, machine, write_json
 from reload import JOB_SIZES, by_job_size, resident_mb
 
 import reloadpg
-from reloadpg.errors import table
 from reloadpg.testing import run_ranks, simulated
+from reloadpg.texts import table
 
 RANKS = 4
 GROUPS = (2, 8, 16, 32)

@@ -41,7 +41,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
-from reloadpg.errors import table
+from reloadpg.texts import table
 
 WORLD_SIZE = 8
 LIMITS = {"python": 1.08, "functional": 1.15, "query": 1.2}

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from _output import command_line, machine, write_json
 
 import reloadpg
-from reloadpg.errors import table
 from reloadpg.testing import run_ranks, simulated
+from reloadpg.texts import table
 
 RANKS = 4
 GROUPS = 24

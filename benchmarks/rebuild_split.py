@@ -31,8 +31,8 @@ import torch.distributed as dist
 from _output import machine, write_json
 
 import reloadpg
-from reloadpg.errors import table
 from reloadpg.testing import run_ranks
+from reloadpg.texts import table
 
 SHAPE = (2, 2, 2)
 LIMIT = timedelta(seconds=120)

@@ -100,7 +100,7 @@ def retry_steps(folder: Path, steps: int, faults: Sequence[int]) -> None:
     reloadpg.install(backends={"gloo"})
     training = Training(folder, faults)
     state = training.model, training.optimizer
-    for step in reloadpg.retrying(range(steps), state=state):
+    for step in reloadpg.recovery.retrying(range(steps), state=state):
         with step as number:
             training.step(number)
         if step.complete:
@@ -199,7 +199,7 @@ def main() -> int:
         loop = {"retrying": retry_steps, "restart": step_from_checkpoint}[options.way]
         loop(options.folder, steps, faults)
         return 0
-    from reloadpg.errors import table
+    from reloadpg.texts import table
 
     seconds, results = {}, {}
     for way in WAYS:

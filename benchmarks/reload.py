@@ -41,8 +41,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reloadpg
 from reloadpg.cli.bench import measure, medians_of
-from reloadpg.errors import table
 from reloadpg.testing import run_ranks
+from reloadpg.texts import table
 
 GROUPS = (1, 10, 25, 50, 100)
 JOB_SIZES = (64, 256, 1024, 4096, 16384)

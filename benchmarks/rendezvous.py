@@ -22,10 +22,10 @@ from typing import Any
 import torch.distributed as dist
 from _output import machine, write_json
 
-from reloadpg.errors import table
 from reloadpg.rendezvous.plan import GroupPlan, Plan
 from reloadpg.rendezvous.round import Rendezvous
 from reloadpg.testing import run_ranks
+from reloadpg.texts import table
 
 BOUND_S = 120.0
 

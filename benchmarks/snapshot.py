@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from _output import command_line, machine, write_json
 
-from reloadpg.lifecycle.snapshot import Snapshot
+from reloadpg.recovery.snapshot import Snapshot
 
 
 def milliseconds(call: Callable[[], object], times: int) -> float:

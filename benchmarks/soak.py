@@ -29,8 +29,8 @@ from _output import machine, write_json
 from torch.distributed import distributed_c10d as c10d
 
 import reloadpg
-from reloadpg.errors import table
 from reloadpg.testing import run_ranks
+from reloadpg.texts import table
 
 BOUND = timedelta(seconds=60)
 TOLERANCE = {"rss MiB": 8.0, "open files": 2, "threads": 1, "c10d entries": 0, "store keys": 0}

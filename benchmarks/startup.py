@@ -23,7 +23,7 @@ from typing import Any
 
 from _output import command_line, machine, write_json
 
-from reloadpg.errors import table
+from reloadpg.texts import table
 
 MODULES = 3000
 LIMITS_MS = {"import": 50.0, "install": 20.0}

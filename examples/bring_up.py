@@ -13,9 +13,11 @@ import torch.distributed as dist
 
 import reloadpg
 
-with reloadpg.init_distributed("gloo", timeout=600, mesh_dims={"dp": -1}, seed=7) as context:
+with reloadpg.environment.init_distributed(
+    "gloo", timeout=600, mesh_dims={"dp": -1}, seed=7
+) as context:
     total = torch.ones(1)
     dist.all_reduce(total, group=context.mesh.get_group("dp"))
-    reloadpg.barrier("after the sum", timeout=20)
+    environment.barrier("after the sum", timeout=20)
     source, device = context.environment.source, context.device
     print(f"rank {context.rank} of {context.world_size} ({source}) on {device}: {total.item():g}")

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 import reloadpg
+from reloadpg import environment, recovery
 from reloadpg.environment import set_seed
-from reloadpg.errors import as_timedelta
 from reloadpg.integrations.transformers import OffloadedPhase
+from reloadpg.settings import as_timedelta
 from reloadpg.testing import run_ranks
 
 INTEGERS = (np.int64(2), np.uint8(2), torch.tensor(2), 2)
@@ -35,15 +36,15 @@ def install(**options: Any) -> Any:
 
 
 def sized(size: Any) -> None:
-    assert reloadpg.resolve_mesh_dims({"tp": size}, 2) == {"dp_shard": 1, "tp": 2}
+    assert environment.resolve_mesh_dims({"tp": size}, 2) == {"dp_shard": 1, "tp": 2}
 
 
 def scope(seconds: Any) -> None:
-    assert reloadpg.process_group_scope(timeout=seconds)._timeout.total_seconds() == 2
+    assert environment.process_group_scope(timeout=seconds)._timeout.total_seconds() == 2
 
 
 def init(**options: Any) -> None:
-    with reloadpg.init_distributed("gloo", network="off", **options):
+    with environment.init_distributed("gloo", network="off", **options):
         pass
 
 
@@ -57,17 +58,25 @@ CALLS: dict[str, tuple[Callable[[Any], object], tuple[Any, ...], tuple[Any, ...]
     "install(exclude)": (lambda v: install(exclude=v), NAMES, NO_NAMES),
     "install(sets)": (lambda v: install(sets={"engine": v}), NAMES, NO_NAMES),
     "mesh size": (sized, INTEGERS, NO_INTEGERS),
-    "mesh world_size": (lambda v: reloadpg.resolve_mesh_dims({}, v), INTEGERS, NO_INTEGERS),
-    "retrying(attempts)": (lambda v: reloadpg.retrying([], attempts=v), INTEGERS, NO_INTEGERS),
-    "retrying(timeout)": (lambda v: reloadpg.retrying([], timeout=v), TIMES, NO_TIMES),
+    "mesh world_size": (
+        lambda v: environment.resolve_mesh_dims({}, v),
+        INTEGERS,
+        NO_INTEGERS,
+    ),
+    "retrying(attempts)": (
+        lambda v: recovery.retrying([], attempts=v),
+        INTEGERS,
+        NO_INTEGERS,
+    ),
+    "retrying(timeout)": (lambda v: recovery.retrying([], timeout=v), TIMES, NO_TIMES),
     "retrying(replicas)": (
-        lambda v: reloadpg.retrying([], state=[], replicas=v),
+        lambda v: recovery.retrying([], state=[], replicas=v),
         ([np.int64(0)], np.arange(1), torch.arange(1), range(1)),
         (["0"], [True], [0.0], 0, [-1]),
     ),
     "set_seed": (lambda v: set_seed(v), INTEGERS, NO_INTEGERS),
     "process_group_scope": (scope, TIMES, NO_TIMES),
-    "barrier": (lambda v: reloadpg.barrier(v, "x"), TIMES, NO_TIMES),
+    "barrier": (lambda v: environment.barrier(v, "x"), TIMES, NO_TIMES),
     "offload(collect)": (lambda v: reloadpg.offload(collect=v), FLAGS, NO_FLAGS),
     "offload(wait)": (lambda v: reloadpg.offload(wait=v), (np.True_, True), NO_FLAGS),
     "reload(wait)": (lambda v: reloadpg.reload(wait=v), (np.True_, True), NO_FLAGS),
@@ -96,7 +105,7 @@ def installed(request: pytest.FixtureRequest) -> Any:
         reloadpg.install(backends={"gloo"})
     yield
     reloadpg.uninstall()
-    reloadpg.destroy_distributed()
+    environment.destroy_distributed()
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -145,7 +154,7 @@ def cycle_each(rank: int, world_size: int, folder: Path) -> None:
         tensor = torch.ones(1)
         dist.all_reduce(tensor, group=group)
         assert tensor.item() == group.size()
-    reloadpg.barrier(np.float32(20), "end", groups[0])
+    environment.barrier(np.float32(20), "end", groups[0])
     dist.destroy_process_group()
 
 

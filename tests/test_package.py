@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import subprocess
 import sys
@@ -42,7 +43,17 @@ def test_importing_changes_nothing_in_torch():
     assert done.stdout == "True\n", done.stderr
 
 
-@pytest.mark.parametrize("package", [reloadpg, reloadpg.environment, reloadpg.integrations])
+@pytest.mark.parametrize(
+    "package",
+    [
+        reloadpg,
+        reloadpg.environment,
+        reloadpg.extend,
+        reloadpg.integrations,
+        reloadpg.recovery,
+        reloadpg.reports,
+    ],
+)
 def test_every_public_name_exists(package):
     """Loaded on first use; ``dir`` lists it. An unknown one is an attribute error."""
     for name in package.__all__:
@@ -51,14 +62,23 @@ def test_every_public_name_exists(package):
     assert not hasattr(package, "no_such_name")
 
 
-def test_names_that_rl_frameworks_use_are_aliases():
-    assert reloadpg.destroy_process_groups is reloadpg.offload
-    assert reloadpg.reload_process_groups is reloadpg.reload
+def test_a_name_of_another_module_is_an_error_that_says_where():
+    """Also the names that RL frameworks use, which at the root would look like torch's."""
+    for name, home in reloadpg._MOVED_TO.items():
+        with pytest.raises(AttributeError, match=f"; it is reloadpg.{home}.{name}$"):
+            getattr(reloadpg, name)
+        assert hasattr(importlib.import_module(f"reloadpg.{home}"), name)
+
+
+def test_the_root_is_small():
+    """It has what a program calls and catches; everything else is in a module."""
+    assert len(reloadpg.__all__) <= 25
 
 
 def test_the_lists_of_public_names_agree():
     """The names that are found at run time are those declared for type checkers."""
     tree = ast.parse(inspect.getsource(reloadpg))
     block = next(one for one in tree.body if isinstance(one, ast.If))  # if TYPE_CHECKING
-    declared = [alias.asname for one in block.body for alias in one.names]
-    assert sorted([*declared, *errors.__all__, "__version__"]) == reloadpg.__all__
+    declared = {alias.asname for one in block.body for alias in one.names}
+    caught = {name for name in errors.__all__ if name in vars(reloadpg)}
+    assert sorted({*declared, *caught, "__version__"} - {*reloadpg._MODULES}) == reloadpg.__all__

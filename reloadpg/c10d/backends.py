@@ -12,30 +12,34 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
-from torch._C._distributed_c10d import Backend as CppBackend
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
-    Store,
-    _create_work_from_future,
-)
-from torch.distributed import DistBackendError, DistError, ProcessGroup, Work
+from torch._C import _distributed_c10d as _cpp
+from torch.distributed import DistBackendError, DistError, ProcessGroup, Store, Work
 from torch.distributed import distributed_c10d as _c10d
 from torch.futures import Future
 
 from ..errors import GroupDestroyedError, GroupOffloadedError
-from .tables import device_backends, known_groups, label_of
+from .needs import describe_needs, missing
+from .tables import close_coalescing, device_backends, known_groups, label_of, world
 from .torchcomms import TORCHCOMMS_RECOVERY, is_torchcomm, uses_torchcomms
 
 _GLOO = getattr(_c10d, "ProcessGroupGloo", None)
+
+CppBackend = _cpp.Backend
+"""The class of backend objects; ``torch.distributed.Backend`` is that of their names."""
+
+NO_ERROR = _cpp.ErrorType.SUCCESS
+"""What a backend's ``get_error()`` returns without an error."""
 
 
 def completed_work() -> Work:
     """A completed Work, for a call that must not return None."""
     future: Future[Any] = Future()
     future.set_result([])
-    return cast(Work, _create_work_from_future(future))
+    return cast(Work, cast(Any, _cpp)._create_work_from_future(future))
 
 
 def live_backends(group: ProcessGroup, devices: Sequence[str]) -> dict[str, CppBackend]:
@@ -43,8 +47,65 @@ def live_backends(group: ProcessGroup, devices: Sequence[str]) -> dict[str, CppB
     found: dict[str, CppBackend] = {}
     for device in devices:
         with suppress(RuntimeError, AttributeError):
-            found[device] = group._get_backend(torch.device(device))
+            found[device] = backend_for(group, torch.device(device))
     return found
+
+
+def backend_for(group: ProcessGroup, device: torch.device) -> Any:
+    """The backend object of a group for a device. Raises RuntimeError without one.
+
+    With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, torch wraps each backend in one that only implements
+    the collectives, and raises RuntimeError or does nothing in all other methods (2.8 to 2.15).
+    """
+    found = group._get_backend(device)
+    return found.wrapped_pg if isinstance(found, _WRAPPERS) else found
+
+
+def wraps_backends() -> bool:
+    """Whether torch wraps the backends that it creates now, because of its debug level. Local."""
+    return torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL
+
+
+_WRAPPERS = (_cpp._ProcessGroupWrapper,) if hasattr(_cpp, "_ProcessGroupWrapper") else ()
+
+
+def connects_eagerly(backend: CppBackend) -> bool:
+    """Whether a backend connects without a collective, by ``eager_connect_single_device``.
+
+    Torch's base class has the method and does nothing; gloo connects at its creation.
+    """
+    own = getattr(type(backend), "eager_connect_single_device", None)
+    known = backend.name().startswith(("gloo", "nccl"))
+    return own is not None and (known or own is not CppBackend.eager_connect_single_device)
+
+
+COMPLETION_HOOK = "_register_on_completion_hook"
+"""The method of a group that registers a completion hook."""
+
+
+def await_hooks(group: ProcessGroup) -> None:
+    """Wait until the completion hooks of a group have been called. Local, blocking."""
+    group._wait_for_pending_works()
+
+
+def device_types(group: ProcessGroup) -> list[torch.device]:
+    """The devices for which a group has a backend."""
+    return list(group._device_types)
+
+
+def set_name(group: ProcessGroup, name: str) -> None:
+    """Set the name of a group that is in no table."""
+    group._set_group_name(cast(Any, name))
+
+
+def set_desc(group: ProcessGroup, desc: str) -> None:
+    """Set the description of a group that torch created."""
+    group._set_group_desc(desc)
+
+
+def sequence_number(group: ProcessGroup) -> int:
+    """The number of collectives that were started on a group. RuntimeError if it is not counted."""
+    return int(cast(Any, group)._get_sequence_number_for_group())
 
 
 def options_of(group: ProcessGroup, devices: Sequence[str]) -> object:
@@ -60,8 +121,8 @@ def get_timeouts(group: ProcessGroup, devices: Sequence[str]) -> dict[str, timed
     """Timeouts by device type. TorchComms is omitted: its options always show the default."""
     found: dict[str, timedelta] = {}
     for device, backend in live_backends(group, devices).items():
-        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-        if isinstance(timeout, timedelta) and not is_torchcomm(backend):
+        timeout = timeout_of(getattr(backend, "options", None))
+        if timeout is not None and not is_torchcomm(backend):
             found[device] = timeout
     return found
 
@@ -72,10 +133,30 @@ def set_timeouts(group: ProcessGroup, timeouts: Mapping[str, timedelta]) -> None
     backends = live_backends(group, tuple(timeouts))
     for device, timeout in timeouts.items():
         if device in backends and now.get(device) != timeout:
-            backend = cast(Any, backends[device])
-            # ProcessGroupNCCL2 (2.15) only has the base class's method, which older versions lack.
-            setter = getattr(backend, "_set_default_timeout", None) or backend.set_timeout
-            setter(timeout)
+            set_timeout(backends[device], timeout)
+
+
+def timeout_of(options: object) -> timedelta | None:
+    """The timeout in a backend's options, if they have one."""
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def set_timeout(backend: Any, timeout: timedelta) -> None:
+    """Set the timeout of one backend. Idempotent."""
+    # ProcessGroupNCCL2 (2.15) only has the base class's method, which older versions lack.
+    setter = getattr(backend, "_set_default_timeout", None) or backend.set_timeout
+    setter(timeout)
+
+
+def gloo_options(timeout: timedelta | None, device: object = None) -> Any:
+    """Options of a gloo backend; ``device`` is of gloo: by default one for torch's interface."""
+    options = cast(Any, _GLOO)._Options()
+    if timeout is not None:
+        options._timeout = timeout
+    if device is not None:
+        options._devices = [device]
+    return options
 
 
 def is_connected(backend: CppBackend) -> bool:
@@ -109,6 +190,8 @@ def suspend_obstacle(backend: CppBackend) -> str:
     ``ncclCommSuspend`` to block, which it does not on a communicator that is created with
     ``TORCH_NCCL_USE_COMM_NONBLOCKING=1``.
     """
+    if lacking := missing("suspend"):
+        return f"torch {torch.__version__} lacks {describe_needs(lacking)}"
     suspend = getattr(type(backend), "suspend", None)
     name = backend.name()
     if suspend is None:
@@ -119,14 +202,17 @@ def suspend_obstacle(backend: CppBackend) -> str:
         return _cumem_obstacle()  # a backend in Python that implements suspend
     if not name.startswith("nccl"):
         return f"backend {name} cannot suspend its communicators"
+    library = _nccl()
     version = nccl_version()
-    if version is not None and version < (2, 29, 7):
+    if version is not None and version < (2, 29, 7) and not _can_suspend(library):
         shown = ".".join(map(str, version))
         return f"NCCL {shown} cannot suspend communicators (2.29.7 and later)"
     if os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING", "0") not in ("", "0"):
         return "TORCH_NCCL_USE_COMM_NONBLOCKING is set: such communicators cannot be suspended"
-    if _nccl() is None:
+    if library is None:
         return "the NCCL library that torch uses is not found in this process"
+    if not _can_suspend(library):
+        return f"{library._name} has no ncclCommSuspend"
     return _cumem_obstacle()
 
 
@@ -170,14 +256,23 @@ def _call_nccl(name: str, backend: CppBackend, *arguments: Any) -> None:
 
 def _nccl() -> ctypes.CDLL | None:
     """The NCCL library that torch has loaded; None if it is linked statically, or missing."""
-    try:
-        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-    except (OSError, AttributeError):
-        return None
-    number = ctypes.c_int()
-    library.ncclGetVersion(ctypes.byref(number))
-    major, rest = divmod(number.value, 10000)
-    return library if (major, rest // 100, rest % 100) == nccl_version() else None
+    for name in _LIBRARIES:
+        with suppress(OSError, AttributeError):
+            library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            number = ctypes.c_int()
+            library.ncclGetVersion(ctypes.byref(number))
+            major, rest = divmod(number.value, 10000)
+            if (major, rest // 100, rest % 100) == nccl_version():
+                return library
+    return None
+
+
+_LIBRARIES = ("libnccl.so.2", "librccl.so.1")
+"""NCCL, and AMD's RCCL, which has the same functions (rocm-systems#5582; not run)."""
+
+
+def _can_suspend(library: ctypes.CDLL | None) -> bool:
+    return library is not None and hasattr(library, "ncclCommSuspend")
 
 
 def nccl_version() -> tuple[int, ...] | None:
@@ -190,9 +285,33 @@ def nccl_version() -> tuple[int, ...] | None:
 
 
 def _cumem_obstacle() -> str:
-    if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
-        return "NCCL_CUMEM_ENABLE=0 makes a suspend release nothing"
-    return ""
+    value, where = nccl_settings(os.environ).get("NCCL_CUMEM_ENABLE", ("", ""))
+    return f"NCCL_CUMEM_ENABLE=0 in {where} makes a suspend release nothing" * (value == "0")
+
+
+def nccl_settings(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Settings of NCCL with their origin; environment variables take precedence over files. Local.
+
+    NCCL reads the file named by ``NCCL_CONF_FILE``, or else ``~/.nccl.conf``, and then
+    ``/etc/nccl.conf``; the first value of a name counts. It reads them once per process, and so
+    does this function.
+    """
+    prefixes = ("NCCL_", "TORCH_NCCL_")
+    found = {n: (v, "the environment") for n, v in environ.items() if n.startswith(prefixes)}
+    return {**_settings_of_files(environ.get("HOME"), environ.get("NCCL_CONF_FILE")), **found}
+
+
+@lru_cache
+def _settings_of_files(home: str | None, named: str | None) -> dict[str, tuple[str, str]]:
+    found: dict[str, tuple[str, str]] = {}
+    own = named or (os.path.join(home, ".nccl.conf") if home else "")
+    for path in filter(None, (own, "/etc/nccl.conf")):
+        with suppress(OSError), open(path, errors="replace") as file:
+            for line in file:
+                name, equals, value = line.partition("=")
+                if equals and not name.lstrip().startswith("#"):
+                    found.setdefault(name.strip(), (value.strip(), path))
+    return found
 
 
 def is_communication_error(error: BaseException) -> bool:
@@ -299,7 +418,10 @@ def shut_connections(groups: Sequence[ProcessGroup], others: int = 0) -> list[so
             with suppress(OSError):
                 one.shutdown(socket.SHUT_WR)
     rest = [found for sockets in devices if (found := _connections(sockets))]
-    shuts = len(rest) <= len(groups) - len(backends) + others
+    hidden = len(groups) - len(backends) + others
+    if wraps_backends():
+        hidden += len(groups) + others  # each wrapper has a gloo group that compares the calls
+    shuts = len(rest) <= hidden
     for one, _ in [one for found in rest for one in found]:
         with one, suppress(OSError):
             if shuts:
@@ -444,7 +566,7 @@ def raise_for_aborted() -> None:
     if found := aborted_groups():
         raise DistBackendError(
             f"a collective was aborted on this rank, and its results are wrong: {'; '.join(found)}."
-            " Call reloadpg.recover() on all ranks and repeat the step."
+            " Call reloadpg.recovery.recover() on all ranks and repeat the step."
         )
 
 
@@ -515,5 +637,17 @@ def abort_groups(groups: Sequence[ProcessGroup]) -> None:
 
 
 def abort_all() -> None:
-    """Abort all groups in one call: separate aborts have hung (pytorch#119797). Blocking."""
-    _c10d._abort_process_group()
+    """Abort all groups in one call: separate aborts have hung (pytorch#119797). Blocking.
+
+    An abort that raises ends torch's function, which then leaves all groups in its tables. So it is
+    called again before the error is raised.
+    """
+    if world() is None:
+        return  # another thread has aborted them
+    try:
+        _c10d._abort_process_group()
+    except Exception:
+        if (default := world()) is not None:
+            close_coalescing(default)  # in which torch 2.15 aborts them
+            _c10d._abort_process_group()
+        raise

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from ..errors import counted
+from ..texts import counted
 
 
 def runtime() -> ModuleType | None:

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 from .. import __version__
-from ..errors import unknown_variables
+from ..settings import unknown_variables
 from .bench import add as add_bench
 from .console import CommandError, say
 from .demo import add as add_demo

@@ -14,11 +14,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import counted
+from ..texts import counted
 from .console import CommandError, Line, Page, positive, progress, say, show, tabled
 
 if TYPE_CHECKING:
-    from ..lifecycle.report import Report
+    from ..reports import Report
 
 _TIMEOUT_S = 600.0
 _COLUMNS = {

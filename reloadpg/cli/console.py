@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from ..errors import table
+from ..texts import table
 
 STYLES = {
     "good": "green",

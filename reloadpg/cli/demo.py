@@ -18,7 +18,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from ..errors import counted
+from ..texts import counted
 from .bench import cuda_devices
 from .console import CommandError, follow_lines, positive, say
 

@@ -18,9 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ..errors import STATUS_DIR
-from ..lifecycle.report import OperationStatus, Report, Status
 from ..rendezvous.peers import process_table, start_of
+from ..reports import OperationStatus, Report, Status
+from ..settings import STATUS_DIR
 
 VERSION = 1
 """Version of the record's format."""
@@ -178,7 +178,7 @@ class RankRecord:
         if self.absent:
             return self.absent
         if not self.installed:
-            return "not installed"
+            return "off" if self.status.off else "not installed"
         if self.running:
             return f"in {self.running.operation}"
         if not self.status.state:

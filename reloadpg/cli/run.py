@@ -148,7 +148,7 @@ class _Host:
             say(
                 f"reloadpg run: rank {rank} ended before it was in a recoverable job, so it cannot "
                 "be replaced. Call reloadpg.install(recoverable=True) before "
-                "init_process_group(), and run the steps in reloadpg.retrying()",
+                "init_process_group(), and run the steps in reloadpg.recovery.retrying()",
                 sys.stderr,
             )
         lost = lost_state(self._of_job, rank)

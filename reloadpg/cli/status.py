@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import STATUS_DIR
+from ..settings import STATUS_DIR
 from .console import (
     CommandError,
     Line,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import counted
-from ..lifecycle.report import Span
+from ..reports import Span
+from ..texts import counted
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import STATUS_DIR, counted
-from ..lifecycle.report import Report, Span
+from ..reports import Report, Span
+from ..settings import STATUS_DIR
+from ..texts import counted
 from .console import CommandError, new_file, positive, say
 from .records import UNREADABLE, RankRecord, decoded, read_directory, typed
 from .status import job_directory

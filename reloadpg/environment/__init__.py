@@ -6,13 +6,13 @@ torch. Do not assume that bring-up writes ``RANK`` or ``MASTER_ADDR`` to ``os.en
 
 An evaluator that may or may not run under a launcher::
 
-    reloadpg.ensure_process_group()        # gloo if WORLD_SIZE > 1, otherwise nothing
+    reloadpg.environment.ensure_process_group()        # gloo if WORLD_SIZE > 1, otherwise nothing
     results = evaluate(shard=reloadpg.environment.get_rank())
-    reloadpg.destroy_distributed()         # nothing if there is no group
+    reloadpg.environment.destroy_distributed()         # nothing if there is no group
 
 A trainer that destroys the group only if it created it::
 
-    with reloadpg.process_group_scope():
+    with reloadpg.environment.process_group_scope():
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("nccl")
         train()                            # success: barrier, destroy; exception: abort
@@ -20,7 +20,7 @@ A trainer that destroys the group only if it created it::
 A mesh trainer, with the same line under ``torchrun``, ``srun`` and ``mpirun``::
 
     reloadpg.install()
-    with reloadpg.init_distributed(
+    with reloadpg.environment.init_distributed(
         timeout=timedelta(hours=2),        # of every group, before and after a reload
         init_timeout=timedelta(minutes=5),
         mesh_dims={"pp": 2, "dp_shard": -1, "tp": 4},

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from .. import c10d
-from ..errors import InvalidOptionError, as_integer
+from ..errors import InvalidOptionError
+from ..settings import as_integer
 
 _CPU_ONLY = frozenset({"gloo", "mpi", "fake"})
 

@@ -9,8 +9,8 @@ import logging
 import os
 from datetime import timedelta
 
-from ..errors import as_timedelta
 from ..observability.logs import name_rank_in_records
+from ..settings import as_timedelta
 from .launchers import identify, is_initialized
 from .model import ADDRESS, Variables
 

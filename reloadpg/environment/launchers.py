@@ -49,7 +49,9 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> DistributedE
        torchrun and ``init_method="env://"``;
     2. a SLURM step (before PMI, which srun sets as well); the shell of an allocation is one
        process;
-    3. LSF's jsrun; 4. OpenMPI's mpirun; 5. PMI (MPICH, Intel MPI, Cray);
+    3. LSF's jsrun;
+    4. OpenMPI's mpirun;
+    5. PMI (MPICH, Intel MPI, Cray);
     6. a single process: rank 0 of 1.
 
     Local and node ranks that are not set are inferred if that is certain: in a world of 1, if the

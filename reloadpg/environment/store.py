@@ -20,12 +20,13 @@ from datetime import timedelta
 from functools import partial
 from uuid import uuid4
 
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from ..errors import RendezvousTimeoutError, named_ranks
+from ..errors import RendezvousTimeoutError
 from ..rendezvous.decision import store_lost, store_silent
 from ..rendezvous.store_client import StoreClient, StoreLost, StoreSilent
 from ..rendezvous.worker_thread import Task, Wait
+from ..texts import named_ranks
 from .model import DistributedEnvironment
 
 _RESOLVE_S = 1.0

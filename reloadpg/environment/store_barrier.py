@@ -15,25 +15,20 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, overload
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 
 from .. import c10d
-from ..errors import (
-    InvalidOptionError,
-    ReloadpgError,
-    RendezvousTimeoutError,
-    as_timedelta,
-    named_ranks,
-)
-from ..groups.registry import registry
+from ..errors import InvalidOptionError, ReloadpgError, RendezvousTimeoutError
+from ..lifecycle.job import jobs
 from ..rendezvous.round import Rendezvous, Round
 from ..rendezvous.worker_thread import Wait
+from ..settings import as_timedelta
+from ..texts import named_ranks
 from .launchers import identify
 from .model import GroupNotInitializedError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
 
 BARRIER_TIMEOUT = timedelta(seconds=60)
@@ -59,7 +54,7 @@ class _Rendezvouses:
                 # A forked child would share the parent's connection and count.
                 self._pid = os.getpid()
                 self._known = weakref.WeakKeyDictionary()
-            job = registry.known_job
+            job = jobs.known
             recovered = 0 if job is None else job.rendezvous.recovered
             known = self._known.setdefault(group, {})
             if purpose not in known or known[purpose][0] != recovered:
@@ -136,7 +131,7 @@ def _arguments(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, str,
     if given and isinstance(given[0], dist.ProcessGroup):
         raise InvalidOptionError(
             "barrier: its first argument is a process group, as for torch.distributed.barrier(). "
-            "Nothing was done. Call for example reloadpg.barrier(timeout=60, group=group)."
+            "Nothing was done. Call for example barrier(timeout=60, group=group)."
         )
     order = ["timeout", "reason", "group"]
     if (given and isinstance(given[0], str)) or (given and "timeout" in named):
@@ -152,7 +147,7 @@ def _arguments(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, str,
     if not isinstance(reason, str):
         raise InvalidOptionError(
             f"barrier(reason={reason!r}) is not a text. Nothing was done. Call for example "
-            f'reloadpg.barrier("after eval", timeout=60).'
+            f'barrier("after eval", timeout=60).'
         )
     return named.get("timeout", BARRIER_TIMEOUT), reason, named.get("group")
 
@@ -164,7 +159,7 @@ def job_round(purpose: str, phases: tuple[str, ...], timeout: timedelta) -> Roun
 
 
 def _check_rejoined(what: str) -> None:
-    job = registry.known_job
+    job = jobs.known
     if job is not None:
         job.rendezvous.check_rejoined(what)
 
@@ -251,7 +246,7 @@ def _group_or_world(group: ProcessGroup | None, what: str) -> ProcessGroup | Non
 def _no_group(what: str) -> GroupNotInitializedError:
     return GroupNotInitializedError(
         f"{what}: the launcher started several ranks, but this process has no default group. "
-        f"Nothing was done. Call reloadpg.init_distributed() first."
+        f"Nothing was done. Call reloadpg.environment.init_distributed() first."
     )
 
 

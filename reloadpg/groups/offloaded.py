@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from .. import c10d
 from ..errors import GroupDestroyedError, GroupOffloadedError
-from .dispatch import DISPATCHED
+from .dispatch import DISPATCHED, REMOVALS
 from .sets import TRAINER
 
 
@@ -36,15 +36,16 @@ NEXT_CALL = {
     GroupState.OFFLOADED: "Call {reload} on all ranks, then use the group again.",
     GroupState.FAILED: (
         "Its last offload or reload did not finish. Call {reload} on all ranks again, or "
-        "reloadpg.recover() after a fault of its communicator."
+        "reloadpg.recovery.recover() after a fault of its communicator."
     ),
     GroupState.DESTROYED: "It was destroyed and is not rebuilt; create a new group.",
 }
 
 IN_BLOCK = (
-    "An offloaded() block is open and will reload it. Until then, call reloadpg.barrier() to wait "
-    "for other ranks, and use a gloo group for collectives on the CPU. If a rollout engine uses "
-    "this group, put the engine's groups into a separate set: install(sets=...)."
+    "An offloaded() block is open and will reload it. Until then, call "
+    "reloadpg.environment.barrier() to wait for other ranks, and use a gloo group for collectives "
+    "on the CPU. If a rollout engine uses this group, put the engine's groups into a separate set: "
+    "install(sets=...)."
 )
 
 
@@ -199,7 +200,7 @@ def _refusing(name: str) -> Callable[..., Any]:
         if self.under_way is not None and self.under_way.is_mine:
             return getattr(self.current, name)(*args, **kwargs)
         if self.kept is None:
-            return self.without_backend(name, args)
+            return None if name in REMOVALS else self.without_backend(name, args)
         try:
             return getattr(self.kept, name)(*args, **kwargs)
         except RuntimeError as error:
@@ -211,6 +212,6 @@ def _refusing(name: str) -> Callable[..., Any]:
     return refuse
 
 
-for _name in DISPATCHED:
+for _name in DISPATCHED | REMOVALS:
     setattr(Offloaded, _name, _refusing(_name))
 c10d.skip_in_compiled_code(f for f in vars(Offloaded).values() if hasattr(f, "__code__"))

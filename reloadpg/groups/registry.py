@@ -1,4 +1,4 @@
-"""The mutable state of the library in this process: the installation and the current job.
+"""The mutable state of the groups in this process: the installation, and what it bypasses.
 
 It has no list of managed groups: a managed group is a proxy in c10d's tables. So a destroyed group
 is no longer managed, and a proxy without other references is not kept alive.
@@ -7,31 +7,20 @@ is no longer managed, and a proxy without other references is not kept alive.
 from __future__ import annotations
 
 import os
-import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch.distributed import ProcessGroup
 
 from .. import c10d
-from ..errors import ReloadpgError
-from ..rendezvous.predecessor import Predecessor
-from ..rendezvous.round import Rendezvous, Round
-from ..rendezvous.store_client import StorePool
-from ..rendezvous.worker_thread import Task, Wait, exiting
-from .offloaded import Offloaded
+from ..settings import is_off
 from .proxy import GroupState, ReloadableProcessGroup
 from .selection import Bypass, Selection, StrategyPolicy
-from .sets import TRAINER, Chosen, SetStates
-
-_CONNECT_S = 6.0
-"""Seconds within which a connection to the store succeeds without a response from DNS."""
+from .sets import TRAINER
 
 
 @dataclass(frozen=True)
@@ -43,6 +32,7 @@ class Options:
     timeout: timedelta
     parallelism: int | None = None
     recoverable: bool = False
+    borrowed: str = "suspend"
 
     @property
     def threads(self) -> int:
@@ -63,136 +53,35 @@ class Options:
             "exclude": list(selection.exclude),
             "sets": dict(selection.sets),
             "recoverable": self.recoverable,
+            "borrowed": self.borrowed,
         }
 
 
-class Unfinished(NamedTuple):
-    """A call that still runs after its operation has failed: it creates or destroys a group."""
-
-    group: str
-    task: Task[Any]
-    creates: bool = False
-
-    def __str__(self) -> str:
-        doing = "created, by a call that was abandoned" if self.creates else "destroyed"
-        return f"the communicator of {self.group} is still being {doing}"
-
-
-class Position(NamedTuple):
-    """Where a rank is in the loops of ``retrying``, counted from 0.
-
-    Attributes:
-        steps: number of completed steps, over all loops.
-        loop: index of the next step's loop among the outermost loops.
-        attempt: number of failed attempts at that step.
-        number: index of the step in its loop.
-        nested: whether the loop is inside another one.
-    """
-
-    steps: int = 0
-    loop: int = 0
-    attempt: int = 0
-    number: int = 0
-    nested: bool = False
-
-
-@dataclass
-class Job:
-    """One initialised ``torch.distributed``: from ``init_process_group`` to its destruction.
-
-    Attributes:
-        of: the default group of the job; the job ends with it.
-        sets: the states of the sets. Blocks refer to these and not to the job, whose store ends
-            with the default group.
-        generation: number of completed reloads, of any set.
-        cycles: number of completed offloads, of any set.
-        doomed: detached communicators that are not destroyed yet, with a description of their
-            groups.
-        creation_stores: store clients for creating groups; None without peers.
-        connecting: connections to the store that are made in the background.
-        suspend_obstacle: the suspend or resume that has failed; empty if none has.
-        loops: the loops of ``retrying`` on this rank; used by that module only.
-        replaced: the ranks that were replaced since the last completed step; equal on all ranks
-            at the same step.
-    """
-
-    of: weakref.ref[ProcessGroup]
-    rendezvous: Rendezvous
-    sets: SetStates = field(default_factory=SetStates)
-    generation: int = 0
-    cycles: int = 0
-    unfinished: list[Unfinished] = field(default_factory=list)
-    doomed: dict[ReloadableProcessGroup, tuple[str, list[Any]]] = field(default_factory=dict)
-    creation_stores: StorePool | None = None
-    connecting: list[Task[Any]] = field(default_factory=list)
-    suspend_obstacle: str = ""
-    last_error: str = ""
-    round: Round | None = None
-    position: Position = Position()  # noqa: RUF009 - immutable
-    loops: Any = None
-    replaced: tuple[int, ...] = ()
+class JobHooks:
+    """What the creation of groups needs of the job; :mod:`reloadpg.lifecycle.job` overrides it."""
 
     @property
-    def world(self) -> ProcessGroup:
-        world = self.of()
-        if world is None:
-            raise ReloadpgError("the default group of this job was destroyed; this is a bug")
-        return world
+    def replaces(self) -> bool:
+        """Whether this process replaces another one and has not rejoined its job. Local, cheap."""
+        return False
 
-    @property
-    def offloaded(self) -> bool:
-        return any(state.offloaded for state in self.sets.all())
+    def before_world(self) -> Callable[[c10d.Asked], bool] | None:
+        """Called before a default group is created; returns whether to create it without backends.
 
-    def end(self) -> None:
-        """End the job before its default group is destroyed. Local; waits a limited time."""
-        self.rendezvous.end()
-        self.await_connections()
+        None if no process can be replaced.
+        """
+        return None
 
-    def connect_ahead(self, creators: int) -> None:
-        """Connect the store clients of the next reload in the background. Local, non-blocking."""
-        if self.creation_stores is not None:
-            self.connecting = [task for task in self.connecting if not task.ended]
-            with suppress(RuntimeError):  # no thread can be started: the reload connects them
-                self.connecting += self.creation_stores.connect_ahead(creators)
+    def after_world(self, *, begins: bool) -> None:
+        """Called when the default group is reloadable.
 
-    def await_connections(self) -> None:
-        """Wait a limited time for connections in progress, which hold rank 0's store."""
-        if self.creation_stores is not None:
-            self.creation_stores.end()
-        wait = Wait("the end of the job", _CONNECT_S)
-        for task in self.connecting:
-            if not task.is_current:  # that thread may have released the last reference
-                task.wait(wait.left)
-
-
-class Callback(NamedTuple):
-    """A user's callback: its name, and the sets for whose operations it is called."""
-
-    name: str
-    function: Callable[[], object]
-    sets: Chosen
-
-
-@dataclass
-class Callbacks:
-    """The callbacks that users registered.
-
-    Those in ``begin`` are called at the start of an operation, before any change; they must not
-    raise. Those in ``uninstall`` are called once.
-    """
-
-    begin: list[Callable[[], object]] = field(default_factory=list)
-
-    offload: list[Callback] = field(default_factory=list)
-    before_reload: list[Callback] = field(default_factory=list)
-    reload: list[Callback] = field(default_factory=list)
-    report: list[Callable[[Any], object]] = field(default_factory=list)
-    install: list[Callable[[], object]] = field(default_factory=list)
-    uninstall: list[Callable[[], object]] = field(default_factory=list)
+        Args:
+            begins: whether it was just created: all ranks begin a job with it.
+        """
 
 
 class Registry:
-    """The state behind the public functions. One instance per process: :data:`registry`."""
+    """The state of the installation and of its groups. One instance: :data:`registry`."""
 
     def __init__(self) -> None:
         self.options: Options | None = None
@@ -202,27 +91,32 @@ class Registry:
         """Whether ``RELOADPG_AUTOINSTALL`` made the installation."""
         self.variables: dict[str, tuple[str, str | None]] = {}
         """Variables of the environment that the installation has set."""
-        self.callbacks = Callbacks()
+        self.hooks = JobHooks()
         self._disowned: list[Any] = []
         """The parent's communicators in a forked child: their destructors would wait."""
         self._begin_process()
+
+    @property
+    def off(self) -> bool:
+        """Whether nothing is installed, and ``RELOADPG=off`` makes all operations do nothing."""
+        return self.options is None and is_off(os.environ)
 
     def _begin_process(self) -> None:
         self.lock = threading.RLock()
         """Never held across a callback or a collective step."""
         self.warned: set[str] = set()
+        self.rehearsed = False
+        """Whether :func:`~reloadpg.lifecycle.rehearsal.rehearse` has succeeded in this process."""
         self.left_alone: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
         """Selected groups that cannot be managed, with the reason."""
         self.without_set: WeakSet[ProcessGroup] = WeakSet()
         """Groups whose creator is in no set, by a rule or a region."""
         self.outside_tables: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
         """Groups that are in none of torch's tables, with the reason."""
-        self._job: Job | None = None
-        self._running: weakref.ref[Any] | None = None
         self._inherited: ProcessGroup | None = None
 
     def after_fork(self) -> None:
-        """In a forked child: keep the patches, drop the parent's job.
+        """In a forked child: keep the patches, disown the parent's groups.
 
         The child inherits the parent's groups and their sockets, but not the threads that serve
         them: a collective or the end of a group would wait indefinitely. So every operation is
@@ -233,55 +127,7 @@ class Registry:
         inherited = [g for g in c10d.known_groups() if isinstance(g, ReloadableProcessGroup)]
         self._disowned += [group.disown() for group in inherited]
         self._begin_process()
-        old = self.callbacks
-        self.callbacks = Callbacks(install=old.install, uninstall=old.uninstall)
         self._inherited = c10d.world()
-
-    # -- the job ----------------------------------------------------------------------------
-
-    def job(self, operation: str, predecessor: Predecessor | None = None) -> Job | None:
-        """Return the job of the current default group, which may join one; None without a group."""
-        world = c10d.world()
-        if world is None:
-            self._job = None
-            return None
-        if world is self._inherited:
-            raise ReloadpgError(
-                f"{operation} in a forked child (pid {os.getpid()}): the process groups here "
-                "belong to the parent process and cannot be used or changed. Call it in the "
-                "parent, or start the child with the 'spawn' method and initialise it there."
-            )
-        with self.lock:
-            if self._job is None or self._job.of() is not world:
-                # Rank 0's store, and the server in it, must not outlive the default group:
-                # otherwise the next job would find the keys of this one.
-                marks = self.options is not None and self.options.recoverable
-                rendezvous = Rendezvous.of_world(world, predecessor=predecessor, marks=marks)
-                job = Job(weakref.ref(world, self._forget), rendezvous)
-                job.connecting += job.rendezvous.connect_ahead()
-                if c10d.has_peers():
-                    job.creation_stores = StorePool(c10d.root_store_of_job(world))
-                if isinstance(world, ReloadableProcessGroup):
-                    world.before_end = job.end
-                self._job = job
-            return self._job
-
-    def begin_job(self) -> None:
-        job = self.job("init_process_group")
-        if job is not None and not job.rendezvous.alone:
-            job.rendezvous.count_job(c10d.root_store(job.world))
-
-    def _forget(
-        self,
-        ended: weakref.ref[ProcessGroup],
-        finalizing: Callable[[], bool] = sys.is_finalizing,  # the module's names are gone by then
-    ) -> None:
-        if finalizing():
-            return
-        job = self._job
-        if job is not None and job.of is ended:
-            self._job = None
-            job.await_connections()
 
     def managed(self) -> list[ReloadableProcessGroup]:
         """List the proxies in c10d's tables, in the order that all ranks share: WORLD first."""
@@ -318,59 +164,9 @@ class Registry:
     def offloaded(self) -> list[ReloadableProcessGroup]:
         return [group for group in self.managed() if group.state is not GroupState.LIVE]
 
-    @property
-    def known_job(self) -> Job | None:
-        """The job of the current default group, if it is registered. Local, cheap."""
-        job = self._job
-        return job if job is not None and job.of() is c10d.world() else None
-
-    @property
-    def replaces(self) -> bool:
-        """Whether this process replaces another one and has not rejoined its job. Local, cheap."""
-        job = self._job
-        return job is not None and job.rendezvous.replaces and job is self.known_job
-
     def is_inherited(self, world: ProcessGroup) -> bool:
         """Whether a default group was inherited from the parent process by a fork."""
         return world is self._inherited
-
-    # -- one operation at a time --------------------------------------------------------------
-
-    def begin(self, operation: Any) -> None:
-        """Refuse a second lifecycle operation while one runs, from any thread or callback.
-
-        The operation ends when its ``is_running`` is false or when the object is deleted, so an
-        interrupt at any instruction leaves no process busy. Call this within the ``try`` whose
-        ``finally`` resets ``is_running``.
-        """
-        if exiting():
-            raise ReloadpgError(
-                f"{operation.name} was called while the interpreter exits, in an exit handler or a "
-                "finalizer; nothing was changed. No thread can be started any more. Call it, and "
-                "leave offloaded() blocks, before the program ends."
-            )
-        with self.lock:
-            running = self._operation()
-            if running is not None:
-                raise ReloadpgError(
-                    f"{operation.name} was called while {running.name} is running in this process; "
-                    "nothing was changed. Call them one after the other, from one thread and "
-                    "not from a callback. After a call with wait=False, first call result() on "
-                    "its handle."
-                )
-            self._running = weakref.ref(operation)
-
-    def _operation(self) -> Any:
-        found = None if self._running is None else self._running()
-        return found if found is not None and found.is_running else None
-
-    @property
-    def busy(self) -> bool:
-        return self._operation() is not None
-
-    def progress(self) -> Any:
-        running = self._operation()
-        return None if running is None else running.status()
 
 
 def bypass_of(group: ProcessGroup, selection: Selection) -> Bypass | None:
@@ -391,7 +187,4 @@ _RAW = (
 )
 
 registry = Registry()
-Offloaded.block_is_open = staticmethod(
-    lambda name: (job := registry.known_job) is not None and job.sets[name].in_block()
-)
 os.register_at_fork(after_in_child=registry.after_fork)

@@ -12,37 +12,23 @@ from typing import Any, cast
 from torch.distributed import ProcessGroup
 
 from .. import c10d
-from ..errors import ReloadpgError, described
-from ..rendezvous.predecessor import Predecessor
+from ..errors import ReloadpgError
+from ..texts import described
 from .creation import Call, by_members, verbatim
 from .registry import registry
 from .sets import TRAINER
-
-
-class Places:
-    """Find the process of a running job that a new default group replaces: ``taken``, or None."""
-
-    taken: Predecessor | None = None
-
-    def take(self, asked: c10d.Asked) -> bool:
-        """Read from the store which process this one replaces, if any. Waits a limited time."""
-        if not asked.is_world or asked.size == 1 or "fake" in asked.devices.values():
-            return False
-        self.taken = Predecessor.find(asked.store, asked.rank, asked.size)
-        if self.taken is not None:
-            _refuse_bypassed(asked)
-        return self.taken is not None
 
 
 def is_without_backends(asked: c10d.Asked) -> bool:
     """Whether to create a group without a backend. Raises for a group that would bypass."""
     if asked.size == 1:
         return False  # its creation waits for no other rank
-    _refuse_bypassed(asked)
+    refuse_bypassed(asked)
     return True
 
 
-def _refuse_bypassed(asked: c10d.Asked) -> None:
+def refuse_bypassed(asked: c10d.Asked) -> None:
+    """Refuse a group of a process that replaces another one, if it would bypass. Local."""
     options = registry.options
     bypass = options and options.selection.bypass(
         asked.devices,

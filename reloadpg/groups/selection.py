@@ -9,7 +9,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .. import c10d
-from ..errors import InvalidOptionError, as_flag, as_integer, as_names, did_you_mean
+from ..errors import InvalidOptionError
+from ..settings import as_flag, as_integer, as_names
+from ..texts import did_you_mean
 from .sets import TRAINER, check_name, creators, open_regions
 
 BYPASS = frozenset({"gloo", "mpi", "fake", "undefined"})

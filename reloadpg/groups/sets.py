@@ -13,7 +13,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import FrameType
 
-from ..errors import InvalidOptionError, as_names
+from ..errors import InvalidOptionError
+from ..settings import as_names
 from .decorating import Decorator
 
 TRAINER = "trainer"

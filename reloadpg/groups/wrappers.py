@@ -14,11 +14,10 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from .. import c10d
-from ..rendezvous.predecessor import Predecessor
 from .creation import WORLD_ORDER, Call, Construction, parameters_of, thread, verbatim
 from .proxy import GroupState, ReloadableProcessGroup
 from .registry import bypass_of, registry
-from .replacement import Places, is_without_backends, split_alone
+from .replacement import is_without_backends, split_alone
 from .sets import TRAINER
 
 Function = Callable[..., Any]
@@ -35,7 +34,7 @@ def wrappers() -> dict[str, Wrapper]:
     """Return the wrappers that the installed torch needs; a dotted name is in another module."""
     found: dict[str, Wrapper] = {
         "new_group": _new_group,
-        "_new_group_with_tag": _new_group,  # torch's compiler creates its own groups with it
+        c10d.COMPILERS_NEW_GROUP: _new_group,
         "split_group": _split_group,
         "init_process_group": _init_process_group,
         **{name: partial(_outside_tables, name) for name in c10d.creators_outside_tables()},
@@ -81,7 +80,7 @@ def _split_group(wrapped: Function) -> Function:
         if thread.verbatim:
             return wrapped(*args, **kwargs)
         call = Call.capture(wrapped, args, kwargs)
-        if registry.replaces:
+        if registry.hooks.replaces:
             made = split_alone(call)
         else:
             with verbatim():
@@ -99,13 +98,11 @@ def _init_process_group(wrapped: Function) -> Function:
         if thread.verbatim:
             return wrapped(*args, **kwargs)
         call = Call.capture(wrapped, args, kwargs)
-        options, places = registry.options, Places()
-        joins = options is not None and options.recoverable
-        creation = c10d.CreationByMembers(without_backends=places.take) if joins else nullcontext()
+        bare = registry.hooks.before_world()
+        creation = c10d.CreationByMembers(without_backends=bare) if bare else nullcontext()
         with verbatim(), creation:
             result = wrapped(*call.args, **call.kwargs)
-        if manage_world(call, places.taken) is not None:
-            registry.begin_job()
+        manage_world(call)
         _warn_of_unknown_backends()
         return result
 
@@ -144,7 +141,7 @@ def _create_alone(call: Call) -> Any:
     """Create a group without a parent: WORLD has no communicator to split."""
     for value in (*call.args, *call.kwargs.values()):
         c10d.forget_parent(value)
-    alone = registry.replaces
+    alone = registry.hooks.replaces
     without = is_without_backends if alone else None
     with c10d.CreationByMembers(without_backends=without, waits=not alone):
         return call()
@@ -179,7 +176,7 @@ def _manage(
         return made
     if call is None:
         call = Call.capture(function, args, kwargs)
-    bare = registry.replaces and not c10d.has_backends(made)
+    bare = registry.hooks.replaces and not c10d.has_backends(made)
     parents: tuple[object, Any] = (None, None)
     if function.__name__ == "split_group":  # torch has copied the parent's options
         timeouts = c10d.get_timeouts(made, selected).values()
@@ -218,9 +215,7 @@ def _obstacle(group: ProcessGroup, size: int) -> str:
     return ""
 
 
-def manage_world(
-    call: Call | None, predecessor: Predecessor | None = None
-) -> ReloadableProcessGroup | None:
+def manage_world(call: Call | None) -> ReloadableProcessGroup | None:
     """Make the default group reloadable if it is selected. Local, idempotent.
 
     The arguments of an ``init_process_group`` before ``install`` (``call`` is None) are read from
@@ -239,6 +234,7 @@ def manage_world(
         return None
     selected = options.selection.selected(devices, len(ranks))
     defaults: tuple[object, Any] = (None, None)
+    begins = call is not None
     if call is None:
         call = Call(c10d.original("init_process_group"), (), {})
         timeout = next(iter(c10d.get_timeouts(world, selected).values()), None)
@@ -249,9 +245,9 @@ def manage_world(
     )
     c10d.complete_ranks(world, tuple(devices))
     proxy = ReloadableProcessGroup(world, construction)
-    if predecessor is not None:
+    if begins and not c10d.has_backends(world):
         proxy.await_members()
-    registry.job("install", predecessor)  # connects to the store in the background
+    registry.hooks.after_world(begins=begins)
     return proxy
 
 
@@ -283,7 +279,7 @@ def _coalesces(operations: Any) -> bool:
     if not isinstance(group, ReloadableProcessGroup):
         return False
     try:
-        if not group._get_backend(operations[0].tensor.device).supports_coalescing:
+        if not c10d.backend_for(group, operations[0].tensor.device).supports_coalescing:
             return False  # torch checks the operations, and issues each one separately
         c10d.check_batch(operations)
     except Exception:

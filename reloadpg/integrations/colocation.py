@@ -22,16 +22,16 @@ from typing import Any
 
 from ..c10d import devices
 from ..errors import InvalidOptionError, ReloadpgError
-from ..groups.registry import registry
 from ..groups.sets import TRAINER, Chosen, check_name
 from ..lifecycle.block import Block
 from ..lifecycle.connect import Connect, validate
+from ..lifecycle.job import jobs
 from ..lifecycle.offload import offload, release
 from ..lifecycle.operation import Operation
 from ..lifecycle.pending import Pending
 from ..lifecycle.reload import reload, restore
-from ..lifecycle.report import Report
 from ..lifecycle.status import status
+from ..reports import Report
 from .torch_memory_saver import MemorySaver
 
 __all__ = ["ColocationError", "colocated"]
@@ -343,7 +343,7 @@ class colocated:  # noqa: N801 - used like a function
 
     def _groups_offloaded(self) -> bool:
         """Whether the end of this block must reload groups. Local."""
-        job = registry.job("colocated")
+        job = jobs.current("colocated")
         mine = self._block.due
         return job is not None and bool(job.sets.where(mine, lambda state: state.offloaded))
 

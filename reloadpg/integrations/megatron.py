@@ -43,8 +43,9 @@ def initialize_model_parallel(**options: Any) -> ModelParallel:
     state = _parallel_state()
     if c10d.world() is None:
         raise ReloadpgError(
-            "initialize_model_parallel: there is no default group; nothing was changed. Call "
-            "reloadpg.init_distributed() or torch.distributed.init_process_group() first."
+            "initialize_model_parallel: there is no default group; nothing was changed. "
+            "Call reloadpg.environment.init_distributed() or "
+            "torch.distributed.init_process_group() first."
         )
     if state.is_initialized() or state._global_process_group_list:
         raise ReloadpgError(

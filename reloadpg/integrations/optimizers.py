@@ -19,8 +19,9 @@ from weakref import ref
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..errors import InvalidOptionError, as_integer
+from ..errors import InvalidOptionError
 from ..lifecycle.block import offloaded
+from ..settings import as_integer
 
 __all__ = ["Every", "OffloadedPhase", "Rollouts", "every"]
 

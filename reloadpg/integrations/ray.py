@@ -26,19 +26,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..environment.model import AGENT_STORE, DistributedEnvironment, host_store
-from ..errors import (
-    InvalidOptionError,
-    PeerFailedError,
-    ReloadpgError,
-    RendezvousTimeoutError,
-    as_timedelta,
-    format_ranks,
-)
+from ..errors import InvalidOptionError, PeerFailedError, ReloadpgError, RendezvousTimeoutError
+from ..settings import as_timedelta
+from ..texts import format_ranks
 from . import framework
 
 if TYPE_CHECKING:
     from ..lifecycle.connect import Connect
-    from ..lifecycle.report import Report, Reports
+    from ..reports import Report, Reports
 
 __all__ = [
     "ActorFailedError",
@@ -216,7 +211,7 @@ def offload_all(
         InvalidOptionError: there are no actors, one is listed twice, or another argument is
             wrong; nothing was sent to any actor.
     """
-    from ..lifecycle.report import Reports
+    from ..reports import Reports
 
     call = _Call("offload_all", actors, timeout)
     call.on_all(_answer, UNTOUCHED)
@@ -234,7 +229,7 @@ def reload_all(
     As :func:`offload_all`; may be called again after a failure.
     """
     from ..lifecycle.connect import validate
-    from ..lifecycle.report import Reports
+    from ..reports import Reports
 
     call = _Call("reload_all", actors, timeout)
     validate(connect)

@@ -11,7 +11,8 @@ from urllib import request
 from urllib.error import HTTPError
 from urllib.parse import urlencode
 
-from ..errors import InvalidOptionError, ReloadpgError, as_timedelta
+from ..errors import InvalidOptionError, ReloadpgError
+from ..settings import as_timedelta
 
 __all__ = ["EngineServer"]
 

@@ -32,7 +32,6 @@ import inspect
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -40,17 +39,18 @@ import torch.distributed as dist
 import wrapt
 
 from .. import c10d
-from ..errors import ReloadpgError, as_timedelta
+from ..errors import ReloadpgError
 from ..groups.creation import verbatim
 from ..groups.proxy import ReloadableProcessGroup as _Group
 from ..groups.registry import registry
-from ..groups.wrappers import manage_world
 from ..lifecycle import memory
+from ..lifecycle.callbacks import callbacks
 from ..lifecycle.connect import Connect
-from ..lifecycle.install import install, is_installed
+from ..lifecycle.install import install, is_installed, reload_world
 from ..lifecycle.offload import offload
 from ..lifecycle.reload import reload
-from ..lifecycle.report import Report
+from ..reports import Report
+from ..settings import as_timedelta
 
 __all__ = [
     "ReloadableProcessGroup",
@@ -91,8 +91,8 @@ def monkey_patch_torch_dist(**options: Any) -> None:
         if name not in vars(_Group):
             setattr(_Group, name, attribute)
     dist.old_new_group = old_new_group_dict[os.getpid()] = _old_new_group  # type: ignore[attr-defined]
-    if _take_back not in registry.callbacks.uninstall:
-        registry.callbacks.uninstall.append(_take_back)
+    if _take_back not in callbacks.uninstall:
+        callbacks.uninstall.append(_take_back)
     c10d.on_collective_error(_note_memory)
     timeout = _registered.pop(os.getpid(), None)
     if timeout is not None and dist.is_initialized():
@@ -129,13 +129,9 @@ def register_default_process_group(timeout: timedelta | float) -> None:
             "changed. Call it after init_process_group()."
         )
     timeout = as_timedelta(timeout, "timeout", "nothing was changed")
-    with registry.lock:
-        options = registry.options
-        if options is None:
-            _registered[os.getpid()] = timeout
-            return
-        registry.options = replace(options, selection=replace(options.selection, world=True))
-        manage_world(None)
+    if not reload_world():
+        _registered[os.getpid()] = timeout
+        return
     world = c10d.world()
     if isinstance(world, _Group):
         world.set_default_timeout(timeout)

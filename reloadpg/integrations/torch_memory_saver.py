@@ -18,11 +18,12 @@ from functools import partial
 from typing import Any
 from weakref import finalize, ref
 
-from ..errors import InvalidOptionError, ReloadpgError, counted
-from ..groups.registry import Callback, registry
+from ..errors import InvalidOptionError, ReloadpgError
+from ..groups.registry import registry
 from ..groups.sets import Chosen
 from ..lifecycle import memory
-from ..lifecycle.callbacks import register
+from ..lifecycle.callbacks import Callback, callbacks, register
+from ..texts import counted
 from . import framework
 
 __all__ = ["MemorySaver", "MemorySaverError"]
@@ -265,7 +266,7 @@ def _watch(saver: ref[MemorySaver], sets: Chosen) -> ExitStack:
         tags = () if there is None else there.paused
         return f"the memory saver has {', '.join(tags)} paused" if tags else None
 
-    callbacks, name = registry.callbacks, "memory saver order"
+    name = "memory saver order"
     removals = ExitStack()
     for at, operation in ((callbacks.offload, "offload"), (callbacks.before_reload, "reload")):
         removals.callback(register(at, Callback(name, partial(refuse, operation), sets)))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 
-from ..errors import refuse_unknown_variables
+from ..settings import refuse_unknown_variables
 
 SWITCH = "RELOADPG_AUTOINSTALL"
 _YES = frozenset({"1", "true", "yes", "on"})

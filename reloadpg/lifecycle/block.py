@@ -7,16 +7,18 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from ..errors import InvalidOptionError, as_flag
+from ..errors import InvalidOptionError
 from ..groups.decorating import Decorator
 from ..groups.registry import registry
 from ..groups.sets import Chosen, SetStates
 from ..rendezvous.worker_thread import exiting
+from ..reports import Report
+from ..settings import as_flag
 from .connect import Connect, validate
+from .job import jobs
 from .offload import release
 from .operation import Operation
 from .reload import restore
-from .report import Report
 
 logger = logging.getLogger("reloadpg")
 
@@ -169,7 +171,7 @@ class Block:
         The other ranks are in their blocks then, and reload at their ends, with the same
         ``connect``.
         """
-        before, job = _cycles(), registry.known_job
+        before, job = _cycles(), jobs.known
         live = self._chosen
         if job is not None:
             live = job.sets.where(self._chosen, lambda state: not state.in_block())
@@ -185,7 +187,7 @@ class Block:
 
     def _count(self, live: Chosen) -> None:
         """Count this block; ``live`` are the sets that no block had offloaded before it."""
-        job = registry.known_job
+        job = jobs.known
         if job is not None:
             self._sets = job.sets
             for state in job.sets.separate(live):
@@ -231,5 +233,5 @@ class Block:
 
 def _cycles() -> int:
     """The number of offloads that all ranks of the current job have completed."""
-    job = registry.known_job
+    job = jobs.known
     return 0 if job is None else job.cycles

@@ -1,14 +1,71 @@
-"""User callbacks: before groups are released, before and after a rebuild, and for reports."""
+"""Callbacks: before groups are released, before and after a rebuild, and for reports."""
 
 from __future__ import annotations
 
+import os
+import sys
+import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+from torch.distributed import ProcessGroup
+
+from .. import c10d
 from ..errors import InvalidOptionError
-from ..groups.registry import Callback, registry
 from ..groups.sets import Chosen
-from .report import Report
+from ..reports import Report
+
+
+class Callback(NamedTuple):
+    """A user's callback: its name, and the sets for whose operations it is called."""
+
+    name: str
+    function: Callable[[], object]
+    sets: Chosen
+
+
+class GenerationCallback(NamedTuple):
+    """A library's callbacks for the generations of one group; see :func:`on_generation`."""
+
+    name: str
+    group: weakref.ref[ProcessGroup]
+    before: Callable[[Any, Any], object] | None
+    after: Callable[[Any, Any], object] | None
+    package: str
+
+
+@dataclass
+class Callbacks:
+    """The callbacks that users registered.
+
+    Those in ``begin`` are called at the start of an operation, before any change; they must not
+    raise. Those in ``uninstall`` are called once.
+    """
+
+    begin: list[Callable[[], object]] = field(default_factory=list)
+
+    offload: list[Callback] = field(default_factory=list)
+    before_reload: list[Callback] = field(default_factory=list)
+    reload: list[Callback] = field(default_factory=list)
+    generation: list[GenerationCallback] = field(default_factory=list)
+    report: list[Callable[[Any], object]] = field(default_factory=list)
+    install: list[Callable[[], object]] = field(default_factory=list)
+    uninstall: list[Callable[[], object]] = field(default_factory=list)
+
+    def after_fork(self) -> None:
+        """In a forked child: keep those of installations, whose patches the child keeps."""
+        operations = (self.offload, self.before_reload, self.reload, self.generation)
+        for kept in (self.begin, self.report, *operations):
+            kept.clear()
+
+    def of_generations(self, group: ProcessGroup) -> list[GenerationCallback]:
+        """List the callbacks for the generations of a group, in the order of registration."""
+        return [one for one in list(self.generation) if one.group() is group]
+
+
+callbacks = Callbacks()
+os.register_at_fork(after_in_child=callbacks.after_fork)
 
 
 def on_offload(
@@ -33,7 +90,7 @@ def on_offload(
         InvalidOptionError: the callback is not callable, or a set is not a name; nothing was
             registered.
     """
-    return register(registry.callbacks.offload, _entry(callback, name, "on_offload", sets))
+    return register(callbacks.offload, _entry(callback, name, "on_offload", sets))
 
 
 def on_reload(
@@ -52,8 +109,65 @@ def on_reload(
     Arguments, result and errors are those of :func:`on_offload`, and ``before``: call it before the
     rebuild; if it raises, the groups stay offloaded.
     """
-    callbacks = registry.callbacks.before_reload if before else registry.callbacks.reload
-    return register(callbacks, _entry(callback, name, "on_reload", sets))
+    due = callbacks.before_reload if before else callbacks.reload
+    return register(due, _entry(callback, name, "on_reload", sets))
+
+
+def on_generation(
+    group: ProcessGroup | None = None,
+    *,
+    before: Callable[[Any, Any], object] | None = None,
+    after: Callable[[Any, Any], object] | None = None,
+    name: str = "",
+    package: str = "",
+) -> Callable[[], None]:
+    """Register what a library does when a generation of a group ends and the next one is live.
+
+    Local; for libraries that keep something that belongs to a group's communicator, such as a
+    pointer to it. On each member, ``before(group, backend)`` runs while the group is live, after
+    the callbacks of :func:`on_offload`; ``after(group, backend)`` runs when all groups are live on
+    all ranks, before those of :func:`on_reload`. The calls are made group by group in an order that
+    all members share, and for one group in the order of registration, which must be the same on its
+    members. So a callback can run collectives on its group.
+
+    A suspended group keeps its generation: nothing is called. :func:`reloadpg.recovery.recover`
+    calls ``after`` only, since the communicators are broken. If a callback raises before a group is
+    released, nothing was changed, and ``before`` is called again at the next offload.
+
+    Args:
+        group: the group; None for the default group. A group that is not reloadable keeps its
+            communicator, and nothing is called.
+        before: called with the group and the backend object whose generation ends.
+        after: called with the group and the new backend object.
+        name: name for messages; by default the callback's name.
+        package: the package whose handles these callbacks drop, such as ``deep_ep``: what it has
+            taken out of the group no longer counts as borrowed. By default the caller's package.
+
+    Returns:
+        A function that removes the callbacks; idempotent.
+
+    Raises:
+        InvalidOptionError: ``group`` is no group, or neither callback is given, or one is not
+            callable; nothing was registered.
+    """
+    where = "on_generation"
+    group = c10d.world() if group is None else group
+    if not isinstance(group, ProcessGroup):
+        raise InvalidOptionError(
+            f"{where}({group!r}): not a process group; nothing was registered. Pass a group, or "
+            "create the default group first."
+        )
+    given = [one for one in (before, after) if one is not None]
+    if not given:
+        raise InvalidOptionError(f"{where}(): nothing was registered. Pass before, after or both.")
+    for one in given:
+        _check(one, where)
+    package = package or str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
+    name = name or getattr(given[0], "__qualname__", repr(given[0]))
+    registered = callbacks.generation
+    registered[:] = [one for one in registered if one.group() is not None]
+    entry = GenerationCallback(name, weakref.ref(group), before, after, package)
+    return register(registered, entry)
 
 
 def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
@@ -68,7 +182,7 @@ def on_report(callback: Callable[[Report], object]) -> Callable[[], None]:
         InvalidOptionError: the callback is not callable; nothing was registered.
     """
     _check(callback, "on_report")
-    return register(registry.callbacks.report, callback)
+    return register(callbacks.report, callback)
 
 
 def _check(callback: object, where: str) -> None:
@@ -86,11 +200,11 @@ def _entry(
     return Callback(name or getattr(callback, "__qualname__", repr(callback)), callback, chosen)
 
 
-def register(callbacks: list[Any], entry: Any) -> Callable[[], None]:
+def register(registered: list[Any], entry: Any) -> Callable[[], None]:
     """Add an entry to a list of callbacks, and return a function that removes it. Local."""
-    callbacks.append(entry)
+    registered.append(entry)
 
     def remove() -> None:
-        callbacks[:] = [other for other in callbacks if other is not entry]
+        registered[:] = [other for other in registered if other is not entry]
 
     return remove

@@ -14,11 +14,11 @@ from functools import partial
 
 from ..errors import PendingError
 from ..groups.offloaded import UnderWay
-from ..groups.registry import Job
 from ..rendezvous.worker_thread import Attempt, Task, exiting
-from .failure import perform
+from ..reports import Report
+from .job import Job
 from .operation import Operation
-from .report import Report
+from .run import perform
 
 _SIGNAL_S = 1.0
 """A wait handles signals at least this often, in seconds, whichever thread they were given to."""

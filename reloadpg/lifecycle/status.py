@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .. import c10d
+from ..groups.borrowed import borrowed
 from ..groups.proxy import GroupState, ReloadableProcessGroup
-from ..groups.registry import Job, registry
+from ..groups.registry import registry
 from ..groups.sets import TRAINER
+from ..reports import BypassedGroup, GroupStatus, OperationStatus, SetStatus, Status
 from . import memory
 from .engines import communicators
-from .report import BypassedGroup, GroupStatus, OperationStatus, SetStatus, Status
+from .job import Job, jobs
 
 
 def running() -> OperationStatus | None:
@@ -18,7 +20,7 @@ def running() -> OperationStatus | None:
 
     Local, cheap, from any thread and from a signal handler.
     """
-    found: OperationStatus | None = registry.progress()
+    found: OperationStatus | None = jobs.progress()
     return found
 
 
@@ -33,7 +35,7 @@ def status() -> Status:
     world = c10d.world()
     groups = registry.managed()
     shown = tuple(_group_status(group) for group in groups)
-    job = registry.known_job
+    job = jobs.known
     unfinished = job.unfinished if job else []
     bypassed = registry.bypassed()
     return Status(
@@ -65,6 +67,8 @@ def status() -> Status:
         running=running(),
         sets=_sets(job, shown),
         kept=communicators(),
+        borrowed=borrowed(groups),
+        off=registry.off,
     )
 
 
@@ -94,7 +98,7 @@ def _sets(job: Job | None, groups: Sequence[GroupStatus]) -> dict[str, SetStatus
 
 def _group_status(group: ReloadableProcessGroup) -> GroupStatus:
     timeouts, history = group.current_timeouts(), group.history
-    stats = None if registry.busy else group.memory_stats()
+    stats = None if jobs.busy else group.memory_stats()
     selected = [timeouts[d].total_seconds() for d in group.construction.selected if d in timeouts]
     return GroupStatus(
         group.group_name,

@@ -15,10 +15,11 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from .. import c10d
-from ..errors import InsufficientMemoryError, counted
+from ..errors import InsufficientMemoryError
 from ..groups.creation import Construction
 from ..groups.proxy import ReloadableProcessGroup
 from ..rendezvous.worker_thread import Attempt
+from ..texts import counted
 from . import memory
 
 

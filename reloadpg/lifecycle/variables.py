@@ -22,7 +22,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from ..errors import GRACE, LOG_WAIT, InvalidOptionError
+from ..errors import InvalidOptionError
+from ..settings import GRACE, LOG_WAIT
 
 BACKENDS = "RELOADPG_BACKENDS"
 EXCLUDE = "RELOADPG_EXCLUDE"

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import reloadpg
 from reloadpg.lifecycle.callbacks import on_report
-from reloadpg.lifecycle.report import GroupStatus, Report, Status
+from reloadpg.reports import GroupStatus, Report, Status
 
 logger = logging.getLogger("reloadpg")
 

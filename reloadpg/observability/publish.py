@@ -30,13 +30,15 @@ from typing import Any
 
 import reloadpg
 from reloadpg import c10d
-from reloadpg.errors import STATUS_DIR
 from reloadpg.groups.registry import registry
-from reloadpg.lifecycle.recover import collectives_begun
-from reloadpg.lifecycle.report import Report
+from reloadpg.lifecycle.callbacks import callbacks
+from reloadpg.lifecycle.job import jobs
 from reloadpg.lifecycle.status import running
+from reloadpg.recovery.recovering import collectives_begun
 from reloadpg.rendezvous.peers import process_table, start_of
 from reloadpg.rendezvous.worker_thread import LibraryThread
+from reloadpg.reports import Report
+from reloadpg.settings import STATUS_DIR
 
 from .exporters import subscribe
 from .logs import current_rank, name_rank_in_records
@@ -61,8 +63,8 @@ logger = logging.getLogger("reloadpg")
 
 def start_with_installations() -> None:
     """Call :func:`start` with every ``install`` from now on. Local; idempotent."""
-    if start not in registry.callbacks.install:
-        registry.callbacks.install.append(start)
+    if start not in callbacks.install:
+        callbacks.install.append(start)
 
 
 def start() -> None:
@@ -133,7 +135,7 @@ class StatusRecord:
         self._begun_at = time.time()
         self.changed: Callable[[], object] = _ignore
         subscribe("the status record", self._note)
-        registry.callbacks.begin.append(self._begin)
+        callbacks.begin.append(self._begin)
 
     @property
     def rank(self) -> int | None:
@@ -234,7 +236,7 @@ def _between_operations() -> Iterator[bool]:
     lock: Any = registry.lock
     locked = lock.acquire(blocking=False)
     try:
-        yield locked and not registry.busy
+        yield locked and not jobs.busy
     finally:
         if locked:
             lock.release()

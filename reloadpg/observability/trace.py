@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from reloadpg.lifecycle.report import Report
+from reloadpg.reports import Report
 
 from .exporters import subscribe
 

@@ -6,13 +6,8 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ..errors import (
-    DisagreementError,
-    PeerFailedError,
-    ReloadpgError,
-    RendezvousTimeoutError,
-    named_ranks,
-)
+from ..errors import DisagreementError, PeerFailedError, ReloadpgError, RendezvousTimeoutError
+from ..texts import named_ranks
 
 TIMEOUT_SETTING = {
     "offload": "install(timeout=...)",
@@ -41,6 +36,10 @@ class Decision:
         extended: whether a rank has requested the optional barriers.
         by: the rank that wrote the decision for ``rank``.
         dead: ranks whose processes have ended, as detected by a rank on the same host.
+        aligns: whether the rank requests a new epoch for an operation, and not a recovery: it may
+            have lost count of the operations, since it lost the store in one.
+        generation: the generation with which the ranks rebuild all groups of a reload, since they
+            disagree on the state alone; otherwise 0.
     """
 
     kind: str
@@ -54,6 +53,8 @@ class Decision:
     extended: bool = False
     by: int = -1
     dead: tuple[int, ...] = ()
+    aligns: bool = False
+    generation: int = 0
 
     @property
     def ok(self) -> bool:
@@ -85,17 +86,22 @@ class Decision:
         if self.kind == "recover":
             unchanged = operation != "recover" and phase == "enter"
             state = "Nothing was changed by this call" if unchanged else "See reloadpg.status()"
-            return PeerFailedError(
-                f"{operation}: rank {self.rank} has called recover(): {self.text.rstrip('.')}. "
-                f"{state}; call reloadpg.recover() on this rank too.",
-                rank=self.rank,
-                phase=phase,
-            )
+            if self.aligns:
+                text = (
+                    f"rank {self.rank} has called {self.text}(), since it lost the store in an "
+                    f"earlier operation. {state}; call reloadpg.reload() on all ranks."
+                )
+            else:
+                text = (
+                    f"rank {self.rank} has called recover(): {self.text.rstrip('.')}. {state}; "
+                    "call reloadpg.recovery.recover() on this rank too."
+                )
+            return PeerFailedError(f"{operation}: {text}", rank=self.rank, phase=phase)
         if self.kind == "cancelled":
             return PeerFailedError(
                 f"{operation}: rank {self.rank} was interrupted in a step and will not take part "
                 f"in a recovery: {self.text}. See reloadpg.status(). Restart the job, or call "
-                "reloadpg.recover() on all ranks.",
+                "reloadpg.recovery.recover() on all ranks.",
                 rank=self.rank,
                 phase="step",
             )
@@ -212,7 +218,7 @@ def _replace(operation: str) -> str:
     if operation.split()[0] in ("offload", "reload", "recover"):
         return (
             "restart the job, or only that process if the job is recoverable: it then joins the "
-            "next recover() with reloadpg.rejoin()"
+            "next recover() with reloadpg.recovery.rejoin()"
         )
     return "restart the job"
 
@@ -230,5 +236,5 @@ def _next_step(operation: str) -> str:
     if operation == "exit":  # of a scope, which aborts this rank's groups when it raises
         return "restart the job: its process groups are aborted"
     if operation == "step":  # of retrying()
-        return "call reloadpg.recover() on all ranks"
+        return "call reloadpg.recovery.recover() on all ranks"
     return f"call {operation.split()[0]}() again on all ranks"

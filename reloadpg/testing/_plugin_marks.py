@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import pytest
 
-from ..errors import as_flag, as_integer, as_names, as_timedelta
+from ..settings import as_flag, as_integer, as_names, as_timedelta
 
 RANKS = "ranks"
 PHASES = "reload_each_phase"

@@ -55,5 +55,6 @@ with contextlib.suppress(Exception):
     import reloadpg
     from reloadpg.lifecycle.autoinstall import activate  # noqa: F401
 
-    for public in reloadpg.__all__:
-        getattr(reloadpg, public)
+    for module in (reloadpg, reloadpg.recovery):
+        for public in module.__all__:
+            getattr(module, public)

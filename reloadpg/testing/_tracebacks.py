@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..errors import counted
+from ..texts import counted
 
 _PACKAGE = Path(__file__).parents[1]
 _RUNNER = tuple(f'  File "{_PACKAGE}/testing/{name}.py"' for name in ("_rank", "_plugin_body"))

@@ -37,7 +37,7 @@ from typing import Any
 
 import pytest
 
-from ..errors import as_timedelta
+from ..settings import as_timedelta
 from ._plugin_body import RankTest, execute
 from ._plugin_marks import PHASES, POINT, RANKS, PhasesMark, RanksMark, failed, mark_of
 

@@ -22,14 +22,14 @@ import reloadpg
 
 reloadpg.install(backends={"gloo"}, recoverable=True, timeout=120)
 dist.init_process_group("gloo")
-rejoined = reloadpg.rejoin().changed
+rejoined = reloadpg.recovery.rejoin().changed
 rank = dist.get_rank()
 torch.manual_seed(rejoined)
 model = torch.nn.parallel.DistributedDataParallel(
     torch.nn.Linear(4, 4), init_sync=False, find_unused_parameters=True
 )
 optimizer = torch.optim.AdamW(model.parameters())
-for step in reloadpg.retrying(range(4), state=(model, optimizer), timeout=120):
+for step in reloadpg.recovery.retrying(range(4), state=(model, optimizer), timeout=120):
     with step as number:
         if sys.argv[1] == "error" and number == 2:
             raise ValueError("of the program")
@@ -128,8 +128,8 @@ reloadpg.install(backends={"gloo"}, recoverable=True, timeout=120)
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,))
 model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
-rejoined = reloadpg.rejoin().changed
-for step in reloadpg.retrying(range(4), state=(model,), timeout=120):
+rejoined = reloadpg.recovery.rejoin().changed
+for step in reloadpg.recovery.retrying(range(4), state=(model,), timeout=120):
     with step as number:
         model(torch.ones(2, 4)).sum().backward()
         if (dist.get_rank(), number, rejoined) == (1, 2, False):

@@ -29,7 +29,9 @@ from reloadpg.cli.doctor import diagnose
 from reloadpg.cli.job import WAITING_S, WORKING_S, JobView
 from reloadpg.cli.records import LATE_S, SILENT_S, RankRecord, Reading, read_directory, typed
 from reloadpg.cli.status import page
-from reloadpg.lifecycle.report import (
+from reloadpg.observability.publish import publish_status
+from reloadpg.rendezvous import peers
+from reloadpg.reports import (
     BypassedGroup,
     Fault,
     GroupStatus,
@@ -38,8 +40,6 @@ from reloadpg.lifecycle.report import (
     SetStatus,
     Status,
 )
-from reloadpg.observability.publish import publish_status
-from reloadpg.rendezvous import peers
 from reloadpg.testing import run_ranks
 
 

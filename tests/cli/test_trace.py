@@ -15,8 +15,8 @@ import reloadpg
 from reloadpg.cli import main
 from reloadpg.cli.timeline import Run, clusters, draw
 from reloadpg.cli.trace import read_runs
-from reloadpg.lifecycle.report import Span
 from reloadpg.observability import TraceWriter, publish_status
+from reloadpg.reports import Span
 from reloadpg.testing import run_ranks, simulated
 
 pytestmark = pytest.mark.timeout(300)

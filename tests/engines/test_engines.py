@@ -157,7 +157,7 @@ def test_a_vllm_server_sleeps_while_the_trainer_is_live(model: str, server: str)
     assert found["seen"] == [True, False, "offloaded"] * 3
     assert found["awake"] == [False, True]  # by tags, one after the other
     Server(server).wake_up()
-    with pytest.raises(reloadpg.InvalidOptionError, match="VLLM_SERVER_DEV_MODE=1"):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match="VLLM_SERVER_DEV_MODE=1"):
         Server(f"{server}/v1")
 
 
@@ -170,7 +170,7 @@ def test_vllms_asynchronous_engine_is_refused() -> None:
 
         def __del__(self) -> None: ...
 
-    with pytest.raises(reloadpg.InvalidOptionError, match=r"sleep\(\) is asynchronous"):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match=r"sleep\(\) is asynchronous"):
         colocated(WithoutModel())
 
 

@@ -25,7 +25,7 @@ def main() -> None:
     import torch.distributed as dist
 
     reloadpg.install(backends={"gloo"}, min_size=1)
-    with reloadpg.init_distributed("gloo", timeout=120, init_timeout=60) as context:
+    with reloadpg.environment.init_distributed("gloo", timeout=120, init_timeout=60) as context:
         sums = []
         for cycle in range(4):
             if cycle:
@@ -34,7 +34,7 @@ def main() -> None:
             value = torch.tensor([float(context.environment.rank)])
             dist.all_reduce(value)
             sums.append(value.item())
-        reloadpg.barrier(60, "all are up")
+        reloadpg.environment.barrier(60, "all are up")
         if len(sys.argv) > 2:
             name, other = sys.argv[2:]
             meeting = dist.FileStore(str(folder / "meeting"))

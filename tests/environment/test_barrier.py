@@ -39,7 +39,7 @@ def test_a_barrier_uses_no_collective(backend: str) -> None:
     """Three barriers create no communicator; the first collective does."""
     bring_up(backend)
     for turn in range(3):
-        reloadpg.barrier(60, f"turn {turn}")
+        reloadpg.environment.barrier(60, f"turn {turn}")
     assert untouched()
     dist.all_reduce(torch.ones(1))
     assert untouched() == (backend == "gloo")
@@ -77,7 +77,7 @@ def test_a_missing_rank_is_named_on_all_ranks_with_reason_and_timeout(
     store = WatchedStore(shared, answered=answered)
     dist.init_process_group(backend, store=store, rank=rank, world_size=3)
     group = dist.new_group(group_ranks) if group_ranks else None
-    reloadpg.barrier(60, "connected", group)
+    reloadpg.environment.barrier(60, "connected", group)
     met.set()
     if rank == 2:
         # Comes when the others have given up: they say so in the store that all share.
@@ -85,10 +85,10 @@ def test_a_missing_rank_is_named_on_all_ranks_with_reason_and_timeout(
     elif rank == 0 and group is None:
         shared.wait(["rank 1 is counted"], timedelta(seconds=150))
     if group_ranks and rank not in group_ranks:
-        reloadpg.barrier(timeout, "before the checkpoint", group)
+        reloadpg.environment.barrier(timeout, "before the checkpoint", group)
         return
     with pytest.raises(TimeoutError) as caught:
-        reloadpg.barrier(timedelta(seconds=timeout), "before the checkpoint", group)
+        reloadpg.environment.barrier(timedelta(seconds=timeout), "before the checkpoint", group)
     error, message = caught.value, str(caught.value)
     assert isinstance(error, reloadpg.RendezvousTimeoutError)
     assert error.missing == (2,)
@@ -97,7 +97,7 @@ def test_a_missing_rank_is_named_on_all_ranks_with_reason_and_timeout(
         assert words in message
     assert ("This rank arrived too late" in message) == (rank == 2)
     shared.set("gave up", "1")
-    reloadpg.barrier(60, "all are here now", group)
+    reloadpg.environment.barrier(60, "all are here now", group)
     assert untouched()
 
 
@@ -105,22 +105,25 @@ def test_a_missing_rank_is_named_on_all_ranks_with_reason_and_timeout(
 def test_a_barrier_without_a_group_or_with_a_bad_timeout_is_refused() -> None:
     """The launcher has two ranks: without a group it is an error, not a barrier of one."""
     for group in ("foo", 0, [0, 1]):
-        with pytest.raises(reloadpg.InvalidOptionError, match=r"barrier\(group="):
-            reloadpg.barrier(1, "x", group=group)  # type: ignore[arg-type]
+        with pytest.raises(reloadpg.errors.InvalidOptionError, match=r"barrier\(group="):
+            reloadpg.environment.barrier(1, "x", group=group)  # type: ignore[arg-type]
     for call in (
-        lambda: reloadpg.barrier(dist.ProcessGroup(0, 1)),  # type: ignore[call-overload]
-        lambda: reloadpg.barrier(5, reason=5),  # type: ignore[call-overload]
+        lambda: reloadpg.environment.barrier(dist.ProcessGroup(0, 1)),  # type: ignore[call-overload]
+        lambda: reloadpg.environment.barrier(5, reason=5),  # type: ignore[call-overload]
     ):
-        with pytest.raises(reloadpg.InvalidOptionError, match=r"reloadpg\.barrier\(.*timeout=60"):
+        with pytest.raises(
+            reloadpg.errors.InvalidOptionError,
+            match=r"example barrier\(.*timeout=60",
+        ):
             call()
     with pytest.raises(TypeError, match="several values for the argument 'timeout'"):
-        reloadpg.barrier("x", 5, timeout=5)  # type: ignore[call-overload]
+        reloadpg.environment.barrier("x", 5, timeout=5)  # type: ignore[call-overload]
     for timeout in (0, -1, float("inf"), float("nan"), "5", True, timedelta(0)):
-        with pytest.raises(reloadpg.InvalidOptionError) as caught:
-            reloadpg.barrier(timeout, "x")  # type: ignore[arg-type]
+        with pytest.raises(reloadpg.errors.InvalidOptionError) as caught:
+            reloadpg.environment.barrier(timeout, "x")  # type: ignore[arg-type]
         assert isinstance(caught.value, ValueError)
     with pytest.raises(GroupNotInitializedError, match="init_distributed"):
-        reloadpg.barrier(5, "x")
+        reloadpg.environment.barrier(5, "x")
     with pytest.raises(GroupNotInitializedError), environment.rank_zero_first(5):
         pytest.fail("the body ran")
 
@@ -135,7 +138,7 @@ def test_a_process_alone_passes_a_barrier_without_a_group() -> None:
     ran = []
     for env in ({}, dict.fromkeys(LAUNCHER)):
         with variables(env):
-            reloadpg.barrier(1, "alone")
+            reloadpg.environment.barrier(1, "alone")
             with environment.rank_zero_first(1):
                 ran.append(env)
     assert len(ran) == 2
@@ -156,7 +159,7 @@ def test_a_barrier_handles_signals_while_it_waits(rank: int) -> None:
     signal.signal(signal.SIGALRM, stop)
     with pytest.raises(KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, 0.5)
-        reloadpg.barrier(300, "long")
+        reloadpg.environment.barrier(300, "long")
     store.set("interrupted", "1")
 
 

@@ -84,7 +84,7 @@ def test_bring_up_creates_a_group_with_the_timeout_of_collectives_and_ends_it(
 ) -> None:
     """60000 s for collectives with 20 s for bring-up; ``os.environ`` is as before at the end."""
     before = dict(os.environ)
-    with reloadpg.init_distributed(timeout=60000, init_timeout=20, seed=5) as context:
+    with reloadpg.environment.init_distributed(timeout=60000, init_timeout=20, seed=5) as context:
         assert summed(rank) == 1
         found = context.environment
         assert (found.rank, found.world_size, found.source) == (rank, 2, "torchrun")
@@ -127,7 +127,9 @@ def test_a_process_without_a_launcher_comes_up_without_a_socket_or_a_cuda_call()
     # A torch that is built for CUDA has to look whether there is a device where none is named.
     device = "cpu" if built else None
     network = {"NCCL_SOCKET_IFNAME": "unused"}
-    with reloadpg.init_distributed(mesh_dims={}, device=device, network=network) as context:
+    with reloadpg.environment.init_distributed(
+        mesh_dims={}, device=device, network=network
+    ) as context:
         assert "NCCL_SOCKET_IFNAME" not in os.environ
         assert summed(1) == 1
         assert context.mesh is not None
@@ -139,14 +141,14 @@ def test_a_process_without_a_launcher_comes_up_without_a_socket_or_a_cuda_call()
 @pytest.mark.ranks(1, env={**NOTHING, "MASTER_ADDR": None, "MASTER_PORT": None})
 def test_a_world_of_1_makes_no_group_unless_asked() -> None:
     """As a program without torch.distributed; seed, device and barrier are as with a group."""
-    with reloadpg.init_distributed(seed=5, timeout=60, device="cpu") as context:
+    with reloadpg.environment.init_distributed(seed=5, timeout=60, device="cpu") as context:
         assert not dist.is_initialized()
-        reloadpg.barrier()
+        reloadpg.environment.barrier()
         assert (context.rank, context.world_size, context.local_rank) == (0, 1, 0)
         assert (context.owned, context.mesh, str(context.device)) == (False, None, "cpu")
         assert torch.initial_seed() == 5
     for asked in ({"backend": "gloo"}, {"mesh_dims": {}}, {"store": dist.HashStore()}):
-        with reloadpg.init_distributed(**asked, device="cpu") as context:  # type: ignore[arg-type]
+        with reloadpg.environment.init_distributed(**asked, device="cpu") as context:  # type: ignore[arg-type]
             assert (summed(1), context.owned) == (1, True)
         assert not dist.is_initialized()
 
@@ -157,7 +159,7 @@ def come_up_partly(rank: int, world_size: int) -> tuple[Any, ...]:
         environment.is_rank_zero(),
         environment.rank_zero_only(int)("3"),
     )
-    with reloadpg.init_distributed("gloo", init_timeout=60) as context:
+    with reloadpg.environment.init_distributed("gloo", init_timeout=60) as context:
         return (*helpers, context.environment.world_size, summed(1))
 
 
@@ -192,9 +194,9 @@ def test_bring_up_without_an_address_names_what_is_missing(rank: int) -> None:
     """The rank is known anyway: only what is used is required."""
     assert (environment.get_rank(), environment.is_rank_zero()) == (rank, rank == 0)
     with pytest.raises(DistributedEnvironmentError, match="missing MASTER_ADDR, MASTER_PORT"):
-        reloadpg.init_distributed(init_timeout=60)
+        reloadpg.environment.init_distributed(init_timeout=60)
     with pytest.raises(GroupNotInitializedError):
-        reloadpg.barrier(60, "no group")
+        reloadpg.environment.barrier(60, "no group")
 
 
 @pytest.mark.ranks(2, env=RANK_ALONE)
@@ -202,7 +204,7 @@ def test_bring_up_on_a_given_store_needs_no_address(rank: int, tmp_path: Path) -
     """Twice on the same one, as after a restart within the process."""
     for turn in range(2):
         store = dist.FileStore(str(tmp_path / "store"), 2)
-        with reloadpg.init_distributed(store=store, init_timeout=60) as context:
+        with reloadpg.environment.init_distributed(store=store, init_timeout=60) as context:
             assert summed(rank + turn) == 1 + 2 * turn
             assert (context.environment.rank, context.environment.master_port) == (rank, None)
 
@@ -210,7 +212,7 @@ def test_bring_up_on_a_given_store_needs_no_address(rank: int, tmp_path: Path) -
 @pytest.mark.ranks(4)
 def test_one_log_line_has_the_sizes_of_the_mesh_and_the_place_of_the_rank(rank: int) -> None:
     records = Records()
-    with reloadpg.init_distributed(mesh_dims={"tp": 2, "pp": 2}, init_timeout=60):
+    with reloadpg.environment.init_distributed(mesh_dims={"tp": 2, "pp": 2}, init_timeout=60):
         place = f"pp={rank // 2} x dp_shard=0 x tp={rank % 2}"
         expected = f"mesh pp=2 x dp_shard=1 x tp=2 over 4 ranks: rank {rank} is at {place}"
         assert [text for text in records.texts() if text.startswith("mesh ")] == [expected]
@@ -226,19 +228,19 @@ def test_an_existing_group_is_adopted_unchanged_and_a_warning_names_what_differs
     dist.init_process_group("gloo", timeout=timedelta(seconds=77))
     world = dist.group.WORLD
     records = Records()
-    with reloadpg.init_distributed("gloo", timeout=77) as same:
+    with reloadpg.environment.init_distributed("gloo", timeout=77) as same:
         assert not same.owned
         assert records.texts() == []
-    with reloadpg.init_distributed("nccl", timeout=60) as other:
+    with reloadpg.environment.init_distributed("nccl", timeout=60) as other:
         assert not other.owned
         (warning,) = records.texts()
         assert "backend 'nccl' (it has 'gloo')" in warning
         assert "timeout 60 s (it has 77 s)" in warning
-        with reloadpg.init_distributed("nccl", timeout=60, adopt=True):
+        with reloadpg.environment.init_distributed("nccl", timeout=60, adopt=True):
             assert records.texts() == [warning]
         mesh: Any = {"mesh_dims": {"tp": 2}, "init_timeout": 20}
         for given, expected in ((33, 33), (None, 77)):  # None: that of the adopted group
-            with reloadpg.init_distributed(timeout=given, **mesh) as meshed:
+            with reloadpg.environment.init_distributed(timeout=given, **mesh) as meshed:
                 assert meshed.mesh is not None
                 own = meshed.mesh.get_group("dp_shard")
                 timeout = own._get_backend(torch.device("cpu")).options._timeout
@@ -250,8 +252,8 @@ def test_an_existing_group_is_adopted_unchanged_and_a_warning_names_what_differs
 def describe(rank: int, world_size: int, path: str) -> tuple[Any, ...]:
     store = dist.FileStore(path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    found = reloadpg.init_distributed(adopt=True).environment
-    reloadpg.barrier(60, "both have looked")
+    found = reloadpg.environment.init_distributed(adopt=True).environment
+    reloadpg.environment.barrier(60, "both have looked")
     dist.destroy_process_group()
     return found.source, found.rank, found.local_rank, found.local_world_size, found.master_port
 
@@ -302,7 +304,7 @@ def test_ranks_that_disagree_raise_on_all_ranks_with_ranks_and_values(
             options = ranks[rank].get("options", {})
             with variables({**sizes, **ranks[rank].get("env", {})}):
                 with pytest.raises(reloadpg.DisagreementError) as caught:
-                    reloadpg.init_distributed(init_timeout=2 * LIMIT, **options)
+                    reloadpg.environment.init_distributed(init_timeout=2 * LIMIT, **options)
                 assert text in str(caught.value)
             assert not dist.is_initialized()
 
@@ -324,7 +326,7 @@ def wait_for_arrival() -> dist.TCPStore:
 
 def come_late() -> None:
     """Start this rank a second time."""
-    code = "import reloadpg; reloadpg.init_distributed('gloo', init_timeout=60)"
+    code = "import reloadpg; reloadpg.environment.init_distributed('gloo', init_timeout=60)"
     command = [sys.executable, "-c", code]
     late = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert late.returncode == 1
@@ -342,7 +344,7 @@ def test_a_process_that_comes_after_the_agreement_is_refused(rank: int) -> None:
         return dist.ProcessGroupGloo(store, rank, size, timeout)
 
     dist.Backend.register_backend("slow", create, devices=["cpu"])
-    with reloadpg.init_distributed("cpu:slow", init_timeout=LIMIT):
+    with reloadpg.environment.init_distributed("cpu:slow", init_timeout=LIMIT):
         if rank == 1:
             come_late()
         assert summed(rank) == 1
@@ -369,7 +371,7 @@ def test_a_missing_rank_is_named_by_the_others_at_the_timeout(absent: int, rank:
     os.environ["RELOADPG_GRACE_S"] = "10"  # in which the ranks that are here respond
     store = wait_for_arrival() if last and not serves else None
     with pytest.raises(reloadpg.RendezvousTimeoutError, match=f" {timeout:g} s") as caught:
-        reloadpg.init_distributed(init_timeout=timeout)
+        reloadpg.environment.init_distributed(init_timeout=timeout)
     assert (caught.value.phase, caught.value.missing) == (
         "connect" if serves else "agree",
         (absent,),
@@ -392,7 +394,7 @@ def test_time_in_which_the_machine_stands_still_does_not_count_for_the_timeout(r
         while clock[1] - clock[0] < stopped - 2:  # until both processes run again
             time.sleep(0.05)
             clock = [clock[1], time.monotonic()]
-    with reloadpg.init_distributed(init_timeout=timeout if rank == 0 else 60):
+    with reloadpg.environment.init_distributed(init_timeout=timeout if rank == 0 else 60):
         assert dist.get_world_size() == 2
 
 
@@ -434,7 +436,7 @@ def test_a_store_that_cannot_be_reached_is_reported_at_the_timeout_with_what_to_
         os.environ.update({**two, "MASTER_PORT": str(server.getsockname()[1]), **values})
         with pytest.raises(reloadpg.RendezvousTimeoutError) as caught:
             # A port that is taken is reported at once; a timeout could come before it.
-            reloadpg.init_distributed(init_timeout=60.0 if is_named else 1.5)
+            reloadpg.environment.init_distributed(init_timeout=60.0 if is_named else 1.5)
     message = str(caught.value)
     assert text in message
     assert ("Free the port" in message) == is_named
@@ -462,7 +464,9 @@ def test_bring_up_connects_the_groups_that_it_creates_unless_asked_not_to(adopts
         ({"connect": "none"}, []),
     ]
     for options, expected in cases:
-        with reloadpg.init_distributed("sim", mesh_dims=MESH, init_timeout=60, **options):
+        with reloadpg.environment.init_distributed(
+            "sim", mesh_dims=MESH, init_timeout=60, **options
+        ):
             used = sorted(group.desc for group in simulated.groups() if group.collectives)
             assert used == expected, options
 
@@ -481,7 +485,7 @@ def test_a_group_that_does_not_connect_is_named_with_its_ranks_and_interfaces(
     if action == "raise":
         options = {"network": {"NCCL_SOCKET_IFNAME": "ib7"}, "init_timeout": 60}
     with simulated.inject(fault), pytest.raises(reloadpg.ReloadpgError) as caught:
-        reloadpg.init_distributed("sim", mesh_dims=MESH, **options)
+        reloadpg.environment.init_distributed("sim", mesh_dims=MESH, **options)
     kind, message = type(caught.value).__name__, str(caught.value)
     if action == "raise":
         assert kind == ("ReloadpgError" if rank == 2 else "PeerFailedError")
@@ -503,7 +507,7 @@ def test_an_interface_that_does_not_exist_is_named_on_all_ranks(rank: int) -> No
         os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
     said = r"rank 1 failed at creating the default group \(gloo\) over nosuch0"
     with pytest.raises(reloadpg.ReloadpgError, match=said) as caught:
-        reloadpg.init_distributed(init_timeout=60)
+        reloadpg.environment.init_distributed(init_timeout=60)
     assert isinstance(caught.value, reloadpg.PeerFailedError) == (rank == 0)
 
 
@@ -554,7 +558,7 @@ def test_bad_input_is_refused_before_a_socket_is_opened_or_a_variable_written() 
         with variables({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **env}):
             environ, before = dict(os.environ), open_sockets()
             with pytest.raises(ValueError, match=re.escape(text)) as caught:
-                reloadpg.init_distributed(**options)
+                reloadpg.environment.init_distributed(**options)
             assert isinstance(caught.value, reloadpg.ReloadpgError), name
             assert dict(os.environ) == environ, name
             assert open_sockets() <= before, name
@@ -568,12 +572,12 @@ def test_bad_input_is_refused_before_a_socket_is_opened_or_a_variable_written() 
 def test_an_evaluator_under_a_launcher_gets_a_gloo_group_once_and_one_log_line() -> None:
     """With WORLD_SIZE > 1 and an address; a second call does nothing."""
     records = Records()
-    assert reloadpg.ensure_process_group()
-    assert not reloadpg.ensure_process_group()
+    assert reloadpg.environment.ensure_process_group()
+    assert not reloadpg.environment.ensure_process_group()
     assert (dist.get_backend(), default_timeout()) == ("gloo", timedelta(seconds=60000))
     assert [record.levelname for record in records.but_waits()] == ["INFO"]
-    reloadpg.destroy_distributed()
-    reloadpg.destroy_distributed()
+    reloadpg.environment.destroy_distributed()
+    reloadpg.environment.destroy_distributed()
     assert not dist.is_initialized()
 
 
@@ -599,9 +603,9 @@ def test_an_evaluator_alone_or_without_an_address_gets_no_group_and_knows_its_sh
         words = dict(word.split("=") for word in given.split())
         with variables({**NOTHING, **NO_ADDRESS, **words}):
             for _ in range(2):
-                assert not reloadpg.ensure_process_group()
+                assert not reloadpg.environment.ensure_process_group()
             assert environment.get_rank() == shard, given
-            reloadpg.destroy_distributed()
+            reloadpg.environment.destroy_distributed()
         levels = [record.levelname for record in records.but_waits()]
         assert levels == (["WARNING"] * 2 if missing else []), given
         assert all(f"but {missing} is not set" in text for text in records.texts()), given
@@ -609,7 +613,7 @@ def test_an_evaluator_alone_or_without_an_address_gets_no_group_and_knows_its_sh
         variables({**NOTHING, **NO_ADDRESS, "WORLD_SIZE": "2"}),
         pytest.raises(DistributedEnvironmentError, match="missing RANK"),
     ):
-        reloadpg.ensure_process_group()
+        reloadpg.environment.ensure_process_group()
 
 
 @pytest.mark.ranks(2)
@@ -621,7 +625,7 @@ def test_an_evaluator_that_needs_no_group_creates_none_and_logs_nothing(how: str
     else:
         dist.is_available = lambda: False  # a build of torch for one process
     records = Records()
-    assert not reloadpg.ensure_process_group()
+    assert not reloadpg.environment.ensure_process_group()
     assert records.found == []
 
 
@@ -631,7 +635,9 @@ def test_the_interpreter_exits_normally_after_a_store_was_not_reached() -> None:
         taken.bind(("127.0.0.1", 0))  # and nothing listens there
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-        code = "import reloadpg; reloadpg.init_distributed(device='cpu', init_timeout=1)"
+        code = (
+            "import reloadpg; reloadpg.environment.init_distributed(device='cpu', init_timeout=1)"
+        )
         done = subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, **place, **ranks},

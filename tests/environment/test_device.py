@@ -102,14 +102,14 @@ def place(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, Place
             options["store"] = dist.HashStore()
         with variables({**case.env, **env}):
             try:
-                with reloadpg.init_distributed(**options) as context:
+                with reloadpg.environment.init_distributed(**options) as context:
                     placed[name] = Placed(
                         device=str(context.device),
                         used=tuple(accelerator.used),
                         backend=dist.get_backend(),
                         streams=len(accelerator.streams),
                     )
-            except (reloadpg.InvalidOptionError, reloadpg.DisagreementError) as error:
+            except (reloadpg.errors.InvalidOptionError, reloadpg.DisagreementError) as error:
                 placed[name] = Placed(f"{type(error).__name__}: {error}")
             assert not dist.is_initialized()
     return placed

@@ -154,7 +154,7 @@ def test_importing_detecting_exporting_and_ranks_import_no_torch() -> None:
         "assert e.rank_zero_only(lambda: 3)() == 3\n"
         "e.resolve_mesh_dims({}, 8); e.configure_network_environment({})\n"
         "e.destroy_distributed(); e.process_group_scope().__enter__()\n"
-        "assert reloadpg.detect_environment is e.detect_environment\n"
+        "assert reloadpg.environment.detect_environment is e.detect_environment\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
     )
     environ = {k: v for k, v in os.environ.items() if k not in ENVIRONMENT.variables()}

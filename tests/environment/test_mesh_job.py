@@ -45,7 +45,9 @@ def test_a_mesh_with_fsdp2_and_tensor_parallel_modules_works_through_three_reloa
     dims = {"tp": 2, "pp": 2, "dp_shard": -1}
     with (
         reloadpg.install(backends={"gloo"}),
-        reloadpg.init_distributed(timeout=1234, init_timeout=60, mesh_dims=dims, seed=3) as context,
+        reloadpg.environment.init_distributed(
+            timeout=1234, init_timeout=60, mesh_dims=dims, seed=3
+        ) as context,
     ):
         mesh: Any = context.mesh
         assert torch.initial_seed() == 3 + rank // 4
@@ -77,7 +79,9 @@ def test_a_mesh_with_fsdp2_and_tensor_parallel_modules_works_through_three_reloa
 @pytest.mark.ranks(2)
 def test_a_dimension_as_large_as_the_world_uses_world() -> None:
     """There is no second communicator over the same ranks."""
-    with reloadpg.init_distributed(init_timeout=30, mesh_dims={"dp_shard": -1}) as context:
+    with reloadpg.environment.init_distributed(
+        init_timeout=30, mesh_dims={"dp_shard": -1}
+    ) as context:
         mesh: Any = context.mesh
         assert mesh.get_group("dp_shard") is dist.group.WORLD
         assert mesh.mesh.tolist() == [0, 1]

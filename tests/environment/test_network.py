@@ -269,12 +269,12 @@ def bring_up(network: Any, end: str, look: Callable[[], None]) -> None:
             raise OSError("no group today")
 
         dist.Backend.register_backend("broken", create, devices=["cpu"])
-        reloadpg.init_distributed("cpu:broken", **options)
-    context = reloadpg.init_distributed(**options)
+        reloadpg.environment.init_distributed("cpu:broken", **options)
+    context = reloadpg.environment.init_distributed(**options)
     if end == "destroy":
         look()
-        reloadpg.barrier(60, "both have looked")
-        reloadpg.destroy_distributed()
+        reloadpg.environment.barrier(60, "both have looked")
+        reloadpg.environment.destroy_distributed()
         return
     with context:
         look()

@@ -29,8 +29,8 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 def enter(kind: str, timeout: float = LIMIT_S) -> Any:
     """A scope around stock bring-up, or the library's own context: the same rules for both."""
     if kind == "scope":
-        return reloadpg.process_group_scope(timeout=timeout)
-    return reloadpg.init_distributed(init_timeout=timeout)
+        return reloadpg.environment.process_group_scope(timeout=timeout)
+    return reloadpg.environment.init_distributed(init_timeout=timeout)
 
 
 def bring_up(kind: str) -> None:
@@ -77,7 +77,7 @@ def test_rank_0_with_the_store_leaves_after_the_others_know_that_all_came(rank: 
                 "barrier", "call", operation="exit.arrive", moment="after", call=lambda _: slow()
             )
         )
-    with reloadpg.process_group_scope(timeout=LIMIT_S):
+    with reloadpg.environment.process_group_scope(timeout=LIMIT_S):
         dist.init_process_group("gloo")
     if rank == 0:
         assert between.check(["rank 1 knows"])
@@ -116,11 +116,11 @@ def test_a_peer_that_never_reaches_the_end_is_named_in_the_timeout_error(kind: s
 @pytest.mark.ranks(1, env={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
 def test_a_scope_in_which_no_group_is_created_does_nothing() -> None:
     """Neither barrier nor abort, although the launcher has two ranks and one is absent."""
-    with reloadpg.process_group_scope(timeout=LIMIT_S):
+    with reloadpg.environment.process_group_scope(timeout=LIMIT_S):
         pass
-    with contextlib.suppress(ValueError), reloadpg.process_group_scope():
+    with contextlib.suppress(ValueError), reloadpg.environment.process_group_scope():
         raise ValueError("unrelated")
-    reloadpg.destroy_distributed()
+    reloadpg.environment.destroy_distributed()
     assert not dist.is_initialized()
 
 
@@ -219,7 +219,10 @@ def fail_in_cleanup(rank: int, world_size: int) -> str:
 
     teardown.abort_groups = broken
     error = ValueError("first")
-    with pytest.raises(ValueError, match="first") as caught, reloadpg.process_group_scope():
+    with (
+        pytest.raises(ValueError, match="first") as caught,
+        reloadpg.environment.process_group_scope(),
+    ):
         dist.init_process_group("gloo")
         raise error
     assert caught.value is error
@@ -256,15 +259,15 @@ def test_an_adopted_group_is_unchanged_after_success_and_after_an_exception() ->
 @pytest.mark.ranks(2)
 def test_nested_scopes_end_the_group_once_where_it_was_created() -> None:
     """The context that created it owns it; those inside adopt it, those outside find nothing."""
-    with reloadpg.process_group_scope(timeout=LIMIT_S):
+    with reloadpg.environment.process_group_scope(timeout=LIMIT_S):
         with (
-            reloadpg.process_group_scope(timeout=LIMIT_S),
-            reloadpg.init_distributed(init_timeout=LIMIT_S) as context,
+            reloadpg.environment.process_group_scope(timeout=LIMIT_S),
+            reloadpg.environment.init_distributed(init_timeout=LIMIT_S) as context,
         ):
             assert context.owned
             with (
-                reloadpg.process_group_scope(timeout=LIMIT_S),
-                reloadpg.init_distributed(init_timeout=LIMIT_S) as inner,
+                reloadpg.environment.process_group_scope(timeout=LIMIT_S),
+                reloadpg.environment.init_distributed(init_timeout=LIMIT_S) as inner,
             ):
                 assert not inner.owned
             total()
@@ -299,17 +302,20 @@ def test_an_owned_group_is_ended_by_an_exit_while_offloaded(kind: str, fails: bo
         assert dist.group.WORLD is world
         assert total() == 2
         reloadpg.offload()
-        reloadpg.barrier(LIMIT_S, "while offloaded")
-        reloadpg.barrier(LIMIT_S, "while offloaded", group)
+        reloadpg.environment.barrier(LIMIT_S, "while offloaded")
+        reloadpg.environment.barrier(LIMIT_S, "while offloaded", group)
         if fails:
             raise error
     assert not fails or caught.value is error
     assert not dist.is_initialized()
-    with reloadpg.install(backends={"gloo"}), reloadpg.init_distributed(init_timeout=LIMIT_S):
+    with (
+        reloadpg.install(backends={"gloo"}),
+        reloadpg.environment.init_distributed(init_timeout=LIMIT_S),
+    ):
         assert total() == 2
         assert isinstance(dist.group.WORLD, reloadpg.ReloadableProcessGroup)
         reloadpg.offload()
-        reloadpg.destroy_distributed()
+        reloadpg.environment.destroy_distributed()
         assert not dist.is_initialized()
 
 
@@ -342,12 +348,12 @@ def test_a_scope_destroys_the_groups_created_inside_and_no_earlier_ones(
     before = dist.new_group([0, 1])
     world, counted = dist.group.WORLD, sizes()
     raised = contextlib.nullcontext() if ends == "success" else pytest.raises(ValueError)
-    with raised, reloadpg.process_group_scope(timeout=LIMIT_S):
+    with raised, reloadpg.environment.process_group_scope(timeout=LIMIT_S):
         if how == "taken over":
             reloadpg.install(backends={"gloo"})
         inside = dist.new_group([0, 1])
         dist.new_group([1])  # not every rank is a member
-        with reloadpg.process_group_scope(timeout=LIMIT_S):
+        with reloadpg.environment.process_group_scope(timeout=LIMIT_S):
             dist.new_group([1, 0])
         assert sizes() == counted + rank + 1
         if how != "plain":
@@ -377,14 +383,14 @@ def test_peers_that_wait_at_the_exit_of_a_group_are_notified_of_a_failure(rank: 
     dist.init_process_group("gloo")
     with (
         pytest.raises(ValueError if rank == 1 else reloadpg.PeerFailedError),
-        reloadpg.process_group_scope(timeout=60),
+        reloadpg.environment.process_group_scope(timeout=60),
     ):
         dist.new_group([0, 2])
         dist.new_group([0, 1, 2])
-        reloadpg.barrier(60, "all have created it")
+        reloadpg.environment.barrier(60, "all have created it")
         if rank == 1:
             raise ValueError("inside")
-    reloadpg.barrier(60, "all are out")
+    reloadpg.environment.barrier(60, "all are out")
     assert sizes() == 1
 
 
@@ -392,10 +398,12 @@ def test_peers_that_wait_at_the_exit_of_a_group_are_notified_of_a_failure(rank: 
 def test_a_default_group_that_is_recreated_inside_a_scope_is_destroyed() -> None:
     """The one that existed is gone, and this one was created inside."""
     dist.init_process_group("gloo")
-    reloadpg.barrier(LIMIT_S, "connected")  # a peer that connects must not lose its other end
-    with reloadpg.process_group_scope(timeout=LIMIT_S):
+    reloadpg.environment.barrier(
+        LIMIT_S, "connected"
+    )  # a peer that connects must not lose its other end
+    with reloadpg.environment.process_group_scope(timeout=LIMIT_S):
         dist.destroy_process_group()
-        reloadpg.init_distributed(init_timeout=LIMIT_S)
+        reloadpg.environment.init_distributed(init_timeout=LIMIT_S)
         total()
     assert not dist.is_initialized()
 
@@ -405,7 +413,7 @@ def test_the_groups_of_a_mesh_over_an_existing_world_end_with_their_context() ->
     """Also by an exception: consecutive meshes leave nothing behind, and WORLD is unchanged."""
     dist.init_process_group("gloo")
     for fails in (False, True) * 2:
-        context = reloadpg.init_distributed(
+        context = reloadpg.environment.init_distributed(
             mesh_dims={"pp": 2, "tp": 2}, adopt=True, init_timeout=60
         )
         with contextlib.suppress(ValueError), context:

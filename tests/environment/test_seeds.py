@@ -12,9 +12,9 @@ import numpy
 import pytest
 import torch
 
-from reloadpg import InvalidOptionError
 from reloadpg.environment import set_seed
 from reloadpg.environment.mesh import MESH_ORDER, seed_for
+from reloadpg.errors import InvalidOptionError
 
 
 @dataclass

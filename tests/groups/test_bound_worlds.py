@@ -181,7 +181,7 @@ def test_a_reload_can_be_retried_while_a_creation_is_stuck(rank, world):
         faulty_gloo.inject("create", fail_while_rank_0_creates)
     else:
         faulty_gloo.inject("create", lambda: store.set("rank 0 creates", ""))
-    with pytest.raises(reloadpg.RebuildError if rank == 1 else reloadpg.PeerFailedError):
+    with pytest.raises(reloadpg.errors.RebuildError if rank == 1 else reloadpg.PeerFailedError):
         reloadpg.reload()
     # Rank 0 is still in the creation of WORLD.
     assert len(reloadpg.status().unfinished) == (1 if rank == 0 else 0)

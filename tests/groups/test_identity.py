@@ -33,12 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.torch_version import TorchVersion
 
 import reloadpg
-from reloadpg import (
-    GroupDestroyedError,
-    GroupOffloadedError,
-    GroupPickleError,
-    ReloadableProcessGroup,
-)
+from reloadpg import GroupOffloadedError, ReloadableProcessGroup
+from reloadpg.errors import GroupDestroyedError, GroupPickleError
 from reloadpg.rendezvous import store_client
 from reloadpg.testing import run_ranks
 

@@ -28,6 +28,8 @@ import reloadpg
 from reloadpg.cli.doctor import diagnose
 from reloadpg.groups.patches import note_loaded_modules
 from reloadpg.groups.registry import registry
+from reloadpg.lifecycle.callbacks import callbacks
+from reloadpg.lifecycle.job import jobs
 
 HOMES = (dist, distributed_c10d, device_mesh)
 TIMEOUT = timedelta(seconds=20)
@@ -100,7 +102,9 @@ def test_second_install():
     with reloadpg.install(min_size=3):
         assert dist.new_group is wrapper
     assert reloadpg.is_installed()
-    with pytest.raises(reloadpg.PatchConflictError, match=r"min_size=4 \(in place: 3\).*uninst"):
+    with pytest.raises(
+        reloadpg.errors.PatchConflictError, match=r"min_size=4 \(in place: 3\).*uninst"
+    ):
         reloadpg.install(min_size=4)
     assert dist.new_group is wrapper
     assert reloadpg.status().options["min_size"] == 3
@@ -126,7 +130,7 @@ def test_second_install():
 )
 def test_invalid_options_install_nothing(options, said):
     before = _bound()
-    with pytest.raises(reloadpg.InvalidOptionError, match=f"(?s){said}") as caught:
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match=f"(?s){said}") as caught:
         reloadpg.install(**options)
     assert "; nothing was" in str(caught.value)
     assert not reloadpg.is_installed()
@@ -144,7 +148,7 @@ def test_uninstall_under_another_wrapper_raises_and_changes_nothing():
 
     dist.new_group = foreign
     with pytest.raises(
-        reloadpg.PatchConflictError, match=r"torch\.distributed\.new_group.*foreign"
+        reloadpg.errors.PatchConflictError, match=r"torch\.distributed\.new_group.*foreign"
     ):
         reloadpg.uninstall()
     assert dist.new_group is foreign
@@ -241,7 +245,9 @@ def test_torchcomms_is_refused_where_torch_hangs_with_it(monkeypatch):
     """Before 2.15, with torch's switches set as where torchcomms is installed and enabled."""
     monkeypatch.setattr(distributed_c10d, "_TORCHCOMM_AVAILABLE", True)
     monkeypatch.setattr(torch.distributed.config, "use_torchcomms", True)
-    with pytest.raises(reloadpg.InvalidOptionError, match=r"TorchComms .* Nothing was installed"):
+    with pytest.raises(
+        reloadpg.errors.InvalidOptionError, match=r"TorchComms .* Nothing was installed"
+    ):
         reloadpg.install()
     assert not reloadpg.is_installed()
     (found,) = [one for one in diagnose().findings if one.check == "torchcomms"]
@@ -262,13 +268,13 @@ def test_no_lock_is_held_while_a_callback_of_the_installation_runs():
     ended = []
 
     def elsewhere():
-        thread = threading.Thread(target=registry.job, args=("test",))
+        thread = threading.Thread(target=jobs.current, args=("test",))
         thread.start()
         thread.join(60.0)
         ended.append(not thread.is_alive())
 
-    registry.callbacks.install.append(elsewhere)
-    registry.callbacks.uninstall.append(elsewhere)
+    callbacks.install.append(elsewhere)
+    callbacks.uninstall.append(elsewhere)
     reloadpg.install(backends="gloo", min_size=1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     reloadpg.install(backends="gloo", min_size=1)
@@ -282,7 +288,7 @@ def test_uninstall_while_offloaded_is_refused(rank):
     reloadpg.install(backends={"gloo"}, timeout=TIMEOUT)
     dist.init_process_group("gloo")
     reloadpg.offload()
-    with pytest.raises(reloadpg.PatchConflictError, match=r"reload\(\)"):
+    with pytest.raises(reloadpg.errors.PatchConflictError, match=r"reload\(\)"):
         reloadpg.uninstall()
     assert reloadpg.is_installed()
     reloadpg.reload()

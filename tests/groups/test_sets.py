@@ -10,7 +10,7 @@ import torch.distributed as dist
 from worlds import BACKEND, TIMEOUT, init
 
 import reloadpg
-from reloadpg import InvalidOptionError
+from reloadpg.errors import InvalidOptionError
 
 pytestmark = pytest.mark.matrix
 

@@ -223,7 +223,7 @@ def test_a_weight_update_group(rank, free_port, registered):
 @pytest.mark.ranks(1)
 def test_arguments_of_register_group():
     """A group of one rank may be registered. What cannot be called is refused, and WORLD."""
-    with pytest.raises(reloadpg.NotInstalledError):
+    with pytest.raises(reloadpg.errors.NotInstalledError):
         reloadpg.register_group(None, rebuild=list)
     start("unbound", min_size=2)
     group = dist.new_group([0])
@@ -232,7 +232,7 @@ def test_arguments_of_register_group():
         (group, {"rebuild": list, "destroy": 3}),
         (dist.group.WORLD, {"rebuild": list}),
     ):
-        with pytest.raises(reloadpg.InvalidOptionError):
+        with pytest.raises(reloadpg.errors.InvalidOptionError):
             reloadpg.register_group(one, **wrong)
     reloadpg.register_group(group, rebuild=list)
 
@@ -259,7 +259,9 @@ def test_rebuild_must_return_the_group_that_it_created():
     for returned in (None, "group", dist.group.WORLD):
         group = reloadpg.register_group(dist.new_group([0]), rebuild=lambda made=returned: made)
         reloadpg.offload()
-        with pytest.raises(reloadpg.RebuildError, match=r"given to register_group\(\) returned"):
+        with pytest.raises(
+            reloadpg.errors.RebuildError, match=r"given to register_group\(\) returned"
+        ):
             reloadpg.reload()
         dist.destroy_process_group(group)
 

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.torch_version import TorchVersion
 
 import reloadpg
-from reloadpg import GroupOffloadedError, NotInstalledError
+from reloadpg import GroupOffloadedError
+from reloadpg.errors import NotInstalledError
 from reloadpg.groups import dispatch
 from reloadpg.testing import run_ranks
 
@@ -279,8 +280,6 @@ def test_calls_before_install_raise_one_error_and_change_nothing(rank):
     for call in (
         reloadpg.offload,
         reloadpg.reload,
-        reloadpg.destroy_process_groups,
-        reloadpg.reload_process_groups,
         lambda: reloadpg.offloaded().__enter__(),
     ):
         with pytest.raises(NotInstalledError, match=r"nothing was changed.*reloadpg\.install\(\)"):

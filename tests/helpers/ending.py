@@ -20,8 +20,9 @@ import torch.distributed as dist  # noqa: F401
 import reloadpg
 from reloadpg.testing import simulated  # noqa: F401
 
-for _public in reloadpg.__all__:
-    getattr(reloadpg, _public)
+for _module in (reloadpg, reloadpg.recovery):
+    for _public in _module.__all__:
+        getattr(_module, _public)
 
 
 def _next_program() -> tuple[str, dict[str, str], str] | None:

@@ -265,7 +265,7 @@ class Job:
             assert (id(group), group.group_name) == self._first[name]
         assert self.states() == {"live"}
         assert self.sums()
-        assert not reloadpg.recovery_requested()
+        assert not reloadpg.recovery.recovery_requested()
         if generation is not None:
             assert (reloadpg.status().generation, self.generations()) == (generation, {generation})
 

@@ -93,9 +93,9 @@ class Recoverable:
         reloadpg.install(backends={"gloo"}, recoverable=True)
         dist.init_process_group("gloo")
         pair = [dist.new_group(ranks) for ranks in PAIRS][dist.get_rank() % 2]
-        rejoined = reloadpg.rejoin().changed
+        rejoined = reloadpg.recovery.rejoin().changed
         weight, before, log = torch.zeros(1), torch.zeros(1), []
-        for step in reloadpg.retrying(range(4)):
+        for step in reloadpg.recovery.retrying(range(4)):
             with step as number:
                 log.append((number, step.replaced))
                 if step.attempt > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reloadpg.lifecycle.report import GroupReport, Report, Span
+from reloadpg.reports import GroupReport, Report, Span
 
 
 def group(name: str, start_ms: float, ms: float, **more: Any) -> GroupReport:

@@ -11,10 +11,10 @@ import reloadpg
 
 reloadpg.install(backends={"gloo"}, recoverable=True)
 dist.init_process_group("gloo")
-rejoined = reloadpg.rejoin().changed
+rejoined = reloadpg.recovery.rejoin().changed
 rank, start = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 steps = []
-for step in reloadpg.retrying(range(3)):
+for step in reloadpg.recovery.retrying(range(3)):
     with step as number:
         steps.append(number)
         if (start, rank, number) == (0, 1, 1):

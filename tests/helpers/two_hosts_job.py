@@ -97,7 +97,7 @@ class Outage:
             _set_pg_timeout(limit, group)
 
     def retrying(self) -> None:
-        for step in reloadpg.retrying(range(5)):
+        for step in reloadpg.recovery.retrying(range(5)):
             with step as number:
                 try:
                     self.step(number, step.attempt)

@@ -241,7 +241,7 @@ def test_an_exception_of_the_body_is_raised_after_the_way_back() -> None:
         with pytest.raises(reloadpg.ReloadpgError, match=r"within the colocated\(\) block"):
             rollout.wake_up()
         said = r"wake_up\(tags='weights'\): not a sequence of tags"
-        with pytest.raises(reloadpg.InvalidOptionError, match=said):
+        with pytest.raises(reloadpg.errors.InvalidOptionError, match=said):
             rollout.wake_up("weights")
         side.check_live()
 
@@ -255,7 +255,7 @@ def test_the_groups_of_an_engine_in_the_trainers_processes_are_live_in_the_block
         sizes = {"weights": 2 * BYTES, "kv_cache": 3 * BYTES}  # and one communicator
         engine = side.engine(sizes=sizes)
         reloadpg.offload("engine")
-        with pytest.raises(reloadpg.InvalidOptionError, match="sets="):
+        with pytest.raises(reloadpg.errors.InvalidOptionError, match="sets="):
             colocated(saver=MemorySaver(side.bare), engine_groups="engine")
         rollout = colocated(
             engine, saver=side.bare, engine_groups="engine", wake_tags=["weights"], connect="eager"
@@ -433,5 +433,5 @@ class WithoutTags:
 )
 def test_arguments_that_cannot_be_used_are_refused(arguments: dict[str, Any], said: str) -> None:
     """With what to pass, before anything is done."""
-    with pytest.raises(reloadpg.InvalidOptionError, match=said):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match=said):
         colocated(**arguments)

@@ -104,7 +104,7 @@ def test_the_engine_of_trl_generates_with_the_trainers_groups_offloaded(
         states = ["live", "live", "offloaded", "offloaded"]
         assert [state for _, state, _ in llm.calls] == states * 2
     assert worlds.summed(generation.tp_group, rank) == worlds.summed(None, rank) == 3.0
-    with pytest.raises(reloadpg.InvalidOptionError, match="was given before"):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match="was given before"):
         offloaded_generation(trainer)
     handle.remove()
     handle.remove()
@@ -112,7 +112,7 @@ def test_the_engine_of_trl_generates_with_the_trainers_groups_offloaded(
 
 
 def test_a_trainer_without_an_engine_is_refused() -> None:
-    with pytest.raises(reloadpg.InvalidOptionError, match="no engine in this process"):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match="no engine in this process"):
         offloaded_generation(SimpleNamespace())
 
 
@@ -156,16 +156,18 @@ def test_the_groups_of_workers_are_offloaded_while_the_engine_sleeps() -> None:
 
 
 def test_workers_without_an_installation_are_refused() -> None:
-    with pytest.raises(reloadpg.InvalidOptionError, match="RELOADPG_AUTOINSTALL=1"):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match="RELOADPG_AUTOINSTALL=1"):
         WorkerGroups(Workers())
-    with pytest.raises(reloadpg.InvalidOptionError, match="no collective_rpc"):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match="no collective_rpc"):
         WorkerGroups(object())
 
     class Asynchronous(Workers):
         async def collective_rpc(self, method: Any) -> list[Any]:
             return []
 
-    with pytest.raises(reloadpg.InvalidOptionError, match=r"Asynchronous.: .*asynchronous; noth"):
+    with pytest.raises(
+        reloadpg.errors.InvalidOptionError, match=r"Asynchronous.: .*asynchronous; noth"
+    ):
         WorkerGroups(Asynchronous())
 
 
@@ -248,7 +250,9 @@ def test_a_server_is_driven_by_its_routes(server: Any, monkeypatch: pytest.Monke
 def test_a_server_that_refuses_or_is_not_there(server: Any) -> None:
     """The error names the request; a server without the routes is refused at the beginning."""
     url = f"http://127.0.0.1:{server.server_port}"
-    with pytest.raises(reloadpg.InvalidOptionError, match="Start vLLM's server with VLLM_SERVER"):
+    with pytest.raises(
+        reloadpg.errors.InvalidOptionError, match="Start vLLM's server with VLLM_SERVER"
+    ):
         Server(f"{url}/v1")
     engine = Server(url)
     server.status = 500
@@ -259,7 +263,7 @@ def test_a_server_that_refuses_or_is_not_there(server: Any) -> None:
     with pytest.raises(reloadpg.ReloadpgError, match=r"GET .*/is_sleeping.* failed: .*500"):
         Server(url)
     for wrong in ("127.0.0.1:8000", 8000):
-        with pytest.raises(reloadpg.InvalidOptionError, match="not an address"):
+        with pytest.raises(reloadpg.errors.InvalidOptionError, match="not an address"):
             Server(wrong)
     server.shutdown()
     server.server_close()
@@ -287,8 +291,8 @@ def test_a_server_of_sglang_is_driven_by_its_routes() -> None:
         server.status = 400
         with pytest.raises(reloadpg.ReloadpgError, match=r"/release_memory_occupation fail.* 400"):
             engine.release_memory_occupation()
-        with pytest.raises(reloadpg.InvalidOptionError, match="address of an SGLang server"):
+        with pytest.raises(reloadpg.errors.InvalidOptionError, match="address of an SGLang server"):
             sglang.Server(f"{url}/v1")
         server.info = {"enable_memory_saver": False}
-        with pytest.raises(reloadpg.InvalidOptionError, match="with --enable-memory-saver"):
+        with pytest.raises(reloadpg.errors.InvalidOptionError, match="with --enable-memory-saver"):
             sglang.Server(url)

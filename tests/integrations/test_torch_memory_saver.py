@@ -23,9 +23,9 @@ from stand_ins import BYTES, StandInSaver
 from worlds import sums_right
 
 import reloadpg
-from reloadpg.groups.registry import registry
 from reloadpg.integrations import MemorySaver, colocated
 from reloadpg.integrations.torch_memory_saver import MemorySaverError
+from reloadpg.lifecycle.callbacks import callbacks
 from reloadpg.testing import simulated
 
 pytestmark = pytest.mark.matrix
@@ -147,7 +147,7 @@ def test_a_memory_saver_without_a_reference_registers_no_callbacks() -> None:
     """It registers one on each side, and both are removed with it."""
 
     def counts() -> tuple[int, int]:
-        return len(registry.callbacks.offload), len(registry.callbacks.before_reload)
+        return len(callbacks.offload), len(callbacks.before_reload)
 
     before = counts()
     saver = MemorySaver(StandInSaver())
@@ -167,7 +167,7 @@ def test_a_memory_saver_without_a_reference_registers_no_callbacks() -> None:
 )
 def test_arguments_that_cannot_be_used_are_refused(arguments: dict[str, Any], said: str) -> None:
     """A saver that cannot pause, and tags that are not tags, with what to pass."""
-    with pytest.raises(reloadpg.InvalidOptionError, match=re.escape(said)):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match=re.escape(said)):
         MemorySaver(**arguments)
 
 

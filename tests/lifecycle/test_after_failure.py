@@ -15,8 +15,8 @@ import worlds
 from fault_job import BOUND, FAR, Job, eventually, fail, signalling
 
 import reloadpg
-from reloadpg.groups.registry import registry
-from reloadpg.lifecycle import failure
+from reloadpg.lifecycle import run
+from reloadpg.lifecycle.job import jobs
 from reloadpg.lifecycle.recreate import Releases
 from reloadpg.rendezvous.worker_thread import Attempt
 from reloadpg.testing import simulated
@@ -37,7 +37,9 @@ def test_a_group_can_be_created_after_a_failed_reload(rank: int, world: bool) ->
     reloadpg.offload()
     if rank == 1:
         faulty_gloo.inject("create", fail, group=f"{job.ring.group_name}@*")
-    fails(reloadpg.reload, reloadpg.RebuildError, rank)  # rank 0 is still creating the last one
+    fails(
+        reloadpg.reload, reloadpg.errors.RebuildError, rank
+    )  # rank 0 is still creating the last one
     begun = time.monotonic()
     made = dist.new_group([0, 1])
     assert time.monotonic() - begun < FAR
@@ -56,7 +58,7 @@ def test_a_group_can_be_created_where_only_some_ranks_have_a_new_world(rank: int
     if rank == 1:
         simulated.inject(simulated.Fault("create"))
     # The creation of WORLD is local here: rank 0 has completed it.
-    fails(reloadpg.reload, reloadpg.RebuildError, rank)
+    fails(reloadpg.reload, reloadpg.errors.RebuildError, rank)
     made = dist.new_group([0, 1], backend="gloo", timeout=timedelta(seconds=10))
     assert worlds.sums_right(made)
     for operation in (reloadpg.reload, reloadpg.offload, reloadpg.reload):
@@ -89,21 +91,21 @@ def test_a_release_that_was_abandoned_before_it_began_changes_nothing() -> None:
     pair: Any = job.groups["g0"]
     attempt = Attempt()
     attempt.abandon()
-    Releases(registry.job("test")).release(pair, attempt, 0)
+    Releases(jobs.current("test")).release(pair, attempt, 0)
     job.assert_live()
 
 
 @pytest.mark.ranks(2)
 def test_a_second_interrupt_leaks_no_communicator() -> None:
     """A communicator that the group has already dropped is aborted as well."""
-    failure._ABORT_S = 60.0  # the interrupt comes while the failed operation waits for the aborts
+    run._ABORT_S = 60.0  # the interrupt comes while the failed operation waits for the aborts
     job = Job("sim", subgroups=[(0, 1)] * 8, parallelism=1)
     # A communicator that is referenced elsewhere is released only by an abort.
     others = [group.communicator for group in job.groups.values()]
     simulated.inject(simulated.Fault("release", operation="shutdown"))
     again = signalling(signal.SIGINT, KeyboardInterrupt())
     simulated.inject(simulated.Fault("release", "call", operation="abort", call=lambda _: again()))
-    with pytest.raises((reloadpg.ReleaseError, reloadpg.PeerFailedError)):
+    with pytest.raises((reloadpg.errors.ReleaseError, reloadpg.PeerFailedError)):
         reloadpg.offload()
     simulated.clear_faults()
     assert eventually(lambda: simulated.stats().held_bytes == 0)

@@ -91,7 +91,7 @@ def equal(seconds):
         reloadpg.install(
             backends={"gloo", "nccl"}, strategy="suspend", timeout=timedelta(seconds=seconds)
         )
-    except reloadpg.PatchConflictError:
+    except reloadpg.errors.PatchConflictError:
         return False
     return True
 
@@ -254,7 +254,7 @@ def test_an_invalid_variable_prints_one_line_and_installs_nothing(
 @pytest.mark.parametrize(("name", "value", "said"), INVALID)
 def test_install_refuses_an_invalid_variable(environment, name, value, said):
     environment.setenv(name, value)
-    with pytest.raises(reloadpg.InvalidOptionError, match=f"{name}.*{re.escape(said)}"):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match=f"{name}.*{re.escape(said)}"):
         reloadpg.install()
     assert not reloadpg.is_installed()
 
@@ -289,12 +289,14 @@ def test_install_after_autoinstall():
     handle.uninstall()
     assert reloadpg.is_installed()  # the handle of the second install owns nothing
     first = "In place: RELOADPG_AUTOINSTALL installed at import torch"
-    with pytest.raises(reloadpg.PatchConflictError, match=first) as conflict:
+    with pytest.raises(reloadpg.errors.PatchConflictError, match=first) as conflict:
         reloadpg.install(min_size=3)
     assert "min_size=3 (in place: 2)" in str(conflict.value)
     reloadpg.uninstall()
     assert reloadpg.install().options.strategy.name == "suspend"  # of the variables
-    with pytest.raises(reloadpg.PatchConflictError, match=r"\(in place: 'suspend'\)") as conflict:
+    with pytest.raises(
+        reloadpg.errors.PatchConflictError, match=r"\(in place: 'suspend'\)"
+    ) as conflict:
         reloadpg.install(strategy="recreate")
     assert "RELOADPG_AUTOINSTALL" not in str(conflict.value)
 

@@ -276,7 +276,9 @@ class _Called:
 def test_a_generator_function_cannot_be_decorated(kind, function):
     """The block would end before the body begins, without a sign of it."""
     block = {**DECORATORS, "region": lambda: reloadpg.region("engine")}[kind]()
-    with pytest.raises(reloadpg.InvalidOptionError, match="generator function: its body runs"):
+    with pytest.raises(
+        reloadpg.errors.InvalidOptionError, match="generator function: its body runs"
+    ):
         block(function)
 
 
@@ -289,7 +291,7 @@ def test_a_function_that_returns_a_coroutine_is_refused(kind):
 
     block = {**DECORATORS, "region": lambda: reloadpg.region("engine")}[kind]()
     block.__class__ = type(kind, (type(block),), {"__enter__": _nothing, "__exit__": _nothing})
-    with pytest.raises(reloadpg.InvalidOptionError, match="returned a coroutine"):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match="returned a coroutine"):
         block(lambda: work())()
 
 

@@ -12,7 +12,7 @@ import worlds
 from fault_job import ALLOWANCE, BOUND, Job, attempt, base_store, eventually
 
 import reloadpg
-from reloadpg.groups.registry import registry
+from reloadpg.lifecycle.job import jobs
 from reloadpg.rendezvous.round import Round
 from reloadpg.testing import simulated
 
@@ -140,14 +140,14 @@ def test_the_communicators_of_a_failed_operation_are_aborted_in_parallel():
     simulated.clear_faults()
     reloadpg.reload()
     reloadpg.offload()
-    assert registry.known_job is not None
-    assert registry.known_job.unfinished == []  # entries do not accumulate
+    assert jobs.known is not None
+    assert jobs.known.unfinished == []  # entries do not accumulate
     reloadpg.reload()
     job.assert_live()
 
 
 def test_an_unlimited_timeout_is_refused():
     """It overflows in C++ and in the store."""
-    with pytest.raises(reloadpg.InvalidOptionError, match="365 days; nothing was installed"):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match="365 days; nothing was installed"):
         reloadpg.install(backends={worlds.BACKEND}, timeout=timedelta.max)
     assert not reloadpg.is_installed()

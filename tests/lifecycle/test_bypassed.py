@@ -73,7 +73,7 @@ def test_bypassed_groups_are_named_with_the_reason(rank: int) -> None:
     assert "[0, 1] gloo live" in shown
     assert f"(rank {rank}): 1 rank, fewer than" in table
     assert "reload()" not in inside
-    assert "reloadpg.barrier()" in inside
+    assert "reloadpg.environment.barrier()" in inside
     assert "gloo group" in inside
     assert "Call reloadpg.reload() on all ranks" in outside
 

@@ -23,7 +23,9 @@ from reloadpg.testing.simulated import Fault
 def test_a_callback_that_is_not_callable_is_refused(where: str, callback: Any) -> None:
     """The registration raises, not each later operation."""
     register: Callable[[Any], object] = getattr(reloadpg, where)
-    with pytest.raises(reloadpg.InvalidOptionError, match=f"{where}.*nothing was registered"):
+    with pytest.raises(
+        reloadpg.errors.InvalidOptionError, match=f"{where}.*nothing was registered"
+    ):
         register(callback)
 
 

@@ -62,7 +62,7 @@ def test_a_wrong_canary_fails_the_reload_on_all_ranks(rank):
             tensors[0] += 1
 
     own = rank == 1
-    error = reloadpg.RebuildError if own else reloadpg.PeerFailedError
+    error = reloadpg.errors.RebuildError if own else reloadpg.PeerFailedError
     with (
         _Intercepted(change_the_sum),
         pytest.raises(error, match="canary" if own else "rank 1 failed"),
@@ -86,11 +86,11 @@ def test_a_wrong_canary_of_bring_up_is_an_error_on_all_ranks(rank):
 
     said = "the sum over the ranks is .*, expected" if rank == 1 else "rank 1 failed"
     with _Intercepted(change_the_sum), pytest.raises(reloadpg.ReloadpgError, match=said):
-        reloadpg.init_distributed("gloo", connect="canary", init_timeout=60)
+        reloadpg.environment.init_distributed("gloo", connect="canary", init_timeout=60)
     assert not dist.is_initialized()
 
 
 def test_an_unknown_value_of_connect_is_refused():
     """For ranks with different values, see ``test_pending.py``."""
-    with pytest.raises(reloadpg.InvalidOptionError, match=r"'perhaps'.*'canary'"):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match=r"'perhaps'.*'canary'"):
         reloadpg.reload(connect="perhaps")

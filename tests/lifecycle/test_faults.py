@@ -142,7 +142,7 @@ class Batch:
 
 def call(operation: str, seconds: float) -> Seen:
     if operation == "recover":
-        return attempt(lambda: reloadpg.recover("test", timeout=seconds))
+        return attempt(lambda: reloadpg.recovery.recover("test", timeout=seconds))
     return attempt(getattr(reloadpg, operation))
 
 
@@ -163,7 +163,7 @@ def go_through(job: Job, scenario: Scenario, number: int, bound: float) -> None:
     else:
         assert (job.states(), reloadpg.status().state) == ({"failed"}, "failed")
         assert job.refused()
-        assert reloadpg.recovery_requested()
+        assert reloadpg.recovery.recovery_requested()
         assert scenario.kind == "hang" or eventually(lambda: is_released(inner))
     if scenario.kind == "hang":
         all_but_one_ended(job, number)
@@ -469,7 +469,7 @@ def one_dies(rank: int, size: int, point: str, victim: int) -> None:
             assert seen.seconds < BOUND + ALLOWANCE
         assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (victim,)), seen
         assert job.refused()
-        assert reloadpg.recovery_requested()
+        assert reloadpg.recovery.recovery_requested()
 
 
 def all_reduce_where_one_dies(job: Job, victim: int) -> None:

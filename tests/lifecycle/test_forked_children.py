@@ -43,7 +43,7 @@ def test_peers_of_an_abort_do_not_wait_for_a_timeout(
         os._exit(0)
     raised = []
     try:
-        for step in reloadpg.retrying("a", on=(Injected, RuntimeError)):
+        for step in reloadpg.recovery.retrying("a", on=(Injected, RuntimeError)):
             with step:
                 try:
                     if rank == FAULTY and step.attempt == 1:

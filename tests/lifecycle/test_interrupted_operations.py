@@ -12,9 +12,10 @@ from fault_job import FAR, Job, attempt, base_store, join_operations
 from interrupting import interrupt_at, interrupted_at_call
 
 import reloadpg
-from reloadpg.lifecycle import offload, recover, recreate, reload
+from reloadpg.lifecycle import offload, recreate, reload
 from reloadpg.lifecycle.operation import Operation
 from reloadpg.lifecycle.transaction import Transaction
+from reloadpg.recovery import recovering
 from reloadpg.rendezvous.round import Rendezvous, Round
 from reloadpg.rendezvous.store_client import StoreClient
 
@@ -23,8 +24,8 @@ EVERY = int(os.environ.get("TEST_EVERY_LINE", "4"))
 """An offload or reload is interrupted after every fourth line; 1 takes 4 minutes on 2 cores."""
 RECOVERY = (
     Rendezvous.recover.__code__,
-    recover._join.__code__,
-    recover._abort_all.__code__,
+    recovering._join.__code__,
+    recovering._abort_all.__code__,
 )
 """The functions between the request of a recovery and its first barrier."""
 
@@ -52,14 +53,14 @@ def test_an_interrupt_before_the_first_barrier_is_notified_to_the_other_ranks(ra
     while left[0] <= 0:  # until the functions have fewer lines
         line += 1
         left = interrupt_at(line, RECOVERY) if rank == INTERRUPTED else [1]
-        seen = attempt(lambda: reloadpg.recover("test", timeout=FAR))
+        seen = attempt(lambda: reloadpg.recovery.recover("test", timeout=FAR))
         sys.settrace(None)
         job.meet(f"ended {line}")
         job.agree(f"{line}", not seen.kind)
         if seen.kind:
             assert seen.kind == ("KeyboardInterrupt" if rank else "PeerFailedError")
             assert rank or seen.rank == INTERRUPTED
-            while attempt(lambda: reloadpg.recover("again", timeout=FAR)).kind:
+            while attempt(lambda: reloadpg.recovery.recover("again", timeout=FAR)).kind:
                 pass  # the rank that was interrupted may first join the end of that recovery
             left = [0]
         job.assert_live()
@@ -109,7 +110,7 @@ def test_an_interrupted_commit_is_completed(name: str, state: str, counts: tuple
             reloadpg.offload()
         before = reloadpg.status()
         left = interrupt_at(line, COMMIT)
-        attempt(getattr(reloadpg, name))
+        attempt(reloadpg.recovery.recover if name == "recover" else getattr(reloadpg, name))
         sys.settrace(None)
         after = reloadpg.status()
         assert after.state == state

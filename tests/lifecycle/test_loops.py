@@ -37,7 +37,7 @@ class Body:
 
 def steps(items: Any, **options: Any) -> Iterator[Any]:
     """Yield the steps of a loop that repeats after an injected error."""
-    return reloadpg.retrying(items, on=(Injected, RuntimeError), **options)
+    return reloadpg.recovery.retrying(items, on=(Injected, RuntimeError), **options)
 
 
 def evaluation_between_steps(body: Body) -> None:
@@ -208,7 +208,7 @@ def earlier_loops(rank: int, size: int) -> Log:
     """Rank 2 dies in a loop that follows an endless one and nested ones; its step fails again."""
     reloadpg.install(backends={"gloo"}, recoverable=True, timeout=120)
     dist.init_process_group("gloo")
-    reloadpg.rejoin()
+    reloadpg.recovery.rejoin()
     log: Log = []
 
     def body(where: str, step: Any) -> None:
@@ -219,15 +219,15 @@ def earlier_loops(rank: int, size: int) -> Log:
             raise Injected
         all_reduce(dist.group.WORLD)
 
-    for step in reloadpg.retrying(itertools.count()):
+    for step in reloadpg.recovery.retrying(itertools.count()):
         with step as number:
             body(f"first{number}", step)
         if step.complete and number == 2:
             break
-    for step in reloadpg.retrying(range(2)):
+    for step in reloadpg.recovery.retrying(range(2)):
         with step as number:
             body(f"second{number}", step)
-        for inner in reloadpg.retrying(range(2)):
+        for inner in reloadpg.recovery.retrying(range(2)):
             with inner as batch:
                 body(f"inner{batch}", inner)
     for step in steps(range(4)):
@@ -248,15 +248,15 @@ def in_two_loops(rank: int, size: int) -> Any:
     """Rank 2 dies in a nested loop."""
     reloadpg.install(backends={"gloo"}, recoverable=True, timeout=120)
     dist.init_process_group("gloo")
-    seen = attempt(reloadpg.rejoin)
+    seen = attempt(reloadpg.recovery.rejoin)
     if seen.kind:
         return seen
 
     def run() -> None:
-        for step in reloadpg.retrying(range(2)):
+        for step in reloadpg.recovery.retrying(range(2)):
             with step:
                 all_reduce(dist.group.WORLD)
-            for inner in reloadpg.retrying(range(2)):
+            for inner in reloadpg.recovery.retrying(range(2)):
                 with inner:
                     if (rank, step.number, incarnation()) == (VICTIM, 1, 0):
                         die()
@@ -277,10 +277,10 @@ def fewer_items(rank: int, size: int) -> Any:
     """Rank 2 dies in its third step; the process that replaces it has one item."""
     reloadpg.install(backends={"gloo"}, recoverable=True, timeout=120)
     dist.init_process_group("gloo")
-    reloadpg.rejoin()
+    reloadpg.recovery.rejoin()
 
     def run() -> None:
-        for step in reloadpg.retrying(range(1 if incarnation() else 4)):
+        for step in reloadpg.recovery.retrying(range(1 if incarnation() else 4)):
             with step as number:
                 if (rank, number) == (VICTIM, 2):
                     die()
@@ -305,7 +305,7 @@ def test_an_error_that_follows_a_recovery_repeats_the_step(rank: int) -> None:
     """``on`` does not need to name it: the abort of the recovering rank has caused it."""
     job = Job("gloo")
     log = []
-    for step in reloadpg.retrying("ab", on=[Injected]):
+    for step in reloadpg.recovery.retrying("ab", on=[Injected]):
         with step as letter:
             log.append(letter)
             if rank == FAULTY and step.attempt == 1:
@@ -320,7 +320,7 @@ def test_an_error_that_follows_a_recovery_repeats_the_step(rank: int) -> None:
 def test_without_install_no_step_is_repeated() -> None:
     begun = []
     with pytest.raises(Injected):
-        for step in reloadpg.retrying("ab", on=Injected):
+        for step in reloadpg.recovery.retrying("ab", on=Injected):
             with step as letter:
                 begun.append(letter)
                 raise Injected

@@ -199,7 +199,7 @@ def test_a_failure_is_reported_before_other_groups_are_dropped(rank: int) -> Non
             "release", "call", group="1@*", call=lambda _: own.set("dropped", "1")
         )
         simulated.inject(dropped)
-    error = reloadpg.RebuildError if rank == 1 else reloadpg.PeerFailedError
+    error = reloadpg.errors.RebuildError if rank == 1 else reloadpg.PeerFailedError
     with pytest.raises(error, match="" if rank == 1 else "rank 1 failed.*injected fault"):
         reloadpg.reload()
     store.wait(["dropped"], PATIENCE)
@@ -209,7 +209,7 @@ def test_a_failure_is_reported_before_other_groups_are_dropped(rank: int) -> Non
 
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "8"])
 def test_invalid_parallelism_is_refused(given: Any) -> None:
-    with pytest.raises(reloadpg.InvalidOptionError, match=r"install\(parallelism="):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match=r"install\(parallelism="):
         reloadpg.install(parallelism=given)
     assert not reloadpg.is_installed()
 

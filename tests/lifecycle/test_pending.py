@@ -67,7 +67,7 @@ def test_a_running_operation_refuses_collectives_and_other_operations(rank) -> N
                 reloadpg.ReloadpgError, match=f"{name} was called while {operation}"
             ):
                 getattr(reloadpg, name)()
-        with pytest.raises(reloadpg.PendingError, match=r"\(wait=False\) is still running"):
+        with pytest.raises(reloadpg.errors.PendingError, match=r"\(wait=False\) is still running"):
             pending.result(timeout=0)
         assert (dist.get_rank(first), dist.get_world_size(first)) == (rank, 2)
         assert {group.is_live for group in groups} == {True, False}
@@ -89,7 +89,7 @@ def test_result_raises_the_error_of_the_operation(rank, operation: str) -> None:
     if operation == "reload":
         reloadpg.offload()
     at, name = ("release", "g1") if operation == "offload" else ("create", "2@*")
-    own = reloadpg.ReleaseError if operation == "offload" else reloadpg.RebuildError
+    own = reloadpg.errors.ReleaseError if operation == "offload" else reloadpg.errors.RebuildError
     with simulated.inject(simulated.Fault(at, group=name, rank=1)):  # type: ignore[arg-type]
         pending = getattr(reloadpg, operation)(wait=False)
         error = own if rank == 1 else reloadpg.PeerFailedError
@@ -265,14 +265,14 @@ def test_uninstall_and_a_forked_child_raise_while_an_operation_runs(rank) -> Non
     fault = _stalled("create", job.ring)
     pending = reloadpg.reload(wait=False)
     assert fault.wait_fired(HANG_S)
-    with pytest.raises(reloadpg.PatchConflictError, match="uninstall: an operation is run"):
+    with pytest.raises(reloadpg.errors.PatchConflictError, match="uninstall: an operation is run"):
         reloadpg.uninstall()
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             pending.result()
-        except reloadpg.PendingError as error:
+        except reloadpg.errors.PendingError as error:
             os.write(writing, str(error).encode())
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")

@@ -32,7 +32,7 @@ from sampling import sampled
 from torch.torch_version import TorchVersion
 
 import reloadpg
-from reloadpg.groups.registry import registry
+from reloadpg.lifecycle.job import jobs
 from reloadpg.testing import simulated
 from reloadpg.testing.simulated import Fault
 
@@ -56,11 +56,11 @@ def connections_cut(job: Job) -> None:
 
 def collective_skipped(job: Job) -> None:
     """One rank does not take part, and detects the fault by ``recovery_requested`` only."""
-    before = reloadpg.recovery_requested()
+    before = reloadpg.recovery.recovery_requested()
     job.meet("all have read it")
     if job.rank == FAULTY:
         assert not before
-        assert eventually(reloadpg.recovery_requested)
+        assert eventually(reloadpg.recovery.recovery_requested)
     else:
         with impatience(job.ring):
             error = attempt(lambda: all_reduce(job.ring)).text
@@ -96,7 +96,7 @@ def offload_half_way(job: Job) -> None:
 def epochs_differ(job: Job) -> None:
     """One rank has begun operations that the others have not."""
     if job.rank == FAULTY:
-        job_of_rank = registry.job("test")
+        job_of_rank = jobs.current("test")
         assert job_of_rank is not None
         for _ in range(3):
             job_of_rank.rendezvous.open("offload", ["enter"], 1.0)
@@ -115,7 +115,7 @@ def stopped(job: Job) -> None:
     job.meet("stopped")
     if job.rank == FAULTY:
         signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        assert eventually(reloadpg.recovery_requested)
+        assert eventually(reloadpg.recovery.recovery_requested)
         return
     pid = int(store.get(f"test/pid/{FAULTY}"))
     if job.rank == 0:
@@ -138,7 +138,7 @@ def collective_stalls(job: Job) -> None:
     """A rank stalls in a collective until another one requests a recovery."""
 
     def stall(_: object) -> None:
-        assert eventually(reloadpg.recovery_requested)
+        assert eventually(reloadpg.recovery.recovery_requested)
 
     fault = Fault("collective", "call", rank=FAULTY, operation="allreduce", call=stall)
     job.ring.set_timeout(PATIENCE if job.rank == FAULTY else IMPATIENCE)
@@ -175,7 +175,7 @@ def test_the_job_continues_after_each_of_several_faults(rank: int, faults: str) 
     for number, fault in enumerate(FAULTS[faults]):
         fault(job)
         reason = f"test of {fault.__name__}"
-        report = reloadpg.recover(reason if rank == FAULTY else None)
+        report = reloadpg.recovery.recover(reason if rank == FAULTY else None)
         assert (report.operation, report.changed, report.error) == ("recover", True, "")
         assert {one.rank: one.reason for one in report.faults}[FAULTY] == reason
         if fault is collective_skipped:
@@ -208,7 +208,7 @@ def test_an_abort_that_stalls_is_named_and_releases_its_memory_at_its_end(
     job.ring.set_timeout(IMPATIENCE)
     collective_raises(job)
     job.ring.set_timeout(PATIENCE)
-    report = reloadpg.recover("test")
+    report = reloadpg.recovery.recover("test")
     stalled = rank == FAULTY
     assert bool(report.unfinished) == stalled
     assert any("its memory is not free" in text for text in report.warnings) == stalled
@@ -217,7 +217,7 @@ def test_an_abort_that_stalls_is_named_and_releases_its_memory_at_its_end(
     job.assert_live(1)
     job.meet("live")
     stall.clear()
-    reloadpg.recover("again")
+    reloadpg.recovery.recover("again")
     job.assert_memory()
     assert reloadpg.status().unfinished == ()
     job.assert_live(2)
@@ -234,7 +234,7 @@ def test_rank_0_warns_of_a_recovery_and_only_reload_callbacks_are_called(rank: i
     logging.getLogger("reloadpg").addHandler(handler)
     reloadpg.on_offload(lambda: called.append("offload"))
     reloadpg.on_reload(lambda: called.append("reload"))
-    reloadpg.recover("a link is down" if rank == FAULTY else None)
+    reloadpg.recovery.recover("a link is down" if rank == FAULTY else None)
     assert called == ["reload"]
     assert job.sums()
     assert len(warnings) == (rank == 0), warnings
@@ -250,7 +250,7 @@ def test_consecutive_recoveries(rank: int) -> None:
     """They follow at once, while offloaded, or after a rank has called alone."""
     os.environ |= worlds.SILENCE
     job = Job("gloo")
-    assert [reloadpg.recover(f"number {n}").generation for n in range(3)] == [1, 2, 3]
+    assert [reloadpg.recovery.recover(f"number {n}").generation for n in range(3)] == [1, 2, 3]
 
     def check(name: str, generation: int) -> None:
         (found,) = job.generations()
@@ -259,23 +259,23 @@ def test_consecutive_recoveries(rank: int) -> None:
         job.meet(name)
 
     check("at once", 3)
-    reloadpg.recover("before")
+    reloadpg.recovery.recover("before")
     reloadpg.offload()
-    reloadpg.recover("while offloaded")
-    reloadpg.recover("and again")
+    reloadpg.recovery.recover("while offloaded")
+    reloadpg.recovery.recover("and again")
     check("offloaded", 6)
-    reloadpg.recover("together")
+    reloadpg.recovery.recover("together")
     if rank == FAULTY:  # it requests another one before the others have called anything
-        seen = attempt(lambda: reloadpg.recover("alone", timeout=0.5))
+        seen = attempt(lambda: reloadpg.recovery.recover("alone", timeout=0.5))
         assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (0, 2, 3)), seen
     job.meet("one has called")
-    assert reloadpg.recovery_requested()
-    reloadpg.recover()
+    assert reloadpg.recovery.recovery_requested()
+    reloadpg.recovery.recover()
     check("once more", 8)
     if rank != FAULTY:  # the work must not be referenced, for gloo
         dist.all_reduce(torch.ones(1), group=job.ring, async_op=True)
-    reloadpg.recover("the next collective hangs")
-    reloadpg.recover("so does the one after")
+    reloadpg.recovery.recover("the next collective hangs")
+    reloadpg.recovery.recover("so does the one after")
     check("end", 10)
 
 
@@ -292,7 +292,7 @@ def test_a_fault_names_the_line_of_the_program_and_its_collective(rank: int) -> 
     try:
         step()
     except (Injected, TypeError):
-        report = reloadpg.recover()
+        report = reloadpg.recovery.recover()
     first = step.__code__.co_firstlineno
     own, of_torch = (f"test_recover.py:{first + line} (step)" for line in (2, 3))
     assert [one.where for one in report.faults] == [f"all_reduce at {of_torch}", own]
@@ -307,12 +307,12 @@ def test_a_rank_that_does_not_call_is_named_and_may_call_later(rank: int) -> Non
     os.environ |= worlds.SILENCE
     job = Job("gloo")
     if rank != FAULTY:
-        seen = attempt(lambda: reloadpg.recover(timeout=BOUND))
+        seen = attempt(lambda: reloadpg.recovery.recover(timeout=BOUND))
         assert (seen.kind, seen.missing) == ("RendezvousTimeoutError", (FAULTY,))
         assert "recover(timeout=...)" in seen.text
     job.meet("timed out")
-    assert reloadpg.recovery_requested()
-    reloadpg.recover()
+    assert reloadpg.recovery.recovery_requested()
+    reloadpg.recovery.recover()
     job.assert_live()
 
 
@@ -324,23 +324,23 @@ def test_ranks_with_different_groups_cannot_recover(rank: int) -> None:
     if rank == FAULTY:
         dist.destroy_process_group(ring)
     with pytest.raises(reloadpg.DisagreementError, match=r"group '5'.*without a communicator"):
-        reloadpg.recover()
+        reloadpg.recovery.recover()
     assert job.states() == {"failed"}
 
 
 @pytest.mark.ranks(1)
 def test_recover_without_a_job_changes_nothing() -> None:
     reloadpg.install(backends={"gloo"})
-    report = reloadpg.recover("nothing")
+    report = reloadpg.recovery.recover("nothing")
     assert not report.changed
     assert "not initialized" in report.note
-    assert not reloadpg.recovery_requested()
+    assert not reloadpg.recovery.recovery_requested()
 
 
 @pytest.mark.parametrize("given", [0, -1.0, float("nan")])
-@pytest.mark.parametrize("call", [reloadpg.recover, reloadpg.rejoin])
+@pytest.mark.parametrize("call", [reloadpg.recovery.recover, reloadpg.recovery.rejoin])
 def test_the_timeout_must_be_positive(call: Callable[..., object], given: float) -> None:
-    with pytest.raises(reloadpg.InvalidOptionError, match="timeout="):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match="timeout="):
         call(timeout=given)
 
 
@@ -359,7 +359,7 @@ def test_all_backends_of_a_mixed_group_are_recreated() -> None:
     kept = world._get_backend(meta)
     reloadpg.offload()
     assert world._get_backend(meta) is kept
-    reloadpg.recover("test")
+    reloadpg.recovery.recover("test")
     assert world._get_backend(meta) is not kept
     tensors = [torch.ones(1), torch.ones(1)]
     dist.all_reduce(tensors[0])

@@ -112,7 +112,7 @@ def test_unsuitable_values_are_refused(
     if name.endswith("MONITORING"):
         monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "60")
     current = name if name.startswith("TORCH") else f"TORCH_{name}"
-    with pytest.raises(reloadpg.InvalidOptionError, match=f"{current}={value}.*set it to"):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match=f"{current}={value}.*set it to"):
         reloadpg.install(backends={"nccl"}, recoverable=True)
     assert not reloadpg.is_installed()
     assert settings().keys() <= {name}
@@ -133,7 +133,7 @@ def test_the_default_of_torchrun_is_overridden(
         assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=2, not torchrun's 1" in caplog.text
     assert settings() == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    with pytest.raises(reloadpg.InvalidOptionError, match="set it to 2"):
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match="set it to 2"):
         reloadpg.install(backends={"nccl"}, recoverable=True)
 
 
@@ -162,7 +162,7 @@ def test_an_existing_nccl_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         table = dist.distributed_c10d._world.pg_backend_config  # type: ignore[attr-defined]
         monkeypatch.setitem(table, dist.group.WORLD, ",".join(f"{d}:nccl" for d in config))
         with pytest.raises(
-            reloadpg.InvalidOptionError, match=r"NCCL groups .* were already created"
+            reloadpg.errors.InvalidOptionError, match=r"NCCL groups .* were already created"
         ):
             reloadpg.install(recoverable=True)
         assert not reloadpg.is_installed()

@@ -17,7 +17,7 @@ from replacing import RANKS, VICTIM, all_here, die, incarnation, run_replaced, s
 from torch.distributed.device_mesh import init_device_mesh
 
 import reloadpg
-from reloadpg.lifecycle.recover import longest_wait
+from reloadpg.recovery.recovering import longest_wait
 from reloadpg.rendezvous.decision import store_lost, store_silent
 
 STEPS = 3
@@ -52,7 +52,7 @@ class Member(Job):
             options: of ``retrying``.
         """
         log, snapshot = [], []
-        for step in reloadpg.retrying(range(steps), attempts=9, **options):
+        for step in reloadpg.recovery.retrying(range(steps), attempts=9, **options):
             with step as number:
                 log.append((number, step.attempt, step.replaced))
                 snapshot = begun(step, [self.weights], snapshot)
@@ -106,16 +106,18 @@ def one_replaced(rank: int, size: int, dies: bool) -> list[float]:
     assert {dist.get_backend(group) for group in job.groups.values()} == {"gloo"}
     assert job.states() == {"failed" if new else "live"}
     if new:
-        message = r"replaces one that has ended. Call reloadpg.rejoin\(\)"
+        message = r"replaces one that has ended. Call reloadpg.recovery.rejoin\(\)"
         with pytest.raises(reloadpg.GroupOffloadedError, match=message):
             job.sum_in(job.ring)
-        for call in (reloadpg.offload, lambda: reloadpg.barrier(60, "test")):
-            with pytest.raises(reloadpg.ReloadpgError, match=r"Call reloadpg.rejoin\(\) first"):
+        for call in (reloadpg.offload, lambda: reloadpg.environment.barrier(60, "test")):
+            with pytest.raises(
+                reloadpg.ReloadpgError, match=r"Call reloadpg.recovery.rejoin\(\) first"
+            ):
                 call()
-        assert reloadpg.recovery_requested()
+        assert reloadpg.recovery.recovery_requested()
     else:
-        reloadpg.barrier(PATIENCE, "before the replacement")
-    report = reloadpg.rejoin()
+        reloadpg.environment.barrier(PATIENCE, "before the replacement")
+    report = reloadpg.recovery.rejoin()
     assert (report.changed, report.replaced) == (new, (VICTIM,) if new else ())
 
     def fault(step: int, place: int) -> None:
@@ -124,13 +126,13 @@ def one_replaced(rank: int, size: int, dies: bool) -> list[float]:
             die()
 
     log = [*job.train(1, no_fault), *job.train(STEPS, fault)]
-    reloadpg.barrier(PATIENCE, "after the replacement")
+    reloadpg.environment.barrier(PATIENCE, "after the replacement")
     # `step.replaced` has the rank only in the step that is repeated.
     before = [] if new else [(0, 1, ()), (0, 1, ()), (1, 1, ())]
     repeated = [(1, 1 if new else 2, (VICTIM,))] if dies else []
     assert log == [*before, *repeated, (2, 1, ())]
     job.assert_live()
-    assert not reloadpg.rejoin().changed
+    assert not reloadpg.recovery.rejoin().changed
     return job.weights.tolist()
 
 
@@ -160,7 +162,7 @@ def killed_at(rank: int, size: int, points: tuple[str, ...], backend: str) -> li
     """In each step, a process of another rank is killed at the step's point."""
     # After a death in a recovery, the survivors wait for the new process up to this timeout.
     job = Member(backend, 20.0 if points[0].startswith("recover") else 4.0)
-    reloadpg.rejoin()
+    reloadpg.recovery.rejoin()
     deaths = store()
 
     def fault(step: int, place: int) -> None:
@@ -206,14 +208,14 @@ def undisturbed(rank: int, size: int, steps: int) -> list[float]:
 
 def continued() -> reloadpg.Report:
     """Recover, or rejoin in a new process."""
-    return reloadpg.rejoin() if incarnation() else reloadpg.recover()
+    return reloadpg.recovery.rejoin() if incarnation() else reloadpg.recovery.recover()
 
 
 def comes_first(job: Member, meeting: Any) -> reloadpg.Report:
     """The other ranks have no error, and detect the new process by ``recovery_requested``."""
     if job.rank == VICTIM and not incarnation():
         die()
-    while not (incarnation() or reloadpg.recovery_requested()):
+    while not (incarnation() or reloadpg.recovery.recovery_requested()):
         meeting.wait(["test/death/1"])
     return continued()
 
@@ -221,16 +223,16 @@ def comes_first(job: Member, meeting: Any) -> reloadpg.Report:
 def comes_late(job: Member, meeting: Any) -> reloadpg.Report:
     """The other ranks have timed out; the new process waits for their next recovery."""
     if incarnation():
-        return reloadpg.rejoin()
+        return reloadpg.recovery.rejoin()
     if job.rank == VICTIM:
         meeting.wait(["test/gave up"])
         die()
-    seen = attempt(lambda: reloadpg.recover(timeout=BOUND))
+    seen = attempt(lambda: reloadpg.recovery.recover(timeout=BOUND))
     assert seen.missing == (VICTIM,)
-    assert "reloadpg.rejoin()" in seen.text
+    assert "reloadpg.recovery.rejoin()" in seen.text
     if meeting.add("test/count", 1) == RANKS - 1:
         meeting.set("test/gave up", "1")
-    return reloadpg.recover()
+    return reloadpg.recovery.recover()
 
 
 def dies_before_it_rejoins(job: Member, meeting: Any) -> reloadpg.Report:
@@ -247,14 +249,14 @@ def dies_as_it_rejoins(job: Member, meeting: Any) -> reloadpg.Report:
     if incarnation() == 1:
         interfere("recover.group2", die)
     if not incarnation():
-        attempt(reloadpg.recover)
+        attempt(reloadpg.recovery.recover)
     return continued()
 
 
 def counted_at_the_barrier(job: Member, meeting: Any) -> reloadpg.Report:
     """The old process dies at the first barrier of a recovery, after it was counted."""
     if job.rank == VICTIM and not incarnation():
-        assert attempt(lambda: reloadpg.recover(timeout=5)).missing == (0, 1, 3)
+        assert attempt(lambda: reloadpg.recovery.recover(timeout=5)).missing == (0, 1, 3)
         die()
     if not incarnation():
         meeting.wait(["test/death/1"])
@@ -272,7 +274,7 @@ def all_of_them(job: Member, meeting: Any) -> reloadpg.Report:
     """All processes are replaced; only the store continues."""
     if not incarnation():
         die()
-    return reloadpg.rejoin()
+    return reloadpg.recovery.rejoin()
 
 
 def at_a_moment(rank: int, size: int, name: str, replaced: tuple[int, ...]) -> bool:
@@ -308,14 +310,14 @@ def test_a_process_can_be_replaced_at_any_moment(moment: Callable[..., Any]) -> 
 def brought_up(rank: int, size: int) -> Any:
     """Run a job with a mesh, started by ``init_distributed``."""
     reloadpg.install(backends={worlds.BACKEND}, recoverable=True, timeout=PATIENCE)
-    with reloadpg.init_distributed(
+    with reloadpg.environment.init_distributed(
         "gloo", mesh_dims={"dp_shard": 2, "tp": 2}, timeout=PATIENCE, device="cpu"
     ) as context:
-        report = reloadpg.rejoin()
+        report = reloadpg.recovery.rejoin()
         if rank == VICTIM and not incarnation():
             die()
         if not incarnation():
-            report = reloadpg.recover()
+            report = reloadpg.recovery.recover()
         mesh: Any = context.mesh
         value = torch.ones(1)
         for name in ("dp_shard", "tp"):
@@ -344,7 +346,7 @@ def split(rank: int, size: int, file: str) -> Any:
     made = {(*dist.get_process_group_ranks(one),): one.group_name for one in mine}
     if rank == VICTIM and not incarnation():
         die()
-    report = reloadpg.rejoin() if incarnation() else reloadpg.recover()
+    report = reloadpg.recovery.rejoin() if incarnation() else reloadpg.recovery.recover()
     assert report.replaced == (VICTIM,)
     assert worlds.sums_right(*mine)
     return made
@@ -375,13 +377,13 @@ def refuse(rank: int, size: int) -> None:
         message = r"it is not reloadable: matches exclude 'left\*'"
         with pytest.raises(reloadpg.ReloadpgError, match=message):
             dist.new_group([0, 1, 2, 3], group_desc="left out")
-        reloadpg.rejoin()
+        reloadpg.recovery.rejoin()
         assert worlds.sums_right(alone)
         return
     all_here()
     if rank == VICTIM:
         die()
-    reloadpg.recover()
+    reloadpg.recovery.recover()
 
 
 @pytest.mark.slow
@@ -403,8 +405,8 @@ def test_errors_of_a_lost_store_say_which_process_cannot_be_replaced(operation: 
 
 def test_rejoin_without_a_job() -> None:
     """Without an installation, it raises and names the call."""
-    with pytest.raises(reloadpg.NotInstalledError, match="recoverable=True"):
-        reloadpg.rejoin()
+    with pytest.raises(reloadpg.errors.NotInstalledError, match="recoverable=True"):
+        reloadpg.recovery.rejoin()
     with reloadpg.install(backends={worlds.BACKEND}):
-        report = reloadpg.rejoin()
+        report = reloadpg.recovery.rejoin()
     assert (report.changed, report.note) == (False, "this process replaces no other one")

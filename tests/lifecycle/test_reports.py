@@ -10,7 +10,7 @@ from fault_job import HELD, Job, fail
 
 import reloadpg
 from reloadpg.lifecycle import memory
-from reloadpg.lifecycle.report import GroupReport, Report, Span
+from reloadpg.reports import GroupReport, Report, Span
 
 
 class Logged(logging.Handler):
@@ -127,7 +127,9 @@ def test_computed_figures_of_a_report() -> None:
 
 def test_reports_of_many_ranks_print_a_table() -> None:
     """One row per rank, with the first line of an error. ``Reports`` is a list."""
-    reports = reloadpg.Reports([_report(0, 2, 3 << 20), _report(1, 0, -5, "PeerFailed: x\nmore")])
+    reports = reloadpg.reports.Reports(
+        [_report(0, 2, 3 << 20), _report(1, 0, -5, "PeerFailed: x\nmore")]
+    )
     header, rule, first, second = str(reports).splitlines()
     assert header.split() == [
         *("rank", "operation", "groups", "ms", "waiting", "ms", "MiB", "generation", "note")

@@ -33,15 +33,15 @@ def _start(rank: int, size: int, creator: str) -> float | None:
     if creator == "init_process_group":
         dist.init_process_group("gloo")
     elif start == 1:
-        reloadpg.init_distributed()
+        reloadpg.environment.init_distributed()
     else:
         with pytest.raises(reloadpg.DisagreementError):
-            reloadpg.init_distributed(mesh_dims={"tp": 2} if rank == 0 else None)
+            reloadpg.environment.init_distributed(mesh_dims={"tp": 2} if rank == 0 else None)
     if start == 0:
         meet("ended", 2, LIMIT.total_seconds(), meeting)
         meeting.set("the first start has failed", "")
         return None
-    assert not reloadpg.rejoin().changed
+    assert not reloadpg.recovery.rejoin().changed
     value = torch.ones(1)
     dist.all_reduce(value)
     return value.item()

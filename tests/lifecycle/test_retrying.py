@@ -119,7 +119,7 @@ def test_all_ranks_make_the_same_attempts(rank: int) -> None:
             assert (seen.kind, seen.rank) == ("PeerFailedError", FAULTY), (name, seen)
             assert case.own in seen.text
         if case.own == "KeyboardInterrupt":
-            reloadpg.recover("after an interrupt")
+            reloadpg.recovery.recover("after an interrupt")
         stop_interfering()
         (generation,) = job.generations()
         job.assert_live(generation)
@@ -128,7 +128,7 @@ def test_all_ranks_make_the_same_attempts(rank: int) -> None:
 
 
 def run(job: Job, case: Case, log: Log) -> None:
-    for step in reloadpg.retrying(case.items(job), **case.options):
+    for step in reloadpg.recovery.retrying(case.items(job), **case.options):
         with step as letter:
             assert letter == "abcd"[step.number]
             log.append((step.number, step.attempt))
@@ -151,7 +151,7 @@ def test_a_reference_to_pending_work_delays_no_rank(rank: int) -> None:
     """An exception refers to a frame, and so to a receive. The peers do not wait for timeouts."""
     job = Job("gloo")
     raised = []
-    for step in reloadpg.retrying(range(2), on=(Injected, RuntimeError)):
+    for step in reloadpg.recovery.retrying(range(2), on=(Injected, RuntimeError)):
         with step:
             try:
                 if rank == FAULTY and step.attempt == 1 and step.number == 0:
@@ -177,7 +177,7 @@ def test_a_second_interrupt_does_not_hide_the_first_one(rank: int) -> None:
         raise KeyboardInterrupt("again")
 
     def loop() -> None:
-        for step in reloadpg.retrying(range(1)):
+        for step in reloadpg.recovery.retrying(range(1)):
             with step:
                 if rank == FAULTY:
                     raise KeyboardInterrupt("first")
@@ -222,7 +222,7 @@ def test_an_interrupt_outside_of_the_block_is_notified(rank: int, place: str) ->
 
     def loop() -> None:
         state = (Interrupting(),) if rank == FAULTY and place == "state" else ()
-        for step in reloadpg.retrying(items(), state=state):
+        for step in reloadpg.recovery.retrying(items(), state=state):
             with step as number:
                 if rank == FAULTY and place == "barrier" and number == 1:
                     interfere("step.enter", interrupt)
@@ -234,7 +234,7 @@ def test_an_interrupt_outside_of_the_block_is_notified(rank: int, place: str) ->
         assert (seen.kind, seen.rank) == ("PeerFailedError", FAULTY), seen
         assert "KeyboardInterrupt" in seen.text
     job.meet("the loop has ended")
-    reloadpg.recover("after an interrupt")
+    reloadpg.recovery.recover("after an interrupt")
     job.assert_live()
 
 
@@ -251,7 +251,7 @@ def test_a_loop_waits_once_for_a_rank_that_takes_no_part_in_a_recovery(
 
     def loop() -> None:
         timeout = FAR if interrupted else 1.0
-        for step in reloadpg.retrying(range(1), on=Injected, timeout=timeout):
+        for step in reloadpg.recovery.retrying(range(1), on=Injected, timeout=timeout):
             with step:
                 if rank == FAULTY:
                     raise KeyboardInterrupt
@@ -269,17 +269,17 @@ def test_a_loop_waits_once_for_a_rank_that_takes_no_part_in_a_recovery(
 def test_a_step_that_is_not_entered_raises() -> None:
     """Otherwise the end of the step would be unknown."""
     with pytest.raises(reloadpg.ReloadpgError, match="context manager"):
-        for step in reloadpg.retrying(range(2)):
+        for step in reloadpg.recovery.retrying(range(2)):
             assert repr(step) == "<Step 0, attempt 1, open>"
 
 
 @pytest.mark.parametrize("attempts", [0, -1, True, 1.5])
 def test_attempts_must_be_a_positive_integer(attempts: Any) -> None:
-    with pytest.raises(reloadpg.InvalidOptionError, match="attempts"):
-        reloadpg.retrying(range(2), attempts=attempts)
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match="attempts"):
+        reloadpg.recovery.retrying(range(2), attempts=attempts)
 
 
 @pytest.mark.parametrize("replicas", [5, "x", [-1], [0, "1"]])
 def test_replicas_must_be_ranks(replicas: Any) -> None:
-    with pytest.raises(reloadpg.InvalidOptionError, match="replicas"):
-        reloadpg.retrying(range(2), state=torch.nn.Linear(1, 1), replicas=replicas)
+    with pytest.raises(reloadpg.errors.InvalidOptionError, match="replicas"):
+        reloadpg.recovery.retrying(range(2), state=torch.nn.Linear(1, 1), replicas=replicas)

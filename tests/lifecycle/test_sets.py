@@ -13,7 +13,8 @@ import torch.distributed as dist
 from worlds import BACKEND, TIMEOUT, init, summed
 
 import reloadpg
-from reloadpg import DisagreementError, GroupOffloadedError, InvalidOptionError, PeerFailedError
+from reloadpg import DisagreementError, GroupOffloadedError, PeerFailedError
+from reloadpg.errors import InvalidOptionError
 
 pytestmark = pytest.mark.matrix
 
@@ -170,7 +171,7 @@ def test_a_group_that_fails_leaves_the_other_set_live(rank, failed, name, moment
         reloadpg.offload(failed)
     if rank == 1:
         faulty_gloo.inject(moment, fail, group=f"{groups[failed].group_name}*")
-    error = reloadpg.ReleaseError if name == "offload" else reloadpg.RebuildError
+    error = reloadpg.errors.ReleaseError if name == "offload" else reloadpg.errors.RebuildError
     with pytest.raises(error if rank == 1 else PeerFailedError):
         getattr(reloadpg, name)(failed)
     assert states() == {failed: "failed", other: "live"}
@@ -183,7 +184,7 @@ def test_a_group_that_fails_leaves_the_other_set_live(rank, failed, name, moment
     reloadpg.reload(failed)
     assert states() == {failed: "live", other: "live"}
     reloadpg.offload(other)
-    reloadpg.recover("a fault")
+    reloadpg.recovery.recover("a fault")
     assert states() == {failed: "live", other: "live"}
     assert works(groups[failed], rank)
     assert works(groups[other], rank)

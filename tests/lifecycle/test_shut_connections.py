@@ -22,7 +22,7 @@ from fault_job import base_store, connections
 
 import reloadpg
 from reloadpg import c10d
-from reloadpg.lifecycle import recover
+from reloadpg.recovery import recovering
 from reloadpg.rendezvous.worker_thread import Task
 from reloadpg.testing import run_ranks
 
@@ -148,8 +148,8 @@ def recovers(rank: int, size: int) -> set[str]:
             dist.irecv(torch.ones(1), 1, tag=tag)
         store.set("recovering", "1")
         threading.Timer(3.0, os.kill, (pid, signal.SIGCONT)).start()
-    with mock.patch.object(recover, "_SHUT_S", 0.0):  # as on a loaded machine
-        reloadpg.recover("a test")
+    with mock.patch.object(recovering, "_SHUT_S", 0.0):  # as on a loaded machine
+        reloadpg.recovery.recover("a test")
     dist.all_reduce(torch.ones(1))
     return found
 

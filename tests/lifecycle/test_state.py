@@ -28,7 +28,7 @@ TIMEOUT = 120
 
 
 def wrong(message: str) -> Any:
-    return pytest.raises(reloadpg.InvalidOptionError, match=message)
+    return pytest.raises(reloadpg.errors.InvalidOptionError, match=message)
 
 
 # -- objects that raise ---------------------------------------------------------------------------
@@ -36,15 +36,15 @@ def wrong(message: str) -> Any:
 
 def test_an_object_without_state_is_refused_at_the_call() -> None:
     with wrong(r"object is neither a module nor an optimizer.*nothing was started"):
-        reloadpg.retrying("ab", state=(torch.nn.Linear(1, 1), object()))
+        reloadpg.recovery.retrying("ab", state=(torch.nn.Linear(1, 1), object()))
 
 
 @pytest.mark.parametrize("on", [[1], "RuntimeError", (ValueError, 2), int])
 def test_on_is_validated_at_the_call(on: Any) -> None:
     """A type, a list of types, or a function."""
     with wrong("on="):
-        reloadpg.retrying("ab", on=on)
-    reloadpg.retrying("ab", on=[ValueError, KeyError])
+        reloadpg.recovery.retrying("ab", on=on)
+    reloadpg.recovery.retrying("ab", on=[ValueError, KeyError])
 
 
 @pytest.mark.parametrize(
@@ -65,21 +65,21 @@ def test_wrappers_that_cannot_be_reset_are_refused(tmp_path: Any, wrap: Any, mes
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with wrong(message):
-            reloadpg.retrying("ab", state=torch.nn.Sequential(wrap(torch.nn.Linear(2, 2))))
+            reloadpg.recovery.retrying("ab", state=torch.nn.Sequential(wrap(torch.nn.Linear(2, 2))))
     finally:
         dist.destroy_process_group()
 
 
 def test_a_value_that_cannot_be_restored_in_place_is_refused() -> None:
     with wrong("a set in a dict or list cannot be restored in place"):
-        reloadpg.retrying("ab", state=({"seen": [set()]},))
+        reloadpg.recovery.retrying("ab", state=({"seen": [set()]},))
 
 
 def test_a_loop_in_a_step_cannot_have_state() -> None:
     """A fault repeats the outer step, so the outer loop needs the state."""
-    for step in reloadpg.retrying("a"):
+    for step in reloadpg.recovery.retrying("a"):
         with step, wrong("Pass `state` to the outer loop"):
-            next(reloadpg.retrying("b", state=torch.ones(1)))
+            next(reloadpg.recovery.retrying("b", state=torch.ones(1)))
 
 
 # -- restored state -------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_a_repeated_step_begins_in_the_state_of_the_first_attempt(rank: int) -> 
     state: dict[str, Any] = {"a": model, "b": optimizer, "c": generator, "d": own, "e": values}
     state |= {"entry": torch.zeros(1), "swapped": swapped}
     seen = []
-    for step in reloadpg.retrying(range(3), on=Injected, state=state):
+    for step in reloadpg.recovery.retrying(range(3), on=Injected, state=state):
         with step:
             drawn = random.random(), float(numpy.random.rand()), float(torch.rand(()))
             drawn += float(torch.rand((), generator=generator)), own.random()
@@ -181,7 +181,7 @@ def pipelined(rank: int, size: int, fails: str) -> Any:
     if (fails, rank) == ("backward", size - 1):  # this rank has the losses
         layer.register_full_backward_hook(fault)
     left, losses = [], []
-    for step in reloadpg.retrying(
+    for step in reloadpg.recovery.retrying(
         range(3), on=(Injected, RuntimeError), state=(layer, optimizer, schedule)
     ):
         with step as number:
@@ -210,7 +210,7 @@ def test_an_optimizer_and_a_scaler_are_restored() -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler, found = torch.amp.GradScaler("cpu"), []
-    for step in reloadpg.retrying("a", on=Injected, state=(model, optimizer, scaler)):
+    for step in reloadpg.recovery.retrying("a", on=Injected, state=(model, optimizer, scaler)):
         with step:
             found.append("added" in optimizer.param_groups[0])
             optimizer.param_groups[0]["added"] = True
@@ -230,7 +230,7 @@ def test_ddp_synchronizes_its_buffers_as_in_the_first_attempt(rank: int) -> None
     Job("gloo")
     model = DistributedDataParallel(torch.nn.BatchNorm1d(WIDTH))
     attempts = []
-    for step in reloadpg.retrying(range(3), state=model, on=(Injected, RuntimeError)):
+    for step in reloadpg.recovery.retrying(range(3), state=model, on=(Injected, RuntimeError)):
         with step as number:
             attempts.append((number, step.attempt))
             inputs = torch.randn(4, WIDTH)
@@ -285,7 +285,7 @@ def test_a_half_gathered_model_is_refused_without_state(rank: int, repair: str) 
     begin = {name: value.detach().clone() for name, value in model.state_dict().items()}
 
     def run() -> None:
-        for step in reloadpg.retrying("ab", on=(Injected, RuntimeError)):
+        for step in reloadpg.recovery.retrying("ab", on=(Injected, RuntimeError)):
             with step:
                 if step.attempt > 1:
                     model.load_state_dict(begin)
@@ -322,13 +322,13 @@ def replaced(rank: int, size: int, kind: str, dies: bool) -> Any:
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    reloadpg.rejoin()
+    reloadpg.recovery.rejoin()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     begun = []
 
     def run() -> None:
-        for step in reloadpg.retrying(range(4), state=(model, optimizer, schedule)):
+        for step in reloadpg.recovery.retrying(range(4), state=(model, optimizer, schedule)):
             with step as number:
                 begun.append(number)
                 if dies and (rank, number, incarnation()) == (VICTIM, 2, 0):

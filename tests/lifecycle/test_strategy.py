@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from reloadpg import InvalidOptionError, StrategyPolicy
+from reloadpg import StrategyPolicy
+from reloadpg.errors import InvalidOptionError
 from reloadpg.lifecycle.strategy import Choice, conclude, propose
 
 TABLE = [

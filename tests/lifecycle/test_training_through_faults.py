@@ -68,7 +68,7 @@ class Fault:
                 tensor = torch.ones(3, device=self.device)
                 dist.all_reduce(tensor, op=dist.ReduceOp.BAND)  # not of floats: raises
             if place == "forward" and self.takes("stalled"):
-                eventually(reloadpg.recovery_requested)
+                eventually(reloadpg.recovery.recovery_requested)
 
         return hook
 
@@ -197,7 +197,7 @@ class MegatronTraining:
 def train(training: Any, steps: int, faults: dict[int, tuple[int, str]]) -> Any:
     """Train; return the final weights and the attempts at each step."""
     attempts = []
-    for step in reloadpg.retrying(
+    for step in reloadpg.recovery.retrying(
         range(steps), attempts=5, on=(Injected, RuntimeError, ValueError), state=training.state
     ):
         with step:

@@ -1,7 +1,7 @@
 """Random programs over NCCL groups, with a fault at a call of NCCL in each part.
 
 All ranks get the same result of each operation, values are right after the next recovery or reload,
-and nothing is left. ``NCCL_PROGRAMS`` is the number of programs, of one seed each.
+and nothing is left. ``FAULT_PROGRAMS`` is the number of programs, of one seed each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA"),
 ]
 
-PROGRAMS = int(os.environ.get("NCCL_PROGRAMS", "3"))
+PROGRAMS = int(os.environ.get("FAULT_PROGRAMS", "3"))
 BOUND = timedelta(seconds=8)
 """The timeout of an operation, which those with a call that hangs reach."""
 SHORT = timedelta(seconds=5)
@@ -168,7 +168,7 @@ class Player:
     def play(self) -> list[Any]:
         """The observations of this rank in each part, and at the end."""
         assert self.is_right()
-        reloadpg.recover("a test")  # what a process creates once exists from now on
+        reloadpg.recovery.recover("a test")  # what a process creates once exists from now on
         self._cycle()
         before, stuck = held(), 0
         # The backends of the CPU stay, each with the store client that created it, where an
@@ -211,7 +211,7 @@ class Player:
             elif part.instruction == "reload":
                 reloadpg.reload(connect=part.connect)
             else:
-                reloadpg.recover("a test")
+                reloadpg.recovery.recover("a test")
         except (reloadpg.ReloadpgError, RuntimeError) as raised:
             error = f"{type(raised).__name__}: {raised}"
         state = reloadpg.status().state
@@ -219,7 +219,7 @@ class Player:
         standins.clear_faults()
         self._meetings.meet()
         if error and part.mend == "recover":
-            reloadpg.recover("a test")
+            reloadpg.recovery.recover("a test")
         else:
             reloadpg.reload()
         return bool(error), state, self.is_right(), error
@@ -227,7 +227,7 @@ class Player:
     def _use(self) -> tuple[Any, ...]:
         attempts, right = 0, False
         self._set_timeout(SHORT)
-        for step in reloadpg.retrying(range(1)):
+        for step in reloadpg.recovery.retrying(range(1)):
             with step:
                 attempts = step.attempt
                 if attempts > 1:
@@ -235,7 +235,7 @@ class Player:
                 try:
                     right = self.is_right()
                 finally:  # a call that hangs holds its rank: the others have seen it by now
-                    if attempts > 1 or reloadpg.recovery_requested():
+                    if attempts > 1 or reloadpg.recovery.recovery_requested():
                         standins.clear_faults()
         self._meetings.meet()
         standins.clear_faults()

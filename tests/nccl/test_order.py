@@ -90,7 +90,7 @@ def test_any_number_of_connected_groups(engine: str, how: Any, bound: bool, rank
     for _ in range(3):
         assert [summed(group, rank) for group in groups] == [3.0] * len(groups)
         if how == "recover":
-            reloadpg.recover("a test")
+            reloadpg.recovery.recover("a test")
             continue
         report = reloadpg.offload()
         assert report.released_bytes

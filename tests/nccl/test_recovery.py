@@ -97,7 +97,7 @@ def test_a_wait_for_the_device_ends_when_a_peer_requests_a_recovery(rank: int) -
     dist.init_process_group("nccl", timeout=timedelta(seconds=600))
     dist.all_reduce(torch.ones(1, device="cuda"))  # connected: an abort cannot end NCCL's init
     seen = []
-    for step in reloadpg.retrying(range(2), on=Injected):
+    for step in reloadpg.recovery.retrying(range(2), on=Injected):
         with step:
             if (rank, step.number, step.attempt) == (1, 0, 1):
                 raise Injected
@@ -127,9 +127,9 @@ def replaced(rank: int, size: int) -> list[Any]:
     torch.cuda.set_device(rank)
     reloadpg.install(recoverable=True, timeout=120)
     dist.init_process_group("nccl", timeout=timedelta(seconds=120))
-    reloadpg.rejoin()
+    reloadpg.recovery.rejoin()
     seen, counter = {"sum": torch.zeros(1, device="cuda"), "shape": (1, 2)}, Counter()
-    for step in reloadpg.retrying(range(3), state=(seen, counter), replicas=range(size)):
+    for step in reloadpg.recovery.retrying(range(3), state=(seen, counter), replicas=range(size)):
         with step as number:
             if (rank, number, incarnation()) == (VICTIM, 1, 0):
                 die()
@@ -161,7 +161,7 @@ def test_a_fault_before_the_first_collective_of_a_rebuilt_group_is_recovered(
     dist.init_process_group("nccl", timeout=timedelta(seconds=60))
     group: Any = dist.new_group([0, 1])
     seen = []
-    for step in reloadpg.retrying(range(2), on=Injected):
+    for step in reloadpg.recovery.retrying(range(2), on=Injected):
         with step:
             reloadpg.offload()
             reloadpg.reload()
@@ -194,7 +194,7 @@ def test_a_loop_warns_of_groups_that_cannot_be_ended_while_they_connect(
         reloadpg.reload()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        for step in reloadpg.retrying(range(1)):
+        for step in reloadpg.recovery.retrying(range(1)):
             with step:
                 pass
     texts = [str(one.message) for one in seen if "past every timeout" in str(one.message)]

@@ -22,7 +22,7 @@ from reports import report
 
 import reloadpg
 from reloadpg import observability
-from reloadpg.groups.registry import registry
+from reloadpg.lifecycle.callbacks import callbacks
 from reloadpg.observability import publish, trace
 from reloadpg.observability.exporters import subscribe
 
@@ -278,7 +278,7 @@ def test_an_operation_is_published_when_it_begins(tmp_path: Path) -> None:
 def test_an_exporter_that_fails_is_disabled_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    calls, before = [], list(registry.callbacks.report)
+    calls, before = [], list(callbacks.report)
 
     def broken(_: object) -> None:
         calls.append(1)
@@ -286,13 +286,13 @@ def test_an_exporter_that_fails_is_disabled_with_one_warning(
 
     remove = subscribe("the test", broken)
     for _ in range(2):
-        for callback in [one for one in registry.callbacks.report if one not in before]:
+        for callback in [one for one in callbacks.report if one not in before]:
             callback(report())
     remove()
     assert calls == [1]
     (record,) = caplog.records
     assert "the test failed and is now disabled" in record.getMessage()
-    assert registry.callbacks.report == before
+    assert callbacks.report == before
 
 
 @pytest.mark.parametrize("name", ["prometheus_client", "opentelemetry"])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from reports import group, report
 
-from reloadpg.lifecycle.report import Span
 from reloadpg.observability import TraceWriter, write_trace
+from reloadpg.reports import Span
 
 SECOND_US = 1e6
 

@@ -61,7 +61,7 @@ def killed_in_bring_up(rank: int, size: int, victim: int) -> tuple[str, tuple[in
     if rank == victim:
         faulty_gloo.inject("create", die)
     try:
-        reloadpg.init_distributed("faulty", init_timeout=TIMEOUT_S)
+        reloadpg.environment.init_distributed("faulty", init_timeout=TIMEOUT_S)
     except reloadpg.PeerFailedError as error:
         return str(error), error.missing
     return "", ()

@@ -71,5 +71,5 @@ def test_no_rank_of_an_ended_job_can_be_replaced() -> None:
 def test_a_replacement_starts_no_operation_before_it_has_rejoined() -> None:
     """It does not know the other ranks' number of operations."""
     rank = begin(HashStore(), predecessor=Predecessor(1, 0))
-    with pytest.raises(ReloadpgError, match=r"Call reloadpg\.rejoin\(\) first"):
+    with pytest.raises(ReloadpgError, match=r"Call reloadpg\.recovery\.rejoin\(\) first"):
         rank.open("offload", ["enter"], FAR)

@@ -22,12 +22,13 @@ from watched_store import Watch, WatchedStore
 from worlds import SILENCE
 
 from reloadpg import c10d
-from reloadpg.errors import LOG_WAIT, PeerFailedError, ReloadpgError, RendezvousTimeoutError
+from reloadpg.errors import PeerFailedError, ReloadpgError, RendezvousTimeoutError
 from reloadpg.rendezvous.decision import Decision
 from reloadpg.rendezvous.plan import Proposal
 from reloadpg.rendezvous.round import Rendezvous, Round
 from reloadpg.rendezvous.store_client import absent
 from reloadpg.rendezvous.worker_thread import Wait
+from reloadpg.settings import LOG_WAIT
 
 pytestmark = pytest.mark.matrix
 

@@ -105,7 +105,7 @@ def recover_twice(rank: int, size: int, how: str) -> tuple[bool, list[str]]:
             dist.all_reduce(torch.ones(1))
         except (RuntimeError, ValueError) as error:
             texts.append(f"{type(error).__name__}: {error}")
-            reloadpg.recover(error)
+            reloadpg.recovery.recover(error)
         right &= worlds.sums_right(*groups)
     cycle()
     return right and worlds.sums_right(*groups), texts

@@ -28,17 +28,18 @@ from ..errors import (
     ReleaseError,
     ReloadpgError,
     RendezvousTimeoutError,
-    as_integer,
-    counted,
 )
 from ..groups.proxy import ReloadableProcessGroup
-from ..groups.registry import Job, Position, registry
+from ..groups.registry import registry
+from ..lifecycle.connect import await_device
+from ..lifecycle.job import Job, Position, jobs
+from ..lifecycle.run import notify
 from ..rendezvous.round import Round
 from ..rendezvous.worker_thread import Task
-from .connect import await_device
-from .failure import notify
-from .recover import longest_wait, meet, recovery_requested, seconds_of
-from .report import Fault, Report
+from ..reports import Fault, Report
+from ..settings import as_integer
+from ..texts import counted
+from .recovering import longest_wait, meet, recovery_requested, seconds_of
 from .snapshot import Snapshot
 
 logger = logging.getLogger("reloadpg")
@@ -79,7 +80,7 @@ def retrying(
 
     Each step is a context manager, whose block is repeated::
 
-        for step in reloadpg.retrying(batches, state=(model, optimizer)):
+        for step in reloadpg.recovery.retrying(batches, state=(model, optimizer)):
             with step as batch:
                 train(batch)
 
@@ -219,7 +220,7 @@ class _Loops:
 
     @classmethod
     def of_job(cls) -> _Loops:
-        job = registry.job("retrying")
+        job = jobs.current("retrying")
         if job is None:
             return _without_job
         if job.loops is None:
@@ -310,8 +311,8 @@ def _steps(items: Iterator[T], rules: _Rules) -> Iterator[Step[T]]:
                 if not step.left:
                     raise ReloadpgError(
                         "a step of retrying() was not used as a context manager, so its result is "
-                        "unknown. Write `for step in reloadpg.retrying(...):`, and put the whole "
-                        "body in `with step as item:`."
+                        "unknown. Write `for step in reloadpg.recovery.retrying(...):`, and "
+                        "put the whole body in `with step as item:`."
                     )
             number += 1
     finally:
@@ -351,7 +352,7 @@ class Step(Generic[T]):
         if self._progress is not None:
             self._refuse_second(self._progress.loops)
             self._progress.loops.step = self
-            job = registry.job("retrying")
+            job = jobs.current("retrying")
             if job is not None and devices.runtime() is not None:
                 Task(partial(_abort_on_request, job, self._block_ended), "step")
         return self.value
@@ -443,14 +444,14 @@ class _Progress:
         """Wait until all ranks have finished the step. Collective, blocking, with a timeout."""
         # A collective that fails on the device belongs to this step.
         await_device(recovery_requested)
-        job = registry.job("retrying")
+        job = jobs.current("retrying")
         if job is not None:
             self._barrier()
             job.replaced = ()
         self._complete()
 
     def _barrier(self) -> None:
-        job = registry.job("retrying")
+        job = jobs.current("retrying")
         if job is None:
             return
         round_ = self._round = job.rendezvous.open("step", ["enter"], _seconds())
@@ -463,7 +464,7 @@ class _Progress:
     def notify_interrupt(self, error: BaseException) -> None:
         """Notify the waiting ranks of this rank's interrupt. Local; waits a limited time."""
         self._repeat_reason = ""
-        job = registry.job("retrying")
+        job = jobs.current("retrying")
         if job is not None:
             round_ = self._round or job.rendezvous.open("step", ["enter"], _seconds())
             notify(round_, error, cancels=True)
@@ -531,7 +532,7 @@ class _Progress:
         """Recover; try again if that fails. A recovery fails on all ranks or on none."""
         loop = self._loop
         _note(Position(self.loops.steps, loop.number, self.failed, self._number, loop.nested))
-        if registry.job("retrying") is None:
+        if jobs.current("retrying") is None:
             return None
         pauses = iter(_PAUSES_S)
         while True:
@@ -561,7 +562,7 @@ class _Progress:
     @staticmethod
     def _follows(error: BaseException) -> bool:
         """Whether a collective failed because a peer requested a recovery. Local; may wait."""
-        job = registry.job("retrying")
+        job = jobs.current("retrying")
         if job is None or not job.rendezvous.recovery_requested(0.0):
             return False
         found: list[BaseException] = [error]
@@ -622,13 +623,13 @@ def _raise_in(frame: FrameType, error: Exception) -> None:
 
 def _note(position: Position) -> None:
     """Record this rank's position for recoveries; it never decreases."""
-    job = registry.job("retrying")
+    job = jobs.current("retrying")
     if job is not None:
         job.position = max(job.position, position)
 
 
 def _replaced() -> tuple[int, ...]:
-    job = registry.job("retrying")
+    job = jobs.current("retrying")
     return () if job is None else job.replaced
 
 

@@ -6,8 +6,9 @@ from datetime import timedelta
 
 from ..errors import NotInstalledError
 from ..groups.registry import registry
-from .recover import meet, seconds_of
-from .report import Report
+from ..lifecycle.job import jobs
+from ..reports import Report
+from .recovering import meet, seconds_of
 
 
 def rejoin(*, timeout: timedelta | float | None = None) -> Report:
@@ -37,12 +38,12 @@ def rejoin(*, timeout: timedelta | float | None = None) -> Report:
         ReloadpgError: all others as for :func:`recover`.
     """
     seconds = seconds_of(timeout)
-    if registry.options is None:
+    if registry.options is None and not registry.off:
         raise NotInstalledError(
             "rejoin() was called, but reloadpg is not installed; nothing was changed. Call "
             "reloadpg.install(recoverable=True) before the process groups are created."
         )
-    job = registry.job("rejoin")
+    job = jobs.current("rejoin")
     if job is None or not job.rendezvous.replaces:
         generation = 0 if job is None else job.generation
         return Report("recover", False, generation, note="this process replaces no other one")

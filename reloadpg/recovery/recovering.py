@@ -25,14 +25,16 @@ from typing import Any
 
 from .. import c10d
 from ..c10d import devices
-from ..errors import PeerFailedError, as_timedelta
+from ..errors import PeerFailedError
 from ..groups.proxy import GroupState, ReloadableProcessGroup
-from ..groups.registry import Job, Position, registry
+from ..lifecycle.callbacks import callbacks
+from ..lifecycle.job import Job, Position, jobs
+from ..lifecycle.operation import PHASES, Operation
+from ..lifecycle.recreate import abort, rebuild
+from ..lifecycle.run import await_unfinished, insist, perform
 from ..rendezvous.worker_thread import Task, Wait
-from .failure import await_unfinished, insist, perform
-from .operation import PHASES, Operation
-from .recreate import abort, rebuild
-from .report import Fault, Report
+from ..reports import Fault, Report
+from ..settings import as_timedelta
 
 logger = logging.getLogger("reloadpg")
 
@@ -113,7 +115,7 @@ def recovery_requested() -> bool:
     Local; call it once per step. Polls the store at most once per 100 ms, with a timeout; otherwise
     returns the cached answer. False while the store does not respond, and without a job.
     """
-    job = registry.job("recovery_requested")
+    job = jobs.current("recovery_requested")
     if job is None:
         return False
     for group in c10d.known_groups():
@@ -121,7 +123,7 @@ def recovery_requested() -> bool:
             return True
     if c10d.aborted_groups():
         return True
-    return not registry.busy and job.rendezvous.recovery_requested(_ASK_S)
+    return not jobs.busy and job.rendezvous.recovery_requested(_ASK_S)
 
 
 def meet(
@@ -188,7 +190,7 @@ def _recover(
     op.round.seconds = timeout
     _agree(op, job)
     if was_offloaded:
-        op.call(registry.callbacks.before_reload)
+        op.call(callbacks.before_reload)
     with op.record.timed("device"):
         devices.empty_cache()
     gone = [g for g in op.changes.groups if g.state is not GroupState.DESTROYED]
@@ -268,7 +270,7 @@ def collectives_begun(groups: Sequence[ReloadableProcessGroup]) -> dict[str, int
         with suppress(RuntimeError):  # not every backend counts
             if group.is_live:
                 key = f"{group.group_name}/{group.construction.ranks[0]}/{group.generation}"
-                found[key] = int(group._get_sequence_number_for_group())
+                found[key] = c10d.sequence_number(group)
     return found
 
 

@@ -1,0 +1,270 @@
+"""The current job of this process, from ``init_process_group`` to its destruction.
+
+It connects the groups to the rendezvous: ``groups`` knows no store, and asks :class:`Jobs` through
+the hooks of its registry.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch.distributed import ProcessGroup
+
+from .. import c10d
+from ..errors import ReloadpgError
+from ..groups.offloaded import Offloaded
+from ..groups.proxy import ReloadableProcessGroup
+from ..groups.registry import JobHooks, registry
+from ..groups.replacement import refuse_bypassed
+from ..groups.sets import SetStates
+from ..rendezvous.predecessor import Predecessor
+from ..rendezvous.round import Rendezvous, Round
+from ..rendezvous.store_client import StorePool
+from ..rendezvous.worker_thread import Task, Wait, exiting
+
+_CONNECT_S = 6.0
+"""Seconds within which a connection to the store succeeds without a response from DNS."""
+
+
+class Unfinished(NamedTuple):
+    """A call that still runs after its operation has failed: it creates or destroys a group."""
+
+    group: str
+    task: Task[Any]
+    creates: bool = False
+
+    def __str__(self) -> str:
+        doing = "created, by a call that was abandoned" if self.creates else "destroyed"
+        return f"the communicator of {self.group} is still being {doing}"
+
+
+class Position(NamedTuple):
+    """Where a rank is in the loops of ``retrying``, counted from 0.
+
+    Attributes:
+        steps: number of completed steps, over all loops.
+        loop: index of the next step's loop among the outermost loops.
+        attempt: number of failed attempts at that step.
+        number: index of the step in its loop.
+        nested: whether the loop is inside another one.
+    """
+
+    steps: int = 0
+    loop: int = 0
+    attempt: int = 0
+    number: int = 0
+    nested: bool = False
+
+
+@dataclass
+class Job:
+    """One initialised ``torch.distributed``: from ``init_process_group`` to its destruction.
+
+    Attributes:
+        of: the default group of the job; the job ends with it.
+        sets: the states of the sets. Blocks refer to these and not to the job, whose store ends
+            with the default group.
+        generation: number of completed reloads, of any set.
+        cycles: number of completed offloads, of any set.
+        doomed: detached communicators that are not destroyed yet, with a description of their
+            groups.
+        creation_stores: store clients for creating groups; None without peers.
+        connecting: connections to the store that are made in the background.
+        suspend_obstacle: the suspend or resume that has failed; empty if none has.
+        loops: the loops of ``retrying`` on this rank; used by that module only.
+        replaced: the ranks that were replaced since the last completed step; equal on all ranks
+            at the same step.
+    """
+
+    of: weakref.ref[ProcessGroup]
+    rendezvous: Rendezvous
+    sets: SetStates = field(default_factory=SetStates)
+    generation: int = 0
+    cycles: int = 0
+    unfinished: list[Unfinished] = field(default_factory=list)
+    doomed: dict[ReloadableProcessGroup, tuple[str, list[Any]]] = field(default_factory=dict)
+    creation_stores: StorePool | None = None
+    connecting: list[Task[Any]] = field(default_factory=list)
+    suspend_obstacle: str = ""
+    last_error: str = ""
+    round: Round | None = None
+    position: Position = Position()  # noqa: RUF009 - immutable
+    loops: Any = None
+    replaced: tuple[int, ...] = ()
+
+    @property
+    def world(self) -> ProcessGroup:
+        world = self.of()
+        if world is None:
+            raise ReloadpgError("the default group of this job was destroyed; this is a bug")
+        return world
+
+    @property
+    def offloaded(self) -> bool:
+        return any(state.offloaded for state in self.sets.all())
+
+    def end(self) -> None:
+        """End the job before its default group is destroyed. Local; waits a limited time."""
+        self.rendezvous.end()
+        self.await_connections()
+
+    def connect_ahead(self, creators: int) -> None:
+        """Connect the store clients of the next reload in the background. Local, non-blocking."""
+        if self.creation_stores is not None:
+            self.connecting = [task for task in self.connecting if not task.ended]
+            with suppress(RuntimeError):  # no thread can be started: the reload connects them
+                self.connecting += self.creation_stores.connect_ahead(creators)
+
+    def await_connections(self) -> None:
+        """Wait a limited time for connections in progress, which hold rank 0's store."""
+        if self.creation_stores is not None:
+            self.creation_stores.end()
+        wait = Wait("the end of the job", _CONNECT_S)
+        for task in self.connecting:
+            if not task.is_current:  # that thread may have released the last reference
+                task.wait(wait.left)
+
+
+class Jobs(JobHooks):
+    """The current job and its current operation. One instance per process: :data:`jobs`."""
+
+    def __init__(self) -> None:
+        self.begin_process()
+
+    def begin_process(self) -> None:
+        """Forget the job and the operation, which in a forked child are the parent's. Local."""
+        self._job: Job | None = None
+        self._running: weakref.ref[Any] | None = None
+        self._predecessor: Predecessor | None = None
+
+    def current(self, operation: str) -> Job | None:
+        """Return the job of the current default group, which may join one; None without a group.
+
+        Also None if the library is off: every operation is then one without a job.
+        """
+        world = c10d.world()
+        if world is None or registry.off:
+            self._job = None
+            return None
+        if registry.is_inherited(world):
+            raise ReloadpgError(
+                f"{operation} in a forked child (pid {os.getpid()}): the process groups here "
+                "belong to the parent process and cannot be used or changed. Call it in the "
+                "parent, or start the child with the 'spawn' method and initialise it there."
+            )
+        with registry.lock:
+            if self._job is None or self._job.of() is not world:
+                # Rank 0's store, and the server in it, must not outlive the default group:
+                # otherwise the next job would find the keys of this one.
+                marks = registry.options is not None and registry.options.recoverable
+                rendezvous = Rendezvous.of_world(world, predecessor=self._predecessor, marks=marks)
+                self._predecessor = None
+                job = Job(weakref.ref(world, self._forget), rendezvous)
+                job.connecting += job.rendezvous.connect_ahead()
+                if c10d.has_peers():
+                    job.creation_stores = StorePool(c10d.root_store_of_job(world))
+                if isinstance(world, ReloadableProcessGroup):
+                    world.before_end = job.end
+                self._job = job
+            return self._job
+
+    def _forget(
+        self,
+        ended: weakref.ref[ProcessGroup],
+        finalizing: Callable[[], bool] = sys.is_finalizing,  # the module's names are gone by then
+    ) -> None:
+        if finalizing():
+            return
+        job = self._job
+        if job is not None and job.of is ended:
+            self._job = None
+            job.await_connections()
+
+    @property
+    def known(self) -> Job | None:
+        """The job of the current default group, if it is registered. Local, cheap."""
+        job = self._job
+        return job if job is not None and job.of() is c10d.world() else None
+
+    # -- hooks of the creation of groups ----------------------------------------------------
+
+    @property
+    def replaces(self) -> bool:
+        """Whether this process replaces another one and has not rejoined its job. Local, cheap."""
+        job = self._job
+        return job is not None and job.rendezvous.replaces and job is self.known
+
+    def before_world(self) -> Callable[[c10d.Asked], bool] | None:
+        self._predecessor = None
+        options = registry.options
+        return self._takes_place if options is not None and options.recoverable else None
+
+    def _takes_place(self, asked: c10d.Asked) -> bool:
+        """Whether a new default group is that of a process which replaces another one.
+
+        Reads from the store; waits a limited time.
+        """
+        if not asked.is_world or asked.size == 1 or "fake" in asked.devices.values():
+            return False
+        self._predecessor = Predecessor.find(asked.store, asked.rank, asked.size)
+        if self._predecessor is None:
+            return False
+        refuse_bypassed(asked)
+        return True
+
+    def after_world(self, *, begins: bool) -> None:
+        job = self.current("install")  # connects to the store in the background
+        if begins and job is not None and not job.rendezvous.alone:
+            job.rendezvous.count_job(c10d.root_store(job.world))
+
+    # -- one operation at a time --------------------------------------------------------------
+
+    def begin(self, operation: Any) -> None:
+        """Refuse a second lifecycle operation while one runs, from any thread or callback.
+
+        The operation ends when its ``is_running`` is false or when the object is deleted, so an
+        interrupt at any instruction leaves no process busy. Call this within the ``try`` whose
+        ``finally`` resets ``is_running``.
+        """
+        if exiting():
+            raise ReloadpgError(
+                f"{operation.name} was called while the interpreter exits, in an exit handler or a "
+                "finalizer; nothing was changed. No thread can be started any more. Call it, and "
+                "leave offloaded() blocks, before the program ends."
+            )
+        with registry.lock:
+            running = self._operation()
+            if running is not None:
+                raise ReloadpgError(
+                    f"{operation.name} was called while {running.name} is running in this process; "
+                    "nothing was changed. Call them one after the other, from one thread and "
+                    "not from a callback. After a call with wait=False, first call result() on "
+                    "its handle."
+                )
+            self._running = weakref.ref(operation)
+
+    def _operation(self) -> Any:
+        found = None if self._running is None else self._running()
+        return found if found is not None and found.is_running else None
+
+    @property
+    def busy(self) -> bool:
+        return self._operation() is not None
+
+    def progress(self) -> Any:
+        running = self._operation()
+        return None if running is None else running.status()
+
+
+jobs = Jobs()
+registry.hooks = jobs
+Offloaded.block_is_open = staticmethod(
+    lambda name: (job := jobs.known) is not None and job.sets[name].in_block()
+)
+os.register_at_fork(after_in_child=jobs.begin_process)
