@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
+    "BorrowedError",
     "DisagreementError",
     "GroupDestroyedError",
     "GroupOffloadedError",
@@ -71,6 +72,14 @@ class GroupOffloadedError(ReloadpgError):
 
 class GroupDestroyedError(ReloadpgError):
     """A group was used after ``destroy_process_group``, ``shutdown`` or ``abort``."""
+
+
+class BorrowedError(ReloadpgError):
+    """An offload would invalidate what other code holds of a group, or a handle has ended.
+
+    Raised by ``offload``, on the ranks that know the holder, before anything is changed; and by
+    each use of a backend object that belongs to an earlier generation of its group.
+    """
 
 
 class GroupPickleError(ReloadpgError):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from torch.futures import Future
 
 from ..errors import GroupDestroyedError, GroupOffloadedError
 from .needs import describe_needs, missing
-from .tables import device_backends, known_groups, label_of
+from .tables import close_coalescing, device_backends, known_groups, label_of, world
 from .torchcomms import TORCHCOMMS_RECOVERY, is_torchcomm, uses_torchcomms
 
 _GLOO = getattr(_c10d, "ProcessGroupGloo", None)
@@ -58,6 +59,11 @@ def backend_for(group: ProcessGroup, device: torch.device) -> Any:
     """
     found = group._get_backend(device)
     return found.wrapped_pg if isinstance(found, _WRAPPERS) else found
+
+
+def wraps_backends() -> bool:
+    """Whether torch wraps the backends that it creates now, because of its debug level. Local."""
+    return torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL
 
 
 _WRAPPERS = (_cpp._ProcessGroupWrapper,) if hasattr(_cpp, "_ProcessGroupWrapper") else ()
@@ -196,14 +202,17 @@ def suspend_obstacle(backend: CppBackend) -> str:
         return _cumem_obstacle()  # a backend in Python that implements suspend
     if not name.startswith("nccl"):
         return f"backend {name} cannot suspend its communicators"
+    library = _nccl()
     version = nccl_version()
-    if version is not None and version < (2, 29, 7):
+    if version is not None and version < (2, 29, 7) and not _can_suspend(library):
         shown = ".".join(map(str, version))
         return f"NCCL {shown} cannot suspend communicators (2.29.7 and later)"
     if os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING", "0") not in ("", "0"):
         return "TORCH_NCCL_USE_COMM_NONBLOCKING is set: such communicators cannot be suspended"
-    if _nccl() is None:
+    if library is None:
         return "the NCCL library that torch uses is not found in this process"
+    if not _can_suspend(library):
+        return f"{library._name} has no ncclCommSuspend"
     return _cumem_obstacle()
 
 
@@ -247,14 +256,23 @@ def _call_nccl(name: str, backend: CppBackend, *arguments: Any) -> None:
 
 def _nccl() -> ctypes.CDLL | None:
     """The NCCL library that torch has loaded; None if it is linked statically, or missing."""
-    try:
-        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-    except (OSError, AttributeError):
-        return None
-    number = ctypes.c_int()
-    library.ncclGetVersion(ctypes.byref(number))
-    major, rest = divmod(number.value, 10000)
-    return library if (major, rest // 100, rest % 100) == nccl_version() else None
+    for name in _LIBRARIES:
+        with suppress(OSError, AttributeError):
+            library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            number = ctypes.c_int()
+            library.ncclGetVersion(ctypes.byref(number))
+            major, rest = divmod(number.value, 10000)
+            if (major, rest // 100, rest % 100) == nccl_version():
+                return library
+    return None
+
+
+_LIBRARIES = ("libnccl.so.2", "librccl.so.1")
+"""NCCL, and AMD's RCCL, which has the same functions (rocm-systems#5582; not run)."""
+
+
+def _can_suspend(library: ctypes.CDLL | None) -> bool:
+    return library is not None and hasattr(library, "ncclCommSuspend")
 
 
 def nccl_version() -> tuple[int, ...] | None:
@@ -267,9 +285,33 @@ def nccl_version() -> tuple[int, ...] | None:
 
 
 def _cumem_obstacle() -> str:
-    if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
-        return "NCCL_CUMEM_ENABLE=0 makes a suspend release nothing"
-    return ""
+    value, where = nccl_settings(os.environ).get("NCCL_CUMEM_ENABLE", ("", ""))
+    return f"NCCL_CUMEM_ENABLE=0 in {where} makes a suspend release nothing" * (value == "0")
+
+
+def nccl_settings(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Settings of NCCL with their origin; environment variables take precedence over files. Local.
+
+    NCCL reads the file named by ``NCCL_CONF_FILE``, or else ``~/.nccl.conf``, and then
+    ``/etc/nccl.conf``; the first value of a name counts. It reads them once per process, and so
+    does this function.
+    """
+    prefixes = ("NCCL_", "TORCH_NCCL_")
+    found = {n: (v, "the environment") for n, v in environ.items() if n.startswith(prefixes)}
+    return {**_settings_of_files(environ.get("HOME"), environ.get("NCCL_CONF_FILE")), **found}
+
+
+@lru_cache
+def _settings_of_files(home: str | None, named: str | None) -> dict[str, tuple[str, str]]:
+    found: dict[str, tuple[str, str]] = {}
+    own = named or (os.path.join(home, ".nccl.conf") if home else "")
+    for path in filter(None, (own, "/etc/nccl.conf")):
+        with suppress(OSError), open(path, errors="replace") as file:
+            for line in file:
+                name, equals, value = line.partition("=")
+                if equals and not name.lstrip().startswith("#"):
+                    found.setdefault(name.strip(), (value.strip(), path))
+    return found
 
 
 def is_communication_error(error: BaseException) -> bool:
@@ -377,7 +419,7 @@ def shut_connections(groups: Sequence[ProcessGroup], others: int = 0) -> list[so
                 one.shutdown(socket.SHUT_WR)
     rest = [found for sockets in devices if (found := _connections(sockets))]
     hidden = len(groups) - len(backends) + others
-    if torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL:
+    if wraps_backends():
         hidden += len(groups) + others  # each wrapper has a gloo group that compares the calls
     shuts = len(rest) <= hidden
     for one, _ in [one for found in rest for one in found]:
@@ -595,5 +637,17 @@ def abort_groups(groups: Sequence[ProcessGroup]) -> None:
 
 
 def abort_all() -> None:
-    """Abort all groups in one call: separate aborts have hung (pytorch#119797). Blocking."""
-    _c10d._abort_process_group()
+    """Abort all groups in one call: separate aborts have hung (pytorch#119797). Blocking.
+
+    An abort that raises ends torch's function, which then leaves all groups in its tables. So it is
+    called again before the error is raised.
+    """
+    if world() is None:
+        return  # another thread has aborted them
+    try:
+        _c10d._abort_process_group()
+    except Exception:
+        if (default := world()) is not None:
+            close_coalescing(default)  # in which torch 2.15 aborts them
+            _c10d._abort_process_group()
+        raise

@@ -71,6 +71,16 @@ def unfinished_collectives(most: int) -> list[str]:
     return found
 
 
+def symmetric_memory_groups() -> dict[str, tuple[str, str]]:
+    """The names of the groups with symmetric memory, each with the module and the function.
+
+    ``enable_symm_mem_for_group`` keeps each group's store by its name (seen on 2.8 to 2.15).
+    """
+    module = sys.modules.get("torch.distributed._symmetric_memory")
+    names = list(getattr(module, "_group_name_to_store", ()))
+    return dict.fromkeys(names, ("torch.distributed._symmetric_memory", ""))
+
+
 def is_coalescing(group: object) -> bool:
     return group in cast(Any, _c10d._world.pg_coalesce_state)
 

@@ -467,6 +467,14 @@ NEEDS: tuple[Need, ...] = (
     ),
     # -- TorchComms
     *_rows(_C10D, "_use_torchcomms_enabled", "TorchComms is recognized", "TorchComms", (2, 13)),
+    # -- what other code takes out of a group
+    *_rows(_C10D, "_new_window", "the caller of a window is known", "borrowed", (2, 15)),
+    *_rows(
+        "torch.distributed._symmetric_memory",
+        "_group_name_to_store",
+        "groups with symmetric memory are known",
+        "borrowed",
+    ),
     *_rows(_C10D, "_create_torchcomms_backend", "TorchComms is used", "TorchComms", (2, 15)),
 )
 

@@ -201,6 +201,7 @@ def explain(
         },
         "script_installs": bool(given),
         "groups": groups,
+        "borrowed": _borrowers(records),
         "groups_of_others": sum(one["kind"] == "other" for one in records),
         "bypassed": dict(Counter(g["reason"] for g in groups if not g["selected"]).most_common()),
         "memory": {
@@ -212,6 +213,16 @@ def explain(
             "estimated_from": SOURCE,
         },
     }
+
+
+def _borrowers(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """The code that takes backend objects out of groups, with the groups. Pure."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for one in records:
+        if one["kind"] == "borrowed":
+            names = found.setdefault((one["by"], one["where"]), [])
+            names += [one["name"]] * (one["name"] not in names)
+    return [{"by": by, "where": where, "groups": g} for (by, where), g in found.items()]
 
 
 def _decision(group: Record, selection: Selection, script_installs: bool) -> tuple[list[str], str]:
@@ -334,6 +345,12 @@ def _summary(result: Record, device: str) -> list[Line]:
         lines.append(Line(f"  {result['groups_of_others']} more groups do not include this rank."))
     if not result["script_installs"]:
         lines.append(Line("The script does not call reloadpg.install(); shown as if it did."))
+    for one in result["borrowed"]:
+        taken = f"{one['by']} ({one['where']}) takes backend objects out of"
+        which = ", ".join(one["groups"][:3]) + ", ..." * (len(one["groups"]) > 3)
+        lines.append(Line(f"{taken} {counted(len(one['groups']), 'group')} ({which}).", "note"))
+    if result["borrowed"]:
+        lines.append(Line("  These end with each offload: see install(borrowed=...).", "note"))
     if memory["communicators"]:
         least, most = memory["least_bytes"] / 1e9, memory["most_bytes"] / 1e9
         communicators = counted(memory["communicators"], "NCCL communicator")

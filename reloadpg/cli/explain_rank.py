@@ -40,6 +40,7 @@ from ..c10d import explaining
 from ..c10d.pretended_cuda import can_pretend, pretend
 from ..environment.model import DistributedEnvironment, on_nodes_of
 from ..environment.teardown import OwnGroups
+from ..groups.borrowed import borrower
 from ..groups.registry import registry
 from ..groups.selection import Selection
 from ..groups.sets import TRAINER, creators
@@ -154,6 +155,8 @@ class FakeRank:
         _replace(torchs, "get_backend", self._get_backend)
         for name in (*RECEIVING, "all_gather_object", "monitored_barrier"):
             _replace(torchs, name, _receive_nothing)
+        for name in explaining.BACKEND_GETTERS:
+            self._note_borrowers(name)
         _replace([torch.cuda], "set_device", _if_possible)
         _replace([torch.accelerator], "set_device_index", _if_possible)
         ours = (environment, reloadpg)
@@ -163,6 +166,22 @@ class FakeRank:
         explaining.verify_no_parameters()
         for name in ("register_comm_hook", explaining.BUILTIN_HOOK):
             _replace([DistributedDataParallel], name, lambda wrapped, given: None)
+
+    def _note_borrowers(self, name: str) -> None:
+        """Record which code takes backend objects out of groups. It keeps torch's function."""
+        original: Any = getattr(dist.ProcessGroup, name, None)
+        if original is None:
+            return
+
+        def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if (frame := borrower(1)) is not None:
+                where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+                by = str(frame.f_globals.get("__name__", "?"))
+                group_name = "WORLD" if group is dist.group.WORLD else c10d.name_of(group)
+                self.note("borrowed", name=group_name, by=by, where=where)
+            return original(group, *args, **kwargs)
+
+        setattr(dist.ProcessGroup, name, method)
 
     def _init_process_group(self, wrapped: Any, given: dict[str, Any]) -> None:
         backend, device = given.get("backend"), given.get("device_id")

@@ -21,7 +21,8 @@ def add(subcommands: Any) -> None:
         description=(
             "Run a program with torch's CUDA build on a machine without a GPU: device memory is "
             "host memory, NCCL's operations run on the CPU, and launching a kernel raises an "
-            "error. Example: reloadpg standins run -- torchrun --nproc-per-node 2 train.py"
+            "error. Uses of released communicators are reported at the end, with exit code 1. "
+            "Example: reloadpg standins run -- torchrun --nproc-per-node 2 train.py"
         ),
         epilog=f"environment variables that the program's processes read:\n{variables}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -53,7 +54,11 @@ def _run(options: argparse.Namespace) -> int:
             say(str(standins.build()))
             return 0
         with standins.job(nccl=options.nccl) as job:
-            return _program(command, {**os.environ, **job.environment})
+            code = _program(command, {**os.environ, **job.environment})
+            uses = job.uses_after_release()
+            for use in uses:
+                say(f"reloadpg standins: use after release: {use}", sys.stderr)
+            return code or int(bool(uses))
     except standins.StandinsError as error:
         raise CommandError(str(error)) from None
 

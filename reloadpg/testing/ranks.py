@@ -30,6 +30,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -37,6 +38,8 @@ from typing import Any, Literal
 
 from ..environment.model import AGENT_STORE, LOOPBACK, DistributedEnvironment, Export, host_store
 from ..errors import ReloadpgError
+from ..settings import as_integer, as_timedelta
+from ..texts import counted
 from . import _rank
 from . import standins as standin_libraries
 from ._rank import Job
@@ -55,6 +58,8 @@ _PRELOAD = (
 """Modules that the fork server imports as well if the caller has."""
 _OF_A_LAUNCHER = ("TORCHELASTIC_", "ROLE_", "GROUP_WORLD_SIZE")
 """Beginnings of variables of the calling process that would be wrong in the ranks."""
+_STANDINS = "standins"
+"""The folder of a run's own job of the stand-ins."""
 _STARTING = threading.Lock()
 """Held while the environment of this process is changed for one that it starts."""
 _SPOILT_CACHES: list[str] = []
@@ -106,8 +111,8 @@ def run_ranks(
     *,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    timeout: float = 60.0,
-    env: Mapping[str, str | None] | None = None,
+    timeout: timedelta | float = 60.0,
+    env: Mapping[str, str | os.PathLike[str] | None] | None = None,
     preload: Sequence[str] = (),
     start_method: Literal["forkserver", "spawn"] | None = None,
     store: Literal["parent", "rank0"] = "parent",
@@ -134,7 +139,8 @@ def run_ranks(
         world_size: Number of ranks, at least 1.
         args: Further positional arguments, picklable.
         kwargs: Keyword arguments, picklable.
-        timeout: Seconds from the start of the ranks until those still running count as failed.
+        timeout: Time from the start of the ranks until those still running count as failed; a
+            timedelta, or seconds.
         env: Variables set in the ranks on top of the caller's environment and the above; None
             removes one.
         preload: Modules that this run imports once, before the ranks are forked, since each would
@@ -152,7 +158,8 @@ def run_ranks(
         standins: Run on stand-ins for CUDA and NCCL, without a GPU: backend `nccl` is torch's own
             ProcessGroupNCCL (`reloadpg.testing.standins`). Each run is a separate job, unless
             this is a `Job`. None: as the calling process does. The supervisor of the run imports
-            torch again if the calling process does not use them.
+            torch again if the calling process does not use them. A use of a communicator after
+            its release fails the run, with the caller's stack, unless this is a `Job`.
         check: Raise if a rank fails. If False, return one `RankOutcome` per rank instead, and let
             the other ranks continue after a failure.
 
@@ -177,10 +184,13 @@ def run_ranks(
         )
     if sys.platform != "linux":
         raise NotImplementedError("run_ranks needs Linux (prctl, /proc); nothing was started")
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}; nothing was started")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be positive seconds, got {timeout}; nothing was started")
+    number = as_integer(world_size)
+    if number is None or number < 1:
+        raise ValueError(
+            f"world_size must be a number of at least 1, got {world_size!r}; nothing was started"
+        )
+    seconds = as_timedelta(timeout, "timeout").total_seconds()
+    env = _texts(env or {})
     if start_method not in (None, "forkserver", "spawn"):
         raise ValueError(f"start_method must be forkserver or spawn, got {start_method!r}")
     if isinstance(preload, str):
@@ -191,35 +201,55 @@ def run_ranks(
     if standins is None:
         standins = standin_libraries.enabled()
     if standins:
-        standin_libraries.refuse_unknown_settings(env or {})
+        standin_libraries.refuse_unknown_settings(env)
         standin_libraries.load()  # before the store imports torch
     with (
         _store_port(store) as port,
         _run_directory() as directory,
         _standins(standins, directory) as common,
     ):
-        variables = {**common, **(env or {})}
+        variables = {**common, **env}
         job = Job(
             call=call,
             modules=modules,
             preload=tuple(preload),
             start_method=start_method or "forkserver",
-            environments=_environments(world_size, port, store, directory, variables),
+            environments=_environments(number, port, store, directory, variables),
             directory=directory,
             caller=os.getpid(),
-            timeout=timeout,
+            timeout=seconds,
             end_on_failure=check,
             program=_rank.__file__,
             standins=bool(standins),
         )
-        outcomes, left = _run(job)
-    if left or (check and not all(outcome.ok for outcome in outcomes)):
-        raise RanksFailedError(_message(outcomes, left), outcomes)
+        outcomes, left, uses = _run(job)
+    failed = left or (check and not all(outcome.ok for outcome in outcomes))
+    if failed or (check and uses):
+        text = _message(outcomes, left) if failed else ""
+        if uses:
+            head = f"{counted(len(uses), 'use')} of a communicator after its release (stand-ins)"
+            text = "\n\n".join(filter(None, [head, *uses, text]))
+        raise RanksFailedError(text, outcomes)
     return [outcome.result for outcome in outcomes] if check else outcomes
 
 
 # ---------------------------------------------------------------------------------------------
 # the input of ranks
+
+
+def _texts(env: Mapping[str, Any]) -> dict[str, str | None]:
+    """Values of variables as text; paths are converted."""
+    found = {
+        name: os.fspath(value) if isinstance(value, os.PathLike) else value
+        for name, value in env.items()
+    }
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, str | None):
+            raise TypeError(
+                f"env={{{name!r}: {value!r}}}: a variable is a string; nothing was started. Pass a "
+                "string or a path, or None to remove the variable."
+            )
+    return found
 
 
 class _CallPickler(pickle.Pickler):
@@ -312,7 +342,7 @@ def _standins(
     if isinstance(wanted, standin_libraries.Job):
         yield {**wanted.environment, **hidden}
     elif wanted:
-        with standin_libraries.job(directory / "standins") as job:
+        with standin_libraries.job(directory / _STANDINS) as job:
             yield {**job.environment, **hidden}
     else:
         yield {standin_libraries.JOB: None}
@@ -352,7 +382,7 @@ def _run_directory() -> Iterator[Path]:
 # a run
 
 
-def _run(job: Job) -> tuple[list[RankOutcome], list[int]]:
+def _run(job: Job) -> tuple[list[RankOutcome], list[int], list[str]]:
     """Return the `RankOutcome` of each rank, and the ids of processes that could not be killed."""
     started, timed_out, lost = 0.0, False, True
     pids: list[int] = []
@@ -378,6 +408,7 @@ def _run(job: Job) -> tuple[list[RankOutcome], list[int]]:
                 _outcome(job, rank, pids[rank] if pids else None, started, *end, timed_out, lost)
                 for rank, end in enumerate(ends)
             ]
+            uses = standin_libraries.Job(job.directory / _STANDINS, {}).uses_after_release()
         finally:
             with contextlib.suppress(OSError):
                 connection.send("end")
@@ -386,7 +417,7 @@ def _run(job: Job) -> tuple[list[RankOutcome], list[int]]:
             supervisor.join(1)
     if any(outcome.signal is not None for outcome in outcomes):
         _SPOILT_CACHES.append(job.environments[0].get("TORCHINDUCTOR_CACHE_DIR", ""))
-    return outcomes, left
+    return outcomes, left, uses
 
 
 def _start(connection: Connection, job: Job) -> BaseProcess:

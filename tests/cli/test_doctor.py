@@ -343,3 +343,31 @@ def test_a_check_that_raises_hides_no_other(monkeypatch):
     found = diagnose().findings
     assert ("foreign wrapper", "note") in [(one.check, one.level) for one in found]
     assert "launcher" in [one.check for one in found]
+
+
+def test_holders_of_communicators_and_their_pitfalls_are_named(monkeypatch):
+    """By the modules that are imported, and the settings of NCCL."""
+    assert not of(diagnose(environ={}), "holders")
+    for module in ("deep_ep", "torch_memory_saver"):
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    found = diagnose(environ={"NCCL_GRAPH_REGISTER": "1"}, strategy="suspend")
+    note, nvls = (one for one in found.findings if (one.check, one.level) == ("holders", "note"))
+    assert note.message.startswith("deep_ep is imported: DeepEP takes communicators out of groups")
+    assert "explicitly_destroy=True" in note.remedy
+    assert "NVLS" in nvls.message
+    (warning,) = of(found, "holders", "warning")
+    assert warning.startswith("NCCL_GRAPH_REGISTER=1 in the environment: with torch_memory_saver")
+    quiet = {"NCCL_GRAPH_REGISTER": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert len(of(diagnose(environ=quiet, strategy="suspend"), "holders")) == 1
+
+
+@pytest.mark.ranks(2)
+def test_what_other_code_holds_of_a_group_is_named():
+    """In a program, with the line."""
+    reloadpg.install(backends={"gloo"})
+    dist.init_process_group("gloo")
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    (message,) = of(diagnose(environ={}), "holders")
+    assert "backend taken by" in message
+    assert "(test_doctor.py:" in message
+    assert backend.rank() == dist.get_rank()

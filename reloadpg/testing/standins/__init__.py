@@ -20,6 +20,7 @@ import ctypes
 import fcntl
 import itertools
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -55,6 +56,7 @@ __all__ = [
     "pinned_bytes",
     "preloading",
     "refuse_unknown_settings",
+    "uses_after_release",
 ]
 
 JOB = "RELOADPG_STANDIN_JOB"
@@ -77,6 +79,9 @@ SETTINGS: Mapping[str, str] = {
 """The environment variables that the processes of a job read, with their meaning and default."""
 
 _FAULTS = "faults"
+_RELEASED = "released"
+_RUNNER = re.compile(r"\n[^\n]*/reloadpg/testing/_rank\.py")
+"""The first line of a Python stack below the function of ``run_ranks``."""
 _serials = itertools.count()
 
 Action = Literal["fail", "delay", "hang", "async"]
@@ -202,6 +207,19 @@ class Job:
         """Remove all faults of the job. Local, idempotent."""
         _edit(self.folder, lambda lines: [])
 
+    def uses_after_release(self) -> list[str]:
+        """List the calls of NCCL with a communicator that was destroyed or aborted before. Local.
+
+        Each has the rank, the function of NCCL, the communicator, and the Python stack of the
+        caller. On a GPU each is a use after free. Calls from threads without Python are not
+        recorded: torch's watchdog looks for an abort and then calls NCCL.
+        """
+        path = self.folder / _RELEASED
+        text = path.read_text(errors="replace") if path.exists() else ""
+        starts = [found.start() for found in re.finditer(r"^rank -?\d+, pid ", text, re.MULTILINE)]
+        uses = [text[a:b] for a, b in itertools.pairwise([*starts, len(text)])]
+        return [_RUNNER.split(use)[0].rstrip() for use in uses]
+
 
 @contextmanager
 def job(
@@ -245,6 +263,11 @@ def inject(fault: Fault) -> InjectedFault:
 def clear_faults() -> None:
     """Call :meth:`Job.clear_faults` of this process's job. Local, idempotent."""
     _own_job().clear_faults()
+
+
+def uses_after_release() -> list[str]:
+    """Call :meth:`Job.uses_after_release` of this process's job. Local."""
+    return _own_job().uses_after_release()
 
 
 def communicators() -> int:

@@ -11,6 +11,7 @@
 // ncclInvalidUsage, where NCCL hangs or mixes up the data; a process may abort an operation that
 // has not reached the head of its stream after two seconds.
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/mman.h>
@@ -158,6 +159,8 @@ bool read_memory(int process, void* to, const void* from, size_t size) {
 // ---- communicators ----
 
 struct ncclComm {
+  // What programs get: never used again, so that a released communicator is not taken for another.
+  const ncclComm* handle = static_cast<ncclComm*>(malloc(1));
   int rank = 0, size = 0, device = 0;
   bool blocking = true;
   std::string id, name;
@@ -242,10 +245,43 @@ void log(const ncclComm* comm, const char* format, ...) {
   close(file);
 }
 
-Comm find(const ncclComm* comm) {  // null, with the error set, if it does not exist
-  Lock lock(comms_mutex());
-  auto found = comms().find(comm);
-  if (found != comms().end()) return found->second;
+std::map<const ncclComm*, std::string>& released() {  // handles of this process, with their names
+  static auto& object = *new std::map<const ncclComm*, std::string>;
+  return object;
+}
+
+// Write a use of a released communicator, with the Python stack of the caller, to the job's file
+// `released`. Threads without Python, such as the watchdogs of torch, are not recorded: they check
+// for an abort and call NCCL in two steps.
+void record_use(const ncclComm* comm, const char* call, const std::string& name) {
+  using State = void* (*)();
+  using Dump = void (*)(int, void*);
+  auto state_of_thread = reinterpret_cast<State>(dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState"));
+  auto dump = reinterpret_cast<Dump>(dlsym(RTLD_DEFAULT, "_Py_DumpTraceback"));
+  void* state = state_of_thread ? state_of_thread() : nullptr;
+  if (!state) return;
+  std::string path = std::string(standin_job()) + "/released";
+  int file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+  if (file < 0) return;
+  static auto& writing = *new std::mutex;
+  Lock lock(writing);
+  dprintf(file, "rank %d, pid %d: %s uses communicator %s after its release\n", global_rank(),
+          getpid(), call, name.c_str());
+  if (dump) dump(file, state);
+  close(file);
+}
+
+// Null, with the error set, if it does not exist. `call` is the function of NCCL.
+Comm find(const ncclComm* comm, const char* call = __builtin_FUNCTION()) {
+  std::string name;
+  {
+    Lock lock(comms_mutex());
+    auto found = comms().find(comm);
+    if (found != comms().end()) return found->second;
+    auto gone = released().find(comm);
+    if (gone != released().end()) name = gone->second;
+  }
+  if (!name.empty()) record_use(comm, call, name);
   t_last_error = "no such communicator; it may have been destroyed";
   return nullptr;
 }
@@ -491,7 +527,8 @@ ncclResult_t start(const Comm& comm, int creator) {
 
 void forget(const Comm& comm) {
   Lock lock(comms_mutex());
-  comms().erase(comm.get());
+  comms().erase(comm->handle);
+  released()[comm->handle] = comm->id + " (" + comm->name + ")";
 }
 
 // Create a communicator by prepare(), which may wait and which maps the file, and start().
@@ -499,9 +536,9 @@ ncclResult_t create(const Comm& comm, int creator, ncclComm_t* out,
                     std::function<ncclResult_t()> prepare) {
   {
     Lock lock(comms_mutex());
-    comms()[comm.get()] = comm;
+    comms()[comm->handle] = comm;
   }
-  *out = comm.get();
+  *out = const_cast<ncclComm*>(comm->handle);
   if (!comm->blocking) {
     comm->state = ncclInProgress;
     comm->starter = std::thread([comm, creator, prepare] {
@@ -1275,7 +1312,7 @@ ncclResult_t launch_pending() {
 }
 
 ncclResult_t usable(ncclComm_t handle, const char* call, Comm* comm) {
-  *comm = find(handle);
+  *comm = find(handle, call);
   if (!*comm) return ncclInvalidArgument;
   if ((*comm)->suspended) return fail(ncclInvalidUsage, "the communicator is suspended");
   if ((*comm)->aborted) return fail(ncclInvalidUsage, "the communicator was aborted or revoked");
