@@ -28,7 +28,7 @@ NCCL = "RELOADPG_NCCL"
 OFF = "RELOADPG"
 """Environment variable: ``off`` makes ``install`` and all operations do nothing in this process."""
 
-IS_OFF = f"{OFF}=off: reloadpg does nothing in this process"
+IS_OFF = "RELOADPG=off: reloadpg does nothing in this process"
 
 _OFF_VALUES, _ON_VALUES = frozenset({"off", "0"}), frozenset({"", "on", "1"})
 
@@ -80,7 +80,7 @@ def refuse_unknown_variables(environ: Mapping[str, str], what: str) -> None:
     """
     if environ.get(OFF, "").strip().lower() not in _OFF_VALUES | _ON_VALUES:
         raise InvalidOptionError(
-            f"{what}: {OFF}={environ[OFF]!r} is neither on nor off; nothing was changed. "
+            f"{what}: RELOADPG={environ[OFF]!r} is neither on nor off; nothing was changed. "
             "Set it to off, or unset it."
         )
     unknown = unknown_variables(environ)
