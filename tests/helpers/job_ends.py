@@ -94,8 +94,9 @@ def _exists(cell: Cell, backend: str) -> bool:
     nccl = backend == "nccl"
     if not cell.installed and cell.state != "live":
         return False
-    if cell.state == "suspended" and not nccl and cell.bound and SPLITS_ANY:
-        return cell.target == "world"
+    is_split = cell.target != "world" and cell.bound and SPLITS_ANY
+    if cell.state == "suspended" and not nccl and is_split:
+        return False
     if cell.state == "suspended" and not (
         hasattr(torch._C._distributed_c10d.Backend, "suspend") if nccl else cell.target != "split"
     ):
