@@ -9,6 +9,7 @@ from ..c10d import devices
 from ..groups.proxy import GroupState
 from ..groups.sets import Chosen
 from ..reports import Report
+from . import holders
 from .callbacks import callbacks
 from .connect import Connect, validate
 from .job import Job
@@ -86,6 +87,7 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
         devices.empty_cache()
         op.do("enter", lambda: check_room(suspended, op.world.rank()), "checking free memory")
     told = any(callbacks.of_generations(group) for group in op.changes.groups)
+    told = told or bool(holders.to_restore(op.changes.concerned))
     op.agree(connect=how, extends=told or bool(op.due(callbacks.reload)))
     if not op.changes.was_offloaded:
         op.complete("nothing is offloaded")

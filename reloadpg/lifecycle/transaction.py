@@ -8,6 +8,7 @@ from ..groups.registry import Options, registry
 from ..groups.sets import TRAINER, Chosen
 from ..rendezvous.plan import GroupPlan, Plan
 from ..texts import did_you_mean
+from . import holders
 from .job import Job, Position
 from .strategy import Strategy
 
@@ -74,7 +75,8 @@ class Transaction:
             for group in self.groups
             if not (made := group.construction).is_handed_over
         )
-        return Plan(self._name, dict(settings), groups, options)
+        held = holders.plans(self.concerned, self._job.rendezvous.size, recovers=recovers)
+        return Plan(self._name, dict(settings), (*groups, *held), options)
 
     def commit(self) -> None:
         """Record the state that all ranks have after the operation. Idempotent.
