@@ -6,8 +6,7 @@ barriers, one list after the other, in turns; a ratio is the median of the ratio
 
 ``release``: ``offload()`` against ``destroy_process_group`` of each group.
 ``first release``: the same for the first cycle, in which torch's communicators are not yet rebuilt.
-``rebuild``: ``reload(connect="eager")`` and a collective on each group, against ``new_group`` and a
-collective.
+``rebuild``: ``reload(connect="eager")`` against ``new_group``, each with a collective on each.
 
 For each of torch's engines of the backend. It runs over stand-ins for CUDA and NCCL, whose calls
 take milliseconds: ``--call-ms`` lets each creation, destroy and abort take so much longer. With

@@ -475,6 +475,7 @@ class Status:
             with what frees their memory: an offload leaves them as they are.
         borrowed: what other code holds of the reloadable groups; see :class:`Borrowed`.
         holders: the registered holders of communication memory.
+        off: whether nothing is installed because of ``RELOADPG=off``.
     """
 
     installed: bool
@@ -498,6 +499,7 @@ class Status:
     kept: Mapping[str, str] = field(default_factory=dict)
     borrowed: tuple[Borrowed, ...] = ()
     holders: tuple[HolderReport, ...] = ()
+    off: bool = False
 
     @property
     def memory_bytes(self) -> int | None:

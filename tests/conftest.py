@@ -24,7 +24,7 @@ if WORLD == "torchcomms":
     os.environ["TORCH_DISTRIBUTED_USE_TORCHCOMMS"] = "1"  # torch reads it when it is imported
     os.environ["TORCHCOMM_HEALTH_CHECK_WAIT_MS"] = "0"  # a failed collective waits 15 s by default
 
-pytest.register_assert_rewrite(
+REWRITTEN = (
     "cli_process",
     "consumer_run",
     "consumer_tests",
@@ -34,29 +34,30 @@ pytest.register_assert_rewrite(
     "test_megatron",
     "test_mesh",
 )
+"""Modules whose asserts pytest explains, although they are no test files."""
 
-# Tests without a world, or always with the same one, run once: not in a bound world again.
-collect_ignore = [
-    f"{name}.py"
-    for name in (
-        "groups/test_creation",
-        "groups/test_dispatch",
-        "groups/test_patches",
-        "groups/test_selection",
-        "lifecycle/test_autoinstall",
-        "lifecycle/test_callbacks",
-        "lifecycle/test_exits",
-        "lifecycle/test_memory",
-        "lifecycle/test_recoverable",
-        "lifecycle/test_strategy",
-        "rendezvous/test_plan",
-        "rendezvous/test_round",
-        "rendezvous/test_store_client",
-        "rendezvous/test_worker_thread",
-        "observability/test_trace",
-    )
-    if WORLD != "unbound"
-]
+pytest.register_assert_rewrite(*REWRITTEN)
+
+ONE_WORLD = (
+    "groups/test_creation",
+    "groups/test_dispatch",
+    "groups/test_patches",
+    "groups/test_selection",
+    "lifecycle/test_autoinstall",
+    "lifecycle/test_callbacks",
+    "lifecycle/test_exits",
+    "lifecycle/test_memory",
+    "lifecycle/test_recoverable",
+    "lifecycle/test_strategy",
+    "rendezvous/test_plan",
+    "rendezvous/test_round",
+    "rendezvous/test_store_client",
+    "rendezvous/test_worker_thread",
+    "observability/test_trace",
+)
+"""Tests without a world, or always with the same one: they do not run in another world again."""
+
+collect_ignore = [f"{name}.py" for name in ONE_WORLD if WORLD != "unbound"]
 
 NOT_ON_NCCL = {
     "groups/test_replay.py::test_creating_function_receives": "simulated",
@@ -81,7 +82,7 @@ NOT_ON_NCCL = {
 NOT_ON_TORCHCOMMS = {
     "groups/test_op_table.py::test_little_is": "it cannot coalesce",
     "groups/test_op_table.py::test_operation_that_asks": "point-to-point: see op_table.py",
-    "groups/test_replay.py::test_timeout_and_description_ch": "its timeouts cannot be read",
+    "groups/test_replay.py::test_what_was_set_on_the_live_gr": "its timeouts cannot be read",
     "groups/test_while_offloaded.py::test_a_query": "replaces its class",
     "lifecycle/test_topologies.py::test_a_partial_batch": "hangs with torch alone",
 }

@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from ..errors import GroupDestroyedError, GroupOffloadedError
 from .needs import describe_needs, missing
-from .tables import device_backends, known_groups, label_of
+from .tables import close_coalescing, device_backends, known_groups, label_of, world
 from .torchcomms import TORCHCOMMS_RECOVERY, is_torchcomm, uses_torchcomms
 
 _GLOO = getattr(_c10d, "ProcessGroupGloo", None)
@@ -59,6 +59,11 @@ def backend_for(group: ProcessGroup, device: torch.device) -> Any:
     """
     found = group._get_backend(device)
     return found.wrapped_pg if isinstance(found, _WRAPPERS) else found
+
+
+def wraps_backends() -> bool:
+    """Whether torch wraps the backends that it creates now, because of its debug level. Local."""
+    return torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL
 
 
 _WRAPPERS = (_cpp._ProcessGroupWrapper,) if hasattr(_cpp, "_ProcessGroupWrapper") else ()
@@ -414,7 +419,7 @@ def shut_connections(groups: Sequence[ProcessGroup], others: int = 0) -> list[so
                 one.shutdown(socket.SHUT_WR)
     rest = [found for sockets in devices if (found := _connections(sockets))]
     hidden = len(groups) - len(backends) + others
-    if torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL:
+    if wraps_backends():
         hidden += len(groups) + others  # each wrapper has a gloo group that compares the calls
     shuts = len(rest) <= hidden
     for one, _ in [one for found in rest for one in found]:
@@ -632,5 +637,17 @@ def abort_groups(groups: Sequence[ProcessGroup]) -> None:
 
 
 def abort_all() -> None:
-    """Abort all groups in one call: separate aborts have hung (pytorch#119797). Blocking."""
-    _c10d._abort_process_group()
+    """Abort all groups in one call: separate aborts have hung (pytorch#119797). Blocking.
+
+    An abort that raises ends torch's function, which then leaves all groups in its tables. So it is
+    called again before the error is raised.
+    """
+    if world() is None:
+        return  # another thread has aborted them
+    try:
+        _c10d._abort_process_group()
+    except Exception:
+        if (default := world()) is not None:
+            close_coalescing(default)  # in which torch 2.15 aborts them
+            _c10d._abort_process_group()
+        raise

@@ -10,6 +10,9 @@ from typing import Any
 import torch.distributed
 from torch.distributed import Store, utils
 
+BACKEND_GETTERS = ("_get_backend", "get_backend")
+"""Methods of a group that return a backend."""
+
 BUILTIN_HOOK = "_register_builtin_comm_hook"
 """A method of DDP that registers a hook with a reducer in C++."""
 

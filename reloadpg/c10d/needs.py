@@ -467,11 +467,20 @@ NEEDS: tuple[Need, ...] = (
     ),
     # -- TorchComms
     *_rows(_C10D, "_use_torchcomms_enabled", "TorchComms is recognized", "TorchComms", (2, 13)),
+    # -- what other code takes out of a group
+    *_rows(_C10D, "_new_window", "the caller of a window is known", "borrowed", (2, 15)),
+    *_rows(
+        "torch.distributed._symmetric_memory",
+        "_group_name_to_store",
+        "groups with symmetric memory are known",
+        "borrowed",
+    ),
+    *_rows("torch._C", "_cuda_clearCublasWorkspaces", "cuBLAS workspaces are freed", "holders"),
     *_rows(_C10D, "_create_torchcomms_backend", "TorchComms is used", "TorchComms", (2, 15)),
 )
 
-MAY_BE_ABSENT = frozenset({"_BackendWrapper", "_dist2"})
-"""Names that a build of torch may lack without a fault: with TorchComms, and in torch 2.13."""
+MAY_BE_ABSENT = frozenset({"_BackendWrapper", "_cuda_clearCublasWorkspaces", "_dist2"})
+"""Names that a build of torch may lack without a fault: TorchComms, without CUDA, torch 2.13."""
 
 
 def torch_version() -> Version:

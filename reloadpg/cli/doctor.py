@@ -30,7 +30,7 @@ from .. import _TESTED_TORCH
 from ..errors import UnsupportedTorchError
 from ..lifecycle.autoinstall import NO, SWITCH
 from ..lifecycle.variables import invalid_values
-from ..settings import STATUS_DIR, VARIABLES, unknown_variables
+from ..settings import IS_OFF, STATUS_DIR, VARIABLES, is_off, unknown_variables
 from ..texts import counted
 from .console import Finding, Line, Page, existing_file, progress, say, show
 from .doctor_patches import (
@@ -478,6 +478,9 @@ def check_variables(environ: Mapping[str, str]) -> Findings:
             "correct the name or unset it"
             + ("" if "did you mean" in name else f"; known are {', '.join(sorted(VARIABLES))}"),
         )
+    if is_off(environ):
+        remedy = "unset RELOADPG to make groups reloadable"
+        yield Finding("variables", "warning", f"{IS_OFF}, with plain torch", remedy)
     for error in invalid_values(environ):
         what, _, remedy = error.partition("; nothing was installed. ")
         yield Finding("variables", "problem", f"{what}; reloadpg cannot be installed", remedy)
@@ -485,7 +488,7 @@ def check_variables(environ: Mapping[str, str]) -> Findings:
 
 def check_autoinstall(environ: Mapping[str, str]) -> Findings:
     """Check that reloadpg is installed in this process, where the environment asks for it."""
-    if environ.get(SWITCH, "").strip().lower() in NO:
+    if environ.get(SWITCH, "").strip().lower() in NO or is_off(environ):
         return
     from .. import status
     from ..groups.registry import registry

@@ -155,7 +155,7 @@ class FakeRank:
         _replace(torchs, "get_backend", self._get_backend)
         for name in (*RECEIVING, "all_gather_object", "monitored_barrier"):
             _replace(torchs, name, _receive_nothing)
-        for name in ("_get_backend", "get_backend"):
+        for name in explaining.BACKEND_GETTERS:
             self._note_borrowers(name)
         _replace([torch.cuda], "set_device", _if_possible)
         _replace([torch.accelerator], "set_device_index", _if_possible)

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch.distributed import ProcessGroup
 
 from .. import c10d
+from ..settings import is_off
 from .proxy import GroupState, ReloadableProcessGroup
 from .selection import Bypass, Selection, StrategyPolicy
 from .sets import TRAINER
@@ -94,6 +95,11 @@ class Registry:
         self._disowned: list[Any] = []
         """The parent's communicators in a forked child: their destructors would wait."""
         self._begin_process()
+
+    @property
+    def off(self) -> bool:
+        """Whether nothing is installed, and ``RELOADPG=off`` makes all operations do nothing."""
+        return self.options is None and is_off(os.environ)
 
     def _begin_process(self) -> None:
         self.lock = threading.RLock()

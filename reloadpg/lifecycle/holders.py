@@ -115,13 +115,13 @@ def register_holder(
     """
     wrong = ""
     if not isinstance(name, str) or not name:
-        wrong = f"{name!r} is no name"
+        wrong = f"{name!r} is not a name"
     elif any(one.name == name for one in _holders if not one.is_gone):
         wrong = f"the name {name!r} is taken"
     elif not callable(release) or not callable(restore):
         wrong = "release and restore must be functions"
     elif group is not None and not isinstance(group, ProcessGroup):
-        wrong = f"group={group!r} is no process group"
+        wrong = f"group={group!r} is not a process group"
     if wrong:
         raise InvalidOptionError(f"register_holder(): {wrong}; nothing was registered.")
     of_group = getattr(group, "set_name", TRAINER)
@@ -142,7 +142,7 @@ def reports() -> tuple[HolderReport, ...]:
     return tuple(one.report() for one in list(_holders) if not one.is_gone)
 
 
-def plans(chosen: Chosen, size: int, *, recovers: bool) -> list[GroupPlan]:
+def plans(chosen: Chosen, size: int, *, whole: bool) -> list[GroupPlan]:
     """What must be equal on all ranks that share a collective holder."""
     found = []
     for one in held_by(chosen):
@@ -152,7 +152,7 @@ def plans(chosen: Chosen, size: int, *, recovers: bool) -> list[GroupPlan]:
             digest = hashlib.blake2b(
                 repr((one.name, tuple(ranks))).encode(), digest_size=5
             ).digest()
-            state = "" if recovers else one.state
+            state = "" if whole else str(one.state == HELD)
             number = int.from_bytes(digest, "big")
             what = f"holder {one.name}"
             found.append(GroupPlan(what, tuple(ranks), 0, state, number, one.set_name, what))

@@ -20,7 +20,7 @@ from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import Options, registry
 from ..groups.selection import Selection, StrategyPolicy
 from ..groups.wrappers import manage_world
-from ..settings import as_timedelta, refuse_unknown_variables
+from ..settings import IS_OFF, as_timedelta, refuse_unknown_variables
 from ..texts import counted
 from .callbacks import callbacks
 from .job import jobs
@@ -79,6 +79,9 @@ def install(
     An option that is None is read from ``RELOADPG_BACKENDS``, ``RELOADPG_EXCLUDE``,
     ``RELOADPG_STRATEGY`` or ``RELOADPG_TIMEOUT_S`` if that variable is set; otherwise it has the
     default below. ``RELOADPG_LOG_LEVEL`` sets the level of the logger ``reloadpg``.
+
+    With ``RELOADPG=off`` in the environment it changes nothing and logs one line. All operations
+    then return at once, as without a default group; :func:`register_group` returns the plain group.
 
     Args:
         backends: names of the backends whose groups become reloadable; None means all that serve
@@ -201,6 +204,11 @@ def _install(options: Options, *, by_environment: bool) -> Installation:
 def _put_in_place(options: Options, *, by_environment: bool) -> Installation:
     refuse_unknown_variables(os.environ, "install")
     set_log_level(os.environ)
+    if registry.off:
+        if IS_OFF not in registry.warned:
+            registry.warned.add(IS_OFF)
+            logger.warning("%s: torch is unchanged, and no group is reloadable", IS_OFF)
+        return Installation(options, owner=False)
     with registry.lock:
         in_place = registry.options
         if registry.patches is not None and in_place is not None:

@@ -100,7 +100,8 @@ def release(op: Operation, collect: bool = False) -> Report:
 def _release(op: Operation, job: Job, collect: bool) -> None:
     await_unfinished(op, job)
     live = [group for group in reversed(op.changes.groups) if group.is_live]
-    if live and not registry.rehearsed:
+    # Torch's debug mode wraps each backend, but cannot wrap that of the rehearsal.
+    if live and not registry.rehearsed and not c10d.wraps_backends():
         op.do("enter", partial(rehearse, job.world), "rehearsing on a group of this process")
         registry.rehearsed = True
     # Steps that can fail come before a barrier, while all groups are unchanged. Without callbacks,

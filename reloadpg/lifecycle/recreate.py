@@ -14,6 +14,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from .. import c10d
+from ..errors import ReloadpgError
 from ..groups.creation import Construction
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..rendezvous.worker_thread import Attempt, Task, Wait
@@ -290,7 +291,11 @@ def abort(
             group.release_kept()
     started = []
     for group, (shown, parts) in list(job.doomed.items()):
-        one = Unfinished(shown, Task(lambda parts=parts: _abort(parts), "abort"))  # type: ignore[misc]
+        try:
+            task = Task(lambda parts=parts: _abort(parts), "abort")  # type: ignore[misc]
+        except ReloadpgError:  # no thread can be started: the next operation tries again
+            break
+        one = Unfinished(shown, task)
         job.unfinished.append(one)
         started.append(one)
         job.doomed.pop(group, None)  # an abandoned thread may have destroyed it

@@ -6,16 +6,18 @@ from functools import partial
 from typing import Literal, overload
 
 from ..c10d import devices
-from ..groups.proxy import GroupState
+from ..errors import DisagreementError
+from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.sets import Chosen
+from ..rendezvous.decision import Decision
 from ..reports import Report
 from . import holders
 from .callbacks import callbacks
 from .connect import Connect, validate
 from .job import Job
-from .operation import Operation
+from .operation import OPTIONAL, PHASES, SUSPENDING, Operation
 from .pending import Pending
-from .recreate import rebuild
+from .recreate import abort, rebuild
 from .run import await_unfinished, perform
 from .suspend import check_room, resume
 
@@ -35,6 +37,9 @@ def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Rep
     call torch's original function with the arguments captured at its creation. Settings that were
     changed later (timeouts, description) are carried over. Groups that the user destroyed stay
     destroyed.
+
+    An operation can end differently on the ranks, if a link or the store fails. If their states
+    differ, all ranks release the groups that are live, and rebuild all groups of these sets.
 
     Args:
         sets: the sets to reload, such as ``"engine"``; none for all. Every rank of the job makes
@@ -86,9 +91,14 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
     if suspended and not op.may_suspend:  # no other barrier precedes the resume
         devices.empty_cache()
         op.do("enter", lambda: check_room(suspended, op.world.rank()), "checking free memory")
-    told = any(callbacks.of_generations(group) for group in op.changes.groups)
-    told = told or bool(holders.to_restore(op.changes.concerned))
-    op.agree(connect=how, extends=told or bool(op.due(callbacks.reload)))
+    try:
+        op.agree(connect=how, extends=_calls(op))
+    except DisagreementError:
+        decision = op.round.decision
+        if decision is None or not decision.generation:
+            raise
+        _rebuild_all(op, job, how, decision)
+        return
     if not op.changes.was_offloaded:
         op.complete("nothing is offloaded")
         return
@@ -102,8 +112,39 @@ def _restore(op: Operation, job: Job, how: Connect) -> None:
         op.record.measure("resumed")
     else:
         op.each("rebuilt", suspended, resume)
-    # Groups that a callback has destroyed are not rebuilt.
-    gone = [
-        g for g in op.changes.groups if g.communicator is None and g.state != GroupState.DESTROYED
-    ]
-    rebuild(op, job, gone, how, kept=suspended)
+    rebuild(op, job, _without_communicator(op), how, kept=suspended)
+
+
+def _calls(op: Operation) -> bool:
+    """Whether this rank has callbacks to call, or holders to restore, after the rebuild."""
+    told = any(callbacks.of_generations(group) for group in op.changes.groups)
+    held = holders.to_restore(op.changes.concerned)
+    return told or bool(held) or bool(op.due(callbacks.reload))
+
+
+def _without_communicator(op: Operation) -> list[ReloadableProcessGroup]:
+    """The groups to rebuild. Groups that a callback has destroyed are not rebuilt."""
+    groups = op.changes.groups
+    return [g for g in groups if g.communicator is None and g.state != GroupState.DESTROYED]
+
+
+def _rebuild_all(op: Operation, job: Job, how: Connect, decision: Decision) -> None:
+    """Rebuild all groups of the chosen sets, on whose state the ranks disagree.
+
+    A link that was down, or a store that did not respond, can let an operation end differently on
+    the ranks. Those that have live groups release them.
+    """
+    op.changes.rebuild_all(decision.generation)
+    phases = [phase for phase in PHASES[op.name] if phase not in SUSPENDING]
+    op.open(job.rendezvous.open(op.name, phases, op.round.seconds, OPTIONAL[op.name]))
+    holders.fail(op.changes.concerned)
+    op.agree(connect=how, extends=_calls(op))
+    reason = f"The ranks disagreed on the state: {decision.text}."
+    op.record.warnings.append(f"all groups were rebuilt. {reason}")
+    op.changes.mark_offloaded()
+    abort(job, list(reversed(op.changes.groups)), GroupState.FAILED, reason)
+    op.reserve_all()
+    await_unfinished(op, job)
+    with op.record.timed("device"):
+        devices.empty_cache()
+    rebuild(op, job, _without_communicator(op), how)

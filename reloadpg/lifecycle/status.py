@@ -71,6 +71,7 @@ def status() -> Status:
         kept={name: why for name, why in communicators().items() if name not in followed},
         borrowed=borrowed(groups),
         holders=held,
+        off=registry.off,
     )
 
 

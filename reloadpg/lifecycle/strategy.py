@@ -16,7 +16,7 @@ from ..errors import BorrowedError
 from ..groups.borrowed import borrowed
 from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.selection import StrategyPolicy
-from ..rendezvous.plan import Proposal
+from ..rendezvous.plan import SHUT_DOWN, Proposal
 from ..texts import counted, mebibytes
 from .callbacks import callbacks
 from .job import Job
@@ -94,7 +94,7 @@ class Strategy:
     def planned(self, group: ReloadableProcessGroup) -> str:
         """The strategy that all members of a group must expect before the choice."""
         if group.state is GroupState.DESTROYED:
-            return "none, it was shut down"
+            return SHUT_DOWN
         if group.is_live:
             return self._policy.wanted(group.group_name, group.group_desc)
         return group.history.strategy if group.communicator is not None else "recreate"

@@ -14,6 +14,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 import reloadpg
+from reloadpg import c10d
 from reloadpg.c10d import needs
 
 HOME = Path(reloadpg.__file__).parent
@@ -30,6 +31,9 @@ OTHERS = {
     "_groups": "vLLM and SGLang",
     "_suspended": "vLLM",
     "_comm": "vLLM and SGLang",
+    "_lent": "a slot of this library",
+    "_pybind11_conduit_v1_": "pybind11",
+    "_storage": "DeepEP",
     "_query_collect_info": "verl",
     "_query_dispatch_info": "verl",
     "_self_wrapper": "wrapt",
@@ -44,7 +48,13 @@ OTHERS = {
 }
 """Strings and names that are not private names of torch, and whose they are."""
 
-GROUPS = {"groups/dispatch.py", "groups/offloaded.py", "groups/proxy.py", "testing/_sim_group.py"}
+GROUPS = {
+    "groups/borrowed.py",
+    "groups/dispatch.py",
+    "groups/offloaded.py",
+    "groups/proxy.py",
+    "testing/_sim_group.py",
+}
 """Modules with classes that are groups or backends, which define methods with torch's names."""
 
 
@@ -163,3 +173,10 @@ def test_names_of_other_libraries_are_used() -> None:
 def test_the_installed_torch_meets_all_needs() -> None:
     """Of every capability, with all modules loaded."""
     assert needs.missing(None, load=True) == []
+
+
+@pytest.mark.matrix
+def test_the_check_sees_torch_s_functions_while_a_group_is_being_created() -> None:
+    """An abandoned creation leaves this library's hooks in place, and ``install`` may be called."""
+    with c10d.CreationByMembers("a name"):
+        assert needs.missing() == []

@@ -112,7 +112,9 @@ def test_a_missing_work_of_the_inner_group_does_not_reach_cpp():
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("call", ["abort", "shutdown", "offload"])
 def test_a_coalescing_is_ended_on_the_group_on_which_it_was_started(call):
-    """Torch 2.15 aborts all groups within a coalescing of the default group, and then ends it."""
+    """Torch 2.15 aborts all groups within a coalescing of the default group, and then ends it
+    (failure 36).
+    """
     _start()
     group = dist.new_group([0, 1], backend="inner")
     inner, cpu = group.communicator, torch.device("cpu")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,13 +30,18 @@ from torch.torch_version import TorchVersion
 
 import reloadpg
 from reloadpg import c10d
+from reloadpg.environment import init_distributed, process_group_scope
 from reloadpg.testing import run_ranks, simulated, standins
 from reloadpg.testing.standins import Fault
 
 LIMIT = timedelta(seconds=60)
+PROGRAMS = int(os.environ.get("FAULT_PROGRAMS", "3"))
+"""The number of random programs, of one seed each."""
 SIZE = 2
 SPLITS_LAZILY = TorchVersion(torch.__version__) >= "2.15"
 """Whether an unbound NCCL group is split from WORLD, when it is connected."""
+NO_RECORDER = {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
+"""Variables without which the watchdog writes a dump of each failed collective."""
 
 
 class Cell(NamedTuple):
@@ -69,8 +75,10 @@ CALLS = {
 }
 """Ends that are calls of torch's functions and of the group's methods."""
 BLOCKS = ("scope", "scope raises", "context", "context raises")
-FAILURES = ("failed connect", "failed mesh", "failed new_group")
-ENDS = (*CALLS, *BLOCKS, *FAILURES)
+BRACKETS = ("scope raises in a bracket", "context raises in a bracket")
+"""Ends by an error while the group coalesces collectives."""
+FAILURES = ("failed connect", "failed mesh", "failed new_group", "context raises, abort fails")
+ENDS = (*CALLS, *BLOCKS, *BRACKETS, *FAILURES)
 
 
 def cells(backend: str) -> list[Cell]:
@@ -102,6 +110,10 @@ def _exists(cell: Cell, backend: str) -> bool:
         # Torch creates an NCCL communicator at once if WORLD is bound and live.
         can_fail = not nccl or (cell.bound and cell.state == "live")
         return can_fail and cell.target == "group" and cell.state != "suspended"
+    if cell.end in BRACKETS:
+        return cell.state == "live"
+    if cell.end == "context raises, abort fails":
+        return not nccl and cell.state == "live"
     if cell.end.startswith("context"):
         return cell.target != "world" or cell.state == "live" or cell.installed
     return True
@@ -118,6 +130,8 @@ class Player:
         self.number = 0
         self.names: set[str] = set()
         if backend == "nccl":
+            # Torch would end a process in which a collective has failed.
+            os.environ |= c10d.recovery_settings({}, LIMIT.total_seconds())[0] | NO_RECORDER
             torch.cuda.set_device(self.rank)
             torch.set_default_device("cuda")
         else:
@@ -133,8 +147,9 @@ class Player:
                 self._play(cell)
             except BaseException as error:
                 wrong.append(f"{cell}: " + "".join(traceback.format_exception(error)))
+                print(wrong[-1], flush=True)  # shown if the other rank hangs
                 with suppress(Exception):
-                    torch_c10d._abort_process_group()
+                    c10d.abort_all()
             finally:
                 faulty_gloo.clear()
             self.meet("end")
@@ -143,7 +158,7 @@ class Player:
         return wrong
 
     def meet(self, name: str) -> None:
-        meet(f"{self.number}/{name}", SIZE, 100.0, self.base.clone())
+        meet(f"{self.number}/{name}", SIZE, 40.0, self.base.clone())
 
     # -- one cell -------------------------------------------------------------------------------
 
@@ -175,6 +190,7 @@ class Player:
             strategy = "suspend" if cell.state == "suspended" else "recreate"
             backends = {"nccl"} if self.backend == "nccl" else {"gloo", "faulty", "sim"}
             options = {"strategy": strategy, "backends": backends, "timeout": LIMIT}
+            options["parallelism"] = 1  # so that a fault is in the same group on all ranks
         if options != self.options:
             reloadpg.uninstall()
             if options is not None:
@@ -191,7 +207,8 @@ class Player:
         for call in CALLS[cell.end]:
             for target in targets:
                 if call in ("abort", "shutdown"):
-                    getattr(target, call)()
+                    if not self._raises_by_itself(cell, target):
+                        getattr(target, call)()
                 elif call not in done:
                     given = () if cell.target == "world" else (target,)
                     getattr(torch_c10d, call)(*given)
@@ -214,23 +231,28 @@ class Player:
         self.meet("ended")
         dist.destroy_process_group()
 
+    def _raises_by_itself(self, cell: Cell, target: Any) -> bool:
+        """Whether torch raises: its first NCCL engine, in an abort of a group after a shutdown."""
+        plain = not isinstance(target, reloadpg.ReloadableProcessGroup)
+        return plain and self.kind == "nccl" and cell.end == "shutdown, abort, abort all"
+
     def _adopt_nothing(self) -> None:
         """``init_distributed`` replaces a default group that was aborted or shut down."""
         ended = dist.group.WORLD
-        with reloadpg.init_distributed(self.kind, store=self._store(), **self._given()) as context:
+        with init_distributed(self.kind, store=self._store(), **self._given()) as context:
             assert context.owned
             assert dist.group.WORLD is not ended
             assert worlds.sums_right(None)
 
     def _end_by_block(self, cell: Cell) -> None:
-        cause = ValueError("the cause") if cell.end.endswith("raises") else None
+        cause = ValueError("the cause") if "raises" in cell.end else None
         if cell.end.startswith("context"):
-            block: Any = reloadpg.init_distributed(
+            block: Any = init_distributed(
                 self.kind, store=self._store(cell.bound), **self._given(cell)
             )
             self._bind(cell)
         else:
-            block = reloadpg.process_group_scope(timeout=LIMIT)
+            block = process_group_scope(timeout=LIMIT)
             if cell.target != "world":
                 self._init(cell)
         before = tables()
@@ -238,9 +260,16 @@ class Player:
             with block:
                 if cell.target == "world" and cell.end.startswith("scope"):
                     self._init(cell)
-                self._targets(cell)
+                target = self._targets(cell)[-1]
                 self._bring_about(cell)
                 self.meet("in its state")
+                if cause is not None and cell.end in BRACKETS:
+                    device = self._device() if self.kind == "nccl" else None
+                    with torch_c10d._coalescing_manager(target, device):
+                        dist.all_reduce(torch.ones(1), group=target)
+                        raise cause
+                if cell.end == "context raises, abort fails":
+                    faulty_gloo.inject("abort", _fail)
                 if cause is not None:
                     raise cause
         except ValueError as error:
@@ -258,11 +287,11 @@ class Player:
 
     def _fail_to_start(self, cell: Cell) -> None:
         mesh = {"mesh_dims": {"pp": 1, "tp": SIZE}} if cell.end == "failed mesh" else {}
-        with self._fault(
-            "collective" if not mesh else "split", ranks=(1,), nth=1 if not mesh else 2
-        ):
+        # A split of NCCL cannot be aborted while it waits for a rank whose split has failed.
+        ranks = (0, 1) if mesh and self.kind == "nccl" else (1,)
+        with self._fault("split" if mesh else "collective", ranks=ranks, nth=2 if mesh else 1):
             try:
-                reloadpg.init_distributed(
+                init_distributed(
                     self.kind,
                     store=self._store(cell.bound),
                     init_timeout=LIMIT,
@@ -273,7 +302,7 @@ class Player:
                 text = str(error)
             else:
                 raise AssertionError("it has started")
-        assert "rank 1" in text, text
+        assert "rank 1" in text or len(ranks) > 1, text
         cause = "injected" if self.kind != "nccl" else "NCCL" if self.rank == 1 else ""
         assert cause in text, text
 
@@ -358,7 +387,8 @@ class Player:
         else:
             reloadpg.offload()
         if cell.state == "half rebuilt":
-            with self._fault("connect", ranks=(1,), nth=len(groups)):
+            ranks = (0, 1) if self.kind == "nccl" else (1,)  # as in a split, see above
+            with self._fault("init", ranks=ranks, nth=len(groups)):
                 _raises(lambda: reloadpg.reload(connect="eager"))
         wanted = "offloaded" if cell.state == "suspended" else cell.state
         wanted = "failed" if wanted == "half rebuilt" else wanted
@@ -370,14 +400,14 @@ class Player:
             self.names.update(one.names_in_store)
 
     @contextmanager
-    def _fault(self, call: str, *, ranks: tuple[int, ...], nth: int) -> Iterator[None]:
+    def _fault(self, call: Any, *, ranks: tuple[int, ...], nth: int) -> Iterator[None]:
         """Make a call fail on some ranks: of NCCL, or the same step of gloo."""
         if self.kind == "nccl":
             self.meet(f"before the fault {call}")
             if self.rank == 0:
-                at: Any = "collective" if call == "connect" else call
                 for rank in ranks:
-                    standins.inject(Fault("fail", at, rank=rank, times=1))
+                    skip = nth - 1 if call == "init" else 0
+                    standins.inject(Fault("fail", call, rank=rank, skip=skip, times=1))
             self.meet(f"fault {call}")
         elif self.rank in ranks:
             moment: Any = "allreduce" if call == "collective" else "create"
@@ -386,7 +416,7 @@ class Player:
 
     def _start_again(self) -> None:
         if self.number % 2:
-            with reloadpg.init_distributed(self.kind, store=self._store(), **self._given()):
+            with init_distributed(self.kind, store=self._store(), **self._given()):
                 assert worlds.sums_right(None)
             return
         self._init(Cell("", "live", "world", False, False))
@@ -441,6 +471,11 @@ def core(cells: Sequence[Cell]) -> list[Cell]:
             found = [cell for cell in cells if (cell.end, cell.state) == (end, state)]
             chosen += found[index % len(found) :][:1] if found else []
     return chosen
+
+
+def program(cells: Sequence[Cell], seed: int) -> list[Cell]:
+    """Some cells in the order that a seed gives."""
+    return random.Random(seed).sample(cells, 6)
 
 
 def check(backend: str, chosen: Sequence[Cell], **settings: Any) -> None:

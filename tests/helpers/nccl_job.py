@@ -115,7 +115,7 @@ def held() -> Held:
             continue
     return Held(
         standins.communicators(),
-        used() - torch.cuda.memory_reserved() // MIB,
+        used() - (torch.cuda.memory_reserved() + standins.left_bytes()) // MIB,
         sum(name != "standin-stream" for name in names),  # these end when they are idle
         len(os.listdir("/proc/self/fd")),
     )

@@ -99,8 +99,8 @@ int device_get(int* device, int ordinal) {
 int device_attribute(int* value, int attribute, int device) {
   switch (attribute) {
     case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
-    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
-    case CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED: *value = 1; return 0;
+    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: *value = 1; return 0;
+    case CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED: *value = standin::number("NVLS", 0); return 0;
     case CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID: *value = 0; return 0;
   }
   *value = 0;  // GPUDirect RDMA, DMA-BUF and fabric handles too

@@ -184,6 +184,7 @@ struct ncclComm {
   // The communicator of NVIDIA's host code, if that is given; its own memory is then all there is.
   std::atomic<ncclComm_t> real{nullptr};
   std::function<ncclResult_t(ncclComm_t*)> create_real;
+  std::atomic<bool> real_ends[2] = {{false}, {false}};  // a destroy, an abort has begun
   std::set<std::pair<int, int>> forwarded;  // kinds of operations, and peers, that it has had
 
   standin::Footprint footprint{};
@@ -380,12 +381,13 @@ ncclResult_t create_real(ncclComm* comm) {
   return real_failed(result, nullptr);
 }
 
-// The first thread that ends a communicator ends the one of NVIDIA's code.
+// One abort ends a destroy that waits in another thread; that destroy then frees the communicator.
 ncclResult_t end_real(ncclComm* comm, bool abort) {
-  ncclComm_t real = comm->real.exchange(nullptr);
-  if (!real) return ncclSuccess;
+  ncclComm_t real = comm->real;
+  if (!real || comm->real_ends[abort].exchange(true)) return ncclSuccess;
   ncclResult_t result = host_code::call(abort ? "ncclCommAbort" : "ncclCommDestroy", real);
   log(comm, "NVIDIA's %s: %d", abort ? "ncclCommAbort" : "ncclCommDestroy", result);
+  if (!abort || !comm->real_ends[false]) comm->real = nullptr;
   return result == ncclInProgress ? ncclSuccess : real_failed(result, nullptr);
 }
 
@@ -442,15 +444,16 @@ bool move_to_host(ncclComm* comm, long bytes) {
   return true;
 }
 
-void give_back_memory(ncclComm* comm, bool abort) {
-  long device = comm->bytes - comm->pinned, host = comm->pinned;
-  if (comm->suspended && !abort) {  // as NCCL, which leaves this behind
-    device -= std::min(device, standin::kDestroyedSuspended);
-    host -= std::min(host, standin::kDestroyedSuspendedPinned);
+void give_back_memory(ncclComm* comm) {
+  long device = comm->bytes - comm->pinned, host = comm->pinned + comm->footprint.pinned;
+  if (comm->suspended) {  // as NCCL, which leaves this behind
+    device -= std::min(device, standin::kLeftSuspended);
+    host = comm->pinned;
+    standin::left() += standin::kLeftSuspended;
   }
   if (device) standin_take(comm->device, -device);
   standin::pinned() -= host;
-  comm->bytes = comm->pinned = 0;
+  comm->bytes = comm->pinned = comm->footprint.pinned = 0;
   comm->shm.remove();
 }
 
@@ -503,15 +506,16 @@ ncclResult_t start(const Comm& comm, int creator) {
   if (!result) result = create_real(comm.get());
   if (!host_code::given()) {
     comm->footprint = standin::footprint(comm->size);
+    standin::pinned() += comm->footprint.pinned;
     standin::keep_ras();
-    if (!result) comm->shm.create();
+    if (!result && comm->footprint.network) comm->shm.create();
   }
   if (!result && !take(comm.get(), comm->footprint.init))
     result = fail(ncclUnhandledCudaError, kOutOfMemory);
   else if (!result) result = meet_members(comm, creator);
   if (result) {
     end_real(comm.get(), true);
-    give_back_memory(comm.get(), true);
+    give_back_memory(comm.get());
     if (comm->shared) comm->me().presence = kAborted;
     Lock lock(comm->mutex);
     comm->error = t_last_error;
@@ -654,7 +658,7 @@ ncclResult_t end(const Comm& comm, bool abort) {
     }
   }
   if (comm->ended.exchange(true)) return ncclSuccess;  // another thread has ended it
-  give_back_memory(comm.get(), abort);
+  give_back_memory(comm.get());
   comm->shares = nullptr;
   forget(comm);
   log(comm.get(), abort ? "aborted" : "destroyed");
@@ -667,6 +671,8 @@ EXPORT int standin_communicators() {
   Lock lock(comms_mutex());
   return comms().size();
 }
+
+EXPORT long standin_left_bytes() { return standin::left(); }
 
 EXPORT long standin_pinned_bytes() {
   return host_code::given() ? standin_pin(0) : standin::pinned().load();

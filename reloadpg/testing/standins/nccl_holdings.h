@@ -26,22 +26,25 @@ struct Footprint {
   long init, connected;  // at creation; once an operation has connected its members
   long left;             // of `connected`, after a suspend: NVLS, network buffers, and 4 MiB
   long network;          // network buffers, which are in no value of ncclCommMemStats
+  long pinned;           // host memory while it lives
 };
 
 struct Measured {
   int ranks;   // from this number of ranks on
+  bool nvls;   // the devices support multicast
   bool whole;  // all transports are connected at creation (NCCL_RUNTIME_CONNECT=0)
   long init, connected, left, network;  // MiB
 };
 
 constexpr Measured kMeasured[] = {
-    {1, false, 388, 388, 4, 0},       // its suspend was not measured
-    {2, false, 196, 484, 4, 0},       // more than 2 ranks were not measured
-    {2, true, 740, 740, 260, 256},    // 484 and network buffers
-    {3, true, 1142, 1142, 422, 256},  // 4 ranks, with NVLS; without it, as 2 ranks
+    {1, false, false, 388, 388, 4, 0},
+    {2, false, false, 196, 484, 4, 0},      // 2 and 4 ranks
+    {2, true, false, 230, 518, 38, 0},      // 2 and 4 ranks
+    {2, false, true, 740, 740, 260, 256},   // 484 and network buffers
+    {4, true, true, 1142, 1142, 422, 256},  // rank 0
 };
-constexpr long kDestroyedSuspended = 4 << 20;          // what its destroy leaves on the device
-constexpr long kDestroyedSuspendedPinned = 1153434;    // and of pinned host memory: 1.1 MiB
+constexpr long kPinned = 1179652;
+constexpr long kLeftSuspended = 4 << 20;  // on the device by an end while it is suspended; and kPinned
 
 inline bool switched_off(const char* variable) {
   const char* value = getenv(variable);
@@ -50,17 +53,22 @@ inline bool switched_off(const char* variable) {
 
 inline Footprint footprint(int ranks) {
   bool whole = switched_off("NCCL_RUNTIME_CONNECT") && ranks > 1;
-  bool nvls = !switched_off("NCCL_NVLS_ENABLE");
+  bool nvls = number("NVLS", 0) && !switched_off("NCCL_NVLS_ENABLE");
   Measured row = kMeasured[0];
   for (const Measured& each : kMeasured)
-    if (each.whole == whole && each.ranks <= ranks && (each.ranks < 3 || nvls)) row = each;
+    if (each.ranks <= ranks && each.whole == whole && each.nvls <= nvls) row = each;
   auto bytes = [percent = number("COMM_PERCENT", 100)](long mib) {
     return (mib << 20) * percent / 100;
   };
-  return {bytes(row.init), bytes(row.connected), bytes(row.left), bytes(row.network)};
+  return {bytes(row.init), bytes(row.connected), bytes(row.left), bytes(row.network), kPinned};
 }
 
 inline std::atomic<long>& pinned() {  // host memory of suspended communicators of this process
+  static std::atomic<long> bytes{0};
+  return bytes;
+}
+
+inline std::atomic<long>& left() {  // device memory that ends of suspended communicators have left
   static std::atomic<long> bytes{0};
   return bytes;
 }
@@ -90,8 +98,9 @@ inline void keep_ras() {
   }).detach();
 }
 
-// The file of shared memory that a communicator has while it lives; a killed process leaves it. It is
-// in the job's folder, which is in /dev/shm, so that a job leaves nothing behind.
+// The file of shared memory that a communicator with network transports has while it lives (of its
+// proxy's operations); a killed process leaves it. It is in the job's folder, which is in /dev/shm, so
+// that a job leaves nothing behind.
 class ShmFile {
  public:
   ~ShmFile() { remove(); }
