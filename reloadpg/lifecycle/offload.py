@@ -14,7 +14,7 @@ from ..groups.registry import registry
 from ..groups.sets import ALL, Chosen
 from ..reports import Report
 from ..settings import as_flag
-from . import memory
+from . import holders, memory
 from .callbacks import callbacks
 from .job import Job
 from .operation import Operation
@@ -131,6 +131,7 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     kept = [group for group in live if group.history.strategy != "recreate"]
     if any(one.startswith("nccl") for g in recreated for one in g.construction.released.values()):
         op.record.warnings += release_cautions()
+    holders.release(op, "suspended" if op.may_suspend else "released")
     held = memory.in_use() if kept else {}
     if op.may_suspend:
         op.each("suspended", kept, suspend)
@@ -149,7 +150,7 @@ def _release(op: Operation, job: Job, collect: bool) -> None:
     op.barrier("released")
     op.record.warnings += releases.held()
     op.record.warnings += bytes_kept(suspended)
-    op.complete("" if live else "no live reloadable group")
+    op.complete("" if live or op.record.holders else "no live reloadable group")
     # Only now: the store's server serves no rank while it looks up the host name of a new client.
     job.connect_ahead(min(op.creators, len(recreated)))
 
