@@ -485,7 +485,7 @@ MAY_BE_ABSENT = frozenset({"_BackendWrapper", "_cuda_clearCublasWorkspaces", "_d
 
 def torch_version() -> Version:
     """Return major and minor version of the loaded torch."""
-    major, minor = str(sys.modules["torch"].__version__).split(".")[:2]
+    major, minor = str(sys.modules["torch"].version.__version__).split(".")[:2]
     return int(major), int("".join(filter(str.isdigit, minor)) or 0)
 
 
