@@ -13,6 +13,7 @@ from ..groups.proxy import ReloadableProcessGroup
 from ..groups.registry import registry
 from ..groups.sets import ALL, Chosen
 from ..reports import Report
+from ..settings import as_flag
 from . import holders, memory
 from .callbacks import callbacks
 from .job import Job
@@ -78,6 +79,10 @@ def offload(*sets: str, collect: bool = False, wait: bool = True) -> Report | Pe
         torch.distributed.DistBackendError: a collective was aborted on this rank, so its results
             are wrong; nothing was changed. Call :func:`recover`.
     """
+    collect, wait = (
+        as_flag(value, f"offload({name})", "nothing was changed")
+        for name, value in (("collect", collect), ("wait", wait))
+    )
     op = Operation("offload", Chosen.of(sets, "offload"))
     return release(op, collect) if wait else Pending(op, partial(release, collect=collect))
 

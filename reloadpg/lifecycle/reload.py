@@ -11,6 +11,7 @@ from ..groups.proxy import GroupState, ReloadableProcessGroup
 from ..groups.sets import Chosen
 from ..rendezvous.decision import Decision
 from ..reports import Report
+from ..settings import as_flag
 from . import holders
 from .callbacks import callbacks
 from .connect import Connect, validate
@@ -72,6 +73,7 @@ def reload(*sets: str, connect: Connect | None = None, wait: bool = True) -> Rep
         InvalidOptionError: the value of ``connect`` is unknown.
     """
     validate(connect)
+    wait = as_flag(wait, "reload(wait)", "nothing was changed")
     op = Operation("reload", Chosen.of(sets, "reload"))
     return restore(op, connect) if wait else Pending(op, partial(restore, how=connect))
 
