@@ -479,8 +479,8 @@ NEEDS: tuple[Need, ...] = (
     *_rows(_C10D, "_create_torchcomms_backend", "TorchComms is used", "TorchComms", (2, 15)),
 )
 
-MAY_BE_ABSENT = frozenset({"_BackendWrapper", "_cuda_clearCublasWorkspaces", "_dist2"})
-"""Names that a build of torch may lack without a fault: TorchComms, without CUDA, torch 2.13."""
+MAY_BE_ABSENT = frozenset({"_BackendWrapper", "_dist2"})
+"""Names that a build of torch may lack without a fault: with TorchComms, and in torch 2.13."""
 
 
 def torch_version() -> Version:
@@ -509,8 +509,13 @@ def _expected(capability: str | None, needs: Iterable[Need]) -> Iterator[Need]:
 
 
 _UNKNOWN = object()
-_ENGINES = ("ProcessGroupNCCL", "_dump_nccl_trace", "_dump_fr_trace")
-"""What a build without NCCL lacks."""
+_ENGINES = (
+    "ProcessGroupNCCL",
+    "_dump_nccl_trace",
+    "_dump_fr_trace",
+    "_cuda_clearCublasWorkspaces",
+)
+"""What a build without CUDA lacks."""
 
 
 def _is_met(need: Need, owners: dict[str, Any], load: bool) -> bool:
