@@ -15,5 +15,4 @@ from .locks import *
 from .saves import *
 from .stores import *
 from .tables import *
-from .torchcomms import *
 from .training import *

@@ -26,7 +26,6 @@ from torch.futures import Future
 
 from ..errors import GroupDestroyedError, GroupOffloadedError
 from .tables import device_backends, known_groups, label_of
-from .torchcomms import TORCHCOMMS_RECOVERY, is_torchcomm, uses_torchcomms
 
 _GLOO = getattr(_c10d, "ProcessGroupGloo", None)
 
@@ -50,18 +49,18 @@ def live_backends(group: ProcessGroup, devices: Sequence[str]) -> dict[str, CppB
 def options_of(group: ProcessGroup, devices: Sequence[str]) -> object:
     """The options object of the first backend that has one, as NCCL does, or None."""
     for backend in live_backends(group, devices).values():
-        options = None if is_torchcomm(backend) else getattr(backend, "options", None)
+        options = getattr(backend, "options", None)
         if options is not None and not isinstance(options, getattr(_GLOO, "_Options", ())):
             return cast(object, options)
     return None
 
 
 def get_timeouts(group: ProcessGroup, devices: Sequence[str]) -> dict[str, timedelta]:
-    """Timeouts by device type. TorchComms is omitted: its options always show the default."""
+    """Timeouts by device type; devices whose timeout cannot be read are omitted."""
     found: dict[str, timedelta] = {}
     for device, backend in live_backends(group, devices).items():
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-        if isinstance(timeout, timedelta) and not is_torchcomm(backend):
+        if isinstance(timeout, timedelta):
             found[device] = timeout
     return found
 
@@ -113,8 +112,6 @@ def suspend_obstacle(backend: CppBackend) -> str:
     name = backend.name()
     if suspend is None:
         return f"torch {torch.__version__} cannot suspend {name} communicators (2.12 and later)"
-    if is_torchcomm(backend):
-        return "TorchComms cannot suspend its communicators"
     if suspend is not getattr(CppBackend, "suspend", None):
         return _cumem_obstacle()  # a backend in Python that implements suspend
     if not name.startswith("nccl"):
@@ -228,8 +225,7 @@ def recovery_settings(
         that conflict. ``seconds`` is how long an operation of this library may wait.
     """
     missing, obstacles = {}, []
-    known = _RECOVERY_SETTINGS | (TORCHCOMMS_RECOVERY if uses_torchcomms() else {})
-    for name, (value, why) in known.items():
+    for name, (value, why) in _RECOVERY_SETTINGS.items():
         given = environ.get(name) or environ.get(name.removeprefix("TORCH_"))
         if name == _MONITORING and given == "1":
             with suppress(ValueError):
@@ -240,6 +236,20 @@ def recovery_settings(
         elif given != value and why:
             obstacles.append(f"{name}={given}: {why}; set it to {value}")
     return missing, obstacles
+
+
+def torchcomms_obstacle() -> str:
+    """Say why groups cannot be reloadable if torch creates them with TorchComms; empty if not.
+
+    Its NCCL backend has not run with this library. On plain torch 2.13 groups hang with it.
+    """
+    enabled = getattr(_c10d, "_use_torchcomms_enabled", None)
+    if enabled is None or not enabled():
+        return ""
+    return (
+        "torch creates its groups with TorchComms (TORCH_DISTRIBUTED_USE_TORCHCOMMS=1), with which "
+        "this library was not tested. Unset the variable"
+    )
 
 
 def nccl_is_concerned(backends: Collection[str] | None) -> bool:

@@ -108,7 +108,6 @@ def _run(options: argparse.Namespace) -> int:
     result |= {"rank": options.rank, "world_size": options.world_size}
     result |= {name: run[name] for name in ("error", "traceback", "output", "timed_out")}
     result["device_is_here"] = _is_here(options.device)
-    result["torchcomms"] = _torchcomms()
     if options.json:
         say(json.dumps(result, indent=1))
     else:
@@ -132,13 +131,6 @@ def _check(options: argparse.Namespace) -> None:
         raise CommandError(
             f"torch knows no device {options.device!r} here ({here}); nothing was run."
         )
-
-
-def _torchcomms() -> str:
-    """What is supported under TorchComms; empty if torch does not use it."""
-    from ..c10d import TORCHCOMMS_SUPPORT, torchcomms_obstacle, uses_torchcomms
-
-    return torchcomms_obstacle() or (TORCHCOMMS_SUPPORT if uses_torchcomms() else "")
 
 
 def _is_here(device: str) -> bool:
@@ -241,8 +233,6 @@ def _page(options: argparse.Namespace, result: Record) -> Page:
     else:
         parts.append(Line("The script created no process group.", "warning"))
         parts.append(Line("Groups in other processes that the script starts are not recorded."))
-    if result["torchcomms"]:
-        parts.append(Line(f"{result['torchcomms']}.", "note"))
     if options.device == "cuda" and not result["device_is_here"] and can_pretend():
         parts.append(Line(PRETENDED, "note"))
     if result["timed_out"]:
