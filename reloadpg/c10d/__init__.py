@@ -55,6 +55,8 @@ from .locks import LOCKS as LOCKS
 from .locks import Lock as Lock
 from .locks import needs_one_thread as needs_one_thread
 from .locks import shares_lock as shares_lock
+from .meta import provide_meta_collectives as provide_meta_collectives
+from .meta import run_backward_in as run_backward_in
 from .nccl_suspend import nccl_version as nccl_version
 from .nccl_suspend import resume as resume
 from .nccl_suspend import suspend as suspend
